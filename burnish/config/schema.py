@@ -1,0 +1,306 @@
+"""Every setting of a run, typed, with its meaning once, under the field.
+
+Sizes that change the algorithm are global (`batch.prompts`); sizes that change only speed are per
+device (`batch.tokens_per_device`). Importing this loads neither torch nor transformers, so a
+laptop can check a cluster's run. Left out: reading files and overrides (`burnish.config.load`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A group of settings; refuses unknown keys and cannot be changed once made."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """Which model is trained."""
+
+    path: str | None = None
+    """A Hugging Face model directory to start from."""
+    fresh: str | dict[str, Any] | None = None
+    """Instead of `path`: a config.json (a file, or its content as a mapping) to make a new model from, with random weights."""
+    tokenizer: str | None = None
+    """Directory of the tokenizer; the model's own when not given."""
+    chat_template: str | None = None
+    """A Jinja file to use instead of the tokenizer's own chat template."""
+    trust_remote_code: bool = False
+    """Run Python code that lies in the model's directory."""
+
+
+class EngineConfig(Section):
+    """How the model is trained."""
+
+    kind: Literal["torch"] = "torch"
+    """torch: PyTorch FSDP2 on any number of processes."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """bf16: fp32 main weights and optimizer state, bf16 compute, fp32 gradient reduction. fp32: everything fp32."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this global 2-norm."""
+    max_skipped_steps: int = Field(3, ge=1)
+    """Stop the run after this many non-finite gradient norms in a row."""
+    reshard_after_forward: bool = True
+    """Free each layer's gathered weights between forward and backward: less memory, one more gather."""
+    logprob_chunk: int = Field(2048, ge=1)
+    """Tokens whose logits exist in fp32 at one time."""
+
+
+class OptimConfig(Section):
+    """AdamW (arXiv 1711.05101) and its learning rate, a pure function of the step."""
+
+    lr: float = Field(1e-6, ge=0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """What follows the warm-up: constant; linear or cosine decay to the end; wsd: constant, then linear over `decay_steps`."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up from 0."""
+    decay_steps: int = Field(0, ge=0)
+    """wsd only: steps of decay at the end."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """The decay ends at this fraction of `lr`."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay of first and second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay, on tensors of two and more dims."""
+
+
+class DataConfig(Section):
+    """What is trained on and validated on. Local JSON Lines or Parquet files."""
+
+    train: list[str] = Field(default_factory=list)
+    """Files, directories or glob patterns."""
+    validation: list[str] = Field(default_factory=list)
+    """The same, held out."""
+    prompt_column: str | None = None
+    """RL and prompt/completion data: the column of the prompt, text or messages. Found by its usual names when not given."""
+    completion_column: str = "completion"
+    """SFT: the column of the answer, for prompt/completion data."""
+    answer_column: str | None = None
+    """RL: the column of the ground truth; `answer`, `ground_truth` or verl's `reward_model.ground_truth` when not given."""
+    messages_column: str = "messages"
+    """Chat data: the column of the messages."""
+    text_column: str = "text"
+    """Plain text data: the column of the text."""
+    max_prompt_length: int | None = Field(None, ge=1)
+    """RL: longest prompt in tokens; none when not given."""
+    max_length: int | None = Field(None, ge=2)
+    """SFT: longest example in tokens; `batch.tokens_per_device` when not given."""
+    overlong: Literal["drop", "error"] = "drop"
+    """What happens to a prompt or example over its limit: dropped and counted, or the run stops before it starts."""
+    shuffle: bool = True
+    """Draw a new order every epoch, from `seed`."""
+
+
+class BatchConfig(Section):
+    """How much goes into a step."""
+
+    prompts: int = Field(16, ge=1)
+    """RL: prompts per step, over all ranks."""
+    examples: int = Field(16, ge=1)
+    """SFT: examples per step, over all ranks."""
+    minibatches: int = Field(1, ge=1)
+    """RL: optimizer steps per step; the prompts are divided among them."""
+    tokens_per_device: int = Field(8192, ge=2)
+    """Most tokens in one micro-batch. Never exceeded; a longer sequence is an error."""
+
+
+class SamplingConfig(Section):
+    """How completions are drawn."""
+
+    temperature: float = Field(1.0, ge=0)
+    """Divides the logits; 0 takes the most probable token."""
+    top_k: int = Field(0, ge=0)
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Keep the smallest set of tokens that reaches this probability."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Drop tokens less probable than this times the most probable."""
+
+
+class RolloutConfig(SamplingConfig):
+    """How the policy's completions are generated for training."""
+
+    kind: Literal["builtin"] = "builtin"
+    """builtin: Burnish's own generator, in the training processes."""
+    n: int = Field(8, ge=1)
+    """Completions per prompt: the group."""
+    max_response_length: int = Field(256, ge=1)
+    """Longest completion in tokens."""
+    stop: list[str] = Field(default_factory=list)
+    """Texts that end a completion, besides the model's end-of-sequence ids."""
+    slots: int = Field(256, ge=1)
+    """Most sequences generated at one time, per device."""
+
+
+class RewardFunctionConfig(Section):
+    """One reward function."""
+
+    function: str
+    """`module:function`, `file.py:function`, or a built-in: exact_match, numeric, regex, math_verify."""
+    weight: float = 1.0
+    """Factor on its value in the sum."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments for every call."""
+
+
+class RewardConfig(Section):
+    """What completions are worth."""
+
+    functions: list[RewardFunctionConfig] = Field(default_factory=list)
+    """The functions; their weighted sum is the reward."""
+    timeout_seconds: float = Field(30.0, gt=0)
+    """Deadline of each call. A call that misses it counts as an error on its rollouts."""
+    workers: int = Field(4, ge=1)
+    """Calls made at one time, per process."""
+    on_error: float = 0.0
+    """The value of a function that raised, timed out or returned NaN."""
+
+
+class DynamicSamplingConfig(Section):
+    """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2)."""
+
+    enabled: bool = False
+    """Replace groups whose rewards are all equal by groups of further prompts."""
+    max_refills: int = Field(4, ge=1)
+    """Rounds of further generation in one step; after them the step runs with what there is."""
+
+
+class OverlongConfig(Section):
+    """DAPO's soft punishment of overlong completions (arXiv 2503.14476, equation 13)."""
+
+    buffer: int = Field(0, ge=0)
+    """Tokens before `rollout.max_response_length` over which the penalty grows linearly; 0: no penalty."""
+    penalty: float = Field(1.0, ge=0)
+    """The penalty at full length, subtracted from the reward."""
+
+
+class KLConfig(Section):
+    """Divergence from the frozen reference model, the one training started from."""
+
+    coef: float = Field(0.0, ge=0)
+    """Weight of the term; 0: no reference model is kept."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's estimators (http://joschu.net/blog/kl-approx.html)."""
+    place: Literal["loss", "reward"] = "loss"
+    """Added to the loss, or subtracted from the reward of each token."""
+
+
+class AlgorithmConfig(Section):
+    """The formula."""
+
+    advantage: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] = "grpo"
+    """How rewards become advantages."""
+    policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """The surrogate that is maximised."""
+    clip_low: float = Field(0.2, ge=0)
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: float = Field(0.2, ge=0)
+    """The ratio is clipped above 1 + clip_high."""
+    dual_clip: float | None = Field(None, gt=1)
+    """ppo only: bound of the ratio where the advantage is negative (arXiv 1912.09729); none when not given."""
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_fixed"] = "token_mean"
+    """token_mean: over all tokens. sequence_mean: of each sequence's token mean. sequence_sum_fixed: sum over tokens / max_response_length, mean over sequences (Dr. GRPO)."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    old_logprobs: Literal["rollout", "recompute"] = "recompute"
+    """Where the ratio's denominator comes from: a forward pass of the engine, or the generator's raw log-probs."""
+    kl: KLConfig = Field(default_factory=KLConfig)
+    """Divergence from the reference."""
+    dynamic_sampling: DynamicSamplingConfig = Field(default_factory=DynamicSamplingConfig)
+    """Refill groups without variance."""
+    overlong: OverlongConfig = Field(default_factory=OverlongConfig)
+    """Punish overlong completions softly."""
+
+
+class EvaluationConfig(SamplingConfig):
+    """Validation on held-out data."""
+
+    every: int = Field(0, ge=0)
+    """Steps between validations; 0: never."""
+    before: bool = True
+    """Also validate before the first step."""
+    n: int = Field(1, ge=1)
+    """Completions per prompt, for mean@n, pass@n and maj@n."""
+    prompts: int | None = Field(None, ge=1)
+    """Use only the first so many prompts or examples."""
+
+
+class CheckpointConfig(Section):
+    """When to save, and what to keep."""
+
+    save_every: int = Field(0, ge=0)
+    """Steps between checkpoints; 0: only at the end and when stopped."""
+    keep_last: int = Field(2, ge=1)
+    """Committed steps to keep."""
+    reserve_gb: float = Field(0.1, ge=0)
+    """Disk space that must stay free after a save, in GB."""
+
+
+class TrackingConfig(Section):
+    """Where the numbers go."""
+
+    tensorboard: bool = True
+    """Write event files under `tensorboard/`."""
+    rollouts_every: int = Field(10, ge=0)
+    """Steps between files of rollouts; 0: none."""
+    report: bool = True
+    """Write report.html at the end and at every checkpoint."""
+    progress: bool = True
+    """Show progress bars where the terminal can."""
+
+
+class DistributedConfig(Section):
+    """Processes and their patience."""
+
+    timeout_seconds: float = Field(600.0, gt=0)
+    """How long a collective may wait for the other ranks before the run stops."""
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    name: str = "run"
+    """Names the run's directory."""
+    output_dir: str = "runs"
+    """Where run directories lie."""
+    seed: int = Field(0, ge=0)
+    """All randomness derives from it."""
+    steps: int | None = Field(None, ge=1)
+    """Training steps; `epochs` over the data when not given."""
+    epochs: int = Field(1, ge=1)
+    """Passes over the data, where `steps` is not given."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: continue from the newest committed step of this run. never: refuse when there is one."""
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    """Which model is trained."""
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    """How it is trained."""
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    """The optimizer and its learning rate."""
+    data: DataConfig = Field(default_factory=DataConfig)
+    """What is trained on."""
+    batch: BatchConfig = Field(default_factory=BatchConfig)
+    """How much goes into a step."""
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    """RL: how completions are generated."""
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    """RL: what completions are worth."""
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    """RL: the formula."""
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    """Validation on held-out data."""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """When to save, and what to keep."""
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    """Where the numbers go."""
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig)
+    """Processes and their patience."""

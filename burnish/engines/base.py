@@ -1,0 +1,71 @@
+"""The training verbs: what every engine does, and all that trainers know of it.
+
+The engine iterates micro-batches itself, which keeps pipeline parallelism invisible above it, and
+computes log-probs, because only it knows how the vocabulary is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from enum import Enum
+from typing import Protocol
+
+from torch import Tensor
+
+from burnish.parallel.layout import Layout
+from burnish.parallel.shards import Shard, ShardSource
+from burnish.records import Batch, MicroBatch, TokenOutputs
+from burnish.tracking.metrics import Stats
+
+LossFn = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]
+"""Pure, knows no collectives. Returns the micro-batch's part of the loss (a scalar: sums already
+divided by the *global* counts in the micro-batch, so that adding over micro-batches and ranks gives
+the loss of the step) and its statistics."""
+
+
+class Part(Enum):
+    """Which tensors of an engine are meant."""
+
+    WEIGHTS = "weights"
+    """The model's parameters, fp32 where the engine keeps fp32 main weights."""
+    TRAINING = "training"
+    """Optimizer slots, named `exp_avg/<weight>` and so on."""
+
+
+class Engine(Protocol):
+    """A trained model on this process, whatever cuts it."""
+
+    layout: Layout
+    """Where this process stands."""
+    steps: int
+    """Optimizer steps taken (skipped ones not counted); Adam's bias correction runs on it. Settable, for resuming."""
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
+        """Run every micro-batch, add up gradients, return statistics reduced over all ranks.
+
+        `actor/loss` is the loss of the step. Gradients are synchronised once, whatever the number
+        of micro-batches. Calling it again before `optim_step` adds to the gradients.
+        """
+
+    def forward(self, batch: Batch) -> list[TokenOutputs]:
+        """Log-probs and entropies without gradients: one entry per micro-batch of this rank, in order, on its device."""
+
+    def optim_step(self, lr: float) -> Stats:
+        """Clip, step at this learning rate, zero the gradients.
+
+        Returns `actor/grad_norm` (before clipping), `actor/lr`, `actor/skipped`. A non-finite norm
+        skips the step on every rank alike; too many in a row raise `BurnishError`.
+        """
+
+    def shards(self, what: Part) -> Iterator[Shard]:
+        """This rank's pieces, in the same order of names on every rank."""
+
+    def load(self, source: ShardSource, what: Part) -> None:
+        """Fill this rank's pieces from a source. Collective."""
+
+    def parked(self, what: Part) -> AbstractContextManager[None]:
+        """Inside the block, these tensors are off the device (a no-op where the device is the CPU)."""
+
+    def close(self) -> None:
+        """Free what the engine holds. It cannot be used afterwards."""

@@ -1,0 +1,90 @@
+"""The errors a person meets, and the exit code each one ends a command with.
+
+Every error says what was found (``have``), what was wanted (``want``) and what to do (``do``), so
+that the message alone is enough to act on. Left out: wrapping of library errors that already say
+these things.
+"""
+
+from __future__ import annotations
+
+
+class BurnishError(Exception):
+    """Something a person has to know about; the base of all errors Burnish raises on purpose.
+
+    ``problem`` is one sentence that names the thing at fault. ``have``, ``want`` and ``do`` are
+    short phrases printed on lines of their own.
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        have: object = None,
+        want: object = None,
+        do: str | None = None,
+    ) -> None:
+        self.problem = problem
+        self.have = have
+        self.want = want
+        self.do = do
+        lines = [problem]
+        lines += [f"  have: {have}"] if have is not None else []
+        lines += [f"  want: {want}"] if want is not None else []
+        lines += [f"  do:   {do}"] if do is not None else []
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep the parts when the error crosses a process boundary."""
+        return (_rebuild, (type(self), self.problem, self.have, self.want, self.do))
+
+
+def _rebuild(
+    kind: type[BurnishError], problem: str, have: object, want: object, do: str | None
+) -> BurnishError:
+    return kind(problem, have=have, want=want, do=do)
+
+
+class UsageError(BurnishError):
+    """The command line, the configuration or the data given is not usable as it stands."""
+
+    exit_code = 2
+
+
+class CorruptError(BurnishError):
+    """A file is not what was once written: truncated, flipped, forged or half there."""
+
+    exit_code = 3
+
+
+class IncompatibleError(BurnishError):
+    """Two good things that do not fit: a model and a checkpoint, a run and a configuration."""
+
+    exit_code = 4
+
+
+class MissingError(BurnishError):
+    """A file, directory, tensor or column that has to be there is not."""
+
+    exit_code = 5
+
+
+class StoppedError(BurnishError):
+    """The run was asked to stop by a signal and left a committed checkpoint.
+
+    ``exit_code`` is 128 + the signal's number, as shells report it.
+    """
+
+    def __init__(self, problem: str, *, signal_number: int) -> None:
+        super().__init__(problem)
+        self.signal_number = signal_number
+        self.exit_code = 128 + signal_number
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep the signal when the error crosses a process boundary."""
+        return (_rebuild_stopped, (self.problem, self.signal_number))
+
+
+def _rebuild_stopped(problem: str, signal_number: int) -> StoppedError:
+    return StoppedError(problem, signal_number=signal_number)

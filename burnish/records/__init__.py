@@ -1,0 +1,29 @@
+"""Frozen records: the nouns that every layer shares."""
+
+from burnish.records.batches import Batch, MicroBatch, TokenOutputs
+from burnish.records.samples import (
+    Completion,
+    Example,
+    Floats,
+    Mask,
+    Prompt,
+    Request,
+    Rollout,
+    StopReason,
+    TokenIds,
+)
+
+__all__ = [
+    "Batch",
+    "Completion",
+    "Example",
+    "Floats",
+    "Mask",
+    "MicroBatch",
+    "Prompt",
+    "Request",
+    "Rollout",
+    "StopReason",
+    "TokenIds",
+    "TokenOutputs",
+]

@@ -1,0 +1,97 @@
+"""Packed micro-batches and what an engine returns for them.
+
+A `Batch` knows the global number of loss tokens and of sequences before any micro-batch is run, so
+that losses are sums divided once and the result does not depend on how the batch was cut. Left
+out: the packing itself (`burnish.data`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """Several sequences laid end to end, without padding. T tokens, S sequences."""
+
+    input_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64, restarting at 0 with every sequence."""
+    cu_seqlens: Tensor
+    """[S + 1] int32, where each sequence starts; the last entry is T."""
+    max_seqlen: int
+    """Length of the longest sequence, in tokens."""
+    loss_mask: Tensor
+    """[T] bool, True where the token's prediction is trained on."""
+    weights: Tensor
+    """[S] fp32, factor on each sequence's loss."""
+    num_tokens: int
+    """Loss tokens in the *global* batch, over all ranks and micro-batches."""
+    num_sequences: int
+    """Sequences with at least one loss token in the *global* batch."""
+    advantages: Tensor | None = None
+    """[T] fp32 or None."""
+    old_logprobs: Tensor | None = None
+    """[T] fp32 or None."""
+    ref_logprobs: Tensor | None = None
+    """[T] fp32 or None."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch with every tensor on `device`."""
+        moved = {
+            name: value.to(device, non_blocking=True)
+            for name in self.__slots__
+            if isinstance(value := getattr(self, name), Tensor)
+        }
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenOutputs:
+    """What the model says of each token of a micro-batch, aligned to tokens.
+
+    Entry t of a sequence concerns the prediction of token t; the first token of every sequence has
+    no prediction and holds 0.
+    """
+
+    logprobs: Tensor
+    """[T] fp32, log-probability of the token itself."""
+    entropy: Tensor
+    """[T] fp32, entropy in nats of the distribution the token was predicted from."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """This rank's share of one optimizer step.
+
+    Every rank holds the same number of micro-batches, because each one is a round of collectives.
+    """
+
+    microbatches: tuple[MicroBatch, ...]
+    """What this rank runs, in order."""
+    examples: tuple[tuple[int, ...], ...]
+    """For each micro-batch, the index in the global example list of each of its sequences (-1: filler that adds nothing)."""
+    num_tokens: int
+    """Loss tokens over all ranks."""
+    num_sequences: int
+    """Sequences with at least one loss token over all ranks."""
+    total_tokens: int
+    """All tokens over all ranks, trained on or not."""
+
+    def with_old_logprobs(self, outputs: Sequence[TokenOutputs]) -> Batch:
+        """The same batch with `old_logprobs` from `Engine.forward` of this batch."""
+        return self._with("old_logprobs", outputs)
+
+    def with_ref_logprobs(self, outputs: Sequence[TokenOutputs]) -> Batch:
+        """The same batch with `ref_logprobs` from the reference engine's `forward` of this batch."""
+        return self._with("ref_logprobs", outputs)
+
+    def _with(self, name: str, outputs: Sequence[TokenOutputs]) -> Batch:
+        pairs = zip(self.microbatches, outputs, strict=True)
+        filled = tuple(replace(micro, **{name: out.logprobs.detach()}) for micro, out in pairs)
+        return replace(self, microbatches=filled)

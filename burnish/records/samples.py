@@ -1,0 +1,116 @@
+"""What flows through a step before it is packed: prompts, completions, rollouts, examples.
+
+SFT and RL meet in `Example`; after it there is one path. Token arrays are 1-D numpy arrays on the
+host. Left out: anything that computes (see `burnish.data`, `burnish.algorithms`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int64]
+"""Token ids, shape [T]."""
+Floats = npt.NDArray[np.float32]
+"""One fp32 number per token, shape [T]."""
+Mask = npt.NDArray[np.bool_]
+"""One flag per token, shape [T]."""
+
+StopReason = Literal["stop", "length"]
+"""Why a completion ended: at a stop id, stop string or eos ("stop"), or at its limit ("length")."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """One task for reinforcement learning or evaluation."""
+
+    index: int
+    """Row in the data set before shuffling; names the prompt across steps and runs."""
+    token_ids: TokenIds
+    """The prompt as the model sees it, chat template applied."""
+    text: str
+    """The same as text."""
+    messages: list[dict[str, Any]] | None
+    """Chat messages where the data had them, else None."""
+    answer: Any
+    """The ground truth that rewards compare with; None when the data has none."""
+    source: str
+    """The data set's name for where it came from (verl's `data_source`); "" when absent."""
+    columns: Mapping[str, Any]
+    """Every column of the row, for reward functions."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A prompt for a generator, and which draws to make from it."""
+
+    prompt_key: int
+    """Names the prompt in the derivation of random draws; unique within a step."""
+    token_ids: TokenIds
+    """The prompt."""
+    samples: int = 1
+    """How many completions to draw; their sample indices are `first_sample`, `first_sample` + 1, ..."""
+    first_sample: int = 0
+    """Index of the first sample."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What a generator returns for one sample."""
+
+    token_ids: TokenIds
+    """The generated ids, the stop id included when one ended it. May be empty."""
+    sampled_logprobs: Floats
+    """Log-probability of each id under the distribution it was drawn from (after temperature, top-k, top-p, min-p)."""
+    logprobs: Floats
+    """Log-probability of each id under the raw model distribution (temperature 1, no truncation), as `Engine.forward` gives."""
+    stop_reason: StopReason
+    """Why it ended."""
+    weights_version: int
+    """The version given to `load_weights` before it was generated."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """A completion together with its prompt and what it earned."""
+
+    prompt: Prompt
+    """The prompt it answers."""
+    sample: int
+    """Index within the prompt's group, 0-based."""
+    completion: Completion
+    """The generated ids and their log-probs."""
+    text: str
+    """The completion decoded, special tokens removed."""
+    reward: float = 0.0
+    """Weighted sum of the parts."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Each reward function's own value, by its name."""
+    reward_error: str | None = None
+    """The text of the exception or time-out that kept a reward function from answering; None when all answered."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """What training sees, from SFT and RL alike.
+
+    Per-token arrays are aligned to tokens: entry t concerns the prediction of token t from the
+    tokens before it. Entry 0 is never trained on.
+    """
+
+    token_ids: TokenIds
+    """The whole sequence, prompt and completion."""
+    loss_mask: Mask
+    """True where the token's prediction is trained on."""
+    advantages: Floats | None = None
+    """RL: the advantage of each token, 0 where not trained on."""
+    old_logprobs: Floats | None = None
+    """RL: log-prob of each token under the policy that the update is measured against."""
+    ref_logprobs: Floats | None = None
+    """RL: log-prob of each token under the frozen reference model, where a KL term wants it."""
+    weight: float = 1.0
+    """Factor on this sequence's loss."""
