@@ -44,7 +44,7 @@ class Engine(Protocol):
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """Run every micro-batch, add up gradients, return statistics reduced over all ranks.
 
-        `actor/loss` is the loss of the step. Gradients are synchronised once, whatever the number
+        `loss` is the loss of the step. Gradients are synchronised once, whatever the number
         of micro-batches. Calling it again before `optim_step` adds to the gradients.
         """
 
@@ -54,7 +54,7 @@ class Engine(Protocol):
     def optim_step(self, lr: float) -> Stats:
         """Clip, step at this learning rate, zero the gradients.
 
-        Returns `actor/grad_norm` (before clipping), `actor/lr`, `actor/skipped`. A non-finite norm
+        Returns `grad_norm` (before clipping), `lr`, `skipped`. A non-finite norm
         skips the step on every rank alike; too many in a row raise `BurnishError`.
         """
 

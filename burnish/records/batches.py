@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,10 +41,12 @@ class MicroBatch:
     """[T] fp32 or None."""
     ref_logprobs: Tensor | None = None
     """[T] fp32 or None."""
+    temperature: float = 1.0
+    """Divides the logits before log-probs are taken: the policy that sampled at this temperature is the one trained."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with every tensor on `device`."""
-        moved = {
+        moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
             for name in self.__slots__
             if isinstance(value := getattr(self, name), Tensor)
@@ -91,7 +94,14 @@ class Batch:
         """The same batch with `ref_logprobs` from the reference engine's `forward` of this batch."""
         return self._with("ref_logprobs", outputs)
 
+    def at_temperature(self, temperature: float) -> Batch:
+        """The same batch, scored by the policy at this sampling temperature."""
+        cooled = tuple(replace(micro, temperature=temperature) for micro in self.microbatches)
+        return replace(self, microbatches=cooled)
+
     def _with(self, name: str, outputs: Sequence[TokenOutputs]) -> Batch:
-        pairs = zip(self.microbatches, outputs, strict=True)
-        filled = tuple(replace(micro, **{name: out.logprobs.detach()}) for micro, out in pairs)
-        return replace(self, microbatches=filled)
+        filled = []
+        for micro, output in zip(self.microbatches, outputs, strict=True):
+            field: dict[str, Any] = {name: output.logprobs.detach()}
+            filled.append(replace(micro, **field))
+        return replace(self, microbatches=tuple(filled))

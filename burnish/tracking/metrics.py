@@ -77,6 +77,10 @@ class Stats(dict[str, Metric]):
             merged[name] = metric if mine is None else mine.merge(metric)  # type: ignore[arg-type]
         return merged
 
+    def prefixed(self, prefix: str) -> Stats:
+        """The same metrics under `prefix` + name, to say whose they are (`actor/`, `critic/`)."""
+        return Stats({prefix + name: metric for name, metric in self.items()})
+
     def values_by_name(self) -> dict[str, float]:
         """Plain floats, for sinks."""
         return {name: metric.value() for name, metric in self.items()}

@@ -1,0 +1,33 @@
+# Every target makes what it needs: `make demo` and `make test` work on a bare machine with Python 3.11+.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint bench clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo/demo.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/python -m bench
+
+$(STAMP): pyproject.toml constraints/cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Burnish needs Python 3.11 or newer; $(PYTHON) is older. Run: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --editable '.[dev,math]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache
