@@ -23,6 +23,8 @@ class Layout:
     """Processes in the run."""
     local_rank: int = 0
     """This process, 0-based, on its machine."""
+    local_world: int = 1
+    """Processes of the run on this machine."""
 
     @property
     def data_rank(self) -> int:
