@@ -1,0 +1,86 @@
+"""`rollouts/step-XXXXXXXX.jsonl`: every prompt, completion and reward of a step, to read afterwards.
+
+The file is a function of the rollouts alone: the same step writes the same bytes, whatever the
+order or the rank that made them. Left out: token ids and log-probs, which nobody reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from burnish.errors import CorruptError
+from burnish.tracking.atomic import write_atomically
+from burnish.tracking.jsonl import json_line, json_number
+
+if TYPE_CHECKING:  # the record's module loads torch, which readers of rollouts do not need
+    from burnish.records import Rollout
+
+
+def rollouts_path(directory: Path, step: int) -> Path:
+    """Where a step's rollouts lie: `step-00000010.jsonl`."""
+    return directory / f"step-{step:08d}.jsonl"
+
+
+def write_rollouts(
+    directory: Path, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float]
+) -> Path:
+    """Write a step's rollouts atomically, one JSON object a line, by prompt index and sample.
+
+    `advantages` has one number per rollout, in the same order; for advantages per token, their mean
+    over the completion. Numbers that are not finite become strings (see `burnish.tracking.jsonl`).
+    """
+    rows = [_row(step, *pair) for pair in zip(rollouts, advantages, strict=True)]
+    rows.sort(key=lambda row: (row["prompt_index"], row["sample"]))
+    path = rollouts_path(directory, step)
+    write_atomically(path, "".join(json_line(row) for row in rows))
+    return path
+
+
+def _row(step: int, rollout: Rollout, advantage: float) -> dict[str, Any]:
+    parts = {name: json_number(float(value)) for name, value in rollout.reward_parts.items()}
+    return {
+        "step": step,
+        "prompt_index": rollout.prompt.index,
+        "sample": rollout.sample,
+        "prompt": rollout.prompt.text,
+        "completion": rollout.text,
+        "answer": None if rollout.prompt.answer is None else str(rollout.prompt.answer),
+        "reward": json_number(float(rollout.reward)),
+        "reward_parts": parts,
+        "reward_error": rollout.reward_error,
+        "advantage": json_number(float(advantage)),
+        "stop_reason": rollout.completion.stop_reason,
+        "length": len(rollout.completion.token_ids),
+        "weights_version": rollout.completion.weights_version,
+        "source": rollout.prompt.source,
+    }
+
+
+def rollout_files(directory: Path) -> list[tuple[int, Path]]:
+    """The steps that have a file, ascending, with their paths. Empty without the directory."""
+    paths = directory.glob("step-*.jsonl")
+    steps = ((path.stem.removeprefix("step-"), path) for path in paths)
+    return sorted((int(digits), path) for digits, path in steps if digits.isdecimal())
+
+
+def discard_rollouts_after(directory: Path, step: int) -> None:
+    """Remove the files of later steps: a run that resumes from `step` makes them again."""
+    for later, path in rollout_files(directory):
+        if later > step:
+            path.unlink()
+
+
+def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of one file, as written. Raises `CorruptError` for a line that is not a rollout."""
+    with path.open(encoding="utf-8", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise CorruptError(f"{path}, line {number}, is not JSON", have=error) from error
+            if not isinstance(row, dict) or "completion" not in row:
+                raise CorruptError(f"{path}, line {number}, is not a rollout", have=line[:80])
+            yield row

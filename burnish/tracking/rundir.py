@@ -1,0 +1,141 @@
+"""The directory of a run: what lies where, and which machine and versions it ran with.
+
+```
+runs/NAME/
+  config.yaml        environment.json        metrics.jsonl        tensorboard/
+  rollouts/step-00000010.jsonl               checkpoints/         report.html
+```
+
+Left out: what the files hold (each has its own writer), and whether a directory's configuration
+fits another one (`burnish.config`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from burnish.errors import CorruptError
+from burnish.tracking.atomic import write_atomically
+
+_PACKAGES = ("burnish", "torch", "transformers")
+_GIT_SECONDS = 5.0
+
+
+class RunDirectory:
+    """The paths of one run under `root` (`runs/NAME`). Making this object touches no file."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration, as run."""
+        return self.root / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """Versions, device, host, git commit and command line of the last start."""
+        return self.root / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Directory of TensorBoard's event files."""
+        return self.root / "tensorboard"
+
+    @property
+    def rollouts(self) -> Path:
+        """Directory of the steps' rollouts."""
+        return self.root / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Directory of the committed steps."""
+        return self.root / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        """The self-contained report."""
+        return self.root / "report.html"
+
+    def create(self) -> None:
+        """Make the directory where it is missing. Raises `OSError` when that cannot be."""
+        self.root.mkdir(parents=True, exist_ok=True)
+
+    def write_config(self, text: str) -> None:
+        """Put the resolved configuration, as YAML, atomically."""
+        write_atomically(self.config, text)
+
+    def read_config(self) -> str | None:
+        """The configuration the directory belongs to; None when it has none yet."""
+        return self.config.read_text("utf-8") if self.config.exists() else None
+
+    def write_environment(self, environment: Mapping[str, Any]) -> None:
+        """Put what `environment()` found, atomically."""
+        write_atomically(self.environment, json.dumps(environment, indent=2) + "\n")
+
+    def read_environment(self) -> dict[str, Any]:
+        """What `write_environment` put; empty when there is none. Raises `CorruptError`."""
+        if not self.environment.exists():
+            return {}
+        try:
+            content = json.loads(self.environment.read_bytes())
+        except ValueError as error:
+            raise CorruptError(f"{self.environment} is not JSON", have=error) from error
+        if not isinstance(content, dict):
+            raise CorruptError(
+                f"{self.environment} is not a JSON object", have=type(content).__name__
+            )
+        return content
+
+
+def environment(device: str, world: int = 1) -> dict[str, Any]:
+    """This process's surroundings, for `environment.json`: enough to say what a run ran with.
+
+    `device` is the device's name for people, `world` the number of processes. Versions are those
+    installed, None for what is not. No environment variable is read: they may hold secrets.
+    """
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        **{package: _version(package) for package in _PACKAGES},
+        "device": device,
+        "processes": world,
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "git_commit": _git_commit(),
+        "command": list(sys.orig_argv),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """The commit of the working directory's repository, `-dirty` where files differ from it."""
+    command = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

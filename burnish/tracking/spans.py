@@ -1,0 +1,53 @@
+"""How long each part of a step took.
+
+Host seconds: work still queued on an accelerator counts where the host waits for it. Left out:
+traces of single events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Spans:
+    """Seconds per named part, added up over a step. For one thread.
+
+    ```python
+    with spans("rollout"):
+        with spans("generate"): ...      # counted as rollout/generate, and within rollout
+    tracker.log(step, spans.take())      # timing_s/rollout, timing_s/rollout/generate, timing_s/step
+    ```
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._open: list[str] = []
+        self._taken_at = clock()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Count the block's seconds under `name`, inside the spans that are open, also if it raises."""
+        self._open.append(name)
+        path = "/".join(self._open)
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[path] = self._seconds.get(path, 0.0) + self._clock() - start
+            self._open.pop()
+
+    def take(self) -> dict[str, float]:
+        """The seconds since the last take (or the beginning), and start again from nothing.
+
+        `timing_s/NAME` for every span that ended, and `timing_s/step` for all the time in between,
+        covered by a span or not. A span still open counts, whole, for the step in which it ends.
+        """
+        now = self._clock()
+        taken = {f"timing_s/{path}": seconds for path, seconds in self._seconds.items()}
+        taken["timing_s/step"] = now - self._taken_at
+        self._seconds = {}
+        self._taken_at = now
+        return taken

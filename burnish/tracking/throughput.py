@@ -1,0 +1,33 @@
+"""How well a step used the machine, from plain numbers.
+
+Left out: counting flops and measuring peaks (`burnish.models`), and asking the device for its memory.
+"""
+
+from __future__ import annotations
+
+_GIGABYTE = 1e9
+
+
+def throughput(
+    *,
+    tokens: int,
+    seconds: float,
+    flops: float | None = None,
+    peak_flops_per_s: float | None = None,
+    max_memory_bytes: int | None = None,
+) -> dict[str, float]:
+    """`perf/tokens_per_s`, and `perf/mfu` and `perf/max_memory_gb` where what they need is known.
+
+    `tokens` and `flops` are totals over all ranks for work that took `seconds`;
+    `peak_flops_per_s` is that of all devices together, so that model FLOPs utilisation is
+    flops / (seconds · peak) (PaLM, arXiv 2204.02311, appendix B). A gigabyte is 10⁹ bytes.
+    No rate is given for 0 seconds.
+    """
+    values: dict[str, float] = {}
+    if seconds > 0:
+        values["perf/tokens_per_s"] = tokens / seconds
+        if flops is not None and peak_flops_per_s:
+            values["perf/mfu"] = flops / (seconds * peak_flops_per_s)
+    if max_memory_bytes is not None:
+        values["perf/max_memory_gb"] = max_memory_bytes / _GIGABYTE
+    return values
