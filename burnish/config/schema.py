@@ -7,15 +7,32 @@ laptop can check a cluster's run. Left out: reading files and overrides (`burnis
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 
 class Section(BaseModel):
     """A group of settings; refuses unknown keys and cannot be changed once made."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`n: true` is a mistake, though Python would read it as 1."""
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, bool) and field.annotation is not bool:
+            raise ValueError("true and false are no values of this setting")
+        return value
+
+
+MomentDecay = Annotated[float, Field(ge=0, lt=1)]
+"""AdamW's beta."""
+StopText = Annotated[str, Field(min_length=1)]
+"""A text that ends a completion; an empty one would end all of them at once."""
 
 
 class ModelConfig(Section):
@@ -63,7 +80,7 @@ class OptimConfig(Section):
     """wsd only: steps of decay at the end."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """The decay ends at this fraction of `lr`."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[MomentDecay, MomentDecay] = (0.9, 0.999)
     """AdamW's decay of first and second moment."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
@@ -133,7 +150,7 @@ class RolloutConfig(SamplingConfig):
     """Completions per prompt: the group."""
     max_response_length: int = Field(256, ge=1)
     """Longest completion in tokens."""
-    stop: list[str] = Field(default_factory=list)
+    stop: list[StopText] = Field(default_factory=list)
     """Texts that end a completion, besides the model's end-of-sequence ids."""
     slots: int = Field(256, ge=1)
     """Most sequences generated at one time, per device."""

@@ -1,0 +1,255 @@
+"""Whether the settings make sense together, before anything heavy is loaded.
+
+Each check compares settings with each other; bounds of single settings are in the schema. All that
+is wrong is reported at once. Left out: whether the files that settings name exist
+(`burnish.cli.inputs`), and what only the model or the data can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from burnish.config.problems import Problem, refusal
+from burnish.config.schema import RunConfig
+
+Command = Literal["sft", "rl", "eval"]
+"""What the configuration is for."""
+
+GROUP_ADVANTAGES = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
+"""Advantages that compare the completions of one prompt with each other; a group of one has none."""
+
+
+def check(config: RunConfig, command: Command, world: int = 1) -> None:
+    """Raise `UsageError` with everything that keeps `command` from running on `world` processes."""
+    problems = list(_of_run(config))
+    problems += _of_model(config)
+    problems += _of_data(config, command)
+    if command in ("sft", "rl"):
+        problems += _of_learning_rate(config)
+    if command == "sft":
+        problems += _of_sft(config, world)
+    if command == "rl":
+        problems += _of_batch(config, world)
+        problems += _of_lengths(config)
+        problems += _of_rollout(config)
+        problems += _of_algorithm(config)
+    problems += _of_evaluation(config, command)
+    if problems:
+        raise refusal(problems, "this configuration")
+
+
+def _of_run(config: RunConfig) -> Iterator[Problem]:
+    if config.name in ("", ".", "..") or any(each in config.name for each in "/\\\0"):
+        yield Problem(
+            "name cannot be used as a directory's name",
+            have=repr(config.name),
+            want="a plain name without slashes",
+            do="set name, and output_dir for where it lies",
+        )
+
+
+def _of_model(config: RunConfig) -> Iterator[Problem]:
+    model = config.model
+    if (model.path is None) == (model.fresh is None):
+        yield Problem(
+            "exactly one of model.path and model.fresh has to be set",
+            have="neither" if model.path is None else f"both, model.path={model.path}",
+            want="a model directory to start from, or a configuration to make a new model from",
+            do="set model.path" if model.path is None else "remove model.path or model.fresh",
+        )
+    if model.fresh is not None and model.tokenizer is None:
+        yield Problem(
+            "model.fresh comes without a tokenizer",
+            have="model.tokenizer: null",
+            want="the directory of a tokenizer",
+            do="set model.tokenizer",
+        )
+
+
+def _of_data(config: RunConfig, command: Command) -> Iterator[Problem]:
+    if command == "eval" and not config.data.validation:
+        yield Problem(
+            "there is nothing to evaluate on",
+            have="data.validation: []",
+            want="at least one file",
+            do="set data.validation=[FILE]",
+        )
+    if command != "eval" and not config.data.train:
+        yield Problem(
+            "there is nothing to train on",
+            have="data.train: []",
+            want="at least one file",
+            do="set data.train=[FILE]",
+        )
+    if command == "rl" and not config.reward.functions:
+        yield Problem(
+            "there is no reward to learn from",
+            have="reward.functions: []",
+            want="at least one reward function",
+            do="set reward.functions='[{function: numeric}]', or module:function of your own",
+        )
+
+
+def _of_learning_rate(config: RunConfig) -> Iterator[Problem]:
+    optim, steps = config.optim, config.steps
+    if optim.schedule == "wsd" and optim.decay_steps == 0:
+        yield Problem(
+            "optim.schedule wsd has no decay",
+            have="optim.decay_steps: 0",
+            want="1 or more",
+            do="set optim.decay_steps, or optim.schedule=constant",
+        )
+    if optim.schedule != "wsd" and optim.decay_steps:
+        yield Problem(
+            "optim.decay_steps is for optim.schedule wsd only",
+            have=f"optim.decay_steps: {optim.decay_steps}, optim.schedule: {optim.schedule}",
+            want="0, or schedule wsd",
+            do="remove optim.decay_steps, or set optim.schedule=wsd",
+        )
+    if optim.schedule == "constant" and optim.min_lr_ratio:
+        yield Problem(
+            "optim.min_lr_ratio is for a learning rate that decays",
+            have=f"optim.min_lr_ratio: {optim.min_lr_ratio}, optim.schedule: constant",
+            want="0, or schedule linear, cosine or wsd",
+            do="remove optim.min_lr_ratio, or set optim.schedule",
+        )
+    ramps = optim.warmup_steps + optim.decay_steps
+    if steps is not None and ramps > steps:
+        both = f" + optim.decay_steps: {optim.decay_steps}" if optim.decay_steps else ""
+        yield Problem(
+            "the learning rate's warm-up and decay are longer than the run",
+            have=f"optim.warmup_steps: {optim.warmup_steps}{both}, steps: {steps}",
+            want=f"at most {steps} together",
+            do=f"shorten them, or set steps={ramps} or more",
+        )
+
+
+def _of_sft(config: RunConfig, world: int) -> Iterator[Problem]:
+    batch, longest = config.batch, config.data.max_length
+    if longest is not None and longest > batch.tokens_per_device:
+        yield Problem(
+            "the longest example does not fit into a micro-batch",
+            have=f"data.max_length: {longest}, batch.tokens_per_device: {batch.tokens_per_device}",
+            want="data.max_length at most batch.tokens_per_device",
+            do=f"set batch.tokens_per_device={longest}, or lower data.max_length",
+        )
+    if batch.examples < world:
+        yield Problem(
+            "a step has fewer examples than there are processes",
+            have=f"batch.examples: {batch.examples}, {world} processes",
+            want=f"{world} or more",
+            do=f"set batch.examples={world}, or start fewer processes",
+        )
+
+
+def _of_batch(config: RunConfig, world: int) -> Iterator[Problem]:
+    prompts, parts = config.batch.prompts, config.batch.minibatches
+    if prompts % parts:
+        whole = prompts - prompts % parts
+        sizes = [each for each in (whole, whole + parts) if each]
+        divisors = [each for each in range(1, prompts + 1) if prompts % each == 0]
+        around = [max(each for each in divisors if each < parts)]
+        around += [each for each in divisors if each > parts][:1]
+        yield Problem(
+            f"batch.prompts {prompts} does not divide by batch.minibatches {parts}",
+            have=f"{prompts} / {parts} = {prompts / parts:.2f} prompts per optimizer step",
+            want="a whole number",
+            do=f"set batch.prompts to {_or(sizes)}, or batch.minibatches to {_or(around)}",
+        )
+        return
+    sequences = prompts // parts * config.rollout.n
+    if sequences < world:
+        yield Problem(
+            "an optimizer step has fewer completions than there are processes",
+            have=f"batch.prompts / batch.minibatches × rollout.n = {sequences}, {world} processes",
+            want=f"{world} or more",
+            do="raise batch.prompts or rollout.n, or start fewer processes",
+        )
+
+
+def _or(numbers: list[int]) -> str:
+    return " or ".join(str(each) for each in numbers)
+
+
+def _of_lengths(config: RunConfig) -> Iterator[Problem]:
+    response, budget = config.rollout.max_response_length, config.batch.tokens_per_device
+    prompt = config.data.max_prompt_length
+    needed = response + (1 if prompt is None else prompt)
+    if needed > budget:
+        have = "a prompt of 1" if prompt is None else f"data.max_prompt_length: {prompt}"
+        yield Problem(
+            "the longest prompt and completion do not fit into a micro-batch",
+            have=f"{have} + rollout.max_response_length: {response} = {needed} tokens, batch.tokens_per_device: {budget}",
+            want=f"at most {budget} together",
+            do=f"set batch.tokens_per_device={needed} or more, or lower the lengths",
+        )
+    buffer = config.algorithm.overlong.buffer
+    if buffer > response:
+        yield Problem(
+            "algorithm.overlong.buffer is longer than a completion",
+            have=f"algorithm.overlong.buffer: {buffer}, rollout.max_response_length: {response}",
+            want=f"at most {response}",
+            do="lower algorithm.overlong.buffer",
+        )
+
+
+def _of_rollout(config: RunConfig) -> Iterator[Problem]:
+    rollout, algorithm = config.rollout, config.algorithm
+    if rollout.temperature == 0:
+        yield Problem(
+            "rollout.temperature 0 always takes the same completion, so there is nothing to compare",
+            have="rollout.temperature: 0",
+            want="more than 0",
+            do="set rollout.temperature=1.0; evaluation.temperature may be 0",
+        )
+    elif algorithm.old_logprobs == "rollout" and rollout.temperature != 1:
+        yield Problem(
+            "algorithm.old_logprobs rollout needs completions drawn at temperature 1",
+            have=f"rollout.temperature: {rollout.temperature}",
+            want="1.0",
+            do="set algorithm.old_logprobs=recompute, or rollout.temperature=1.0",
+        )
+    if rollout.n < 2 and algorithm.advantage in GROUP_ADVANTAGES:
+        yield Problem(
+            f"algorithm.advantage {algorithm.advantage} compares the completions of a prompt, and there is only one",
+            have="rollout.n: 1, so every advantage would be 0",
+            want="rollout.n 2 or more",
+            do="set rollout.n=8, or algorithm.advantage=reinforce_plus_plus",
+        )
+    if rollout.n < 2 and algorithm.dynamic_sampling.enabled:
+        yield Problem(
+            "algorithm.dynamic_sampling replaces groups without variance, and a group of one has none",
+            have="rollout.n: 1",
+            want="rollout.n 2 or more",
+            do="set rollout.n=8, or algorithm.dynamic_sampling.enabled=false",
+        )
+
+
+def _of_algorithm(config: RunConfig) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    if algorithm.dual_clip is not None and algorithm.policy_loss != "ppo":
+        yield Problem(
+            "algorithm.dual_clip is for algorithm.policy_loss ppo only",
+            have=f"algorithm.dual_clip: {algorithm.dual_clip}, algorithm.policy_loss: {algorithm.policy_loss}",
+            want="null, or policy_loss ppo",
+            do="remove algorithm.dual_clip",
+        )
+
+
+def _of_evaluation(config: RunConfig, command: Command) -> Iterator[Problem]:
+    evaluation = config.evaluation
+    if command != "eval" and evaluation.every and not config.data.validation:
+        yield Problem(
+            "there is nothing to validate on",
+            have=f"evaluation.every: {evaluation.every}, data.validation: []",
+            want="at least one file",
+            do="set data.validation=[FILE], or evaluation.every=0",
+        )
+    if command != "sft" and evaluation.n > 1 and evaluation.temperature == 0:
+        yield Problem(
+            "evaluation.n completions at temperature 0 are all the same",
+            have=f"evaluation.n: {evaluation.n}, evaluation.temperature: 0",
+            want="one completion, or a temperature above 0",
+            do="set evaluation.n=1, or evaluation.temperature=1.0",
+        )

@@ -1,0 +1,122 @@
+"""Whether two configurations describe the same run.
+
+A run directory is continued only by the configuration that began it. Some settings may differ all
+the same, because they change how fast, how long or how visibly a run works, and not what each of
+its steps computes; `MAY_CHANGE` lists them. Left out: which command the run belongs to, which is
+not a setting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from burnish.config.load import load_config
+from burnish.config.schema import RunConfig, Section
+from burnish.errors import IncompatibleError
+
+MAY_CHANGE = frozenset(
+    {
+        "name",
+        "output_dir",
+        "steps",
+        "epochs",
+        "resume",
+        "model.trust_remote_code",
+        "engine.max_skipped_steps",
+        "engine.reshard_after_forward",
+        "engine.logprob_chunk",
+        "data.validation",
+        "batch.tokens_per_device",
+        "rollout.slots",
+        "reward.timeout_seconds",
+        "reward.workers",
+        "evaluation",
+        "checkpoint",
+        "tracking",
+        "distributed",
+    }
+)
+"""Settings, and whole sections, that may differ between two attempts at one run.
+
+`steps` and `epochs` are among them so that a run can be prolonged; with a decaying learning rate
+the remaining steps then follow the longer schedule. Validation reads the weights and never changes
+them. `name` and `output_dir` say where a run lies, and a directory may be moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A setting in which two configurations differ."""
+
+    key: str
+    """Its dotted key."""
+    have: Any
+    """Its value in the first."""
+    want: Any
+    """Its value in the second."""
+
+
+def digest(config: RunConfig) -> str:
+    """sha256, in hex, of the settings that define what the run computes."""
+    text = json.dumps(dict(_defining(config)), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def difference(have: RunConfig, want: RunConfig) -> list[Difference]:
+    """The defining settings in which two configurations differ; empty where `digest` agrees."""
+    wanted = dict(_defining(want))
+    return [
+        Difference(key, value, wanted[key])
+        for key, value in _defining(have)
+        if value != wanted[key]
+    ]
+
+
+def require_same_run(run_dir: Path, config: RunConfig) -> None:
+    """Refuse a run directory whose `config.yaml` describes another run than `config`.
+
+    A directory without one is fine. Raises `IncompatibleError` with a table of the settings that
+    differ.
+    """
+    recorded = run_dir / "config.yaml"
+    if not recorded.exists():
+        return
+    found = difference(load_config(recorded).config, config)
+    if not found:
+        return
+    raise IncompatibleError(
+        f"{run_dir} belongs to another configuration\n{_table(found)}",
+        have=f"a run that differs in {', '.join(each.key for each in found)}",
+        want="the configuration that began this run",
+        do="give this run a name of its own with name=NAME, or restore the settings above",
+    )
+
+
+def _table(found: list[Difference]) -> str:
+    rows = [("setting", "have", "want")]
+    rows += [(each.key, _cell(each.have), _cell(each.want)) for each in found]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines = [f"  {key:<{widths[0]}}  {have:<{widths[1]}}  {want}" for key, have, want in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: Any, limit: int = 40) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _defining(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and plain value of every setting that may not change."""
+    for field in type(section).model_fields:
+        name = prefix + field
+        value = getattr(section, field)
+        if name in MAY_CHANGE:
+            continue
+        if isinstance(value, Section):
+            yield from _defining(value, f"{name}.")
+        else:
+            yield name, section.model_dump(mode="json", include={field})[field]

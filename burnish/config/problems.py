@@ -1,0 +1,47 @@
+"""Several things that are wrong with a configuration, reported together in one error.
+
+A person who has three mistakes in a file should run the command twice, not four times. Left out:
+finding the mistakes (`burnish.config.load`, `burnish.config.check`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from burnish.errors import BurnishError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong; the fields are those of `BurnishError`."""
+
+    problem: str
+    """One sentence that names the setting at fault."""
+    have: str
+    """What was found."""
+    want: str
+    """What would be right."""
+    do: str
+    """What to do about it."""
+
+
+def refusal(
+    problems: Sequence[Problem], subject: str, kind: type[BurnishError] = UsageError
+) -> BurnishError:
+    """One error that lists all `problems`; a single one is shown without a list.
+
+    `subject` names what is refused (`rl.yaml`, "this configuration") in the list's headline.
+    """
+    if len(problems) == 1:
+        only = problems[0]
+        return kind(only.problem, have=only.have, want=only.want, do=only.do)
+    lines = [f"{len(problems)} problems in {subject}"]
+    for number, each in enumerate(problems, start=1):
+        lines += [
+            f"{number}. {each.problem}",
+            f"     have: {each.have}",
+            f"     want: {each.want}",
+            f"     do:   {each.do}",
+        ]
+    return kind("\n".join(lines))
