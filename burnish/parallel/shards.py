@@ -41,6 +41,25 @@ class Shard:
     """The elements: a *view* of live memory with shape `box.sizes`. Reading it reads the engine's own memory; writing it writes it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A shard without its memory: what other ranks and plans need to know of it."""
+
+    name: str
+    """Canonical name of the tensor."""
+    shape: tuple[int, ...]
+    """Global shape of the tensor."""
+    box: Box
+    """Which part of it this is, in global coordinates."""
+    dtype: torch.dtype
+    """Element type in memory, which may differ from the checkpoint's."""
+
+    @classmethod
+    def of(cls, shard: Shard) -> Piece:
+        """The piece that a shard is, with the dtype that its memory has."""
+        return cls(shard.spec.name, shard.spec.shape, shard.box, shard.tensor.dtype)
+
+
 class ShardSource(Protocol):
     """Where shards are filled from: a model directory, a checkpoint, fresh values."""
 
