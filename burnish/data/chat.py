@@ -1,0 +1,222 @@
+"""From conversations and texts to token ids and loss masks.
+
+The mask of a conversation comes from the chat template itself: from `{% generation %}` where the
+template has it, and otherwise from prefix differencing, which renders the messages up to a turn and
+compares ids. It never comes from a search for strings. What an assistant writes is trained on, the
+token that ends its turn included; the first token of a sequence never is. Left out: tools and
+images in templates, and cutting long sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from burnish.data.tokenizer import end_of_turn_id, has_generation_marks
+from burnish.errors import UsageError
+from burnish.records import Mask, TokenIds
+
+Message = dict[str, Any]
+"""One turn: `role`, `content`, and whatever else the chat template reads."""
+
+Encoded = tuple[TokenIds, Mask]
+"""Token ids [T] and, for each, whether its prediction is trained on."""
+
+_CONTEXT = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages to train on."""
+
+    messages: list[Message]
+    """All turns, in order."""
+    name: str
+    """Which row this is, for error messages."""
+    trained_from: int = 0
+    """Assistant turns before this index are context only."""
+
+    @property
+    def turns(self) -> list[int]:
+        """Indices of the assistant messages that are trained on."""
+        roles = [message.get("role") for message in self.messages]
+        return [i for i, role in enumerate(roles) if role == "assistant" and i >= self.trained_from]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Plain text to train on, without a chat template."""
+
+    text: str
+    """What is trained on, followed by an end of sequence."""
+    prompt: str = ""
+    """What stands before it and is context only."""
+
+
+class ChatEncoder:
+    """Encodes rows with one tokenizer, many at a time so that its threads are used."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._marked = has_generation_marks(tokenizer)
+        self._eos = tokenizer.eos_token_id
+        ends = {end_of_turn_id(tokenizer), self._eos} - {None}
+        self._ends = np.array(sorted(ends), dtype=np.int64)
+        tail = tokenizer("", add_special_tokens=True)["input_ids"][-1:]
+        self._closes_itself = self._eos is not None and tail == [self._eos]
+
+    def ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        """Token ids of each text; `special` adds what the tokenizer puts before a text, never what it puts after."""
+        if not texts:
+            return []
+        lists: list[list[int]] = self._tokenizer(
+            list(texts), add_special_tokens=special, return_attention_mask=False, verbose=False
+        )["input_ids"]
+        return [tokens[:-1] for tokens in lists] if special and self._closes_itself else lists
+
+    def prompt(self, messages: list[Message], name: str) -> str:
+        """The conversation as text, ready for the assistant to write.
+
+        One whose last message is the assistant's is left open, to be continued.
+        """
+        if messages[-1].get("role") == "assistant":
+            return str(self._render(messages, name, tokenize=False, continue_final_message=True))
+        return self._before(messages, name)
+
+    def texts(self, rows: Sequence[Text]) -> list[Encoded]:
+        """Prompt, text and an end of sequence; all but the prompt and the first token is trained on.
+
+        The prompt's ids are those it has alone, as a generator will see it: where the tokenizer
+        would merge across the boundary, the text is tokenized by itself.
+        """
+        heads = self.ids([row.prompt for row in rows], special=True)
+        joined = self.ids([row.prompt + row.text for row in rows], special=True)
+        encoded = []
+        for row, head, tokens in zip(rows, heads, joined, strict=True):
+            if tokens[: len(head)] != head:
+                tokens = head + self.ids([row.text], special=False)[0]
+            if self._eos is not None and (len(tokens) == len(head) or tokens[-1] != self._eos):
+                tokens = [*tokens, self._eos]
+            mask = np.arange(len(tokens)) >= max(len(head), 1)
+            encoded.append((np.array(tokens, dtype=np.int64), mask))
+        return encoded
+
+    def conversations(self, rows: Sequence[Conversation]) -> list[Encoded]:
+        """Ids and mask of each conversation.
+
+        Raises `UsageError` naming the row for messages that the template refuses, and, without
+        `{% generation %}`, for a template that writes the past differently once a turn is added.
+        """
+        encoded = self._by_marks(rows) if self._marked else self._by_prefixes(rows)
+        for _, mask in encoded:
+            mask[:1] = False
+        return encoded
+
+    def _by_marks(self, rows: Sequence[Conversation]) -> list[Encoded]:
+        """Masks from `{% generation %}`, and the end of turn where the template left it outside."""
+        encoded = []
+        for row in rows:
+            out = self._render(row.messages, row.name, return_assistant_tokens_mask=True)
+            ids = np.array(out["input_ids"], dtype=np.int64)
+            mask = np.array(out["assistant_masks"], dtype=np.bool_)
+            mask[1:] |= mask[:-1] & np.isin(ids[1:], self._ends)
+            if row.trained_from:
+                before = self._before(row.messages[: row.trained_from], row.name)
+                mask[: _shared(self.ids([before], special=False)[0], ids)] = False
+            encoded.append((ids, mask))
+        return encoded
+
+    def _by_prefixes(self, rows: Sequence[Conversation]) -> list[Encoded]:
+        """Masks from comparing each conversation with its own beginnings."""
+        texts: list[str] = []
+        for row in rows:
+            texts.append(self._whole(row.messages, row.name))
+            for turn in row.turns:
+                texts.append(self._before(row.messages[:turn], row.name))
+                texts.append(self._whole(row.messages[: turn + 1], row.name))
+        tokenized = iter(zip(texts, self.ids(texts, special=False), strict=True))
+        encoded = []
+        for row in rows:
+            text, tokens = next(tokenized)
+            ids = np.array(tokens, dtype=np.int64)
+            mask = np.zeros(len(ids), dtype=np.bool_)
+            for turn in row.turns:
+                where = f"message {turn} of {row.name}"
+                start = _boundary(next(tokenized), (text, ids), where)
+                end = self._turn_end(next(tokenized), (text, ids), start, where)
+                mask[start:end] = True
+            encoded.append((ids, mask))
+        return encoded
+
+    def _turn_end(
+        self, after: tuple[str, list[int]], whole: tuple[str, TokenIds], start: int, where: str
+    ) -> int:
+        """Where the turn that begins at `start` ends, its end-of-turn token included.
+
+        A template may write a turn differently once others follow (Qwen3 drops the thoughts of past
+        turns). Then the first end-of-turn id after the start closes it.
+        """
+        stops = start + np.flatnonzero(np.isin(whole[1][start:], self._ends))
+        if not whole[0].startswith(after[0]) and len(stops):
+            return int(stops[0]) + 1
+        end = _boundary(after, whole, where)
+        inside = stops[stops < end]
+        return int(inside[-1]) + 1 if len(inside) else end
+
+    def _before(self, messages: list[Message], name: str) -> str:
+        if not messages:
+            raise UsageError(
+                f"{name} begins with the assistant",
+                want="a user or system message before the assistant's first",
+                do="correct the row, or use a chat template with {% generation %}",
+            )
+        return str(self._render(messages, name, tokenize=False, add_generation_prompt=True))
+
+    def _whole(self, messages: list[Message], name: str) -> str:
+        return str(self._render(messages, name, tokenize=False))
+
+    def _render(self, messages: list[Message], name: str, **options: Any) -> Any:
+        if not self._tokenizer.chat_template:
+            raise UsageError(
+                f"{name} is a conversation, and the tokenizer has no chat template",
+                do="set model.chat_template to a Jinja file, or use plain prompts and completions",
+            )
+        try:
+            return self._tokenizer.apply_chat_template(messages, **options)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"the chat template refuses {name}: {error}",
+                have=f"roles {', '.join(str(message.get('role')) for message in messages)}",
+                do="correct the row, or set model.chat_template to a template that takes it",
+            ) from error
+
+
+def _shared(start: Sequence[int], ids: TokenIds) -> int:
+    """How many leading ids agree."""
+    length = min(len(start), len(ids))
+    differs = np.flatnonzero(np.array(start[:length], dtype=np.int64) != ids[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+def _boundary(prefix: tuple[str, list[int]], whole: tuple[str, TokenIds], where: str) -> int:
+    """The position in the whole's ids at which the prefix ends; both are given as text and ids.
+
+    A token that merges the end of the prefix with what follows counts as following.
+    """
+    shared = _shared(prefix[1], whole[1])
+    if shared == len(prefix[1]) or whole[0].startswith(prefix[0]):
+        return shared
+    length = min(len(prefix[0]), len(whole[0]))
+    at = next((i for i in range(length) if prefix[0][i] != whole[0][i]), length)
+    begin = max(0, at - _CONTEXT)
+    raise UsageError(
+        f"the chat template writes what is before {where} differently once more follows: token {shared} (character {at}) is the first to differ",
+        have=repr(whole[0][begin : at + _CONTEXT]),
+        want=repr(prefix[0][begin : at + _CONTEXT]),
+        do="set model.chat_template to a template with {% generation %} around the assistant's part",
+    )

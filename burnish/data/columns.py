@@ -1,0 +1,111 @@
+"""What the columns of a row mean: prompts, answers and messages under the names in common use.
+
+Left out: reading files (`burnish.data.sources`) and tokens (`burnish.data.chat`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from burnish.data.chat import Message
+from burnish.data.sources import Row, Rows
+from burnish.errors import MissingError, UsageError
+
+PROMPT_COLUMNS = ("prompt", "question", "problem")
+"""Where the prompt is looked for (verl and TRL; GSM8K; MATH)."""
+ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution")
+"""Where the ground truth is looked for; a dot goes into a nested column."""
+
+
+def find_column(rows: Rows, chosen: str | None, usual: Sequence[str], setting: str) -> str | None:
+    """The column to use: the chosen one, else the first usual one that is there, else None.
+
+    Names may be dotted. Raises `MissingError` when the chosen one is not there.
+    """
+    if chosen is not None:
+        if not has_column(rows, chosen):
+            rows.require(chosen, setting)
+        return chosen
+    return next((name for name in usual if has_column(rows, name)), None)
+
+
+def has_column(rows: Rows, name: str) -> bool:
+    """Whether the first row has such a column, dots going into nested ones."""
+    if name in rows.columns:
+        return True
+    head, _, rest = name.partition(".")
+    return bool(rest) and head in rows.columns and _has(rows[0][head], rest)
+
+
+def _has(value: Any, path: str) -> bool:
+    head, _, rest = path.partition(".")
+    found = isinstance(value, dict) and head in value
+    return found and (not rest or _has(value[head], rest))
+
+
+def value_at(row: Row, name: str) -> Any:
+    """The row's value in a column, dots going into nested ones; None where it has none."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def nothing_found(rows: Rows, want: str, do: str) -> MissingError:
+    """The error for a table without any of the columns looked for."""
+    return MissingError(
+        f"no usable columns in {', '.join(rows.files[:2])}",
+        have="columns " + ", ".join(rows.columns),
+        want=want,
+        do=do,
+    )
+
+
+def messages_of(value: Any, name: str) -> list[Message]:
+    """Chat messages as the data holds them, without the nulls that Arrow adds to make rows alike.
+
+    Raises `UsageError` naming the row for anything but a list of messages with `role` and `content`.
+    """
+    if not isinstance(value, list) or not value:
+        raise _not_messages(name, f"{type(value).__name__} {str(value)[:60]!r}")
+    return [_message(turn, f"message {i} of {name}") for i, turn in enumerate(value)]
+
+
+def _message(turn: Any, name: str) -> Message:
+    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+        raise _not_messages(name, f"keys {sorted(turn)}" if isinstance(turn, dict) else repr(turn))
+    message: Message = _without_nulls(turn)
+    if "content" not in message:
+        if message.keys() == {"role"}:
+            raise _not_messages(name, "no content")
+        message["content"] = ""
+    return message
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+def _not_messages(name: str, have: str) -> UsageError:
+    return UsageError(
+        f"{name} is not in chat form",
+        have=have,
+        want='a list of {"role": ..., "content": ...}',
+        do="convert the data to that form",
+    )
+
+
+def text_of(value: Any, name: str) -> str:
+    """The value if it is a string; otherwise `UsageError` naming the row."""
+    if isinstance(value, str):
+        return value
+    raise UsageError(
+        f"{name} has no text", have=repr(value)[:60], want="a string", do="correct the row"
+    )

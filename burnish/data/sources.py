@@ -1,0 +1,262 @@
+"""Rows from local JSON Lines and Parquet files, read by `datasets` into memory-mapped Arrow tables.
+
+The Arrow files lie in the cache of `datasets` (`HF_HOME`, `HF_DATASETS_CACHE`), so that the
+processes of a machine share one copy and a second run starts at once. Nothing is asked of a hub.
+Left out: remote files, streaming, and what the columns mean (`burnish.data.tasks`).
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from datasets.packaged_modules.json.json import JsonConfig
+
+from burnish.errors import MissingError, UsageError
+
+Row = dict[str, Any]
+"""One row: a value for every column, None where the row has none."""
+
+_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_EXCERPT = 60
+_REASON = 300
+# Newer readers take some column names for logs of coding agents and change the rows.
+_JSON_OPTIONS = {
+    name: False for name in JsonConfig.__dataclass_fields__ if name == "parse_agent_traces"
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """A table of rows with random access, backed by Arrow; no more than the rows asked for are ever Python objects."""
+
+    table: Any
+    """The `datasets.Dataset`."""
+    files: tuple[str, ...]
+    """Where the rows came from, in order."""
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> Row:
+        row: Row = self.table[index]
+        return row
+
+    def span(self, start: int, stop: int) -> list[Row]:
+        """Rows start to stop - 1, read together, which is faster than one at a time."""
+        columns: dict[str, list[Any]] = self.table[start:stop]
+        return [
+            dict(zip(columns, values, strict=True))
+            for values in zip(*columns.values(), strict=True)
+        ]
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of all columns."""
+        return list(self.table.column_names)
+
+    def where(self, index: int) -> str:
+        """Names a row for an error message."""
+        return f"row {index} (counted from 0) of {_listed(self.files)}"
+
+    def require(self, column: str, setting: str) -> None:
+        """Raise `MissingError` unless there is such a column; `setting` is the configuration key that names it."""
+        if column in self.columns:
+            return
+        near = get_close_matches(column, self.columns, n=1)
+        raise MissingError(
+            f"no column {column!r} in {_listed(self.files)}",
+            have="columns " + ", ".join(self.columns),
+            want=f"{setting}: a column that is there"
+            + (f"; did you mean {near[0]!r}?" if near else ""),
+            do=f"set {setting}={near[0] if near else 'COLUMN'}",
+        )
+
+
+def load_rows(paths: Sequence[str], setting: str = "data.train") -> Rows:
+    """Read files, directories and glob patterns, in the order given, names within one sorted.
+
+    A directory stands for the .jsonl, .json and .parquet files directly in it. All columns of all
+    files must agree. `setting` names the configuration key in messages.
+
+    Raises `MissingError` for a path that matches nothing, `UsageError` for data without rows, for
+    mixed or unknown kinds of file, and for a broken JSON line, named by file and line number.
+    """
+    files = [file for path in paths for file in _matches(path, setting)]
+    if not files:
+        raise UsageError(
+            f"{setting} names no files",
+            want="at least one .jsonl or .parquet file",
+            do=f"set {setting}=[FILE]",
+        )
+    kind = _kind(files, setting)
+    names = tuple(str(file) for file in files)
+    if all(_is_blank(file) for file in files):
+        raise _empty(names, setting)
+    try:
+        table = _read(kind, names)
+    except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, ValueError) as error:
+        raise _explained(error, kind, files, setting) from error
+    except OSError as error:
+        raise UsageError(
+            f"could not convert {_listed(names)} to Arrow: {error}",
+            want=f"a cache directory that can be written, {datasets.config.HF_DATASETS_CACHE}",
+            do="make room there, or set HF_DATASETS_CACHE to another directory",
+        ) from error
+    if len(table) == 0:
+        raise _empty(names, setting)
+    return Rows(table, names)
+
+
+def _matches(path: str, setting: str) -> list[Path]:
+    if "://" in path:
+        raise UsageError(
+            f"{setting}: {path} is not a local path",
+            want="a local file, directory or pattern",
+            do="copy the data to this machine",
+        )
+    plain = Path(path).expanduser()
+    if plain.is_dir():
+        found = sorted(
+            file for file in plain.iterdir() if file.suffix in _READERS and file.is_file()
+        )
+        want = "at least one .jsonl, .json or .parquet file directly in it"
+    elif plain.exists():
+        found, want = [plain], ""
+    else:
+        found = sorted(
+            file for name in glob.glob(str(plain), recursive=True) if (file := Path(name)).is_file()
+        )
+        want = "a file, a directory or a pattern that matches"
+    if not found:
+        raise MissingError(
+            f"{setting}: nothing to read at {path}",
+            have=_neighbours(plain),
+            want=want,
+            do=f"correct {setting}",
+        )
+    return [file.absolute() for file in found]
+
+
+def _neighbours(path: Path) -> str:
+    """What lies where the path should have been, so that a typing error shows itself."""
+    folder = path if path.is_dir() else path.parent
+    if not folder.is_dir():
+        return f"no directory {folder}"
+    names = sorted(entry.name for entry in folder.iterdir())
+    near = get_close_matches(path.name, names, n=3) or names[:3]
+    return f"{folder} holds {len(names)} entries" + (
+        f", among them {', '.join(near)}" if near else ""
+    )
+
+
+def _kind(files: Sequence[Path], setting: str) -> str:
+    kinds = {file.suffix: file for file in files}
+    for suffix, file in kinds.items():
+        if suffix not in _READERS:
+            raise UsageError(
+                f"{setting}: {file} is of no known kind",
+                have=f"suffix {suffix!r}",
+                want=", ".join(_READERS),
+                do="rename or convert it",
+            )
+    readers = {_READERS[suffix] for suffix in kinds}
+    if len(readers) > 1:
+        raise UsageError(
+            f"{setting} mixes kinds of file",
+            have=", ".join(sorted(kinds)),
+            want="JSON Lines only, or Parquet only",
+            do="convert one kind, or name the files one by one",
+        )
+    return readers.pop()
+
+
+def _read(kind: str, names: Sequence[str]) -> Any:
+    escaped = [glob.escape(name) for name in names]
+    with _quiet_datasets():
+        if kind == "parquet":
+            return datasets.Dataset.from_parquet(escaped)
+        return datasets.Dataset.from_json(escaped, **_JSON_OPTIONS)
+
+
+@contextmanager
+def _quiet_datasets() -> Iterator[None]:
+    """No progress bars and no log lines of `datasets` inside the block; the errors it raises say the same."""
+    level, bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if bars:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if bars:
+            datasets.enable_progress_bars()
+
+
+def _is_blank(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return not any(line.strip() for line in stream)
+
+
+def _empty(names: Sequence[str], setting: str) -> UsageError:
+    return UsageError(
+        f"{setting} has no rows",
+        have=_listed(names),
+        want="at least one row",
+        do=f"correct {setting}",
+    )
+
+
+def _explained(error: Exception, kind: str, files: Sequence[Path], setting: str) -> UsageError:
+    """The reader's error in terms of the file and, for JSON, the line."""
+    if kind == "json":
+        for file in files:
+            broken = _broken_line(file)
+            if broken is not None:
+                return broken
+    cause = error.__cause__ or error
+    return UsageError(
+        f"{setting}: could not read {_listed([str(file) for file in files])}",
+        have=" ".join(str(cause).split())[:_REASON],
+        want="the same columns with the same types in every file and row",
+        do="compare the columns of the files; a column may be null where a row has no value",
+    )
+
+
+def _broken_line(file: Path) -> UsageError | None:
+    """The first line that is not a JSON object."""
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line.decode("utf-8-sig"))
+                problem = None if isinstance(value, dict) else f"a JSON {type(value).__name__}"
+            except json.JSONDecodeError as error:
+                problem = f"{error.msg} at column {error.pos + 1}"
+            except UnicodeDecodeError as error:
+                problem = f"not UTF-8 at byte {error.start + 1}"
+            if problem is not None:
+                start = line.decode("utf-8", "replace").strip()[:_EXCERPT]
+                return UsageError(
+                    f"{file}, line {number} is broken: {problem}",
+                    have=f"a line that starts {start!r}",
+                    want="one JSON object on every line",
+                    do="correct or remove the line",
+                )
+    return None
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) <= 2:
+        return " and ".join(names)
+    return f"{len(names)} files, {names[0]} to {names[-1]}"

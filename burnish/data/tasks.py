@@ -1,0 +1,297 @@
+"""Data sets of prompts (reinforcement learning, evaluation) and of examples (SFT) over a table of rows.
+
+Every row is tokenized once when the data set is made, to learn its length and to find bad rows
+before anything expensive begins; only lengths are kept, and an item is tokenized again when asked
+for. Left out: order and batches (`burnish.data.loader`, `burnish.data.batching`).
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config.schema import DataConfig
+from burnish.data.chat import ChatEncoder, Conversation, Encoded, Message, Text
+from burnish.data.columns import (
+    ANSWER_COLUMNS,
+    PROMPT_COLUMNS,
+    find_column,
+    messages_of,
+    nothing_found,
+    text_of,
+    value_at,
+)
+from burnish.data.sources import Row, Rows
+from burnish.errors import UsageError
+from burnish.records import Example, Prompt, TokenIds
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Called with the number of rows done and of all rows."""
+
+Item = TypeVar("Item", Prompt, Example)
+
+_SPAN = 512
+"""Rows tokenized together."""
+
+
+class _Items(Sequence[Item], ABC, Generic[Item]):
+    """The rows that are kept, each made into an item when asked for."""
+
+    lengths: npt.NDArray[np.int64]
+    """Tokens of each item, shape [len(self)]."""
+
+    def __init__(self, rows: Rows, data: DataConfig) -> None:
+        self.rows = rows
+        self._data = data
+
+    @abstractmethod
+    def _measure(self, indices: range, rows: list[Row]) -> list[int]:
+        """The length of each row in tokens; 0 for one with nothing to train on."""
+
+    @abstractmethod
+    def _make(self, index: int) -> Item:
+        """The item of a row of the table."""
+
+    def _scan(self, limit: int | None, setting: str, progress: Progress | None) -> None:
+        """Measure all rows, and keep those that are neither empty nor over the limit."""
+        total = len(self.rows)
+        lengths = np.zeros(total, dtype=np.int64)
+        for start in range(0, total, _SPAN):
+            span = range(start, min(start + _SPAN, total))
+            lengths[start : span.stop] = self._measure(span, self.rows.span(start, span.stop))
+            if progress is not None:
+                progress(span.stop, total)
+        over = np.zeros(total, dtype=np.bool_) if limit is None else lengths > limit
+        if over.any() and self._data.overlong == "error":
+            raise self._overlong(int(np.flatnonzero(over)[0]), lengths, limit, setting)
+        self.dropped_overlong = int(over.sum())
+        self.dropped_untrained = int((lengths == 0).sum())
+        self._kept = np.flatnonzero(~over & (lengths > 0))
+        self.lengths = lengths[self._kept]
+        self._report(limit, setting)
+
+    def _overlong(
+        self, index: int, lengths: npt.NDArray[np.int64], limit: int | None, setting: str
+    ) -> UsageError:
+        return UsageError(
+            f"{self.rows.where(index)} is too long",
+            have=f"{lengths[index]} tokens; {int((lengths > (limit or 0)).sum())} of {len(lengths)} rows are over the limit",
+            want=f"at most {limit} ({setting})",
+            do=f"raise {setting}, or set data.overlong=drop",
+        )
+
+    def _report(self, limit: int | None, setting: str) -> None:
+        total = len(self.rows)
+        if not len(self):
+            raise UsageError(
+                f"no row of {', '.join(self.rows.files[:2])} can be used",
+                have=f"{total} rows: {self.dropped_overlong} over {setting}={limit}, {self.dropped_untrained} with nothing to train on",
+                want="at least one row that is left",
+                do=f"raise {setting}, or correct the data",
+            )
+        if self.dropped_overlong:
+            logger.warning(
+                "dropped %d of %d rows: longer than %s=%d tokens",
+                self.dropped_overlong,
+                total,
+                setting,
+                limit,
+            )
+        if self.dropped_untrained:
+            logger.warning(
+                "dropped %d of %d rows: nothing to train on", self.dropped_untrained, total
+            )
+
+    @property
+    def dropped(self) -> int:
+        """Rows that are left out, for whatever reason."""
+        return self.dropped_overlong + self.dropped_untrained
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return [self._make(int(row)) for row in self._kept[index]]
+        return self._make(int(self._kept[index]))
+
+
+class PromptDataset(_Items[Prompt]):
+    """Prompts for reinforcement learning and evaluation: a `Sequence[Prompt]`.
+
+    The prompt is the column `data.prompt_column`, or the first there is of `prompt`, the messages
+    column, `question` and `problem`. Messages are written with the chat template; of a whole chat
+    the assistant's last turn is left off. A plain string is used as it stands, without the chat
+    template, as TRL does. The answer is `data.answer_column`, or the first there is of `answer`,
+    `ground_truth`, verl's `reward_model.ground_truth` and `solution`; without one it is None. So
+    verl's parquet files, TRL's and GSM8K's columns work as they are.
+
+    A prompt over `data.max_prompt_length` is dropped and counted in `dropped_overlong`, or raises
+    `UsageError` naming the row, as `data.overlong` says. Raises `MissingError` for a column that is
+    not there, and `UsageError` for a row that is not a prompt.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__(rows, data)
+        self._encoder = ChatEncoder(tokenizer)
+        usual = (PROMPT_COLUMNS[0], data.messages_column, *PROMPT_COLUMNS[1:])
+        column = find_column(rows, data.prompt_column, usual, "data.prompt_column")
+        if column is None:
+            raise nothing_found(
+                rows, f"a prompt in one of {', '.join(usual)}", "set data.prompt_column=COLUMN"
+            )
+        self._column = column
+        self._answer = find_column(rows, data.answer_column, ANSWER_COLUMNS, "data.answer_column")
+        if tokenizer.chat_template and isinstance(value_at(rows[0], column), str):
+            logger.info(
+                "prompts in %r are strings: used as they stand, without chat template", column
+            )
+        self._scan(data.max_prompt_length, "data.max_prompt_length", progress)
+
+    def _measure(self, indices: range, rows: list[Row]) -> list[int]:
+        return [len(ids) for _, _, ids in self._encode(indices, rows)]
+
+    def _make(self, index: int) -> Prompt:
+        row = self.rows[index]
+        text, messages, ids = self._encode(range(index, index + 1), [row])[0]
+        return Prompt(
+            index=index,
+            token_ids=ids,
+            text=text,
+            messages=messages,
+            answer=None if self._answer is None else value_at(row, self._answer),
+            source=str(row.get("data_source") or ""),
+            columns=row,
+        )
+
+    def _encode(
+        self, indices: range, rows: list[Row]
+    ) -> list[tuple[str, list[Message] | None, TokenIds]]:
+        """Text, messages and ids of each row."""
+        pairs = [self._prompt(index, row) for index, row in zip(indices, rows, strict=True)]
+        plain = iter(
+            self._encoder.ids([t for t, messages in pairs if messages is None], special=True)
+        )
+        chats = iter(self._encoder.ids([t for t, messages in pairs if messages], special=False))
+        encoded = []
+        for index, (text, messages) in zip(indices, pairs, strict=True):
+            ids = next(plain) if messages is None else next(chats)
+            if not ids:
+                raise UsageError(
+                    f"the prompt of {self.rows.where(index)} is empty", do="correct the row"
+                )
+            encoded.append((text, messages, np.array(ids, dtype=np.int64)))
+        return encoded
+
+    def _prompt(self, index: int, row: Row) -> tuple[str, list[Message] | None]:
+        value, name = value_at(row, self._column), self.rows.where(index)
+        if isinstance(value, str):
+            return value, None
+        messages = messages_of(value, name)
+        if self._column == self._data.messages_column and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        if not messages:
+            raise UsageError(f"{name} has no messages before the assistant's", do="correct the row")
+        return self._encoder.prompt(messages, name), messages
+
+
+class ExampleDataset(_Items[Example]):
+    """Examples for supervised fine-tuning: a `Sequence[Example]`.
+
+    Rows are, by the columns there are: a chat (`data.messages_column`), every assistant turn of
+    which is trained on; a prompt and completion, each text or messages, of which the completion is
+    trained on; or plain text (`data.text_column`), all of which is. Two strings are joined as they
+    stand; a string beside messages becomes a user's or the assistant's message. Text and string
+    completions are closed with the end-of-sequence token.
+
+    An example over `max_length` tokens is dropped and counted in `dropped_overlong`, or raises
+    `UsageError` naming the row, as `data.overlong` says. One without a token to train on is
+    dropped and counted in `dropped_untrained`. Raises `MissingError` when the columns are not there.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        max_length: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__(rows, data)
+        self._encoder = ChatEncoder(tokenizer)
+        self._prompt_column = find_column(
+            rows, data.prompt_column, PROMPT_COLUMNS, "data.prompt_column"
+        )
+        self._shape = self._find_shape()
+        self._scan(max_length, "data.max_length", progress)
+
+    def _find_shape(self) -> Callable[[int, Row], Conversation | Text]:
+        data, columns = self._data, self.rows.columns
+        if data.messages_column in columns:
+            return self._chat
+        if self._prompt_column is not None and data.completion_column in columns:
+            return self._completion
+        if data.text_column in columns:
+            return self._text
+        if self._prompt_column is not None:
+            self.rows.require(data.completion_column, "data.completion_column")
+        raise nothing_found(
+            self.rows,
+            f"{data.messages_column}, or a prompt and {data.completion_column}, or {data.text_column}",
+            "set data.messages_column, data.prompt_column and data.completion_column, or data.text_column",
+        )
+
+    def _chat(self, index: int, row: Row) -> Conversation | Text:
+        name = self.rows.where(index)
+        return Conversation(messages_of(row[self._data.messages_column], name), name)
+
+    def _completion(self, index: int, row: Row) -> Conversation | Text:
+        prompt = value_at(row, self._prompt_column or "")
+        completion, name = row[self._data.completion_column], self.rows.where(index)
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return Text(completion, prompt)
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        before = messages_of(prompt, f"the prompt of {name}")
+        after = messages_of(completion, f"the completion of {name}")
+        return Conversation(before + after, name, trained_from=len(before))
+
+    def _text(self, index: int, row: Row) -> Conversation | Text:
+        return Text(text_of(row[self._data.text_column], self.rows.where(index)))
+
+    def _measure(self, indices: range, rows: list[Row]) -> list[int]:
+        return [len(ids) if mask.any() else 0 for ids, mask in self._encode(indices, rows)]
+
+    def _make(self, index: int) -> Example:
+        ids, mask = self._encode(range(index, index + 1), [self.rows[index]])[0]
+        return Example(token_ids=ids, loss_mask=mask)
+
+    def _encode(self, indices: range, rows: list[Row]) -> list[Encoded]:
+        shaped = [self._shape(index, row) for index, row in zip(indices, rows, strict=True)]
+        chats = iter(
+            self._encoder.conversations([x for x in shaped if isinstance(x, Conversation)])
+        )
+        texts = iter(self._encoder.texts([x for x in shaped if isinstance(x, Text)]))
+        return [next(chats) if isinstance(x, Conversation) else next(texts) for x in shaped]

@@ -1,0 +1,168 @@
+"""Tokenizers as training needs them: with a chat template, a pad id and an end that is really used.
+
+Published tokenizers are often incomplete: no pad token, or an end-of-sequence token that chat turns
+never end with (Gemma's `<eos>` beside `<end_of_turn>`). Both are repaired here, each with a notice.
+Left out: training tokenizers, and adding tokens to a vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from burnish.errors import MissingError, UsageError
+
+logger = logging.getLogger(__name__)
+
+_PROBE = "burnish-probe-7c1f"
+
+
+def load_tokenizer(
+    path: str, chat_template_file: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a directory and repair its pad and end-of-sequence tokens.
+
+    `chat_template_file` is a Jinja file that replaces the tokenizer's own chat template. A tokenizer
+    without end of sequence takes the token its chat template ends turns with; so does one whose end
+    of sequence is another token, unless the template itself writes `eos_token`. A missing pad token
+    becomes the end of sequence, or the unknown token.
+
+    Raises `MissingError` for a directory or template that is not there, and `UsageError` for a
+    template that cannot be rendered, for code that `trust_remote_code` would have to allow, and for
+    a tokenizer with neither an end-of-sequence nor an unknown token.
+    """
+    tokenizer = _from_directory(path, trust_remote_code)
+    if chat_template_file is not None:
+        tokenizer.chat_template = _read_template(chat_template_file)
+        _check_template(tokenizer, chat_template_file)
+    _repair_eos(tokenizer, path)
+    _repair_pad(tokenizer, path)
+    return tokenizer
+
+
+def eos_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[int, ...]:
+    """All ids that end a completion, ascending, each once.
+
+    They are the tokenizer's end of sequence, the token its chat template ends turns with, and
+    `eos_token_id` (an id, a list, or None) of each of `configs`: a model's generation config, its
+    config, or None.
+    """
+    found = {tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
+    for config in configs:
+        value = getattr(config, "eos_token_id", None)
+        found.update(value if isinstance(value, (list, tuple)) else [value])
+    return tuple(sorted(int(token) for token in found if token is not None))
+
+
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template writes after an assistant's message.
+
+    None without a chat template, or where it ends turns with ordinary text.
+    """
+    if not tokenizer.chat_template:
+        return None
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except (jinja2.TemplateError, TypeError, ValueError):  # the template wants other messages
+        return None
+    _, _, tail = text.rpartition(_PROBE)
+    ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
+    special = tokenizer.added_tokens_decoder
+    return next((int(token) for token in ids if token in special and special[token].special), None)
+
+
+def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template marks the assistant's part with `{% generation %}`."""
+    if not tokenizer.chat_template or not tokenizer.is_fast:
+        return False
+    return re.search(r"{%-?\s*generation\s*-?%}", str(tokenizer.get_chat_template())) is not None
+
+
+def _from_directory(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise MissingError(
+            f"no tokenizer directory {path}",
+            want="a directory with tokenizer.json or tokenizer_config.json",
+            do="set model.path or model.tokenizer to a local model directory",
+        )
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if "trust_remote_code" in str(error):
+            raise UsageError(
+                f"the tokenizer in {path} is Python code of its own",
+                do="read that code, then set model.trust_remote_code=true",
+            ) from error
+        raise MissingError(
+            f"no usable tokenizer in {path}",
+            have=" ".join(str(error).split())[:300],
+            want="tokenizer.json and tokenizer_config.json as save_pretrained writes them",
+            do="set model.tokenizer to a directory that has them",
+        ) from error
+    return tokenizer
+
+
+def _read_template(path: str) -> str:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise MissingError(
+            f"no chat template {path}", want="a Jinja file", do="correct model.chat_template"
+        )
+    return file.read_text(encoding="utf-8")
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+    except jinja2.TemplateSyntaxError as error:
+        raise UsageError(
+            f"{path}, line {error.lineno}: {error.message}",
+            want="a Jinja template",
+            do="correct it there",
+        ) from error
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{path} cannot render a single user message: {error}",
+            want="a chat template over `messages`, each with `role` and `content`",
+            do="correct the template",
+        ) from error
+
+
+def _repair_eos(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    turn_end = end_of_turn_id(tokenizer)
+    if turn_end is None or turn_end == tokenizer.eos_token_id:
+        return
+    if tokenizer.eos_token is not None and "eos_token" in str(tokenizer.get_chat_template()):
+        return  # another eos would change what the template writes
+    token = str(tokenizer.convert_ids_to_tokens(turn_end))
+    logger.warning(
+        "tokenizer %s: its chat template ends turns with %r, not with its eos token %r; eos is set to %r",
+        path,
+        token,
+        tokenizer.eos_token,
+        token,
+    )
+    tokenizer.eos_token = token
+
+
+def _repair_pad(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    if tokenizer.pad_token_id is not None:
+        return
+    token = tokenizer.eos_token if tokenizer.eos_token is not None else tokenizer.unk_token
+    if token is None:
+        raise UsageError(
+            f"the tokenizer in {path} has neither an end-of-sequence nor an unknown token",
+            want="eos_token in tokenizer_config.json",
+            do="name the token that ends a sequence there",
+        )
+    logger.warning("tokenizer %s has no pad token; padding with %r", path, token)
+    tokenizer.pad_token = token
