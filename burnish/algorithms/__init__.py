@@ -1,0 +1,1 @@
+"""The formulas: advantages, policy losses, schedules, scores. Pure functions that know no engine and no rank."""

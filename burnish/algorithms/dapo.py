@@ -1,0 +1,57 @@
+"""DAPO's two additions around the loss: dynamic sampling and overlong shaping (arXiv 2503.14476).
+
+Pure decisions; who generates and scores is the trainer's business. DAPO's other two parts are
+settings: `clip_high` above `clip_low`, and the aggregation token_mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from burnish.config.schema import DynamicSamplingConfig, OverlongConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What becomes of the groups collected so far in a step."""
+
+    keep: tuple[int, ...]
+    """Indices of the groups to train on, in the order they came. Empty when no group has variance."""
+    refill: int
+    """How many further prompts to generate for before training; 0: train on `keep` as it is."""
+
+
+def has_variance(rewards: Sequence[float]) -> bool:
+    """Whether a group teaches anything: its rewards are not all equal (0 < correct < G in DAPO, equation 8)."""
+    return len(set(rewards)) > 1
+
+
+def select_groups(
+    groups: Sequence[Sequence[float]], wanted: int, refills: int, config: DynamicSamplingConfig
+) -> Selection:
+    """Which groups to keep, and whether to generate more.
+
+    `groups` holds the rewards of every group of the step so far, `wanted` is the number of prompts
+    of a step, `refills` the rounds of further generation already made. Without dynamic sampling the
+    first `wanted` groups are kept. With it, the first `wanted` that have variance; while there are
+    fewer, and rounds are left, as many prompts as are missing are asked for. Once the rounds are
+    spent, the step runs with the groups there are, which can be none.
+    """
+    if not config.enabled:
+        return Selection(tuple(range(len(groups)))[:wanted], 0)
+    keep = tuple(i for i, rewards in enumerate(groups) if has_variance(rewards))[:wanted]
+    refill = wanted - len(keep) if refills < config.max_refills else 0
+    return Selection(keep, refill)
+
+
+def overlong_penalty(length: int, max_response_length: int, config: OverlongConfig) -> float:
+    """What to *add* to the reward of a completion of `length` tokens: soft overlong punishment, equation 13.
+
+    With L = `max_response_length` and B = `config.buffer`: 0 up to L - B, then ((L - B) - length) / B,
+    and -1 beyond L; times `config.penalty`. 0 everywhere when the buffer is 0.
+    """
+    if config.buffer == 0:
+        return 0.0
+    over = min(length - (max_response_length - config.buffer), config.buffer)
+    return -config.penalty * over / config.buffer if over > 0 else 0.0

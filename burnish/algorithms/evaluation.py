@@ -1,0 +1,73 @@
+"""What a model's answers to held-out prompts are worth: mean@n, pass@k, maj@n.
+
+Pure functions of scores and extracted answers. Left out: extraction (`burnish.rewards.builtin`) and
+generation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+from burnish.tracking.metrics import Mean, Stats
+
+SOLVED = 1.0
+"""A completion counts as correct from this score on."""
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """The chance that one of k samples is correct, unbiased, from n samples: arXiv 2107.03374, equation 1.
+
+    1 - C(n - correct, k) / C(n, k), exact for integers of any size. Raises `ValueError` unless
+    0 <= correct <= n and 1 <= k <= n.
+    """
+    if not (0 <= correct <= n and 1 <= k <= n):
+        raise ValueError(f"pass@k needs 0 <= correct <= n and 1 <= k <= n: {n=}, {correct=}, {k=}")
+    return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def majority_score(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
+    """The score of the answer given most often (self-consistency, arXiv 2203.11171).
+
+    `answers` are extracted from the completions, None where nothing was found, which is no vote. An
+    answer's score is the mean score of the completions that gave it. Tied answers share: the result is the
+    mean of their scores, which is what drawing one of them would give on average, and does not
+    depend on the order. 0 when nobody voted.
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    winners = {answer for answer, count in votes.items() if count == most}
+    # Winners have equally many votes, so the mean over them is the mean over their completions.
+    won = [score for answer, score in zip(answers, scores, strict=True) if answer in winners]
+    return sum(won) / len(won)
+
+
+def evaluation_stats(
+    scores: Sequence[Sequence[float]],
+    answers: Sequence[Sequence[Hashable | None]],
+    solved: float = SOLVED,
+) -> Stats:
+    """`val/mean@n`, `val/pass@n` and `val/maj@n`, means over prompts that merge over ranks.
+
+    `scores[p][s]` and `answers[p][s]` belong to sample s of prompt p; n is the number of samples,
+    the same for every prompt. A sample is correct where its score is at least `solved`. With n = 1
+    the three say the same, so only `val/mean@1` is given. Raises `ValueError` for unequal groups.
+    """
+    sizes = {len(group) for group in scores}
+    if not sizes:
+        return Stats()
+    if len(sizes) > 1 or 0 in sizes:
+        raise ValueError(f"every prompt needs the same number of samples, at least 1: {sizes}")
+    n = sizes.pop()
+    prompts = len(scores)
+    stats = Stats({f"val/mean@{n}": Mean(sum(sum(group) / n for group in scores), prompts)})
+    if n > 1:
+        correct = [sum(score >= solved for score in group) for group in scores]
+        passes = sum(pass_at_k(n, c, n) for c in correct)
+        majority = sum(map(majority_score, answers, scores))
+        stats[f"val/pass@{n}"] = Mean(passes, prompts)
+        stats[f"val/maj@{n}"] = Mean(majority, prompts)
+    return stats

@@ -1,0 +1,110 @@
+"""The loss functions that trainers hand to an engine.
+
+Each is pure: it sees one micro-batch, returns its part of the step's loss and statistics that add up
+over micro-batches and ranks, and never waits for the device. Left out: collectives, which are the
+engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from burnish.algorithms.aggregation import Aggregation, aggregation
+from burnish.algorithms.kl import kl_loss
+from burnish.algorithms.policy_loss import TokenLosses, cispo, gspo, ppo_clip
+from burnish.config.schema import AlgorithmConfig
+from burnish.errors import BurnishError
+from burnish.records import MicroBatch, TokenOutputs
+from burnish.tracking.metrics import Mean, Stats, Sum
+
+Loss = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]
+"""What an engine runs on each micro-batch (`burnish.engines.base.LossFn`)."""
+
+
+def sft_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
+    """Negative log-likelihood per loss token: -Σ_s w_s Σ_t m_t log π(y_t) / (loss tokens of the global batch).
+
+    Statistics: `sft/loss` and `sft/tokens`, the number of tokens trained on.
+    """
+    mean = aggregation("token_mean", micro, 1)
+    loss = mean(-outputs.logprobs.float())
+    stats = Stats({"sft/loss": _term(loss, mean), "sft/tokens": Sum(mean.local_units)})
+    return loss, stats
+
+
+def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
+    """The loss of `config`: the surrogate, plus `kl.coef` · KL where it belongs in the loss, minus `entropy_coef` · H.
+
+    All three are aggregated alike, `max_response_length` in tokens being sequence_sum_fixed's divisor.
+    The entropy bonus needs `TokenOutputs.entropy` with a gradient. Statistics, each a mean that merges:
+
+    - `actor/pg_loss`, `actor/kl_loss`: the terms as they enter the loss
+    - `actor/entropy`: nats per token
+    - `actor/ppo_kl`: mean of log π_old/π per token
+    - `actor/pg_clipfrac`, `actor/pg_clipfrac_lower`: share of tokens held by the clip range, by the dual clip
+
+    The loss raises `BurnishError` for a micro-batch without advantages, or without reference log-probs where it needs them.
+    """
+    kl_in_loss = config.kl.coef > 0 and config.kl.place == "loss"
+
+    def policy_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
+        aggregate = aggregation(config.aggregation, micro, max_response_length)
+        tokens = _surrogate(config, outputs.logprobs, micro)
+        loss = aggregate(tokens.loss)
+        stats = _statistics(tokens, outputs, micro)
+        stats["actor/pg_loss"] = _term(loss, aggregate)
+        if kl_in_loss:
+            divergence = aggregate(
+                kl_loss(config.kl.estimator, outputs.logprobs, _reference(micro), micro.loss_mask)
+            )
+            loss = loss + config.kl.coef * divergence
+            stats["actor/kl_loss"] = _term(divergence, aggregate)
+        if config.entropy_coef != 0:
+            loss = loss - config.entropy_coef * aggregate(outputs.entropy)
+        return loss, stats
+
+    return policy_loss
+
+
+def _surrogate(config: AlgorithmConfig, logprobs: Tensor, micro: MicroBatch) -> TokenLosses:
+    if config.policy_loss == "ppo":
+        return ppo_clip(logprobs, micro, config.clip_low, config.clip_high, config.dual_clip)
+    if config.policy_loss == "gspo":
+        return gspo(logprobs, micro, config.clip_low, config.clip_high)
+    return cispo(logprobs, micro, config.clip_low, config.clip_high)
+
+
+def _statistics(tokens: TokenLosses, outputs: TokenOutputs, micro: MicroBatch) -> Stats:
+    mask = micro.loss_mask
+    count = mask.sum()
+
+    def mean(values: Tensor) -> Mean:
+        return Mean(torch.where(mask, values.detach().float(), 0.0).sum(), count)
+
+    return Stats(
+        {
+            "actor/entropy": mean(outputs.entropy),
+            "actor/ppo_kl": mean(-tokens.log_ratio),
+            "actor/pg_clipfrac": mean(tokens.clipped),
+            "actor/pg_clipfrac_lower": mean(tokens.clipped_lower),
+        }
+    )
+
+
+def _term(part: Tensor, aggregate: Aggregation) -> Mean:
+    """A term of the loss as a mean whose value over the whole global batch is the term itself."""
+    return Mean(part.detach() * aggregate.global_units, aggregate.local_units)
+
+
+def _reference(micro: MicroBatch) -> Tensor:
+    if micro.ref_logprobs is None:
+        raise BurnishError(
+            "A KL term was given a micro-batch without reference log-probs.",
+            have="ref_logprobs=None",
+            want="the frozen reference model's log-prob of each token",
+            do="fill them with Batch.with_ref_logprobs, or set algorithm.kl.coef to 0",
+        )
+    return micro.ref_logprobs
