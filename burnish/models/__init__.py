@@ -1,0 +1,1 @@
+"""Models: loading, canonical names, packed attention, log-probs, FLOPs."""

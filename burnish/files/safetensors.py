@@ -1,0 +1,195 @@
+"""Headers of safetensors files, read strictly and built.
+
+A file is 8 bytes of header length (little endian), a JSON header of that length, and the tensors'
+bytes (https://github.com/huggingface/safetensors, "Format"). What a header claims is checked
+against the file before a byte of data is believed. No torch here, so that verifying needs none.
+
+Left out: reading and writing data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from burnish.errors import CorruptError, MissingError
+
+MAX_HEADER_BYTES = 100_000_000
+"""Longer headers are refused, as the reference implementation does."""
+
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
+}  # fmt: skip
+"""Bits per element of every dtype the format knows."""
+
+_MAX_ELEMENTS = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file."""
+
+    name: str
+    """Its key."""
+    dtype: str
+    """The format's name of its dtype: "F32", "BF16", ..."""
+    shape: tuple[int, ...]
+    """Its shape; () for a scalar."""
+    begin: int
+    """First byte, counted from the start of the *file*."""
+    end: int
+    """One past the last byte, counted from the start of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """All that a file says of itself."""
+
+    entries: dict[str, TensorEntry]
+    """Tensors by name, in the order of their bytes."""
+    metadata: dict[str, str]
+    """Free text under `__metadata__`; empty when absent."""
+    size: int
+    """Bytes before the first tensor: 8 and the JSON text."""
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """Read and check a file's header.
+
+    Raises `MissingError` when there is no such file and `CorruptError`, naming file and tensor, for
+    one that is truncated, too long or not JSON, has duplicate keys, unknown dtypes, overlaps or
+    holes, or whose sizes do not agree with its shapes or with the file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise MissingError(f"there is no file {path}", want="a safetensors file")
+    file_size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or 8 + length > file_size:
+            raise _corrupt(path, "is truncated", f"{file_size} bytes", f"{8 + length} or more")
+        if length > MAX_HEADER_BYTES:
+            raise _corrupt(path, "has a huge header", f"{length} bytes", f"{MAX_HEADER_BYTES}")
+        text = file.read(length)
+    table = _parse(path, text)
+    metadata = _metadata(path, table.pop("__metadata__", {}))
+    entries = sorted(
+        (_entry(path, name, value, 8 + length) for name, value in table.items()),
+        key=lambda entry: (entry.begin, entry.end),
+    )
+    _check_cover(path, entries, 8 + length, file_size)
+    return Header({entry.name: entry for entry in entries}, metadata, 8 + length)
+
+
+def build_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, TensorEntry]]:
+    """The bytes that start a file of these (name, dtype, shape), and where each tensor lies in it.
+
+    Tensors follow each other in the order given, without gaps. The text is padded with blanks so
+    that the data starts at a multiple of 8 bytes. Raises `ValueError` for a duplicate name.
+    """
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for name, dtype, shape in tensors:
+        if name in table or name == "__metadata__":
+            raise ValueError(f"two tensors are named {name!r}")
+        end = position + _bytes(dtype, shape)
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    entries = {
+        name: TensorEntry(
+            name,
+            value["dtype"],
+            tuple(value["shape"]),
+            start + value["data_offsets"][0],
+            start + value["data_offsets"][1],
+        )
+        for name, value in table.items()
+        if name != "__metadata__"
+    }
+    return len(text).to_bytes(8, "little") + text, entries
+
+
+def _corrupt(path: Path, what: str, have: object = None, want: object = None) -> CorruptError:
+    return CorruptError(f"{path} {what}", have=have, want=want, do="get the file again")
+
+
+def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Size of a tensor; sub-byte dtypes must fill whole bytes. `ValueError` otherwise."""
+    bits = DTYPE_BITS[dtype] * math.prod(shape)
+    if bits % 8:
+        raise ValueError(f"{dtype} of shape {shape} does not fill whole bytes")
+    return bits // 8
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise _corrupt(path, f"has the key {twice!r} twice in its header")
+        return table
+
+    try:
+        table = json.loads(text.decode(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(path, "has a header that is not JSON", str(error)) from error
+    if not isinstance(table, dict):
+        raise _corrupt(path, "has a header that is not a JSON object", type(table).__name__)
+    return table
+
+
+def _metadata(path: Path, value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise _corrupt(path, "has metadata that is not text by name", value)
+    return value
+
+
+def _entry(path: Path, name: str, value: Any, start: int) -> TensorEntry:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _corrupt(path, f"describes tensor {name} wrongly", value)
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise _corrupt(path, f"gives tensor {name} an unknown dtype", dtype, ", ".join(DTYPE_BITS))
+    if not _counts(shape) or math.prod(shape) >= _MAX_ELEMENTS:
+        raise _corrupt(path, f"gives tensor {name} an impossible shape", shape)
+    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _corrupt(path, f"gives tensor {name} impossible offsets", offsets)
+    begin, end = offsets
+    if DTYPE_BITS[dtype] * math.prod(shape) != 8 * (end - begin):
+        have = f"{end - begin} bytes"
+        raise _corrupt(
+            path, f"gives tensor {name} a size that is not its shape's", have, (dtype, shape)
+        )
+    return TensorEntry(name, dtype, tuple(shape), start + begin, start + end)
+
+
+def _counts(value: Any) -> bool:
+    """Whether it is a list of non-negative integers (JSON's true is no integer)."""
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _check_cover(path: Path, entries: list[TensorEntry], start: int, file_size: int) -> None:
+    """Every byte after the header belongs to exactly one tensor."""
+    position = start
+    for entry in entries:
+        if entry.begin != position:
+            what = "overlaps another" if entry.begin < position else "leaves a hole before it"
+            raise _corrupt(path, f"has a tensor {entry.name} that {what}", entry.begin, position)
+        position = entry.end
+    if position != file_size:
+        what = "is truncated" if file_size < position else "has bytes that belong to no tensor"
+        raise _corrupt(path, what, f"{file_size} bytes", f"{position} bytes")

@@ -1,0 +1,184 @@
+"""Attention of packed sequences by dense kernels: sequences of like length share a padded block.
+
+Causal attention needs no mask for padding on the right: a real token never looks to its right. So
+sequences whose lengths differ little are laid side by side in a block `[n, L]`, and one call of
+scaled_dot_product_attention per block computes exactly what each sequence alone would give. A
+single sequence, or neighbours of one length, are blocks by a mere change of view.
+
+Left out: the CUDA kernel that needs no blocks (`burnish.models.attention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+_SLACK_FRACTION = 8
+"""A sequence may be shorter than its block by 1/8 of the block's length ..."""
+_SLACK_TOKENS = 8
+"""... or by so many tokens, whichever is more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some sequences in one dense attention call."""
+
+    start: int
+    """First row of the block among the padded rows of the plan."""
+    count: int
+    """Sequences."""
+    length: int
+    """Rows per sequence, padding included."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockPlan:
+    """How T packed rows become blocks, and back."""
+
+    blocks: tuple[Block, ...]
+    """The dense calls; together they cover the padded rows without gaps."""
+    gather: Tensor | None
+    """[P] int64, for each padded row the packed row it copies (padding copies a row of its own sequence). None: the padded rows are the packed rows."""
+    scatter: Tensor | None
+    """[T] int64, for each packed row its padded row."""
+    padding: Tensor | None
+    """[pads] int64, the padded rows that are padding."""
+
+    def attend(self, rows: Sequence[Tensor], scaling: float, window: int | None) -> Tensor:
+        """Causal attention of `[T, heads, head_dim]` queries, keys and values; `[T, heads, head_dim]`."""
+        query, key, value = (self._pad(part) for part in rows)
+        outputs = []
+        for block in self.blocks:
+            dense = [_block_view(part, block) for part in (query, key, value)]
+            outputs.append(_causal(dense, scaling, window).transpose(1, 2).flatten(0, 1))
+        return self._unpad(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+
+    def _pad(self, packed: Tensor) -> Tensor:
+        if self.gather is None:
+            return packed
+        padded: Tensor = _SelectRows.apply(  # type: ignore[no-untyped-call]
+            packed, self.gather, self.scatter, None
+        )
+        return padded
+
+    def _unpad(self, padded: Tensor) -> Tensor:
+        if self.scatter is None:
+            return padded
+        packed: Tensor = _SelectRows.apply(  # type: ignore[no-untyped-call]
+            padded, self.scatter, self.gather, self.padding
+        )
+        return packed
+
+
+class _SelectRows(torch.autograd.Function):
+    """`source[forward_rows]` whose backward is also a selection, so it is fast and repeatable.
+
+    Exact where each source row is used once, or its further uses receive no gradient (padding
+    copies), or it is not used at all and listed in `zero_rows`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        source: Tensor,
+        forward_rows: Tensor,
+        backward_rows: Tensor,
+        zero_rows: Tensor | None,
+    ) -> Tensor:
+        ctx.backward_rows, ctx.zero_rows = backward_rows, zero_rows
+        return source.index_select(0, forward_rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        gradient = gradients[0].index_select(0, ctx.backward_rows)
+        if ctx.zero_rows is not None:
+            gradient.index_fill_(0, ctx.zero_rows, 0)
+        return gradient, None, None, None
+
+
+def plan_blocks(lengths: Sequence[int], device: torch.device) -> BlockPlan:
+    """Group sequences of like length; the longest come first unless all have one length."""
+    if len(set(lengths)) <= 1:
+        blocks = (Block(0, len(lengths), lengths[0]),) if lengths else ()
+        return BlockPlan(blocks, None, None, None)
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    blocks_made: list[Block] = []
+    rows: list[Tensor] = []
+    pads: list[Tensor] = []
+    scatter = torch.empty(starts[-1], dtype=torch.int64)
+    position = 0
+    for members in _groups(lengths):
+        height = lengths[members[0]]
+        steps = torch.arange(height)
+        blocks_made.append(Block(position, len(members), height))
+        for index in members:
+            rows.append(starts[index] + steps.clamp(max=lengths[index] - 1))
+            pads.append(position + steps[lengths[index] :])
+            scatter[starts[index] : starts[index + 1]] = position + steps[: lengths[index]]
+            position += height
+    gather, padding = torch.cat(rows), torch.cat(pads)
+    return BlockPlan(tuple(blocks_made), gather.to(device), scatter.to(device), padding.to(device))
+
+
+def _groups(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of sequences by block, longest sequence first in each."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if lengths[index] == 0:
+            continue
+        height = lengths[groups[-1][0]] if groups else 0
+        if groups and height - lengths[index] <= max(_SLACK_TOKENS, height // _SLACK_FRACTION):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def _block_view(rows: Tensor, block: Block) -> Tensor:
+    """The block's part of `[P, heads, head_dim]` rows as `[n, heads, L, head_dim]`."""
+    part = rows[block.start : block.start + block.count * block.length]
+    return part.view(block.count, block.length, *rows.shape[1:]).transpose(1, 2)
+
+
+def _causal(dense: Sequence[Tensor], scaling: float, window: int | None) -> Tensor:
+    """Causal attention `[n, heads, L, head_dim]`, over the last `window` tokens where given."""
+    query, key, value = dense
+    gqa = query.shape[1] != key.shape[1]
+    length = query.shape[2]
+    if window is None or window >= length:
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa
+        )
+    outputs = []
+    for start in range(0, length, window):
+        stop, first = min(start + window, length), max(0, start - window + 1)
+        mask = _band(stop - start, stop - first, start - first, window, query.device)
+        span = slice(first, stop)
+        outputs.append(
+            scaled_dot_product_attention(
+                query[:, :, start:stop],
+                key[:, :, span],
+                value[:, :, span],
+                attn_mask=mask,
+                scale=scaling,
+                enable_gqa=gqa,
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def _band(queries: int, keys: int, offset: int, window: int, device: torch.device) -> Tensor:
+    """[queries, keys] bool: query i is at key position offset + i and sees itself and window - 1 before."""
+    distance = (
+        offset
+        + torch.arange(queries, device=device)[:, None]
+        - torch.arange(keys, device=device)[None, :]
+    )
+    return (distance >= 0) & (distance < window)

@@ -1,0 +1,127 @@
+"""A model as shapes, and how it gets memory.
+
+A model is built on the meta device, cut by whoever cuts it, and given undefined memory; its weights
+come from a source afterwards. What no checkpoint holds (rotary frequencies, embedding scales) is
+computed here. Left out: quantized models and models that are not `AutoModelForCausalLM`.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import guard_torch_init_functions
+
+from burnish.errors import IncompatibleError
+from burnish.models.attention import IMPLEMENTATION
+
+
+def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
+    """The model in fp32 on the meta device, with packed attention and without dropout.
+
+    `hf_config` is left as it is. Raises `IncompatibleError` for attention softcapping, which is
+    not computed here.
+    """
+    config = copy.deepcopy(hf_config)
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap is not None:
+        raise IncompatibleError(
+            f"models of type {config.model_type} with attention softcapping are not supported",
+            have=f"attn_logit_softcapping: {softcap}",
+            want="null",
+        )
+    config.use_cache = False
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=IMPLEMENTATION
+        )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def materialize(root: nn.Module, device: torch.device) -> None:
+    """Give a meta model (or a sharded one that contains it) memory: undefined weights, right buffers, ties kept."""
+    names = [name for name, _ in root.named_parameters(remove_duplicate=False)]
+    ties: dict[int, list[str]] = {}
+    for name in names:
+        ties.setdefault(id(root.get_parameter(name)), []).append(name)
+    root.to_empty(device=device)
+    for first, *others in ties.values():
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(root.get_submodule(owner), attribute, root.get_parameter(first))
+    for module in root.modules():
+        if isinstance(module, PreTrainedModel):
+            fill_buffers(module, device)
+            break
+
+
+@torch.no_grad()
+def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute the buffers that no checkpoint holds (rotary frequencies, embedding scales).
+
+    They are made by the model's own `_init_weights`, which transformers requires to know them,
+    on the CPU, so that every device has the same ones. Raises `IncompatibleError`, naming the
+    buffer, for a model that does not know how to make one.
+    """
+    for name, module, owner in owned_modules(model):
+        buffers = {
+            key: buffer
+            for key, buffer in module.named_buffers(recurse=False)
+            if key in module._non_persistent_buffers_set
+        }
+        if not buffers:
+            continue
+        made = initialized_copy(module, owner)
+        for key in buffers:
+            value = made.get_buffer(key)
+            if value.is_floating_point() and bool(value.isnan().any()):
+                raise IncompatibleError(
+                    f"{type(model).__name__} does not say how its buffer {name}.{key} is computed",
+                    want="a model whose _init_weights fills it",
+                )
+            setattr(module, key, value.to(device))
+
+
+def owned_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, PreTrainedModel]]:
+    """Every module with its name and the innermost `PreTrainedModel` around it, whose initialization it follows."""
+    found: list[tuple[str, nn.Module, PreTrainedModel]] = []
+
+    def walk(name: str, module: nn.Module, owner: PreTrainedModel) -> None:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        found.append((name, module, owner))
+        for key, child in module.named_children():
+            walk(f"{name}.{key}" if name else key, child, owner)
+
+    walk("", model, model)
+    return found
+
+
+@torch.no_grad()
+def initialized_copy(module: nn.Module, owner: PreTrainedModel) -> nn.Module:
+    """A copy of one module (not of its children) on the CPU, in fp32, as `owner._init_weights` initializes it.
+
+    Values that it does not set are NaN. Draws come from torch's global generator.
+    """
+    made = copy.copy(module)
+    made._modules = {}
+    made._parameters = {
+        key: None if value is None else nn.Parameter(_undefined(value), value.requires_grad)
+        for key, value in module._parameters.items()
+    }
+    made._buffers = {
+        key: None if value is None else _undefined(value) for key, value in module._buffers.items()
+    }
+    with guard_torch_init_functions():
+        owner._init_weights(made)
+    return made
+
+
+def _undefined(like: torch.Tensor) -> torch.Tensor:
+    if like.is_floating_point():
+        return torch.full(like.shape, torch.nan, dtype=like.dtype, device="cpu")
+    return torch.zeros(like.shape, dtype=like.dtype, device="cpu")

@@ -1,0 +1,112 @@
+"""From a configuration or a directory to a model in memory: the names that other packages use.
+
+`read_model_config` → `build_on_meta` → (sharding) → `materialize` → `Source.fill(model_shards(model))`.
+No rank ever holds more than its own part and a buffer. `save_model_assets` writes what a directory
+needs beside the weights to be a Hugging Face model.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+from burnish.config.schema import ModelConfig
+from burnish.errors import MissingError, UsageError
+from burnish.models.building import build_on_meta, fill_buffers, materialize
+from burnish.models.sources import FreshSource, SafetensorsSource
+
+__all__ = [
+    "FreshSource",
+    "SafetensorsSource",
+    "build_on_meta",
+    "fill_buffers",
+    "materialize",
+    "read_model_config",
+    "save_model_assets",
+]
+
+
+def read_model_config(config: ModelConfig) -> PretrainedConfig:
+    """The configuration of the model directory `config.path`, or of the new model `config.fresh`.
+
+    Raises `MissingError` for a directory or file that is not there and `UsageError` for a
+    configuration that names no known `model_type`.
+    """
+    if config.fresh is not None:
+        return _fresh_config(config.fresh)
+    if config.path is None:
+        raise UsageError("no model is given", do="set model.path or model.fresh")
+    directory = Path(config.path)
+    if not (directory / "config.json").is_file():
+        raise MissingError(
+            f"{directory} is not a Hugging Face model directory",
+            have="no config.json" if directory.is_dir() else "no such directory",
+            want="a directory with config.json and *.safetensors",
+            do="set model.path to one",
+        )
+    return AutoConfig.from_pretrained(
+        directory, trust_remote_code=config.trust_remote_code, local_files_only=True
+    )
+
+
+def _fresh_config(fresh: str | dict[str, Any]) -> PretrainedConfig:
+    if isinstance(fresh, str):
+        path = Path(fresh)
+        if not path.is_file():
+            raise MissingError(f"there is no file {path}", do="set model.fresh to a config.json")
+        try:
+            values = json.loads(path.read_text())
+        except ValueError as error:
+            raise UsageError(f"{path} is not JSON", have=error) from error
+    else:
+        values = fresh
+    values = dict(values)
+    model_type = values.pop("model_type", None)
+    if model_type is None:
+        raise UsageError("model.fresh names no model_type", do="add one, such as qwen3 or llama")
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except ValueError as error:
+        raise UsageError(f"transformers knows no model_type {model_type!r}", have=error) from error
+
+
+def save_model_assets(
+    hf_config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    directory: str | os.PathLike[str],
+    dtype: torch.dtype,
+) -> None:
+    """Write all that a Hugging Face directory needs beside its weights, which are in `dtype`.
+
+    config.json, generation_config.json (the original model's where there is one), the tokenizer's
+    files, and the Python files of a model that brings its own code.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(hf_config)
+    config.dtype = dtype
+    config.architectures = [type(build_on_meta(hf_config)).__name__]
+    config.save_pretrained(directory)
+    origin = Path(hf_config.name_or_path) if hf_config.name_or_path else None
+    if origin is not None and (origin / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(origin)
+    else:
+        generation = GenerationConfig.from_model_config(config)
+    generation.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    if origin is not None and getattr(hf_config, "auto_map", None):
+        for source in sorted(origin.glob("*.py")):
+            shutil.copyfile(source, directory / source.name)

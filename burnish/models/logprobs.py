@@ -1,0 +1,196 @@
+"""Log-probability of each token and entropy of its distribution, without holding the logits.
+
+For a row of hidden state h, head weight W, token y and z = f(W h) / temperature, where f scales and
+soft-caps the logits as some families do:
+
+    m = max z,  S = Σ exp(z - m),  log p_y = z_y - m - log S,  H = log S - Σ p (z - m)
+
+in fp32 from logits in the compute dtype. The logits exist for `chunk` rows at a time and are made
+again in the backward pass, where
+
+    ∂ log p_y / ∂z_j = [j = y] - p_j,    ∂H / ∂z_j = -p_j (log p_j + H).
+
+Left out: vocabulary-parallel heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CPU_BLOCK_BYTES = 1 << 21
+"""On a CPU the fp32 passes over a chunk run in pieces of about this size, which stay in its cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """What a family does to `W h` before the softmax: `softcap · tanh(scale · W h / softcap)`."""
+
+    scale: float = 1.0
+    """Factor on the raw logits (Cohere's `logit_scale`, 1 / Granite's `logits_scaling`)."""
+    softcap: float | None = None
+    """Bound of the logits (Gemma's `final_logit_softcapping`); None: no bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobOptions:
+    """How log-probs are computed from hidden states."""
+
+    chunk: int
+    """Rows whose logits exist at one time."""
+    temperature: float = 1.0
+    """Divides the transformed logits."""
+    transform: LogitTransform = LogitTransform()
+    """The family's own transform of the logits."""
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, options: LogprobOptions
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of `targets` [N] and entropy [N] in nats, both fp32, given `hidden` [N, H] and `weight` [V, H].
+
+    Differentiable in `hidden` and `weight`. Rows whose outputs receive no gradient cost nothing in
+    the backward pass. Gradients of `weight` are summed in fp32 over chunks.
+    """
+    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, options)  # type: ignore[no-untyped-call]
+    return logprobs, entropy
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: LogprobOptions
+    ) -> tuple[Tensor, Tensor]:
+        exact = _exact_dtype(hidden)
+        logprobs = torch.empty(len(hidden), dtype=exact, device=hidden.device)
+        entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for rows in _slices(len(hidden), options.chunk):
+            logits = hidden[rows] @ weight.T
+            for part in _pieces(rows, logits):
+                z = _transformed(logits[part.local], options, exact)[0]
+                top = z.amax(dim=-1, keepdim=True)
+                chosen = z.sub_(top).gather(1, targets[part.rows, None])[:, 0]
+                exponentials = z.exp()
+                total = exponentials.sum(dim=-1)
+                log_total = total.log()
+                logprobs[part.rows] = chosen - log_total
+                entropy[part.rows] = log_total - torch.linalg.vecdot(exponentials, z) / total
+                normalizer[part.rows] = log_total + top[:, 0]
+        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
+        given = [gradient for gradient in gradients if gradient is not None]
+        if not given:
+            return None, None, None, None
+        rows = torch.stack([gradient != 0 for gradient in given]).any(dim=0).nonzero()[:, 0]
+        upstream = [None if gradient is None else gradient[rows] for gradient in gradients]
+        few = _Rows(hidden[rows], targets[rows], normalizer[rows], entropy[rows], *upstream)
+        few_gradient, weight_gradient = _gradients(
+            few, weight, ctx.options, ctx.needs_input_grad[1]
+        )
+        hidden_gradient = torch.zeros_like(hidden).index_copy_(0, rows, few_gradient)
+        return hidden_gradient, weight_gradient, None, None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """The rows that take part in a backward pass."""
+
+    hidden: Tensor
+    targets: Tensor
+    normalizer: Tensor
+    entropy: Tensor
+    logprob_gradient: Tensor | None
+    entropy_gradient: Tensor | None
+
+
+def _gradients(
+    few: _Rows, weight: Tensor, options: LogprobOptions, wants_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradient of the rows' hidden states, and of the weight where it is wanted."""
+    exact = _exact_dtype(few.hidden)
+    hidden_gradient = torch.empty_like(few.hidden)
+    chunks = list(_slices(len(few.hidden), options.chunk))
+    total = torch.zeros_like(weight, dtype=exact) if wants_weight and len(chunks) != 1 else None
+    alone: Tensor | None = None
+    for rows in chunks:
+        logits = few.hidden[rows] @ weight.T
+        for part in _pieces(rows, logits):
+            logits[part.local] = _logit_gradient(logits[part.local], few, part.rows, options)
+        torch.mm(logits, weight, out=hidden_gradient[rows])
+        if total is not None:
+            total += logits.T @ few.hidden[rows]
+        elif wants_weight:
+            alone = logits.T @ few.hidden[rows]
+    return hidden_gradient, alone if total is None else total.to(weight.dtype)
+
+
+def _logit_gradient(logits: Tensor, few: _Rows, rows: slice, options: LogprobOptions) -> Tensor:
+    """Gradient of the raw logits [n, V] of some rows, in fp32."""
+    z, slope = _transformed(logits, options, few.normalizer.dtype)
+    log_p = z.sub_(few.normalizer[rows, None])
+    p = log_p.exp()
+    if few.entropy_gradient is None:
+        gradient = p
+    else:
+        outer = few.entropy_gradient[rows, None]
+        gradient = log_p.add_(few.entropy[rows, None]).mul_(outer)
+        if few.logprob_gradient is not None:
+            gradient.add_(few.logprob_gradient[rows, None])
+        gradient.mul_(p)
+    if few.logprob_gradient is not None:
+        chosen = few.logprob_gradient[rows, None]
+        if few.entropy_gradient is None:
+            gradient.mul_(chosen)
+        gradient.scatter_add_(1, few.targets[rows, None], -chosen)
+    gradient.mul_(-options.transform.scale / options.temperature)
+    return gradient if slope is None else gradient.mul_(slope)
+
+
+def _transformed(
+    logits: Tensor, options: LogprobOptions, exact: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """z in fp32 in memory of its own, and ∂softcap where there is one."""
+    transform, factor = options.transform, options.transform.scale / options.temperature
+    if transform.softcap is None:
+        z = logits.to(exact, copy=True)
+        return (z if factor == 1 else z.mul_(factor)), None
+    bounded = logits.to(exact).mul(transform.scale / transform.softcap).tanh_()
+    return bounded * (transform.softcap / options.temperature), 1 - bounded.square()
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some rows of a chunk: where they are in the chunk, and among all rows."""
+
+    local: slice
+    rows: slice
+
+
+def _pieces(rows: slice, logits: Tensor) -> Iterator[_Piece]:
+    """Cut a chunk so that a piece in fp32 stays in a CPU's cache; elsewhere one piece."""
+    size = len(logits)
+    if logits.device.type == "cpu":
+        size = max(1, _CPU_BLOCK_BYTES // (4 * logits.shape[1]))
+    for local in _slices(len(logits), max(1, size)):
+        yield _Piece(local, slice(rows.start + local.start, rows.start + local.stop))
+
+
+def _slices(count: int, size: int) -> Iterator[slice]:
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+def _exact_dtype(hidden: Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32

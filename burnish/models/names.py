@@ -1,0 +1,202 @@
+"""Canonical names: which tensors of a Hugging Face checkpoint a module model's parameters are.
+
+For most parameters the answer is "the tensor of the same name". transformers fuses some on loading
+(all experts of a layer into one 3-D parameter) and undoes that on saving. The undoing is made of
+views only, so it is run once on shapes without data, and where each checkpoint tensor starts in
+which parameter, with which strides, is read off: a `Region`. No table of families is kept here.
+
+Left out: conversions that move elements about (rotary permutations, transposed experts), which are
+refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from burnish.errors import IncompatibleError
+from burnish.parallel.boxes import Box, intersect, whole
+from burnish.parallel.shards import Shard, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One checkpoint tensor as a box of one parameter (or persistent buffer) of the model."""
+
+    name: str
+    """Canonical name."""
+    shape: tuple[int, ...]
+    """Shape in the checkpoint: the box's sizes without the squeezed dims."""
+    parameter: str
+    """Name in the model's `state_dict`."""
+    box: Box
+    """Which part of the parameter it is."""
+    dims: tuple[int, ...]
+    """The parameter's dims that the checkpoint tensor has, in order; the others have size 1 in the box."""
+
+
+def regions(model: PreTrainedModel) -> tuple[Region, ...]:
+    """Every tensor of the model's checkpoint, as `save_pretrained` would write it, in a fixed order.
+
+    Works on meta, plain and FSDP2-sharded models. Tied weights appear once. Raises
+    `IncompatibleError` for a checkpoint tensor that is not a box of a parameter.
+    """
+    held = _held(model)
+    sizes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in held.items()}
+    owners = {_storage(tensor): name for name, tensor in sizes.items()}
+    with torch.no_grad(), _CopiesAreViews():  # type: ignore[no-untyped-call]
+        canonical = revert_weight_conversion(model, dict(sizes))
+    return tuple(
+        _region(name, tensor, owners.get(_storage(tensor)), sizes)
+        for name, tensor in canonical.items()
+    )
+
+
+def tensor_specs(model: PreTrainedModel, dtype: torch.dtype | None = None) -> list[TensorSpec]:
+    """The whole canonical list of a model, in the order of `regions`.
+
+    Floating-point tensors get `dtype` where it is given; others keep their own.
+    """
+    held = _held(model)
+    specs = []
+    for region in regions(model):
+        own = held[region.parameter].dtype
+        wanted = dtype if dtype is not None and own.is_floating_point else own
+        specs.append(TensorSpec(region.name, region.shape, wanted))
+    return specs
+
+
+def model_shards(
+    model: PreTrainedModel,
+    tensors: Mapping[str, Tensor] | None = None,
+    prefix: str = "",
+    parts: Iterable[Region] | None = None,
+) -> Iterator[Shard]:
+    """This rank's pieces as views of local memory; pieces without elements are skipped.
+
+    `tensors` are described instead of the parameters when given (optimizer slots): by parameter
+    name, each with the (local) shape of its parameter; names without an entry are skipped.
+    `prefix` goes before every canonical name. `parts` saves working out `regions(model)` again.
+    """
+    held = _held(model)
+    for region in regions(model) if parts is None else parts:
+        parameter = held[region.parameter]
+        source = parameter if tensors is None else tensors.get(region.parameter)
+        if source is None:
+            continue
+        local = source.to_local() if isinstance(source, DTensor) else source
+        mine = local_box(parameter)
+        common = intersect(region.box, mine)
+        if common is None:
+            continue
+        inside = region.box.offsets
+        box = Box(
+            tuple(common.offsets[dim] - inside[dim] for dim in region.dims),
+            tuple(common.sizes[dim] for dim in region.dims),
+        )
+        view = local.detach()[common.relative_to(mine).slices].view(box.sizes)
+        yield Shard(TensorSpec(prefix + region.name, region.shape, local.dtype), box, view)
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """Names a checkpoint may also use for a tied weight, each with the canonical name (`lm_head.weight` → embeddings)."""
+    keep = _held(model)
+    state = model.state_dict(keep_vars=True)
+    by_identity = {id(tensor): name for name, tensor in keep.items()}
+    return {
+        name: by_identity[id(tensor)]
+        for name, tensor in state.items()
+        if name not in keep and id(tensor) in by_identity
+    }
+
+
+def local_box(parameter: Tensor) -> Box:
+    """Which part of a parameter this process holds: all of a plain one, some rows under FSDP2.
+
+    FSDP2 cuts dim 0 as `torch.chunk` does: into pieces of ceil(rows / ranks), the last ones
+    shorter or empty. Raises `IncompatibleError` for any other sharding.
+    """
+    if not isinstance(parameter, DTensor):
+        return whole(tuple(parameter.shape))
+    start, stop = 0, parameter.shape[0]
+    coordinate = parameter.device_mesh.get_coordinate()
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_replicate():
+            continue
+        if type(placement) is not ShardPlacement or placement.dim != 0 or coordinate is None:
+            raise IncompatibleError(
+                "a parameter is sharded in a way that has no box",
+                have=parameter.placements,
+                want="Replicate and Shard(0)",
+            )
+        piece = -(-(stop - start) // parameter.device_mesh.size(axis))
+        start = min(start + coordinate[axis] * piece, stop)
+        stop = min(start + piece, stop)
+    tail = tuple(parameter.shape[1:])
+    return Box((start, *[0] * len(tail)), (stop - start, *tail))
+
+
+class _CopiesAreViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Makes `contiguous` return its input, so that saving's reshuffle leaves views that can be traced."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            return args[0].view(args[0].shape)
+        return func(*args, **(kwargs or {}))
+
+
+def _held(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, tied ones once, under the name that saving keeps."""
+    aliases = set(getattr(model, "all_tied_weights_keys", None) or ())
+    ignored = set(model._keys_to_ignore_on_save or ())
+    names: dict[int, list[str]] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    kept = {
+        next((name for name in same if name not in aliases), same[0]) for same in names.values()
+    }
+    return {name: state[name] for name in state if name in kept and name not in ignored}
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _region(name: str, view: Tensor, parameter: str | None, sizes: Mapping[str, Tensor]) -> Region:
+    """Read the box off a view's offset and strides."""
+    problem = IncompatibleError(
+        f"the checkpoint tensor {name} is not a box of a parameter of the model",
+        have="a conversion that moves elements about",
+        want="slices of parameters",
+        do="use a model family without such a conversion",
+    )
+    if parameter is None:
+        raise problem
+    strides, shape = sizes[parameter].stride(), sizes[parameter].shape
+    offsets, rest = [], view.storage_offset()
+    for stride in strides:
+        offsets.append(rest // stride)
+        rest %= stride
+    extents, dims, dim = [1] * len(shape), [], 0
+    for extent, stride in zip(view.shape, view.stride(), strict=True):
+        while dim < len(shape) and (strides[dim] != stride or shape[dim] < extent):
+            dim += 1
+        if dim == len(shape):
+            raise problem
+        extents[dim] = extent
+        dims.append(dim)
+        dim += 1
+    box = Box(tuple(offsets), tuple(extents))
+    if not box.fits(tuple(shape)):
+        raise problem
+    return Region(name, tuple(view.shape), parameter, box, tuple(dims))

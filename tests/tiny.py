@@ -1,0 +1,77 @@
+"""Tiny models of every tested family, for tests of any package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+VOCAB = 97
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 7},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [1],
+        "num_hidden_layers": 3,
+    },
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 24,
+        "final_logit_softcapping": 5.0,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {},
+}
+
+
+def tiny_config(family: str = "qwen3", **changes: Any) -> PretrainedConfig:
+    """A configuration of a few thousand parameters; `changes` override its fields."""
+    return AutoConfig.for_model(family, **{**_BASE, **FAMILIES[family], **changes})
+
+
+def tiny_model(
+    family: str = "qwen3", seed: int = 0, attention: str = "sdpa", **changes: Any
+) -> PreTrainedModel:
+    """A plain transformers model with random weights in fp32, large enough to make every part matter."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            tiny_config(family, **changes), dtype=torch.float32, attn_implementation=attention
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def save_tiny(
+    directory: Path, family: str = "qwen3", dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> Path:
+    """A tiny model as a Hugging Face directory."""
+    tiny_model(family, **changes).to(dtype).save_pretrained(directory)
+    return directory
