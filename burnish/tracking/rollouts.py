@@ -18,6 +18,9 @@ from burnish.tracking.jsonl import json_line, json_number
 if TYPE_CHECKING:  # the record's module loads torch, which readers of rollouts do not need
     from burnish.records import Rollout
 
+_REQUIRED = {"step", "prompt_index", "prompt", "completion", "reward"}
+"""What every row has, whoever wrote it."""
+
 
 def rollouts_path(directory: Path, step: int) -> Path:
     """Where a step's rollouts lie: `step-00000010.jsonl`."""
@@ -81,6 +84,10 @@ def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
                 row = json.loads(line)
             except ValueError as error:
                 raise CorruptError(f"{path}, line {number}, is not JSON", have=error) from error
-            if not isinstance(row, dict) or "completion" not in row:
-                raise CorruptError(f"{path}, line {number}, is not a rollout", have=line[:80])
+            if not isinstance(row, dict) or not row.keys() >= _REQUIRED:
+                raise CorruptError(
+                    f"{path}, line {number}, is not a rollout",
+                    have=line[:80],
+                    want=f"an object with {', '.join(sorted(_REQUIRED))}",
+                )
             yield row

@@ -1,0 +1,292 @@
+"""`report.html`: a whole run on one page that needs nothing but a browser.
+
+Reads what the run directory holds and no more, so that it can be made again at any time, on any
+machine, without torch. Plots are SVG; a few lines of script show values under the pointer; nothing
+is fetched from anywhere. Left out: comparing runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Literal
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from burnish.tracking.atomic import write_atomically
+from burnish.tracking.charts import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Chart,
+    Point,
+    line_chart,
+    stacked_chart,
+)
+from burnish.tracking.console import duration
+from burnish.tracking.examples import choose_examples
+from burnish.tracking.jsonl import read_metrics
+from burnish.tracking.rundir import RunDirectory
+
+State = Literal["running", "finished", "stopped", "failed", "unknown"]
+"""How a run stands when its report is written; unknown where nobody can say."""
+
+Series = dict[str, list[Point]]
+"""Points by metric."""
+
+_LEARNING = (
+    ("Reward", ("reward/mean",)),
+    ("Loss", ("actor/loss",)),
+    ("Policy loss", ("actor/pg_loss",)),
+    ("Entropy, nats", ("actor/entropy",)),
+    ("Gradient norm", ("actor/grad_norm",)),
+    ("Response length, tokens", ("response_length/mean", "response_length/max")),
+    ("Truncated responses, fraction", ("response_length/clip_ratio",)),
+    ("Groups without variance, fraction", ("reward/zero_std_frac",)),
+    ("KL", ("actor/ppo_kl", "actor/kl", "actor/kl_loss")),
+    ("Clipped tokens, fraction", ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")),
+    ("Generator against engine, KL", ("rollout/mismatch_kl",)),
+    ("Learning rate", ("actor/lr",)),
+)
+_SPEED = (
+    ("Tokens per second", ("perf/tokens_per_s",)),
+    ("Model FLOPs utilisation", ("perf/mfu",)),
+    ("Peak memory, GB", ("perf/max_memory_gb",)),
+)
+_FIRST_VALIDATION = ("accuracy", "mean@", "exact_match", "reward", "pass@")
+"""What of the validation metrics stands in the header: the first of these there is."""
+_LINES_PER_CHART = 6
+_PLOT = {
+    "width": WIDTH,
+    "height": HEIGHT,
+    "left": LEFT,
+    "right": WIDTH - RIGHT,
+    "top": TOP,
+    "bottom": HEIGHT - BOTTOM,
+}
+"""The plots' geometry, for the template: the size, and the edges of the drawing area."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A number at the top of the page."""
+
+    label: str
+    """What it is."""
+    value: str
+    """The number."""
+    before: str = ""
+    """Where it started, for numbers that changed."""
+    note: str = ""
+    """A second, small line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """One row of the before-and-after table."""
+
+    name: str
+    """The metric, without `val/`."""
+    before: float
+    """First value."""
+    after: float
+    """Last value."""
+    before_step: int
+    """Step of the first value."""
+    after_step: int
+    """Step of the last value."""
+
+
+def write_report(run_dir: Path, state: State = "unknown") -> Path:
+    """Write `report.html` for a run directory, atomically, and return its path.
+
+    Whatever is missing (rollouts, validation, the configuration, even metrics) is left out of the
+    page. Raises `CorruptError` where a file is there and not what it should be.
+    """
+    run = RunDirectory(run_dir)
+    series = _series(read_metrics(run.metrics))
+    config_text = run.read_config() or ""
+    config = _parsed(config_text)
+    learning, speed, others = _charts(series)
+    page = _template().render(
+        name=config.get("name") or run_dir.resolve().name,
+        state=state,
+        subtitle=_subtitle(config, run.read_environment()),
+        tiles=_tiles(series, config),
+        skipped=sum(value for _, value in series.get("actor/skipped", []) if value > 0),
+        validation=_validation(series),
+        sections=[("Learning", learning), ("Speed", speed)],
+        others=others,
+        examples=choose_examples(run.rollouts),
+        config=config_text,
+        environment=run.read_environment(),
+        plot=_PLOT,
+    )
+    write_atomically(run.report, page)
+    return run.report
+
+
+def _template() -> Any:
+    environment = Environment(
+        loader=PackageLoader("burnish.tracking", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["short"] = short
+    return environment.get_template("report.html.j2")
+
+
+def _parsed(config_text: str) -> dict[str, Any]:
+    """The configuration as a mapping; empty where it is not YAML, because the page shows its text anyway."""
+    try:
+        config = yaml.safe_load(config_text)
+    except yaml.YAMLError:
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _series(rows: Iterable[dict[str, float]]) -> Series:
+    """The points of every metric, by step; a step that occurs twice counts as it was last."""
+    by_step: dict[float, dict[str, float]] = {}
+    for row in rows:
+        by_step.setdefault(row["step"], {}).update(row)
+    series: Series = {}
+    for step in sorted(by_step):
+        for name, value in by_step[step].items():
+            if name != "step":
+                series.setdefault(name, []).append((step, value))
+    return series
+
+
+def _charts(series: Series) -> tuple[list[Chart], list[Chart], list[Chart]]:
+    """The plots of learning, of speed, and of all that neither has a place for."""
+    validation = _validation_groups(series)
+    reward, *rest = _LEARNING
+    learning = _drawn(series, [reward, *validation, *rest])
+    timings = {name for name in series if name.startswith("timing_s/")}
+    speed = [*_drawn(series, _SPEED), _timing_chart(series)]
+    placed = {name for _, names in (*_LEARNING, *_SPEED, *validation) for name in names}
+    left = sorted(series.keys() - placed - timings)
+    others = _drawn(series, [(name, (name,)) for name in left])
+    return learning, [chart for chart in speed if chart], others
+
+
+def _drawn(series: Series, specs: Iterable[tuple[str, tuple[str, ...]]]) -> list[Chart]:
+    charts = []
+    for title, names in specs:
+        there = {name.partition("/")[2] or name: series[name] for name in names if name in series}
+        chart = line_chart(title, there)
+        if chart is not None:
+            charts.append(chart)
+    return charts
+
+
+def _validation_groups(series: Series) -> list[tuple[str, tuple[str, ...]]]:
+    """Validation metrics that share a plot: those between 0 and 1 together, any other alone."""
+    names = sorted((name for name in series if name.startswith("val/")), key=_validation_rank)
+    fractions = [name for name in names if all(0 <= value <= 1 for _, value in series[name])]
+    groups = [
+        ("Validation", tuple(fractions[first : first + _LINES_PER_CHART]))
+        for first in range(0, len(fractions), _LINES_PER_CHART)
+    ]
+    alone = [name for name in names if name not in fractions]
+    return groups + [(f"Validation: {name.removeprefix('val/')}", (name,)) for name in alone]
+
+
+def _timing_chart(series: Series) -> Chart | None:
+    """Where the seconds of a step went: its outermost spans, and what no span covered."""
+    spans = {
+        name.removeprefix("timing_s/"): dict(points)
+        for name, points in series.items()
+        if name.startswith("timing_s/") and name.count("/") == 1
+    }
+    steps = spans.pop("step", {})
+    parts = {
+        name: [(step, seconds.get(step, 0.0)) for step in steps] for name, seconds in spans.items()
+    }
+    largest = sorted(parts, key=lambda name: -sum(value for _, value in parts[name]))
+    shown = {name: parts[name] for name in largest[: _LINES_PER_CHART - 1]}
+    covered = [sum(values) for values in zip(*map(_values, shown.values()), strict=True)]
+    covered = covered or [0.0] * len(steps)
+    pairs = zip(steps.items(), covered, strict=True)
+    shown["other"] = [(step, max(0.0, whole - part)) for (step, whole), part in pairs]
+    return stacked_chart("Seconds per step", shown)
+
+
+def _values(points: list[Point]) -> list[float]:
+    return [value for _, value in points]
+
+
+def _validation_rank(name: str) -> tuple[int, str]:
+    ranks = [rank for rank, word in enumerate(_FIRST_VALIDATION) if word in name]
+    return (min(ranks, default=len(_FIRST_VALIDATION)), name)
+
+
+def _validation(series: Series) -> list[Validation]:
+    names = sorted((name for name in series if name.startswith("val/")), key=_validation_rank)
+    rows = []
+    for name in names:
+        (first, before), (last, after) = series[name][0], series[name][-1]
+        rows.append(Validation(name.removeprefix("val/"), before, after, int(first), int(last)))
+    return rows
+
+
+def _tiles(series: Series, config: dict[str, Any]) -> list[Tile]:
+    tiles = []
+    for row in _validation(series)[:1]:
+        before = short(row.before) if row.after_step > row.before_step else ""
+        tiles.append(Tile(f"Validation {row.name}", short(row.after), before, "held-out data"))
+    for label, name in (("Training reward", "reward/mean"), ("Loss", "actor/loss")):
+        if name in series and len(tiles) < 2:
+            tiles.append(_change_tile(label, series[name]))
+    tiles.append(_steps_tile(series, config))
+    seconds = [value for _, value in series.get("timing_s/step", [])]
+    if seconds:
+        note = f"{short(median(seconds))} s per step"
+        tiles.append(Tile("Time in steps", duration(sum(seconds)), "", note))
+    rates = [value for _, value in series.get("perf/tokens_per_s", []) if math.isfinite(value)]
+    if rates:
+        tiles.append(Tile("Tokens per second", short(median(rates)), "", "median step"))
+    return tiles
+
+
+def _change_tile(label: str, points: list[Point]) -> Tile:
+    """The mean of the first and of the last 20th of a metric."""
+    values = [value for _, value in points if math.isfinite(value)] or [math.nan]
+    few = max(1, len(values) // 20)
+    before = short(fmean(values[:few])) if len(values) > 1 else ""
+    note = f"mean of {few} steps" if few > 1 else ""
+    return Tile(label, short(fmean(values[-few:])), before, note)
+
+
+def _steps_tile(series: Series, config: dict[str, Any]) -> Tile:
+    last = max((int(points[-1][0]) for points in series.values()), default=0)
+    total = config.get("steps")
+    return Tile("Steps", f"{last:,}", "", f"of {total:,}" if isinstance(total, int) else "")
+
+
+def _subtitle(config: dict[str, Any], environment: dict[str, Any]) -> list[str]:
+    model = config.get("model")
+    path = model.get("path") if isinstance(model, dict) else None
+    processes = environment.get("processes", 1)
+    device = environment.get("device")
+    devices = f"{processes} × {device}" if processes != 1 else device
+    started = str(environment.get("started", "")).replace("T", " ").replace("+00:00", " UTC")
+    parts = (path, devices, environment.get("host"), started)
+    return [str(part) for part in parts if part]
+
+
+def short(value: float) -> str:
+    """A number for people: three significant digits, thousands as such."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
