@@ -1,0 +1,59 @@
+"""Whole-file and whole-directory operations that survive a crash at any point between two steps."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+from burnish.files.storage import Bytes, Storage
+
+
+def write_durably(storage: Storage, path: Path, data: Bytes) -> None:
+    """Write a file so that, after a crash, it is there whole or not at all.
+
+    A file of that name is replaced. When this returns, the new content survives a power loss.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with storage.create(temporary, 0) as file:
+            file.pwrite(data, 0)
+            file.sync()
+        storage.rename(temporary, path)
+    except BaseException:
+        if any(entry.name == temporary.name for entry in storage.entries(path.parent)):
+            storage.remove(temporary)
+        raise
+    storage.sync_dir(path.parent)
+
+
+def read_whole(storage: Storage, path: Path, limit: int) -> bytes:
+    """A small file's content. Raises `ValueError` when it is longer than `limit` bytes."""
+    with storage.open(path) as file:
+        size = file.size()
+        if size > limit:
+            raise ValueError(f"{path} has {size} bytes, more than the {limit} it may have")
+        content = bytearray(size)
+        file.pread_into(content, 0)
+    return bytes(content)
+
+
+def move_aside(storage: Storage, path: Path, directory: Path) -> Path:
+    """Take something out of sight at once by renaming it into `directory`; returns where it is.
+
+    The move survives a power loss. A name that is taken there gets a number behind it.
+    """
+    storage.make_dirs(directory)
+    taken = {entry.name for entry in storage.entries(directory)}
+    name, number = path.name, 1
+    while name in taken:
+        number += 1
+        name = f"{path.name}.{number}"
+    storage.rename(path, directory / name)
+    storage.sync_dir(directory)
+    storage.sync_dir(path.parent)
+    return directory / name
+
+
+def discard(storage: Storage, path: Path, trash: Path) -> None:
+    """Remove a file or directory by renaming it into `trash` first, so that it is never seen half there."""
+    storage.remove(move_aside(storage, path, trash))

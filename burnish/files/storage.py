@@ -1,0 +1,215 @@
+"""The few operations on files that durability rests on, behind a seam that tests can break.
+
+Everything a checkpoint does to a disk goes through a `Storage`, so a test can put one in its place
+that fails, fills up or forgets what was not synced. `LocalStorage` is the real one. Left out:
+object stores, which have no writes in place and get whole files instead.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+Bytes = bytes | bytearray | memoryview
+"""What can be written: anything that is bytes in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name in a directory."""
+
+    name: str
+    """Its last path component."""
+    kind: Literal["file", "directory", "other"]
+    """What it is; links and devices are "other" and are never followed."""
+    size: int
+    """Bytes, for a file; 0 otherwise."""
+
+
+class File(Protocol):
+    """An open file, read and written at given offsets (in bytes), by any number of processes at once."""
+
+    def size(self) -> int:
+        """Its length in bytes."""
+
+    def pread_into(self, buffer: bytearray | memoryview, offset: int) -> None:
+        """Fill the whole buffer from `offset`. Raises `EOFError` when the file ends before."""
+
+    def pwrite(self, data: Bytes, offset: int) -> None:
+        """Write all of the data at `offset`."""
+
+    def sync(self) -> None:
+        """Return when what was written survives a power loss."""
+
+    def __enter__(self) -> Self:
+        """The file itself."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+
+
+class Storage(Protocol):
+    """A place for files. Every method raises `OSError` when it cannot do what it says."""
+
+    def create(self, path: Path, size: int) -> File:
+        """A new file of this length, its space already taken; `FileExistsError` when it is there."""
+
+    def open(self, path: Path, *, write: bool = False) -> File:
+        """An existing regular file; a link or a device is refused."""
+
+    def make_dirs(self, path: Path) -> None:
+        """Make a directory and those above it, where they are missing."""
+
+    def sync_dir(self, path: Path) -> None:
+        """Return when the names in this directory survive a power loss."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file or directory another name at once; a file of that name is replaced, a filled directory is not."""
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, or a directory with all in it."""
+
+    def entries(self, path: Path) -> list[Entry]:
+        """What is in a directory, by name; nothing when there is no such directory."""
+
+    def free_bytes(self, path: Path) -> int:
+        """Space that this user may still fill on the file system that holds `path`."""
+
+
+class LocalFile:
+    """A file of this machine, by its descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def size(self) -> int:
+        """Its length in bytes."""
+        return os.fstat(self._descriptor).st_size
+
+    def pread_into(self, buffer: bytearray | memoryview, offset: int) -> None:
+        """Fill the whole buffer, in as many reads as the system wants."""
+        left = memoryview(buffer).cast("B")
+        while left:
+            count = os.preadv(self._descriptor, [left], offset)
+            if count == 0:
+                raise EOFError(f"the file ends {len(left)} bytes too early, at byte {offset}")
+            left, offset = left[count:], offset + count
+
+    def pwrite(self, data: Bytes, offset: int) -> None:
+        """Write all of the data, in as many writes as the system wants."""
+        left = memoryview(data).cast("B")
+        while left:
+            count = os.pwrite(self._descriptor, left, offset)
+            if count == 0:
+                raise OSError(errno.EIO, "the system wrote nothing")
+            left, offset = left[count:], offset + count
+
+    def sync(self) -> None:
+        """Flush data and length to the disk."""
+        os.fsync(self._descriptor)
+
+    def __enter__(self) -> Self:
+        """The file itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the descriptor."""
+        os.close(self._descriptor)
+
+
+class LocalStorage:
+    """The file systems of this machine, those mounted from elsewhere included."""
+
+    def create(self, path: Path, size: int) -> File:
+        """A new file of this length; fails at once where the disk has no room for it."""
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, 0o644)
+        try:
+            if size:
+                _allocate(descriptor, size)
+        except OSError as error:
+            os.close(descriptor)
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        return LocalFile(descriptor)
+
+    def open(self, path: Path, *, write: bool = False) -> File:
+        """An existing regular file."""
+        access = os.O_RDWR if write else os.O_RDONLY
+        descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return LocalFile(descriptor)
+
+    def make_dirs(self, path: Path) -> None:
+        """`mkdir -p`."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def sync_dir(self, path: Path) -> None:
+        """Flush a directory's names to the disk."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """`rename(2)`."""
+        source.rename(target)
+
+    def remove(self, path: Path) -> None:
+        """`rm -r`; links are removed, not followed."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+    def entries(self, path: Path) -> list[Entry]:
+        """The directory's names, sorted; [] when it is not there."""
+        try:
+            with os.scandir(path) as found:
+                return sorted(map(_entry, found), key=lambda entry: entry.name)
+        except FileNotFoundError:
+            return []
+
+    def free_bytes(self, path: Path) -> int:
+        """Free space as `df` shows it to this user."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+
+def _entry(found: os.DirEntry[str]) -> Entry:
+    if found.is_dir(follow_symlinks=False):
+        return Entry(found.name, "directory", 0)
+    if found.is_file(follow_symlinks=False):
+        return Entry(found.name, "file", found.stat(follow_symlinks=False).st_size)
+    return Entry(found.name, "other", 0)
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Take the space; only set the length where the file system cannot take it ahead."""
+    if not hasattr(os, "posix_fallocate"):
+        os.ftruncate(descriptor, size)
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        os.ftruncate(descriptor, size)

@@ -1,0 +1,38 @@
+"""JSON read with suspicion: bounded, without duplicate keys, NaN, or surprises of depth.
+
+For files that something depends on (manifests, states), where Python's reader would silently take
+the last of two keys or a NaN.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from burnish.errors import CorruptError
+
+
+def parse_json(data: bytes, what: str) -> Any:
+    """The value in `data`. Raises `CorruptError` naming `what` for anything but plain JSON in UTF-8."""
+    try:
+        return json.loads(
+            data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+        )
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{what} is not valid JSON", have=error) from error
+
+
+def encode_json(value: object) -> bytes:
+    """Canonical JSON (sorted keys, UTF-8, a newline at the end). Raises `ValueError` for NaN and infinities."""
+    return (json.dumps(value, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("the same key twice in one object")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
