@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from burnish.algorithms.evaluation import evaluation_stats, majority_score, pass_at_k
+
+
+@given(data=st.data(), n=st.integers(1, 8))
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(data: st.DataObject, n: int) -> None:
+    k, correct = data.draw(st.integers(1, n)), data.draw(st.integers(0, n))
+    samples = [True] * correct + [False] * (n - correct)
+    subsets = [any(subset) for subset in combinations(samples, k)]
+    assert pass_at_k(n, correct, k) == pytest.approx(np.mean(subsets))
+
+
+def test_pass_at_k_of_many() -> None:
+    assert pass_at_k(10_000, 1, 100) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("bad", [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
+def test_pass_at_k_refuses_impossible_counts(bad: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="pass@k"):
+        pass_at_k(*bad)
+
+
+@pytest.mark.parametrize(
+    ("answers", "scores", "want"),
+    [
+        (["4", "4", "5"], [1, 1, 0], 1),
+        (["5", "4", "5"], [0, 1, 0], 0),
+        (["4", "5"], [1, 0], 0.5),  # a tie is shared, in either order
+        (["5", "4"], [0, 1], 0.5),
+        ([None, None, "4"], [0, 0, 1], 1),  # no answer is no vote
+        ([None, None], [0, 0], 0),
+        ([], [], 0),
+        (["4", "4"], [1, 0.5], 0.75),  # the same answer, scored differently
+    ],
+)
+def test_majority(answers: list, scores: list, want: float) -> None:
+    assert majority_score(answers, scores) == want
+
+
+def test_stats_of_several_prompts() -> None:
+    scores = [[1.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 0.5, 0.0]]
+    answers = [["a", "b", "a"], ["x", "x", "y"], [None, "q", None]]
+    values = evaluation_stats(scores, answers).values_by_name()
+    assert values == pytest.approx(
+        {"val/mean@3": (2 / 3 + 1 / 3 + 0.5 / 3) / 3, "val/pass@3": 2 / 3, "val/maj@3": 0.5}
+    )
+    lenient = evaluation_stats(scores, answers, solved=0.5).values_by_name()
+    assert lenient["val/pass@3"] == 1
+
+
+def test_shares_of_prompts_merge() -> None:
+    scores, answers = [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]], [["a", "b"], ["c", "d"], ["e", "e"]]
+    whole = evaluation_stats(scores, answers).values_by_name()
+    first, rest = (
+        evaluation_stats(scores[:1], answers[:1]),
+        evaluation_stats(scores[1:], answers[1:]),
+    )
+    assert first.merge(rest).values_by_name() == pytest.approx(whole)
+
+
+def test_one_sample_has_only_a_mean() -> None:
+    assert list(evaluation_stats([[1.0], [0.0]], [["a"], ["b"]])) == ["val/mean@1"]
+    assert evaluation_stats([], []) == {}
+
+
+@pytest.mark.parametrize("scores", [[[1.0], [1.0, 0.0]], [[], []]])
+def test_unequal_groups_are_refused(scores: list) -> None:
+    with pytest.raises(ValueError, match="same number of samples"):
+        evaluation_stats(scores, scores)

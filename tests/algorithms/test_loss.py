@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from burnish.algorithms.aggregation import aggregation
+from burnish.algorithms.kl import kl_loss
+from burnish.algorithms.loss import policy_loss_fn, sft_loss
+from burnish.algorithms.policy_loss import cispo, gspo, ppo_clip
+from burnish.config.schema import AlgorithmConfig, KLConfig
+from burnish.errors import BurnishError
+from burnish.records import MicroBatch, TokenOutputs
+from burnish.tracking.metrics import Mean, Stats
+
+KINDS = ["token_mean", "sequence_mean", "sequence_sum_fixed"]
+
+
+def test_sft_is_the_mean_negative_log_likelihood(make_case) -> None:
+    case = make_case()
+    loss, stats = sft_loss(case.outputs, case.micro)
+    want = -sum(
+        weight * case.outputs.logprobs[t].item()
+        for weight, tokens in case.sequences()
+        for t in tokens
+    )
+    np.testing.assert_allclose(loss.item(), want / case.micro.num_tokens, rtol=1e-6)
+    np.testing.assert_allclose(stats["sft/loss"].value(), want / 15, rtol=1e-6)
+    assert stats["sft/tokens"].value() == 15
+    loss.backward()
+    assert case.outputs.logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("policy", ["ppo", "gspo", "cispo"])
+def test_the_three_terms_add_up(make_case, policy: str, kind: str) -> None:
+    config = AlgorithmConfig(
+        policy_loss=policy,
+        aggregation=kind,
+        clip_low=0.1,
+        clip_high=0.25,
+        entropy_coef=0.01,
+        kl=KLConfig(coef=0.3, estimator="k2"),
+    )
+    case = make_case()
+    new, micro = case.outputs.logprobs, case.micro
+    loss, stats = policy_loss_fn(config, 16)(case.outputs, micro)
+    surrogate = {"ppo": ppo_clip, "gspo": gspo, "cispo": cispo}[policy]
+    aggregate = aggregation(kind, micro, 16)
+    surrogate_term = aggregate(surrogate(new, micro, 0.1, 0.25).loss)
+    kl_term = aggregate(kl_loss("k2", new, micro.ref_logprobs, micro.loss_mask))
+    want = surrogate_term + 0.3 * kl_term - 0.01 * aggregate(case.outputs.entropy)
+    torch.testing.assert_close(loss, want)
+    share = aggregate.global_units / aggregate.local_units
+    torch.testing.assert_close(stats["actor/pg_loss"].value(), (surrogate_term * share).item())
+    torch.testing.assert_close(stats["actor/kl_loss"].value(), (kl_term * share).item())
+    loss.backward()
+    assert case.outputs.entropy.grad[micro.loss_mask].all()
+    assert new.grad.isfinite().all()
+
+
+def test_entropy_and_reference_are_left_alone_without_coefficients(make_case) -> None:
+    case = make_case()
+    loss, stats = policy_loss_fn(AlgorithmConfig(), 16)(
+        case.outputs, replace(case.micro, ref_logprobs=None)
+    )
+    loss.backward()
+    assert case.outputs.entropy.grad is None
+    assert "actor/kl_loss" not in stats
+
+
+def test_kl_in_the_reward_stays_out_of_the_loss(make_case) -> None:
+    case = make_case()
+    plain, _ = policy_loss_fn(AlgorithmConfig(), 16)(case.outputs, case.micro)
+    config = AlgorithmConfig(kl=KLConfig(coef=0.3, place="reward"))
+    with_kl, stats = policy_loss_fn(config, 16)(case.outputs, case.micro)
+    assert torch.equal(plain, with_kl)
+    assert "actor/kl_loss" not in stats
+
+
+def test_statistics_are_means_over_loss_tokens(make_case) -> None:
+    case = make_case(lengths=((2, 50), (1, 30)), spread=1.0)
+    new, micro = case.outputs.logprobs, case.micro
+    _, stats = policy_loss_fn(AlgorithmConfig(dual_clip=1.5), 16)(case.outputs, micro)
+    values = stats.values_by_name()
+    tokens = [t for _, members in case.sequences() for t in members]
+    ratios = [math.exp(new[t].item() - micro.old_logprobs[t].item()) for t in tokens]
+    signs = [micro.advantages[t].item() > 0 for t in tokens]
+    pairs = list(zip(ratios, signs, strict=True))
+    want = {
+        "actor/entropy": np.mean([case.outputs.entropy[t].item() for t in tokens]),
+        "actor/ppo_kl": np.mean([-math.log(ratio) for ratio in ratios]),
+        "actor/pg_clipfrac": np.mean([r > 1.2 if up else r < 0.8 for r, up in pairs]),
+        "actor/pg_clipfrac_lower": np.mean([r > 1.5 and not up for r, up in pairs]),
+    }
+    assert 0 < want["actor/pg_clipfrac_lower"] < want["actor/pg_clipfrac"] < 1
+    for name, value in want.items():
+        np.testing.assert_allclose(values[name], value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_statistics_give_the_loss_of_the_step(make_case, kind: str) -> None:
+    cases = [make_case(seed=1), make_case(lengths=((2, 3), (1, 8)), seed=2)]
+    tokens = sum(int(case.micro.loss_mask.sum()) for case in cases)
+    loss_fn = policy_loss_fn(AlgorithmConfig(aggregation=kind, kl=KLConfig(coef=0.1)), 16)
+    total, merged = 0.0, Stats()
+    for case in cases:
+        micro = replace(case.micro, num_tokens=tokens, num_sequences=5)
+        loss, stats = loss_fn(case.outputs, micro)
+        total += loss.item()
+        merged = merged.merge(stats)
+    values = merged.values_by_name()
+    np.testing.assert_allclose(
+        values["actor/pg_loss"] + 0.1 * values["actor/kl_loss"], total, rtol=1e-5
+    )
+    assert isinstance(merged["actor/entropy"], Mean)
+    assert float(merged["actor/entropy"].count) == tokens
+
+
+def test_a_filler_without_loss_tokens_adds_nothing(make_case) -> None:
+    case = make_case(lengths=((4, 0),))
+    config = AlgorithmConfig(kl=KLConfig(coef=0.1), entropy_coef=0.1)
+    loss, stats = policy_loss_fn(config, 16)(case.outputs, case.micro)
+    loss.backward()
+    assert loss == 0
+    assert not case.outputs.logprobs.grad.any()
+    assert all(metric.total == 0 and metric.count == 0 for metric in stats.values())
+
+
+def test_finite_differences_agree_with_the_gradient() -> None:
+    """In the region where no bound is active, for the whole loss and each aggregation."""
+    rng = np.random.default_rng(0)
+    base = -rng.exponential(size=8)
+    micro = MicroBatch(
+        input_ids=torch.zeros(8, dtype=torch.int64),
+        positions=torch.arange(8),
+        cu_seqlens=torch.tensor([0, 3, 8], dtype=torch.int32),
+        max_seqlen=5,
+        loss_mask=torch.tensor([False, True, True, False, True, True, True, True]),
+        weights=torch.ones(2),
+        num_tokens=6,
+        num_sequences=2,
+        advantages=torch.tensor(rng.normal(size=8), dtype=torch.float32),
+        old_logprobs=torch.tensor(base + 0.02, dtype=torch.float32),
+        ref_logprobs=torch.tensor(base - 0.3, dtype=torch.float32),
+    )
+    for kind in KINDS:
+        config = AlgorithmConfig(aggregation=kind, kl=KLConfig(coef=0.5, estimator="k3"))
+        loss_fn = policy_loss_fn(config, 4)
+
+        def loss_at(values: np.ndarray, loss_fn=loss_fn) -> tuple[torch.Tensor, torch.Tensor]:
+            new = torch.tensor(values, dtype=torch.float32, requires_grad=True)
+            return loss_fn(TokenOutputs(new, torch.zeros(8)), micro)[0], new
+
+        loss, new = loss_at(base)
+        loss.backward()
+        for t in range(8):
+            step = np.zeros(8)
+            step[t] = 1e-2
+            slope = (loss_at(base + step)[0] - loss_at(base - step)[0]).item() / 2e-2
+            np.testing.assert_allclose(new.grad[t], slope, rtol=2e-3, atol=2e-4)
+
+
+def test_missing_reference_is_refused(make_case) -> None:
+    case = make_case()
+    loss_fn = policy_loss_fn(AlgorithmConfig(kl=KLConfig(coef=0.1)), 16)
+    with pytest.raises(BurnishError, match="without reference log-probs"):
+        loss_fn(case.outputs, replace(case.micro, ref_logprobs=None))

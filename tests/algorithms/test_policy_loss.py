@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from burnish.algorithms.aggregation import aggregation
+from burnish.algorithms.policy_loss import LOG_RATIO_BOUND, cispo, gspo, ppo_clip
+from burnish.errors import BurnishError
+
+LOW, HIGH, DUAL = 0.2, 0.3, 2.0
+
+
+def clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def slow_ppo(new: float, old: float, advantage: float, dual: float | None) -> float:
+    ratio = math.exp(new - old)
+    objective = min(ratio * advantage, clip(ratio, 1 - LOW, 1 + HIGH) * advantage)
+    if dual is not None and advantage < 0:
+        objective = max(objective, dual * advantage)
+    return -objective
+
+
+@pytest.mark.parametrize("dual", [None, DUAL])
+def test_ppo_equals_the_slow_transcription(make_case, dual: float | None) -> None:
+    case = make_case(lengths=((3, 200), (1, 60)), spread=1.0)
+    new, micro = case.outputs.logprobs, case.micro
+    got = ppo_clip(new, micro, LOW, HIGH, dual)
+    held = held_lower = 0
+    for _, tokens in case.sequences():
+        for t in tokens:
+            args = new[t].item(), micro.old_logprobs[t].item(), micro.advantages[t].item()
+            want = slow_ppo(*args, dual)
+            np.testing.assert_allclose(got.loss[t].item(), want, rtol=1e-5, atol=1e-6)
+            ratio, advantage = math.exp(args[0] - args[1]), args[2]
+            # Held back: beyond the bound on the side that the advantage pushes towards.
+            assert bool(got.clipped[t]) == (ratio > 1 + HIGH if advantage > 0 else ratio < 1 - LOW)
+            assert bool(got.clipped_lower[t]) == (
+                dual is not None and advantage < 0 and ratio > dual
+            )
+            held += bool(got.clipped[t])
+            held_lower += bool(got.clipped_lower[t])
+    assert held > 20
+    assert (held_lower > 5) == (dual is not None)
+
+
+def test_ppo_has_no_gradient_where_it_is_clipped(make_case) -> None:
+    case = make_case(lengths=((3, 200),), spread=1.0)
+    got = ppo_clip(case.outputs.logprobs, case.micro, LOW, HIGH, DUAL)
+    got.loss.sum().backward()
+    gradient = case.outputs.logprobs.grad
+    held = got.clipped | got.clipped_lower
+    assert not gradient[held & case.micro.loss_mask].any()
+    free = ~held & case.micro.loss_mask
+    ratio = got.log_ratio.exp()
+    want = -(ratio * case.micro.advantages)[free]
+    torch.testing.assert_close(gradient[free], want, rtol=1e-5, atol=1e-6)
+
+
+def test_gspo_equals_the_sequence_objective_in_value_and_gradient(make_case) -> None:
+    case = make_case(spread=0.3)
+    micro = with_sequence_advantages(case)
+    new = case.outputs.logprobs
+    loss = aggregation("sequence_mean", micro, 1)(gspo(new, micro, LOW, HIGH).loss)
+    loss.backward()
+
+    double = new.detach().double().clone().requires_grad_()
+    objective = torch.zeros((), dtype=torch.float64)
+    for weight, tokens in case.sequences():
+        if not tokens:
+            continue
+        difference = double[tokens] - micro.old_logprobs[tokens].double()
+        ratio = torch.exp(difference.sum() / len(tokens))
+        advantage = micro.advantages[tokens[0]].double()
+        held = ratio.clamp(1 - LOW, 1 + HIGH)
+        objective = objective + weight * torch.minimum(ratio * advantage, held * advantage)
+    want = -objective / micro.num_sequences
+    want.backward()
+    np.testing.assert_allclose(loss.item(), want.item(), rtol=1e-5)
+    torch.testing.assert_close(new.grad, double.grad.float(), rtol=1e-4, atol=1e-7)
+    assert new.grad.any()
+
+
+def with_sequence_advantages(case):
+    advantages = torch.full_like(case.micro.advantages, float("nan"))
+    for s, (_, tokens) in enumerate(case.sequences()):
+        advantages[tokens] = (-1.0) ** s * (s + 1)
+    return replace(case.micro, advantages=advantages)
+
+
+def test_gspo_clips_whole_sequences(make_case) -> None:
+    case = make_case(lengths=((1, 4), (1, 4)), spread=0.0)
+    # The first sequence's mean log-ratio is 0.5 although one of its tokens moved the other way.
+    shift = torch.tensor([0, 1.0, 1.0, 1.0, -1.0] + [0.0] * 5)
+    micro = replace(
+        case.micro,
+        old_logprobs=case.outputs.logprobs.detach() - shift,
+        advantages=torch.ones(10),
+    )
+    got = gspo(case.outputs.logprobs, micro, LOW, HIGH)
+    assert got.clipped[1:5].all()
+    assert not got.clipped[6:].any()
+    np.testing.assert_allclose(got.loss[1:5].detach(), -(1 + HIGH), rtol=1e-6)
+
+
+def test_cispo_equals_the_slow_transcription_and_every_token_keeps_its_gradient(make_case) -> None:
+    case = make_case(lengths=((3, 100), (1, 40)), spread=1.0)
+    new, micro = case.outputs.logprobs, case.micro
+    got = cispo(new, micro, LOW, HIGH)
+    got.loss.sum().backward()
+    held = 0
+    for _, tokens in case.sequences():
+        for t in tokens:
+            ratio = math.exp(new[t].item() - micro.old_logprobs[t].item())
+            weight = clip(ratio, 1 - LOW, 1 + HIGH)
+            advantage = micro.advantages[t].item()
+            want = -weight * advantage * new[t].item()
+            np.testing.assert_allclose(got.loss[t].item(), want, rtol=1e-5)
+            np.testing.assert_allclose(new.grad[t], -weight * advantage, rtol=1e-5)
+            assert bool(got.clipped[t]) == (weight != ratio)
+            held += bool(got.clipped[t])
+    assert held > 20
+
+
+SURROGATES = [
+    pytest.param(lambda new, micro: ppo_clip(new, micro, LOW, HIGH, DUAL), id="ppo"),
+    pytest.param(lambda new, micro: gspo(new, micro, LOW, HIGH), id="gspo"),
+    pytest.param(lambda new, micro: cispo(new, micro, LOW, HIGH), id="cispo"),
+]
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_on_policy_all_are_the_policy_gradient(make_case, surrogate) -> None:
+    case = make_case(lengths=((2, 30),))
+    new = case.outputs.logprobs
+    on_policy = replace(case.micro, old_logprobs=None)
+    surrogate(new, on_policy).loss.sum().backward()
+    mask = case.micro.loss_mask
+    torch.testing.assert_close(new.grad[mask], -case.micro.advantages[mask])
+    given = new.detach().clone().requires_grad_()
+    surrogate(given, replace(case.micro, old_logprobs=new.detach())).loss.sum().backward()
+    assert torch.equal(given.grad, new.grad)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_nothing_of_masked_tokens_gets_through(make_case, surrogate, poison: float) -> None:
+    clean, dirty = make_case(poison=0.0), make_case(poison=poison)
+    results = []
+    for case in (clean, dirty):
+        tokens = surrogate(case.outputs.logprobs, case.micro)
+        assert tokens.loss.isfinite().all()
+        loss = aggregation("sequence_mean", case.micro, 1)(tokens.loss)
+        loss.backward()
+        results.append((loss, case.outputs.logprobs.grad))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    assert not results[1][1][~dirty.micro.loss_mask].any()
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_ratios_do_not_overflow(make_case, surrogate) -> None:
+    case = make_case(lengths=((1, 4),))
+    old = torch.tensor([0.0, -500.0, -500.0, -500.0, -500.0])
+    micro = replace(case.micro, old_logprobs=old, advantages=torch.tensor([0, 1.0, -1, 0, -1]))
+    tokens = surrogate(case.outputs.logprobs, micro)
+    tokens.loss.sum().backward()
+    assert tokens.loss.isfinite().all()
+    assert tokens.loss.abs().max() <= 2 * math.exp(LOG_RATIO_BOUND)
+    assert case.outputs.logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_the_ratio_is_formed_in_fp32_from_half_precision(make_case, surrogate) -> None:
+    case = make_case(lengths=((2, 30),))
+    low = case.outputs.logprobs.detach().bfloat16()
+    assert torch.equal(surrogate(low, case.micro).loss, surrogate(low.float(), case.micro).loss)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_a_batch_without_advantages_is_refused(make_case, surrogate) -> None:
+    case = make_case()
+    with pytest.raises(BurnishError, match="without advantages"):
+        surrogate(case.outputs.logprobs, replace(case.micro, advantages=None))
