@@ -1,0 +1,1 @@
+"""The command line: reads arguments, checks what can be checked without torch, starts trainers."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burnish.config.load import load_config
 from burnish.config.schema import RunConfig, Section
 from burnish.errors import IncompatibleError
 
@@ -54,9 +53,9 @@ class Difference:
 
     key: str
     """Its dotted key."""
-    have: Any
-    """Its value in the first."""
-    want: Any
+    before: Any
+    """Its value in the first, as plain YAML values."""
+    after: Any
     """Its value in the second."""
 
 
@@ -66,26 +65,22 @@ def digest(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def difference(have: RunConfig, want: RunConfig) -> list[Difference]:
+def difference(before: RunConfig, after: RunConfig) -> list[Difference]:
     """The defining settings in which two configurations differ; empty where `digest` agrees."""
-    wanted = dict(_defining(want))
+    wanted = dict(_defining(after))
     return [
         Difference(key, value, wanted[key])
-        for key, value in _defining(have)
+        for key, value in _defining(before)
         if value != wanted[key]
     ]
 
 
-def require_same_run(run_dir: Path, config: RunConfig) -> None:
-    """Refuse a run directory whose `config.yaml` describes another run than `config`.
+def require_same_run(run_dir: Path, recorded: RunConfig, config: RunConfig) -> None:
+    """Refuse a run directory whose recorded configuration describes another run than `config`.
 
-    A directory without one is fine. Raises `IncompatibleError` with a table of the settings that
-    differ.
+    Raises `IncompatibleError` with a table of the settings that differ.
     """
-    recorded = run_dir / "config.yaml"
-    if not recorded.exists():
-        return
-    found = difference(load_config(recorded).config, config)
+    found = difference(recorded, config)
     if not found:
         return
     raise IncompatibleError(
@@ -98,7 +93,7 @@ def require_same_run(run_dir: Path, config: RunConfig) -> None:
 
 def _table(found: list[Difference]) -> str:
     rows = [("setting", "have", "want")]
-    rows += [(each.key, _cell(each.have), _cell(each.want)) for each in found]
+    rows += [(each.key, _cell(each.before), _cell(each.after)) for each in found]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"  {key:<{widths[0]}}  {have:<{widths[1]}}  {want}" for key, have, want in rows]
     return "\n".join(lines)

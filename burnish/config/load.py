@@ -15,10 +15,13 @@ from pydantic import ValidationError
 
 from burnish.config.document import Document, parse_document, write_yaml
 from burnish.config.draft import Draft
+from burnish.config.identity import difference, digest
 from burnish.config.keys import known_keys
 from burnish.config.problems import refusal
 from burnish.config.schema import RunConfig, Section
 from burnish.errors import MissingError, UsageError
+
+__all__ = ["Resolved", "difference", "digest", "dump_yaml", "load_config", "read_document"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,136 @@
+"""Whether the files and directories that a configuration names are there, before torch is loaded.
+
+Left out: whether what they hold can be read, which the data, model and reward layers find out.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+
+from burnish.config.check import Command
+from burnish.config.problems import Problem, refusal
+from burnish.config.schema import RunConfig
+from burnish.errors import MissingError
+
+DATA_SUFFIXES = frozenset({".jsonl", ".json", ".parquet"})
+"""What a directory of data is searched for."""
+
+
+def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = None) -> None:
+    """Raise `MissingError` naming every input of `command` that is not there.
+
+    With `run_dir` the model and tokenizer come from that run's checkpoint and are not looked for.
+    """
+    problems = [] if run_dir else list(_model(config))
+    names = ("validation",) if command == "eval" else ("train", "validation")
+    for name in names:
+        for path in getattr(config.data, name):
+            problems += _data(path, f"data.{name}")
+    if command != "sft":
+        problems += _rewards(config)
+    if problems:
+        raise refusal(problems, "the inputs of this run", MissingError)
+
+
+def data_files(path: str) -> list[Path]:
+    """The files that an entry of `data.train` stands for: itself, a directory's, or a pattern's."""
+    plain = Path(path).expanduser()
+    if plain.is_dir():
+        return sorted(each for each in plain.iterdir() if each.suffix in DATA_SUFFIXES)
+    if plain.exists():
+        return [plain]
+    return sorted(Path(each) for each in glob.glob(str(plain), recursive=True))
+
+
+def committed_steps(directory: Path) -> list[Path]:
+    """The checkpoints in a run's directory, oldest first; a name like this is whole by the format."""
+    return sorted(directory.glob("checkpoints/step-*"))
+
+
+def _model(config: RunConfig) -> Iterator[Problem]:
+    model = config.model
+    if model.path is not None:
+        yield from _directory(model.path, "model.path", "config.json")
+    if model.tokenizer is not None:
+        yield from _directory(model.tokenizer, "model.tokenizer", "tokenizer_config.json")
+    if isinstance(model.fresh, str):
+        yield from _file(model.fresh, "model.fresh")
+    if model.chat_template is not None:
+        yield from _file(model.chat_template, "model.chat_template")
+
+
+def _directory(path: str, setting: str, member: str) -> Iterator[Problem]:
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        yield Problem(
+            f"{setting}: there is no directory {path}",
+            have=_neighbours(folder),
+            want=f"a directory on this machine that holds {member}",
+            do=f"correct {setting}; a model on a hub has to be downloaded first",
+        )
+    elif not (folder / member).is_file():
+        yield Problem(
+            f"{setting}: {path} holds no {member}",
+            have=", ".join(sorted(each.name for each in folder.iterdir())[:8]) or "nothing",
+            want=f"a Hugging Face directory with {member}",
+            do=f"correct {setting}",
+        )
+
+
+def _file(path: str, setting: str) -> Iterator[Problem]:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        yield Problem(
+            f"{setting}: there is no file {path}",
+            have=_neighbours(file),
+            want="a file",
+            do=f"correct {setting}",
+        )
+
+
+def _data(path: str, setting: str) -> Iterator[Problem]:
+    if not data_files(path):
+        yield Problem(
+            f"{setting}: nothing to read at {path}",
+            have=_neighbours(Path(path).expanduser()),
+            want=f"a {', '.join(sorted(DATA_SUFFIXES))} file, a directory of such, or a pattern that matches",
+            do=f"correct {setting}",
+        )
+
+
+def _rewards(config: RunConfig) -> Iterator[Problem]:
+    for index, reward in enumerate(config.reward.functions):
+        setting = f"reward.functions[{index}].function"
+        module, colon, _ = reward.function.rpartition(":")
+        if colon and module.endswith(".py"):
+            yield from _file(module, setting)
+        elif colon and not _importable(module.partition(".")[0]):
+            yield Problem(
+                f"{setting}: there is no module {module}",
+                have=reward.function,
+                want="module:function that Python can import, or file.py:function",
+                do=f"correct {setting}, or install the module",
+            )
+
+
+def _importable(package: str) -> bool:
+    """Whether a top-level module can be found, without importing it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:
+        return False
+
+
+def _neighbours(path: Path) -> str:
+    """What lies where the path should be, so that a typing error shows itself."""
+    if path.exists():
+        return "a directory without data" if path.is_dir() else "a file"
+    if not path.parent.is_dir():
+        return f"no directory {path.parent}"
+    names = sorted(each.name for each in path.parent.iterdir())
+    near = get_close_matches(path.name, names, n=3)
+    return f"{path.parent} with {', '.join(near) if near else f'{len(names)} other entries'}"

@@ -1,0 +1,174 @@
+"""The `burnish` command: its arguments, its exit codes, its log level.
+
+Exit codes: 0 done, 2 usage or configuration, 3 corrupt checkpoint, 4 incompatible, 5 missing, 128 +
+the signal's number for a run that was stopped, 1 anything else. An error that Burnish raises on
+purpose is printed without a traceback; any other keeps it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+from burnish import __version__
+from burnish.cli import settings
+from burnish.cli.run import run
+from burnish.config.keys import known_keys
+from burnish.errors import BurnishError, UsageError
+
+HELP = """\
+Burnish post-trains language models: supervised fine-tuning and reinforcement learning.
+
+  burnish sft   CONFIG [key=value ...]            learn from examples
+  burnish rl    CONFIG [key=value ...]            learn from a reward
+  burnish eval  CONFIG|RUN_DIR [key=value ...]    measure on held-out data
+  burnish config show CONFIG [key=value ...]      every setting, and where its value came from
+  burnish config explain [KEY]                    what a setting means
+
+CONFIG is a YAML file; key=value overrides one setting, as optim.lr=1e-6 or rollout.n=8.
+--dry-run checks everything and says what a run would do, without loading or writing anything:
+
+  burnish rl CONFIG --dry-run
+
+On several processes: torchrun --nproc-per-node 8 -m burnish rl CONFIG
+--version prints the version. BURNISH_LOG_LEVEL (debug, info, warning, error) sets how much is logged.
+"""
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+"""Values of BURNISH_LOG_LEVEL, in either case."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
+        _set_up_logging()
+        _dispatch(arguments)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0
+    except BurnishError as error:
+        print(f"{_rank()}error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{_rank()}interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except Exception:  # noqa: BLE001 - the last frame: print the traceback and set the exit code
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """The top-level parser, whose help is written for a newcomer."""
+
+    def format_help(self) -> str:
+        """One sentence, then the commands as they are typed."""
+        return HELP
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="burnish")
+    parser.add_argument("--version", action="version", version=f"burnish {__version__}")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser
+    )
+    for name, what, config in (
+        ("sft", "Learn from examples.", "CONFIG"),
+        ("rl", "Learn from a reward.", "CONFIG"),
+        ("eval", "Measure on held-out data.", "CONFIG|RUN_DIR"),
+    ):
+        command = commands.add_parser(name, description=what)
+        _add_configuration(command, config)
+        command.add_argument(
+            "--dry-run", action="store_true", help="check, say what would be done, and stop"
+        )
+    config_commands = commands.add_parser(
+        "config", description="Show or explain settings."
+    ).add_subparsers(dest="config_command", metavar="show|explain", required=True)
+    _add_configuration(
+        config_commands.add_parser(
+            "show", description="Print every setting and where its value came from."
+        ),
+        "CONFIG",
+    )
+    explain = config_commands.add_parser("explain", description="Say what a setting means.")
+    explain.add_argument("key", nargs="?", metavar="KEY", help="as rollout.n; none: the sections")
+    return parser
+
+
+def _add_configuration(parser: argparse.ArgumentParser, metavar: str) -> None:
+    parser.add_argument("config", metavar=metavar, help="a YAML file")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="settings that replace the file's",
+    )
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse; overrides may stand before and after options."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if options := [each for each in rest if each.startswith("-")]:
+        raise _unknown_option(options[0])
+    if arguments.command is None:
+        parser.print_help()
+        raise SystemExit(UsageError.exit_code if argv else 0)
+    if rest and not hasattr(arguments, "overrides"):
+        raise UsageError(f"unexpected {rest[0]}", have=rest[0], want="one KEY", do="leave it out")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
+def _unknown_option(option: str) -> UsageError:
+    name, _, value = option.lstrip("-").partition("=")
+    key = name.replace("-", "_")
+    if key in known_keys():
+        do = f"settings have no dashes: write {key}={value or 'VALUE'}"
+    else:
+        do = "see burnish --help"
+    return UsageError(f"there is no option {option}", have=option, want="--dry-run", do=do)
+
+
+def _dispatch(arguments: argparse.Namespace) -> None:
+    if arguments.command != "config":
+        run(arguments.command, arguments.config, arguments.overrides, dry_run=arguments.dry_run)
+        return
+    try:
+        if arguments.config_command == "show":
+            settings.show(arguments.config, arguments.overrides)
+        else:
+            settings.explain(arguments.key)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough; Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _set_up_logging() -> None:
+    level = os.environ.get("BURNISH_LOG_LEVEL", "info")
+    if level.lower() not in LOG_LEVELS:
+        raise UsageError(
+            "BURNISH_LOG_LEVEL is not a log level",
+            have=repr(level),
+            want=f"one of {', '.join(LOG_LEVELS)}",
+            do="set it to one of them, or unset it",
+        )
+    logging.basicConfig(
+        format=f"%(asctime)s {_rank()}%(levelname)s %(message)s", datefmt="%H:%M:%S"
+    )
+    logging.getLogger("burnish").setLevel(level.upper())
+
+
+def _rank() -> str:
+    """Names this process in a message, where there are several."""
+    rank = os.environ.get("RANK")
+    return f"rank {rank}: " if rank is not None and os.environ.get("WORLD_SIZE") != "1" else ""

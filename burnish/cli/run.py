@@ -1,0 +1,114 @@
+"""`burnish sft`, `rl` and `eval`: check everything that can be checked, then start the trainer.
+
+torch is imported only behind the checks, so that a mistake shows at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from burnish.cli.inputs import committed_steps, require_inputs
+from burnish.cli.summary import summary
+from burnish.config.check import Command, check
+from burnish.config.identity import require_same_run
+from burnish.config.load import load_config
+from burnish.config.schema import RunConfig
+from burnish.errors import MissingError, UsageError
+
+
+def run(command: Command, path: str, overrides: Sequence[str], *, dry_run: bool) -> None:
+    """Run `command` with the configuration at `path`; with `dry_run` only say what it would do.
+
+    `path` is a file, or for eval also a run's directory, whose `config.yaml` is then read and whose
+    checkpoint is evaluated. Raises `BurnishError`s for all that is wrong.
+    """
+    run_dir = Path(path) if command == "eval" and Path(path).is_dir() else None
+    config = load_config(_config_file(path, run_dir), overrides).config
+    world = _world()
+    check(config, command, world)
+    require_inputs(config, command, run_dir)
+    if command != "eval":
+        _require_own_directory(config)
+    if dry_run:
+        _announce(config, command, run_dir, ["burnish", command, path, *overrides])
+        return
+    _start(config, command, run_dir)
+
+
+def _config_file(path: str, run_dir: Path | None) -> Path:
+    if run_dir is None:
+        if "=" in path and not Path(path).exists():
+            raise UsageError(
+                "the configuration file is missing",
+                have=f"{path}, an override, in its place",
+                want="CONFIG [key=value ...]",
+                do="give the configuration file before the overrides",
+            )
+        return Path(path)
+    recorded = run_dir / "config.yaml"
+    if not recorded.is_file():
+        raise MissingError(
+            f"{run_dir} is not a run's directory",
+            have="a directory without config.yaml",
+            want="a directory that burnish sft or rl wrote, or a configuration file",
+            do="give runs/NAME",
+        )
+    return recorded
+
+
+def _require_own_directory(config: RunConfig) -> None:
+    directory = Path(config.output_dir) / config.name
+    recorded = directory / "config.yaml"
+    if recorded.is_file():
+        require_same_run(directory, load_config(recorded).config, config)
+    saved = committed_steps(directory)
+    if saved and config.resume == "never":
+        raise UsageError(
+            f"{directory} holds checkpoints, and resume is never",
+            have=f"{len(saved)}, the newest {saved[-1].name}",
+            want="a directory without checkpoints",
+            do="set resume=auto to continue, or name=NAME to begin another run",
+        )
+
+
+def _world() -> int:
+    """Processes in the run, as torchrun or Slurm announce them."""
+    for name in ("WORLD_SIZE", "SLURM_NTASKS"):
+        text = os.environ.get(name)
+        if text is None:
+            continue
+        if not text.isdecimal() or int(text) < 1:
+            raise UsageError(
+                f"the environment variable {name} is not a number of processes",
+                have=repr(text),
+                want="a whole number, 1 or more",
+                do=f"start with torchrun, or unset {name}",
+            )
+        return int(text)
+    return 1
+
+
+def _announce(
+    config: RunConfig, command: Command, run_dir: Path | None, words: Sequence[str]
+) -> None:
+    print(f"burnish {command} is ready to run\n")
+    print(summary(config, command, _world(), run_dir))
+    print(f"\nNothing was loaded or written. To run it:\n\n  {shlex.join(words)}")
+
+
+def _start(config: RunConfig, command: Command, run_dir: Path | None) -> None:
+    if command == "sft":
+        from burnish.trainers import sft
+
+        sft.train(config)
+    elif command == "rl":
+        from burnish.trainers import rl
+
+        rl.train(config)
+    else:
+        from burnish.trainers import evaluate
+
+        evaluate.evaluate(config, run_dir)

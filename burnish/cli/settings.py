@@ -1,0 +1,92 @@
+"""`burnish config show` and `burnish config explain`: what is set, from where, and what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from burnish.config.document import write_yaml
+from burnish.config.draft import DEFAULT
+from burnish.config.keys import Key, known_keys, nearest, plain_name
+from burnish.config.load import dump_yaml, load_config
+from burnish.config.schema import RunConfig
+from burnish.errors import UsageError
+
+
+def show(path: str, overrides: Sequence[str]) -> None:
+    """Print the whole resolved configuration, YAML with each value's origin as a comment."""
+    resolved = load_config(path, overrides)
+    console = Console(highlight=False, soft_wrap=True)
+    for line in dump_yaml(resolved.config, resolved.origin).splitlines():
+        setting, mark, origin = line.rpartition("  # ")
+        if not mark:
+            console.print(Text(line))
+        elif origin == DEFAULT:
+            console.print(Text(line, style="dim"))
+        else:
+            console.print(Text.assemble((setting, "bold"), (mark + origin, "cyan")))
+
+
+def explain(name: str | None) -> None:
+    """Print what a setting means, its values and its default; the keys of a section; all sections."""
+    console = Console(highlight=False)
+    keys = known_keys()
+    if name is None:
+        console.print(Text((RunConfig.__doc__ or "").strip()), end="\n\n")
+        _list(console, [key for key in keys.values() if "." not in key.name])
+        return
+    key = keys.get(plain_name(name))
+    if key is None:
+        near = nearest(plain_name(name), keys)
+        raise UsageError(
+            f"there is no setting {name}",
+            have=name,
+            want=f"{near}, the nearest known key" if near else "a known key",
+            do=f"burnish config explain {near or ''}".strip(),
+        )
+    console.print(Text(key.name, style="bold"))
+    console.print(Text(key.doc), end="\n\n")
+    below = [each for each in keys.values() if _parent(each.name) in (key.name, f"{key.name}[]")]
+    if key.section is None:
+        _facts(console, key)
+    if below:
+        _list(console, below)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _facts(console: Console, key: Key) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_row("  values", Text(key.values))
+    table.add_row(
+        "  default", "none: it has to be given" if key.required else Text(_plain(key.default))
+    )
+    if "[" not in key.name:
+        table.add_row("  set it", Text(f"{key.name}=VALUE on the command line"))
+        table.add_row("", Text("or in the file"))
+        *sections, last = key.name.split(".")
+        for depth, section in enumerate(sections):
+            table.add_row("", Text("  " * (depth + 1) + f"{section}:"))
+        table.add_row("", Text("  " * (len(sections) + 1) + f"{last}: VALUE"))
+    console.print(table, end="\n\n")
+
+
+def _list(console: Console, keys: Sequence[Key]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    table.add_column("key", style="bold", no_wrap=True)
+    table.add_column("default", no_wrap=True)
+    table.add_column("meaning")
+    for key in keys:
+        default = "" if key.section or key.required else _plain(key.default)
+        table.add_row(Text(key.name), Text(default), Text(key.doc))
+    console.print(table)
+
+
+def _plain(value: object) -> str:
+    """A default as one would write it in YAML, on one line."""
+    return write_yaml({"": value}).partition(": ")[2].strip()

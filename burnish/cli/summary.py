@@ -1,0 +1,110 @@
+"""What a run will do, in a screenful, for `--dry-run`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from burnish.cli.inputs import committed_steps, data_files
+from burnish.config.check import Command
+from burnish.config.schema import RunConfig, SamplingConfig
+
+
+def summary(config: RunConfig, command: Command, world: int, run_dir: Path | None = None) -> str:
+    """Aligned lines: model, data, sizes, formula, length, saving, where it writes."""
+    rows = list(_rows(config, command, world, run_dir))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+
+
+def _rows(
+    config: RunConfig, command: Command, world: int, run_dir: Path | None
+) -> Iterator[tuple[str, str]]:
+    yield "model", _model(config, run_dir)
+    yield "engine", f"{config.engine.kind}, {config.engine.precision}, {_count(world, 'process')}"
+    if command != "eval":
+        yield "train on", _files(config.data.train)
+    if command == "eval" or config.evaluation.every:
+        yield "validate on", _files(config.data.validation)
+    if command == "sft":
+        yield "step", f"{_count(config.batch.examples, 'example')}"
+    if command == "rl":
+        yield from _rl_rows(config)
+    if command == "eval":
+        evaluation = config.evaluation
+        yield "completions", f"{evaluation.n} per prompt, {_sampling(evaluation)}"
+    yield "micro-batch", f"at most {config.batch.tokens_per_device} tokens on each device"
+    if command != "eval":
+        yield from _training_rows(config)
+
+
+def _rl_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
+    batch, rollout, algorithm = config.batch, config.rollout, config.algorithm
+    yield (
+        "step",
+        f"{_count(batch.prompts, 'prompt')} × {_count(rollout.n, 'completion')} = "
+        f"{batch.prompts * rollout.n} sequences, {_count(batch.minibatches, 'optimizer step')}",
+    )
+    prompt = config.data.max_prompt_length
+    yield (
+        "lengths",
+        f"{f'prompt at most {prompt} tokens, ' if prompt else ''}completion at most {rollout.max_response_length} tokens",
+    )
+    yield "completions", _sampling(rollout)
+    reference = f", KL {algorithm.kl.coef} in the {algorithm.kl.place}" if algorithm.kl.coef else ""
+    yield (
+        "formula",
+        f"{algorithm.advantage}, {algorithm.policy_loss}, {algorithm.aggregation}{reference}",
+    )
+    yield (
+        "reward",
+        " + ".join(f"{each.weight:g} × {each.function}" for each in config.reward.functions),
+    )
+
+
+def _training_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
+    optim, checkpoint = config.optim, config.checkpoint
+    warmup = f", {_count(optim.warmup_steps, 'step')} of warm-up" if optim.warmup_steps else ""
+    yield "learning rate", f"{optim.lr:g}, {optim.schedule}{warmup}"
+    length = _count(config.steps, "step") if config.steps else _count(config.epochs, "epoch")
+    yield "length", length
+    every = f"every {_count(checkpoint.save_every, 'step')} and " if checkpoint.save_every else ""
+    yield "checkpoints", f"{every}at the end, the last {checkpoint.keep_last} kept"
+    directory = Path(config.output_dir) / config.name
+    saved = committed_steps(directory)
+    yield "writes", f"{directory}{f', which continues from {saved[-1].name}' if saved else ''}"
+
+
+def _model(config: RunConfig, run_dir: Path | None) -> str:
+    model = config.model
+    if run_dir is not None:
+        return f"newest checkpoint of {run_dir}"
+    if model.path is not None:
+        return model.path
+    made_from = model.fresh if isinstance(model.fresh, str) else "model.fresh"
+    return f"new, random weights, from {made_from}"
+
+
+def _sampling(sampling: SamplingConfig) -> str:
+    parts = [f"temperature {sampling.temperature:g}"]
+    parts += [f"top-k {sampling.top_k}"] if sampling.top_k else []
+    parts += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+    parts += [f"min-p {sampling.min_p:g}"] if sampling.min_p else []
+    return ", ".join(parts)
+
+
+def _files(paths: list[str]) -> str:
+    files = [file for path in paths for file in data_files(path)]
+    size = sum(file.stat().st_size for file in files)
+    return f"{', '.join(paths)} ({_count(len(files), 'file')}, {_bytes(size)})"
+
+
+def _bytes(size: int) -> str:
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = min((len(str(size)) - 1) // 3, len(units) - 1)
+    return f"{size / 1000**power:.{1 if power else 0}f} {units[power]}"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
