@@ -26,7 +26,13 @@ import torch.distributed as dist
 
 from burnish.parallel.processes import process_group
 
-_PRELOAD = ("torch", "torch.distributed.fsdp", "transformers", "datasets", "burnish.parallel.processes")
+_PRELOAD = (
+    "torch",
+    "torch.distributed.fsdp",
+    "transformers",
+    "datasets",
+    "burnish.parallel.processes",
+)
 
 
 class RankFailed(AssertionError):
@@ -94,7 +100,7 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
     while waiting:
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
-            failures |= {rank: f"did not end within {timeout} s" for rank in waiting.values()}
+            failures |= dict.fromkeys(waiting.values(), f"did not end within {timeout} s")
             break
         for pipe in ready:
             rank = waiting.pop(pipe)
@@ -124,7 +130,7 @@ def _run_rank(
     try:
         fn = _load(*source)
         with process_group(torch.device("cpu"), timeout) as layout:
-            result = fn(layout, *pickle.loads(payload))
+            result = fn(layout, *pickle.loads(payload))  # noqa: S301 - from the parent
         answer = pickle.dumps((True, result))
     except BaseException:
         answer = pickle.dumps((False, traceback.format_exc()))

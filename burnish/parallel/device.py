@@ -1,19 +1,180 @@
-"""One device layer over CPU, CUDA, ROCm, XPU and Ascend NPU, on `torch.accelerator`."""
+"""One device layer: CPU, CUDA, ROCm, Intel XPU and Ascend NPU through `torch.accelerator`.
+
+Ascend's `torch_npu` is loaded by torch itself where it is installed. Apple's MPS is left out: it
+has neither fp64 nor collectives, so such a machine computes on its CPU. Also left out: placing
+tensors, which is their owners' work.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
+import re
+import resource
+import sys
+import time
+from pathlib import Path
+
 import torch
 
+from burnish.errors import UsageError
 
-def pick_device(local_rank: int) -> torch.device:
-    """The device of this rank: the accelerator with its index, or the CPU where there is none."""
+_PEAK_BF16 = {
+    "B200": 2250e12,
+    "GB200": 2500e12,
+    "H100": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "MI250X": 191.5e12,  # one of its two dies, which is what torch calls a device
+    "MI300X": 1307e12,
+    "MI325X": 1307e12,
+    "Ascend910B2": 376e12,
+    "Ascend910B3": 313e12,
+}
+# Dense products with fp32 accumulation, from the makers' data sheets (NVIDIA's print twice that, for
+# sparse ones). Devices that are not here are measured.
+_MEASURE_SECONDS = 0.5
+_MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
+
+
+def pick_device(local_rank: int, own_device: bool = False) -> torch.device:
+    """This rank's device: the accelerator of its local rank, or the CPU of a machine without one.
+
+    `own_device` says that the launcher shows every process one device of its own, which is then
+    number 0 for all of them. Raises `UsageError` when there are more processes than devices.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    if accelerator is None or accelerator.type == "mps":
         return torch.device("cpu")
-    return torch.device(accelerator.type, local_rank)
+    index, visible = 0 if own_device else local_rank, torch.accelerator.device_count()
+    if index >= visible:
+        raise UsageError(
+            f"there is no {accelerator.type} device for local rank {local_rank}",
+            have=f"{visible} visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})",
+            want="one device per process on each machine",
+            do=f"start {visible} processes per machine, or make more devices visible",
+        )
+    return torch.device(accelerator.type, index)
+
+
+def device_name(device: torch.device) -> str:
+    """The maker's name of the device, as drivers and /proc/cpuinfo give it."""
+    if device.type != "cpu":
+        return str(torch.get_device_module(device).get_device_name(device))
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1] if match else platform.processor() or platform.machine()
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until everything queued on the device has run; nothing to do on the CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give memory that torch keeps for reuse back to the device; nothing to do on the CPU."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def memory_used(device: torch.device) -> int:
+    """Bytes in use: by tensors on an accelerator, by the whole process (resident) on the CPU.
+
+    Where the system does not tell (no /proc), the process's peak is given instead.
+    """
+    if device.type != "cpu":
+        return torch.accelerator.memory_allocated(device)
+    return _process_status("VmRSS") or _peak_from_rusage()
+
+
+def memory_peak(device: torch.device) -> int:
+    """The most bytes in use since the last `reset_peak`, or since the process began."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    return _process_status("VmHWM") or _peak_from_rusage()
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start `memory_peak` again from what is in use. Without /proc a process's peak stays."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+        return
+    control = Path("/proc/self/clear_refs")
+    if os.access(control, os.W_OK):
+        control.write_text("5")  # proc(5): reset the peak resident set size
+
+
+def _process_status(field: str) -> int:
+    """A field of /proc/self/status in bytes, 0 where there is none."""
+    status = Path("/proc/self/status")
+    text = status.read_text() if status.exists() else ""
+    match = re.search(rf"^{field}:\s*(\d+) kB$", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
+
+
+def _peak_from_rusage() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s this device can reach in matrix products of this dtype: from the table, or measured."""
+    return known_peak(device_name(device), dtype) or measured_matmul_peak(device, dtype)
+
+
+def known_peak(name: str, dtype: torch.dtype) -> float | None:
+    """FLOP/s of dense 16-bit matrix products by the device's name; None for what is not known."""
+    if dtype not in {torch.bfloat16, torch.float16}:
+        return None
+    matching = [key for key in _PEAK_BF16 if re.search(rf"\b{key}\b", name)]
+    return _PEAK_BF16[max(matching, key=len)] if matching else None
+
+
+@torch.no_grad()
+def measured_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the best of several square matrix products, found in about half a second.
+
+    Sizes grow until the next one would take longer than the time that is left.
+    """
+    deadline = time.perf_counter() + _MEASURE_SECONDS
+    best = 0.0
+    for size in _MATMUL_SIZES:
+        work = 2 * size**3
+        if best and work / best > (deadline - time.perf_counter()) / 4:
+            break
+        left, right, out = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(3))
+        for _ in range(4):
+            synchronize(device)
+            start = time.perf_counter()
+            torch.mm(left, right, out=out)
+            synchronize(device)
+            best = max(best, work / (time.perf_counter() - start))
+    return best
+
+
+def share_cores(local_world: int) -> None:
+    """Divide the machine's cores among its processes, unless OMP_NUM_THREADS says otherwise.
+
+    torch gives every process as many threads as there are cores; several processes together then
+    slow each other down several times over.
+    """
+    if local_world > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, _cores() // local_world))
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

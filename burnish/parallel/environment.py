@@ -31,6 +31,10 @@ class Place:
     """TCP port on `host`; 0 for a lone process."""
     agent_store: bool = False
     """Whether the launcher's agent serves the store at `host`:`port`, instead of rank 0."""
+    own_device: bool = False
+    """Whether the launcher shows each process one accelerator of its own."""
+    attempt: int = 0
+    """How often the launcher has restarted the run; keeps the entries of an earlier attempt apart."""
 
 
 def place_of(environ: Mapping[str, str]) -> Place:
@@ -58,7 +62,8 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
         layout,
         _text(environ, "MASTER_ADDR").strip("[]"),
         _number(environ, "MASTER_PORT"),
-        environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
     )
 
 
@@ -75,7 +80,13 @@ def _slurm(environ: Mapping[str, str]) -> Place:
     if world == 1:
         return Place(layout)
     host = environ.get("MASTER_ADDR", first_host(environ["SLURM_STEP_NODELIST"])).strip("[]")
-    return Place(layout, host, _number(environ, "MASTER_PORT", default=_slurm_port(environ)))
+    return Place(
+        layout,
+        host,
+        _number(environ, "MASTER_PORT", default=_slurm_port(environ)),
+        own_device="SLURM_GPUS_PER_TASK" in environ,
+        attempt=_number(environ, "SLURM_RESTART_COUNT", default=0),
+    )
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:
@@ -146,6 +157,8 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     value = _text(environ, name)
     if not re.fullmatch(r"-?\d+", value):
         raise UsageError(
-            f"the environment variable {name} is not a whole number", have=repr(value), want="0, 1, 2, ..."
+            f"the environment variable {name} is not a whole number",
+            have=repr(value),
+            want="0, 1, 2, ...",
         )
     return int(value)

@@ -2,25 +2,38 @@
 
 One context manager opens the group that torchrun, Slurm or nobody asked for, and closes it whatever
 happens. The group reduces tensors of the rank's device and of the CPU alike. Left out: what is said
-over it (`burnish.parallel.collectives`).
+over it (`burnish.parallel.collectives`), and noticing lost ranks (`burnish.parallel.watch`).
 """
 
 from __future__ import annotations
 
 import os
+import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from burnish.errors import BurnishError, UsageError
 from burnish.parallel.environment import Place, place_of
 from burnish.parallel.layout import Layout
+from burnish.parallel.ports import format_address
+from burnish.parallel.watch import watching
 
-_BACKENDS = {"cpu": "", "cuda": ",cuda:nccl", "xpu": ",xpu:xccl", "npu": ",npu:hccl"}
-# By device type; "cuda" is ROCm as well, whose library answers to the name nccl.
+_BACKENDS = {
+    "cpu": "cpu:gloo",
+    "cuda": "cpu:gloo,cuda:nccl",  # ROCm as well: its RCCL answers to both names
+    "xpu": "cpu:gloo,xpu:xccl",
+    "npu": "cpu:gloo,npu:hccl",
+}
+
+_TIMEOUT = re.compile(r"Timed out waiting \d+ms for|Watchdog caught collective operation timeout")
+# How gloo and NCCL say it.
 
 
 @contextmanager
@@ -30,50 +43,99 @@ def process_group(
     """Open the default process group, yield this process's layout, destroy the group.
 
     `device` is where this rank computes; it becomes the current device before the group is made.
-    `timeout_seconds` bounds every collective and the meeting of the ranks. `place` is read from the
-    environment when not given. A lone process gets a group of one and meets nobody on any port.
-    Raises `UsageError` for a half-set environment, `BurnishError` when the ranks do not meet.
+    `timeout_seconds` bounds the meeting of the ranks and every collective after it. `place` is read
+    from the environment when not given. A lone process gets a group of one, which FSDP's mesh
+    wants, and meets nobody on any port.
+
+    Raises `UsageError` for a half-set environment, and `BurnishError` naming the ranks that do not
+    come, that fail or die inside the block, or the collective that took too long.
     """
     place = place_of(os.environ) if place is None else place
-    timeout = timedelta(seconds=timeout_seconds)
+    layout, timeout = place.layout, timedelta(seconds=timeout_seconds)
+    backend = backend_of(device)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
+    store = _meet(place, timeout)
     dist.init_process_group(
-        backend_of(device),
-        store=_store(place, timeout),
-        rank=place.layout.rank,
-        world_size=place.layout.world,
-        timeout=timeout,
+        backend, store=store, rank=layout.rank, world_size=layout.world, timeout=timeout
     )
     try:
-        yield place.layout
+        with watching(layout, place.host, store), _named_timeout(layout, timeout_seconds):
+            yield layout
     finally:
         dist.destroy_process_group()
 
 
 def backend_of(device: torch.device) -> str:
-    """The communication backends for tensors of this device and of the CPU."""
+    """The communication backends for tensors of this device and of the CPU.
+
+    Raises `UsageError` for a type of device that has none.
+    """
     if device.type not in _BACKENDS:
         raise UsageError(
             f"no process group can be made for devices of type {device.type}",
             have=device.type,
             want=" or ".join(_BACKENDS),
         )
-    return "cpu:gloo" + _BACKENDS[device.type]
+    return _BACKENDS[device.type]
 
 
-def _store(place: Place, timeout: timedelta) -> dist.Store:
-    """Where the ranks leave each other their addresses."""
+def _meet(place: Place, timeout: timedelta) -> Store:
+    """A store that all ranks have come to."""
     layout = place.layout
     if layout.world == 1:
-        return dist.HashStore()
+        return HashStore()
     serves = layout.rank == 0 and not place.agent_store
     try:
-        store = dist.TCPStore(
-            place.host, place.port, layout.world, serves, timeout, wait_for_workers=False
+        store = PrefixStore(
+            f"burnish/{place.attempt}",
+            TCPStore(place.host, place.port, layout.world, serves, timeout, False),
         )
     except (RuntimeError, OSError) as error:
+        address = format_address(place.host, place.port)
         raise BurnishError(
-            f"rank {layout.rank} cannot reach the other ranks", have=str(error)
+            f"rank {layout.rank} cannot {'open' if serves else 'reach'} the meeting point {address}",
+            have=str(error).partition("\n")[0],
+            want=f"all {layout.world} ranks at {address} within {timeout.total_seconds():g} s",
+            do="check that rank 0 runs, and set MASTER_ADDR and MASTER_PORT to its machine and a free port",
         ) from error
-    return dist.PrefixStore("burnish", store)
+    _await_everybody(store, layout, timeout)
+    return store
+
+
+def _await_everybody(store: Store, layout: Layout, timeout: timedelta) -> None:
+    store.set(f"here/{layout.rank}", f"{socket.gethostname()}, pid {os.getpid()}")
+    names = [f"here/{rank}" for rank in range(layout.world)]
+    try:
+        store.wait(names, timeout)
+    except RuntimeError as error:
+        raise BurnishError(
+            f"rank {layout.rank} did not meet all {layout.world} ranks of the run",
+            have=_absent(store, names),
+            want=f"all of them within {timeout.total_seconds():g} s",
+            do="look at their output; raise distributed.timeout_seconds if they only start slowly",
+        ) from error
+
+
+def _absent(store: Store, names: list[str]) -> str:
+    try:
+        absent = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
+    except RuntimeError:
+        return "the meeting point has closed: rank 0 or the launcher is gone"
+    return f"nothing from rank {', '.join(absent)}"
+
+
+@contextmanager
+def _named_timeout(layout: Layout, seconds: float) -> Iterator[None]:
+    """Say in our words that a collective took longer than the time-out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _TIMEOUT.search(str(error)):
+            raise
+        raise BurnishError(
+            f"rank {layout.rank} waited {seconds:g} s in a collective for the other ranks",
+            have=str(error).partition("\n")[0],
+            want="every rank in the same collective",
+            do="see where the other ranks were; raise distributed.timeout_seconds if they are only slow",
+        ) from error

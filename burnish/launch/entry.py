@@ -1,0 +1,35 @@
+"""Where every process of a run begins, whoever started it: one process, torchrun or Slurm.
+
+All of them end in the same call of the same function, which learns from its layout which share of
+the work is its own. Left out: starting processes; torchrun and srun do that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from burnish.parallel.device import pick_device, share_cores
+from burnish.parallel.environment import place_of
+from burnish.parallel.layout import Layout
+from burnish.parallel.processes import process_group
+
+T = TypeVar("T")
+
+
+def run(fn: Callable[[Layout, torch.device], T], timeout_seconds: float) -> T:
+    """Call `fn(layout, device)` as one rank of the run that the environment describes.
+
+    Picks the device, shares out the cores, and holds the process group open around the call.
+    `timeout_seconds` bounds every collective. Raises what `fn` raises, `UsageError` for an
+    environment or machine that does not fit, and `BurnishError` naming the rank when another one
+    fails or dies.
+    """
+    place = place_of(os.environ)
+    share_cores(place.layout.local_world)
+    device = pick_device(place.layout.local_rank, place.own_device)
+    with process_group(device, timeout_seconds, place) as layout:
+        return fn(layout, device)
