@@ -1,0 +1,140 @@
+import json
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from burnish.errors import CorruptError, MissingError
+from burnish.files.safetensors import DTYPE_BITS, build_header, read_header
+
+ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def write(path, table, data=b"\0" * 8, length=None):
+    text = table if isinstance(table, bytes) else json.dumps(table).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return path
+
+
+def test_reads_what_the_reference_library_writes(tmp_path):
+    arrays = {
+        "b": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "a": np.array(7, dtype=np.int64),
+        "empty": np.zeros((0, 4), dtype=np.float16),
+    }
+    path = tmp_path / "m.safetensors"
+    save_file(arrays, path, metadata={"format": "pt"})
+    header = read_header(path)
+    assert header.metadata == {"format": "pt"}
+    raw = path.read_bytes()
+    assert set(header.entries) == set(arrays)
+    for name, array in arrays.items():
+        entry = header.entries[name]
+        assert entry.shape == array.shape
+        assert raw[entry.begin : entry.end] == array.tobytes()
+
+
+names = st.text(min_size=1, max_size=12).filter(lambda name: name != "__metadata__")
+tensors = st.dictionaries(
+    names,
+    st.tuples(
+        st.sampled_from([name for name, bits in DTYPE_BITS.items() if bits >= 8]),
+        st.lists(st.integers(0, 5), max_size=3).map(tuple),
+    ),
+    max_size=5,
+)
+
+
+@given(tensors, st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2))
+def test_a_built_header_reads_back(tmp_path_factory, table, metadata):
+    head, entries = build_header([(n, d, s) for n, (d, s) in table.items()], metadata)
+    assert len(head) % 8 == 0
+    path = tmp_path_factory.mktemp("built") / "x.safetensors"
+    size = max([entry.end for entry in entries.values()], default=len(head))
+    path.write_bytes(head + b"\1" * (size - len(head)))
+    header = read_header(path)
+    assert header.entries == entries
+    assert header.metadata == metadata
+    assert header.size == len(head)
+
+
+def test_the_reference_library_reads_a_built_header(tmp_path):
+    values = np.arange(3, dtype=np.float32)
+    head, _ = build_header([("x", "F32", (3,)), ("n", "BOOL", ())], {"format": "pt"})
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(head + values.tobytes() + b"\1")
+    loaded = load_file(path)
+    assert (loaded["x"] == values).all()
+    assert loaded["n"].item() is True
+
+
+def test_duplicate_names_are_not_built():
+    with pytest.raises(ValueError, match="'x'"):
+        build_header([("x", "F32", ()), ("x", "F32", ())], {})
+
+
+def test_half_bytes_are_not_built():
+    assert build_header([("x", "F4", (2,))], {})[1]["x"].shape == (2,)
+    with pytest.raises(ValueError, match="whole bytes"):
+        build_header([("x", "F4", (3,))], {})
+
+
+def test_absent_file(tmp_path):
+    with pytest.raises(MissingError, match="nowhere"):
+        read_header(tmp_path / "nowhere.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("table", "data", "message"),
+    [
+        ({"x": ONE}, b"\0" * 7, "truncated"),
+        ({"x": ONE}, b"\0" * 9, "no tensor"),
+        ({"x": ONE, "y": {**ONE, "data_offsets": [4, 12]}}, b"\0" * 12, "y that overlaps"),
+        ({"x": ONE, "y": {**ONE, "data_offsets": [12, 20]}}, b"\0" * 20, "y that leaves a hole"),
+        ({"x": {**ONE, "data_offsets": [4, 12]}}, b"\0" * 12, "leaves a hole"),
+        ({"x": {**ONE, "dtype": "F64"}}, b"\0" * 8, "x a size"),
+        ({"x": {**ONE, "dtype": "Q8"}}, b"\0" * 8, "unknown dtype"),
+        ({"x": {**ONE, "dtype": 3}}, b"\0" * 8, "unknown dtype"),
+        ({"x": {**ONE, "shape": [3]}}, b"\0" * 8, "x a size"),
+        ({"x": {**ONE, "shape": [-2]}}, b"\0" * 8, "impossible shape"),
+        ({"x": {**ONE, "shape": [1 << 62, 4]}}, b"\0" * 8, "impossible shape"),
+        ({"x": {**ONE, "shape": [True, 2]}}, b"\0" * 8, "impossible shape"),
+        ({"x": {**ONE, "shape": 2}}, b"\0" * 8, "impossible shape"),
+        ({"x": {**ONE, "data_offsets": [8, 0]}}, b"\0" * 8, "impossible offsets"),
+        ({"x": {**ONE, "data_offsets": [0.0, 8]}}, b"\0" * 8, "impossible offsets"),
+        ({"x": {**ONE, "data_offsets": [0]}}, b"\0" * 8, "impossible offsets"),
+        ({"x": {**ONE, "more": 1}}, b"\0" * 8, "wrongly"),
+        ({"x": [1]}, b"\0" * 8, "wrongly"),
+        ({"x": ONE, "__metadata__": {"a": 1}}, b"\0" * 8, "metadata"),
+        (b'{"x": %s, "x": %s}' % ((json.dumps(ONE).encode(),) * 2), b"\0" * 8, "'x' twice"),
+        (b"[]", b"", "not a JSON object"),
+        (b"{,}", b"", "not JSON"),
+        (b'{"\xff": 1}', b"", "not JSON"),
+        (b"[" * 100_000, b"", "not JSON"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, table, data, message):
+    path = write(tmp_path / "bad.safetensors", table, data)
+    with pytest.raises(CorruptError, match=message) as caught:
+        read_header(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\1\0\0", struct.pack("<Q", 1 << 40) + b"{}"])
+def test_a_header_longer_than_the_file(tmp_path, content):
+    path = tmp_path / "short.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CorruptError, match="truncated"):
+        read_header(path)
+
+
+def test_a_huge_header_is_not_read(tmp_path):
+    path = tmp_path / "huge.safetensors"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", 200_000_000))
+        file.truncate(300_000_000)
+    with pytest.raises(CorruptError, match="huge"):
+        read_header(path)
