@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa
 from datasets.packaged_modules.json.json import JsonConfig
 
 from burnish.errors import MissingError, UsageError
@@ -103,7 +102,7 @@ def load_rows(paths: Sequence[str], setting: str = "data.train") -> Rows:
         raise _empty(names, setting)
     try:
         table = _read(kind, names)
-    except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, ValueError) as error:
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
         raise _explained(error, kind, files, setting) from error
     except OSError as error:
         raise UsageError(

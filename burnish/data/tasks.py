@@ -218,8 +218,8 @@ class PromptDataset(_Items[Prompt]):
 class ExampleDataset(_Items[Example]):
     """Examples for supervised fine-tuning: a `Sequence[Example]`.
 
-    Rows are, by the columns there are: a chat (`data.messages_column`), every assistant turn of
-    which is trained on; a prompt and completion, each text or messages, of which the completion is
+    Rows are, by the columns there are: a chat (`data.messages_column`, unless `data.prompt_column`
+    is set), every assistant turn of which is trained on; a prompt and completion, each text or messages, of which the completion is
     trained on; or plain text (`data.text_column`), all of which is. Two strings are joined as they
     stand; a string beside messages becomes a user's or the assistant's message. Text and string
     completions are closed with the end-of-sequence token.
@@ -247,7 +247,7 @@ class ExampleDataset(_Items[Example]):
 
     def _find_shape(self) -> Callable[[int, Row], Conversation | Text]:
         data, columns = self._data, self.rows.columns
-        if data.messages_column in columns:
+        if data.messages_column in columns and data.prompt_column is None:
             return self._chat
         if self._prompt_column is not None and data.completion_column in columns:
             return self._completion

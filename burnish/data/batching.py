@@ -1,0 +1,144 @@
+"""From examples to a packed `Batch`: this rank's micro-batches, cut alike by every rank.
+
+All ranks hold all examples and compute the same assignment; each makes tensors of its own share only.
+The counts in a batch are of the whole, so a loss does not depend on how it was cut. Left out: the
+assignment itself (`burnish.data.balance`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from burnish.data.balance import Cost, Integers, share_out, transformer_cost
+from burnish.errors import UsageError
+from burnish.parallel.layout import Layout
+from burnish.records import Batch, Example, MicroBatch
+
+_OPTIONAL = ("advantages", "old_logprobs", "ref_logprobs")
+_FILLER_TOKENS = 2
+
+
+def make_batch(
+    examples: Sequence[Example],
+    layout: Layout,
+    tokens_per_device: int,
+    cost: Cost | None = None,
+    temperature: float = 1.0,
+) -> Batch:
+    """Pack examples into micro-batches of at most `tokens_per_device` tokens; this rank's share of them.
+
+    Every rank gets the same number of micro-batches: as few as the budget allows, of about equal
+    `cost` (a function of a sequence's length in tokens; by default `transformer_cost`). With fewer
+    examples than micro-batches, what is missing is filled with two tokens that are not trained on.
+    Tensors are on the CPU. `temperature` is passed on to the micro-batches. `num_tokens` is 0 when no token of any example is trained on.
+
+    Raises `UsageError` for no examples, for one longer than the budget (with its index and length),
+    for arrays that do not fit each other, and for advantages or log-probs on some examples only.
+    """
+    if not examples:
+        raise UsageError("a batch of no examples", want="at least one example")
+    lengths = np.fromiter((len(e.token_ids) for e in examples), np.int64, len(examples))
+    _check_lengths(lengths, tokens_per_device)
+    optional = [name for name in _OPTIONAL if _present(examples, name)]
+    _check_aligned(examples, lengths, ["loss_mask", *optional])
+    trained = _trained_tokens(examples, lengths)
+    assignment = share_out(lengths, cost or transformer_cost, layout.data_size, tokens_per_device)
+    mine = assignment[layout.data_rank]
+    whole: dict[str, Any] = {
+        "num_tokens": int(trained.sum()),
+        "num_sequences": int(np.count_nonzero(trained)),
+    }
+    packed = (_pack([examples[i] for i in items], optional) for items in mine)
+    return Batch(
+        microbatches=tuple(MicroBatch(**p, **whole, temperature=temperature) for p in packed),
+        examples=tuple(tuple(items.tolist()) or (-1,) for items in mine),
+        total_tokens=int(lengths.sum()),
+        **whole,
+    )
+
+
+def _check_lengths(lengths: Integers, budget: int) -> None:
+    longest = int(np.argmax(lengths))
+    if lengths[longest] > budget:
+        over = int((lengths > budget).sum())
+        raise UsageError(
+            f"example {longest} is longer than a micro-batch may be",
+            have=f"{lengths[longest]} tokens"
+            + (f"; {over} examples are too long" if over > 1 else ""),
+            want=f"at most batch.tokens_per_device={budget}",
+            do=f"set batch.tokens_per_device={lengths[longest]} or more, or limit the lengths",
+        )
+    if not lengths.all():
+        raise UsageError(f"example {int(np.argmin(lengths))} has no tokens", want="at least one")
+
+
+def _present(examples: Sequence[Example], name: str) -> bool:
+    """Whether the examples have this array; all or none of them must."""
+    have = [getattr(example, name) is not None for example in examples]
+    if any(have) and not all(have):
+        raise UsageError(
+            f"{name} on some examples only",
+            have=f"{sum(have)} of {len(have)} have it; example {have.index(False)} has not",
+            want="all or none",
+        )
+    return have[0]
+
+
+def _check_aligned(examples: Sequence[Example], lengths: Integers, names: Sequence[str]) -> None:
+    for name in names:
+        sizes = np.fromiter((len(getattr(e, name)) for e in examples), np.int64, len(examples))
+        if (sizes != lengths).any():
+            bad = int(np.flatnonzero(sizes != lengths)[0])
+            raise UsageError(
+                f"example {bad}: {name} does not fit its tokens",
+                have=f"{sizes[bad]} entries for {lengths[bad]} tokens",
+                want="one entry per token",
+            )
+
+
+def _trained_tokens(examples: Sequence[Example], lengths: Integers) -> Integers:
+    """The number of trained tokens of each example, shape [N]."""
+    masks = np.concatenate([example.loss_mask for example in examples])
+    starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
+    if masks[starts].any():
+        raise UsageError(
+            f"example {int(np.flatnonzero(masks[starts])[0])} trains on its first token",
+            want="loss_mask[0] = False: nothing predicts the first token",
+        )
+    return np.add.reduceat(masks, starts, dtype=np.int64)
+
+
+def _pack(examples: Sequence[Example], optional: Sequence[str]) -> dict[str, Any]:
+    """The fields of a micro-batch of examples laid end to end; without any, of a filler that is not trained on."""
+    packed = examples or [_filler(optional)]
+    lengths = np.fromiter((len(e.token_ids) for e in packed), np.int64, len(packed))
+    ends = np.cumsum(lengths)
+    positions = np.arange(ends[-1], dtype=np.int64) - np.repeat(ends - lengths, lengths)
+    weights = np.fromiter((e.weight for e in packed), np.float32, len(packed))
+    return {
+        "input_ids": _joined(packed, "token_ids", np.int64),
+        "positions": torch.from_numpy(positions),
+        "cu_seqlens": torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
+        "max_seqlen": int(lengths.max()),
+        "loss_mask": _joined(packed, "loss_mask", np.bool_),
+        "weights": torch.from_numpy(weights),
+        **{name: _joined(packed, name, np.float32) for name in optional},
+    }
+
+
+def _joined(examples: Sequence[Example], name: str, dtype: npt.DTypeLike) -> Tensor:
+    arrays = [getattr(example, name) for example in examples]
+    return torch.from_numpy(np.concatenate(arrays).astype(dtype, copy=False))
+
+
+def _filler(optional: Sequence[str]) -> Example:
+    zeros = np.zeros(_FILLER_TOKENS, dtype=np.float32)
+    floats: dict[str, Any] = dict.fromkeys(optional, zeros)
+    mask = np.zeros(_FILLER_TOKENS, dtype=np.bool_)
+    return Example(token_ids=np.zeros(_FILLER_TOKENS, dtype=np.int64), loss_mask=mask, **floats)

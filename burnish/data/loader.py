@@ -1,0 +1,68 @@
+"""Which samples come next: one global cursor and a seed, and nothing else to save.
+
+Every rank computes the same indices, so the number of ranks never matters. Left out: reading and
+tokenizing the samples (`burnish.data.tasks`), and their share per rank (`burnish.data.batching`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from burnish.errors import UsageError
+from burnish.records.seeds import derive_seed
+
+Indices = npt.NDArray[np.int64]
+"""Positions in a sequence, shape [N]."""
+
+
+def order(seed: int, epoch: int, size: int) -> Indices:
+    """The order of an epoch: a permutation of 0 ... size - 1, uniform, shape [size].
+
+    It sorts `size` raw 64-bit draws of Philox4x64 (Salmon et al., SC 2011), keyed by the seed and
+    the epoch. NumPy promises that raw draws never change, which it does not of `permutation`; so a
+    run resumed under another NumPy meets the same samples.
+    """
+    draws = np.random.Philox(key=derive_seed(seed, "shuffle", epoch)).random_raw(size)
+    return np.argsort(draws, kind="stable").astype(np.int64, copy=False)
+
+
+class Loader:
+    """Indices into a data set, epoch after epoch.
+
+    `cursor` counts the samples taken since the run began, over all epochs and ranks. It is the only
+    state: a loader made anew with the same size, seed and cursor goes on with the same samples.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: bool, cursor: int = 0) -> None:
+        if size < 1:
+            raise UsageError("a loader over no samples", want="at least one sample")
+        if cursor < 0:
+            raise UsageError("a loader's cursor counts samples", have=cursor, want="0 or more")
+        self.size = size
+        self.cursor = cursor
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch: tuple[int, Indices] | None = None  # the order last asked for
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next sample, 0-based."""
+        return self.cursor // self.size
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` indices; crosses from one epoch into the next without dropping any."""
+        taken: list[int] = []
+        while len(taken) < count:
+            epoch, start = divmod(self.cursor, self.size)
+            part = self._order(epoch)[start : start + count - len(taken)]
+            taken.extend(part.tolist())
+            self.cursor += len(part)
+        return taken
+
+    def _order(self, epoch: int) -> Indices:
+        if not self._shuffle:
+            return np.arange(self.size, dtype=np.int64)
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = (epoch, order(self._seed, epoch, self.size))
+        return self._epoch[1]
