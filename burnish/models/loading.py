@@ -25,6 +25,7 @@ from transformers import (
 from burnish.config.schema import ModelConfig
 from burnish.errors import MissingError, UsageError
 from burnish.models.building import build_on_meta, fill_buffers, materialize
+from burnish.models.names import tensor_specs, tied_names
 from burnish.models.sources import FreshSource, SafetensorsSource
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "materialize",
     "read_model_config",
     "save_model_assets",
+    "weights_source",
 ]
 
 
@@ -59,6 +61,23 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
     return AutoConfig.from_pretrained(
         directory, trust_remote_code=config.trust_remote_code, local_files_only=True
     )
+
+
+def weights_source(
+    config: ModelConfig, hf_config: PretrainedConfig, seed: int
+) -> FreshSource | SafetensorsSource:
+    """Where the model's first weights come from, checked against the model before any is read.
+
+    Raises `MissingError`, `IncompatibleError` or `CorruptError` for a directory whose weights are
+    not all there, not of this model's shapes, or not whole. Tensors that the model has no use for
+    are logged.
+    """
+    if config.path is None:
+        return FreshSource(hf_config, seed)
+    model = build_on_meta(hf_config)
+    source = SafetensorsSource(config.path, tied_names(model))
+    source.check(tensor_specs(model))
+    return source
 
 
 def _fresh_config(fresh: str | dict[str, Any]) -> PretrainedConfig:

@@ -94,8 +94,17 @@ class _TokenLogprobs(torch.autograd.Function):
         if not given:
             return None, None, None, None
         rows = torch.stack([gradient != 0 for gradient in given]).any(dim=0).nonzero()[:, 0]
-        upstream = [None if gradient is None else gradient[rows] for gradient in gradients]
-        few = _Rows(hidden[rows], targets[rows], normalizer[rows], entropy[rows], *upstream)
+        factor = ctx.options.transform.scale / ctx.options.temperature
+        few = _Rows(
+            hidden[rows],
+            targets[rows],
+            normalizer[rows],
+            entropy[rows],
+            normalizer.new_zeros(len(rows))
+            if gradients[0] is None
+            else gradients[0][rows] * factor,
+            None if gradients[1] is None else gradients[1][rows] * factor,
+        )
         few_gradient, weight_gradient = _gradients(
             few, weight, ctx.options, ctx.needs_input_grad[1]
         )
@@ -111,8 +120,10 @@ class _Rows:
     targets: Tensor
     normalizer: Tensor
     entropy: Tensor
-    logprob_gradient: Tensor | None
+    logprob_gradient: Tensor
+    """Upstream, times the constant ∂z / ∂(raw logit)."""
     entropy_gradient: Tensor | None
+    """The same; None where the entropy is not used."""
 
 
 def _gradients(
@@ -140,21 +151,13 @@ def _logit_gradient(logits: Tensor, few: _Rows, rows: slice, options: LogprobOpt
     """Gradient of the raw logits [n, V] of some rows, in fp32."""
     z, slope = _transformed(logits, options, few.normalizer.dtype)
     log_p = z.sub_(few.normalizer[rows, None])
-    p = log_p.exp()
+    p, chosen = log_p.exp(), few.logprob_gradient[rows, None]
     if few.entropy_gradient is None:
-        gradient = p
+        gradient = p.mul_(-chosen)
     else:
         outer = few.entropy_gradient[rows, None]
-        gradient = log_p.add_(few.entropy[rows, None]).mul_(outer)
-        if few.logprob_gradient is not None:
-            gradient.add_(few.logprob_gradient[rows, None])
-        gradient.mul_(p)
-    if few.logprob_gradient is not None:
-        chosen = few.logprob_gradient[rows, None]
-        if few.entropy_gradient is None:
-            gradient.mul_(chosen)
-        gradient.scatter_add_(1, few.targets[rows, None], -chosen)
-    gradient.mul_(-options.transform.scale / options.temperature)
+        gradient = log_p.add_(few.entropy[rows, None]).mul_(outer).add_(chosen).mul_(p).neg_()
+    gradient.scatter_add_(1, few.targets[rows, None], chosen)
     return gradient if slope is None else gradient.mul_(slope)
 
 
