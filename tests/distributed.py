@@ -1,8 +1,8 @@
 """Run a function on several ranks over gloo, and bring back what each returned.
 
-Ranks are forked from a server that has torch (and whatever heavy libraries the test run had loaded
-by then) imported already, so a run of a few ranks costs tenths of a second. They find each other
-through the store of this process, as under torchrun's agent.
+Processes are forked from a server that has torch (and whatever heavy libraries the test run had
+loaded by then) imported already, so a run of a few ranks costs tenths of a second. Ranks find each
+other through the store of this process, as under torchrun's agent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -33,33 +33,47 @@ _PRELOAD = (
     "datasets",
     "burnish.parallel.processes",
 )
+_STRAGGLER_SECONDS = 15.0
+# How long the others may still take after one process has failed.
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or did not end in time; holds the traceback of each failing rank."""
+    """A rank raised, died or did not end in time."""
 
-    def __init__(self, tracebacks: dict[int, str]) -> None:
-        self.tracebacks = tracebacks
-        super().__init__("\n".join(f"rank {r}:\n{text}" for r, text in tracebacks.items()))
+    def __init__(self, failures: dict[int, str], results: dict[int, Any]) -> None:
+        self.failures = failures
+        """By rank, in the order of their ends: the traceback, or how it ended."""
+        self.results = results
+        """By rank, what the others returned."""
+        super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
 
 
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120) -> list[Any]:
-    """`fn(layout, *args)` in `world` processes; the results by rank.
+    """`fn(layout, *args)` in `world` processes that form one process group; the results by rank.
 
     `fn` is a function at the top level of its module; arguments and results are pickled. Raises
-    `RankFailed` with the first failing rank's traceback first. `timeout`, in seconds, bounds the run.
+    `RankFailed` with the traceback of every rank that failed. `timeout`, in seconds, bounds the run.
     """
-    store = dist.TCPStore(
-        "127.0.0.1", 0, world, True, timedelta(seconds=timeout), wait_for_workers=False
-    )
-    source = (fn.__module__, sys.modules[fn.__module__].__file__, fn.__qualname__)
-    payload = pickle.dumps(args)
+    patience = timedelta(seconds=timeout)
+    store = dist.TCPStore("127.0.0.1", 0, world, True, patience, wait_for_workers=False)
+    environs = [torchrun_environ(rank, world, store.port) for rank in range(world)]
+    call = (_source(fn), pickle.dumps(args))
+    return run_processes(_in_group, environs, call, timeout, timeout=timeout)
+
+
+def run_processes(
+    fn: Callable[..., Any],
+    environs: Sequence[Mapping[str, str]],
+    *args: Any,
+    timeout: float = 120,
+) -> list[Any]:
+    """`fn(*args)` in one process per environment, without a process group; the results in order."""
+    call = (_source(fn), pickle.dumps(args))
     processes, pipes = [], []
-    for rank in range(world):
+    for environ in environs:
         pipe, theirs = multiprocessing.Pipe(duplex=False)
-        environ = _environ(rank, world, store.port)
         process = _context().Process(
-            target=_run_rank, args=(theirs, environ, source, payload, timeout), daemon=True
+            target=_answer, args=(theirs, dict(environ), call, timeout), daemon=False
         )
         process.start()
         theirs.close()
@@ -68,9 +82,24 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
     try:
         return _collect(pipes, timeout)
     finally:
-        for process in processes:
+        for process, pipe in zip(processes, pipes, strict=True):
             process.kill()
             process.join()
+            process.close()
+            pipe.close()
+
+
+def torchrun_environ(rank: int, world: int, port: int, host: str = "127.0.0.1") -> dict[str, str]:
+    """What torchrun tells a rank on one machine, its agent serving the store at the port."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 @cache
@@ -80,16 +109,8 @@ def _context() -> Any:
     return context
 
 
-def _environ(rank: int, world: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+def _source(fn: Callable[..., Any]) -> tuple[str, str, str]:
+    return fn.__module__, sys.modules[fn.__module__].__file__, fn.__qualname__
 
 
 def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
@@ -100,7 +121,7 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
     while waiting:
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
-            failures |= dict.fromkeys(waiting.values(), f"did not end within {timeout} s")
+            failures |= dict.fromkeys(waiting.values(), "did not end in time")
             break
         for pipe in ready:
             rank = waiting.pop(pipe)
@@ -110,39 +131,42 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
                 ok, value = False, "died without a word"
             (results if ok else failures)[rank] = value
         if failures:
-            deadline = min(deadline, time.monotonic() + 30)
+            deadline = min(deadline, time.monotonic() + _STRAGGLER_SECONDS)
     if failures:
-        raise RankFailed(failures)
+        raise RankFailed(failures, results)
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _run_rank(
+def _answer(
     pipe: Connection,
     environ: dict[str, str],
-    source: tuple[str, str, str],
-    payload: bytes,
+    call: tuple[tuple[str, str, str], bytes],
     timeout: float,
 ) -> None:
-    """What a rank does: join the group, find the function, run it, send what came of it."""
+    """What a process does: find the function, call it, send what came of it."""
     os.environ.update(environ)
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(timeout * 0.9)
     try:
-        fn = _load(*source)
-        with process_group(torch.device("cpu"), timeout) as layout:
-            result = fn(layout, *pickle.loads(payload))  # noqa: S301 - from the parent
-        answer = pickle.dumps((True, result))
+        answer = pickle.dumps((True, _call(*call)))
     except BaseException:
         answer = pickle.dumps((False, traceback.format_exc()))
     faulthandler.cancel_dump_traceback_later()
     pipe.send_bytes(answer)
 
 
-def _load(module: str, path: str, qualname: str) -> Callable[..., Any]:
-    """The function, from its file: pytest's importlib mode gives modules names that cannot be imported."""
+def _in_group(call: tuple[tuple[str, str, str], bytes], timeout: float) -> Any:
+    with process_group(torch.device("cpu"), timeout) as layout:
+        return _call(*call, layout)
+
+
+def _call(source: tuple[str, str, str], payload: bytes, *first: Any) -> Any:
+    """Call the function, found by its file: pytest's importlib mode makes names that cannot be imported."""
+    module, path, qualname = source
     if module not in sys.modules:
         spec = importlib.util.spec_from_file_location(module, path)
         loaded = importlib.util.module_from_spec(spec)
         sys.modules[module] = loaded
         spec.loader.exec_module(loaded)
-    return getattr(sys.modules[module], qualname)
+    args = pickle.loads(payload)  # noqa: S301 - written by the parent process
+    return getattr(sys.modules[module], qualname)(*first, *args)

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import RankFailed, run_processes, run_ranks, torchrun_environ
+from torch.distributed.device_mesh import init_device_mesh
+
+from burnish.errors import BurnishError, UsageError
+from burnish.parallel.environment import Place
+from burnish.parallel.layout import Layout
+from burnish.parallel.ports import reserve_port
+from burnish.parallel.processes import backend_of, process_group
+
+CPU = torch.device("cpu")
+
+
+def test_a_lone_process_has_a_group_and_a_mesh():
+    with process_group(CPU, 5, Place(Layout())) as layout:
+        assert layout == Layout(0, 1, 0, 1)
+        assert init_device_mesh("cpu", (1,)).size() == 1
+        ones = torch.ones(2)
+        dist.all_reduce(ones)
+        assert ones.tolist() == [1, 1]
+    assert not dist.is_initialized()
+
+
+def test_the_group_is_destroyed_after_an_error_that_passes_unchanged():
+    error = KeyError("mine")
+    with pytest.raises(KeyError) as raised, process_group(CPU, 5, Place(Layout())):
+        raise error
+    assert raised.value is error
+    assert not dist.is_initialized()
+
+
+def test_backends_reduce_tensors_of_the_device_and_of_the_cpu():
+    assert backend_of(CPU) == "cpu:gloo"
+    assert backend_of(torch.device("cuda", 3)) == "cpu:gloo,cuda:nccl"
+    assert backend_of(torch.device("xpu")) == "cpu:gloo,xpu:xccl"
+    with pytest.raises(UsageError, match="devices of type mps"):
+        backend_of(torch.device("mps"))
+
+
+def _sum(layout):
+    total = torch.tensor([layout.rank + 1])
+    dist.all_reduce(total)
+    return layout, int(total)
+
+
+def test_ranks_form_one_group():
+    assert run_ranks(_sum, 3) == [(Layout(rank, 3, rank, 3), 6) for rank in range(3)]
+
+
+def _sum_with_environment():
+    with process_group(CPU, 20) as layout:
+        return _sum(layout)[1]
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "127.0.0.1"])
+def test_rank_0_serves_the_store_where_no_agent_does(host):
+    try:
+        with reserve_port(host.strip("[]")) as reserved:
+            port = reserved.port
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    environs = [torchrun_environ(rank, 2, port, host) for rank in range(2)]
+    environs = [environ | {"TORCHELASTIC_USE_AGENT_STORE": "False"} for environ in environs]
+    assert run_processes(_sum_with_environment, environs, timeout=40) == [3, 3]
+
+
+def test_slurm_tasks_meet():
+    environs = [
+        {
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NTASKS": "2",
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_JOB_ID": str(os.getpid()),
+        }
+        for rank in range(2)
+    ]
+    assert run_processes(_sum_with_environment, environs, timeout=40) == [3, 3]
+
+
+def test_a_rank_that_does_not_come_is_named():
+    store = dist.TCPStore("127.0.0.1", 0, 3, True, timedelta(seconds=20), wait_for_workers=False)
+    place = Place(Layout(1, 3, 1, 3), "127.0.0.1", store.port, agent_store=True)
+    with pytest.raises(BurnishError, match=r"did not meet all 3 ranks.*\n.*nothing from rank 0, 2"):
+        with process_group(CPU, 0.5, place):
+            pass
+    assert not dist.is_initialized()
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = Place(Layout(0, 2, 0, 2), "127.0.0.1", port)
+        with pytest.raises(BurnishError, match=rf"cannot open the meeting point 127.0.0.1:{port}"):
+            with process_group(CPU, 2, place):
+                pass
+
+
+def test_a_meeting_point_that_is_not_there_is_named():
+    with reserve_port("127.0.0.1") as reserved:
+        port = reserved.port
+    place = Place(Layout(1, 2, 1, 2), "127.0.0.1", port)
+    with pytest.raises(BurnishError, match=rf"cannot reach the meeting point 127.0.0.1:{port}"):
+        with process_group(CPU, 1, place):
+            pass
+
+
+def _skip_a_collective(seconds):
+    try:
+        with process_group(CPU, seconds) as layout:
+            start = time.monotonic()
+            if layout.rank == 0:
+                dist.all_reduce(torch.ones(1))
+            else:
+                time.sleep(seconds + 2)
+    except BurnishError as error:
+        return time.monotonic() - start, str(error)
+    return time.monotonic() - start, ""
+
+
+def test_the_timeout_bounds_a_collective_that_a_rank_skips():
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=20), wait_for_workers=False)
+    environs = [torchrun_environ(rank, 2, store.port) for rank in range(2)]
+    (waited, error), (_, other) = run_processes(_skip_a_collective, environs, 2.0, timeout=40)
+    assert 1.9 < waited < 6
+    assert "rank 0 waited 2 s in a collective for the other ranks" in error
+    assert other == ""
+
+
+def _fail(layout):
+    if layout.rank == 1:
+        raise ValueError("boom")
+    return "fine"
+
+
+def test_run_ranks_raises_with_the_traceback_of_the_failing_rank():
+    with pytest.raises(RankFailed, match="ValueError: boom") as raised:
+        run_ranks(_fail, 2)
+    assert set(raised.value.failures) == {1}
+    assert raised.value.results == {0: "fine"}
