@@ -1,0 +1,161 @@
+import logging
+
+import pytest
+import torch
+from tiny import FAMILIES, VOCAB, tiny_config, tiny_model
+
+from burnish.errors import IncompatibleError
+from burnish.models.attention import PackedLayout
+from burnish.models.building import build_on_meta, materialize
+from burnish.models.scorer import Scorer, logit_transform, scored_tokens
+
+LENGTHS = (5, 20, 1, 13, 30, 13)
+CPU = torch.device("cpu")
+
+
+def scorer_of(model, chunk=16):
+    """The same weights in a model that Burnish built."""
+    ours = build_on_meta(model.config)
+    materialize(ours, CPU)
+    ours.load_state_dict(model.state_dict())
+    return Scorer(ours, chunk)
+
+
+def packed(lengths=LENGTHS, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (sum(lengths),), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return ids, positions, PackedLayout.of(lengths, CPU)
+
+
+def plain_outputs(model, ids, lengths, temperature):
+    """transformers on each sequence alone."""
+    logprobs, entropies = [], []
+    for sequence in ids.split(list(lengths)):
+        logp = (model(sequence[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
+        zero = logp.new_zeros(1)
+        chosen = logp[:-1].gather(1, sequence[1:, None])[:, 0]
+        logprobs.append(torch.cat([zero, chosen]))
+        entropies.append(torch.cat([zero, -(logp.exp() * logp).sum(-1)[:-1]]))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_and_gradients_equal_plain_transformers(family, attention):
+    model = tiny_model(family, attention=attention)
+    scorer = scorer_of(model)
+    ids, positions, packing = packed()
+    upstream = torch.randn(2, len(ids), generator=torch.Generator().manual_seed(1))
+
+    theirs = plain_outputs(model, ids, LENGTHS, temperature=0.8)
+    (theirs[0] @ upstream[0] + theirs[1] @ upstream[1]).backward()
+    ours = scorer(ids, positions, packing, temperature=0.8)
+    (ours.logprobs @ upstream[0] + ours.entropy @ upstream[1]).backward()
+
+    torch.testing.assert_close(ours.logprobs, theirs[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.entropy, theirs[1], rtol=1e-5, atol=1e-5)
+    expected = dict(model.named_parameters())
+    for name, parameter in scorer.model.named_parameters():
+        gradient, wanted = parameter.grad, expected[name].grad
+        assert wanted.norm() > 0, name
+        assert (gradient - wanted).norm() <= 1e-5 * wanted.norm(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cross_entropy_equals_transformers_loss(family):
+    model = tiny_model(family)
+    ids, positions, packing = packed((24,))
+    loss = model(ids[None], labels=ids[None], use_cache=False).loss
+    ours = -scorer_of(model)(ids, positions, packing).logprobs.sum() / 23
+    torch.testing.assert_close(ours, loss, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packing_reaches_attention_under_gradient_checkpointing(family):
+    scorer = scorer_of(tiny_model(family)).train()
+    ids, positions, packing = packed()
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            scorer.model.gradient_checkpointing_enable({"use_reentrant": False})
+        scorer.zero_grad()
+        scorer(ids, positions, packing).logprobs.sum().backward()
+        gradients.append([p.grad.clone() for p in scorer.parameters()])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, checkpointed, rtol=1e-5, atol=1e-6)
+
+
+def test_only_the_rows_asked_for_are_scored():
+    scorer = scorer_of(tiny_model())
+    ids, positions, packing = packed()
+    mask = torch.rand(len(ids), generator=torch.Generator().manual_seed(3)) < 0.3
+    rows = scored_tokens(packing.cu_seqlens, mask)
+    whole = scorer(ids, positions, packing)
+    part = scorer(ids, positions, packing, rows=rows)
+    wanted = torch.zeros(len(ids), dtype=torch.bool)
+    wanted[rows] = True
+    assert torch.equal(wanted, mask & (positions > 0))
+    torch.testing.assert_close(part.logprobs[wanted], whole.logprobs[wanted])
+    assert (part.logprobs[~wanted] == 0).all()
+    assert (part.entropy[~wanted] == 0).all()
+
+
+def test_all_rows_by_default():
+    _, positions, packing = packed()
+    assert torch.equal(scored_tokens(packing.cu_seqlens), positions.nonzero()[:, 0])
+
+
+def test_no_rows_still_reach_every_parameter():
+    scorer = scorer_of(tiny_model())
+    ids, positions, packing = packed((4, 3))
+    rows = scored_tokens(packing.cu_seqlens, torch.zeros(7, dtype=torch.bool))
+    scorer(ids, positions, packing, rows=rows).logprobs.sum().backward()
+    for name, parameter in scorer.named_parameters():
+        assert parameter.grad is not None, name
+        assert (parameter.grad == 0).all(), name
+
+
+def test_unknown_families_are_noticed(caplog):
+    from transformers import GraniteConfig
+
+    with caplog.at_level(logging.WARNING):
+        transform = logit_transform(GraniteConfig(logits_scaling=8.0))
+    assert "granite" in caplog.text
+    assert transform.scale == 1 / 8
+    caplog.clear()
+    assert logit_transform(tiny_config("gemma3_text")).softcap == 5.0
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("GraniteConfig", {"logits_scaling": 4.0, "attention_multiplier": 0.3}),
+        ("CohereConfig", {"logit_scale": 0.5}),
+    ],
+)
+def test_families_that_scale_logits(kind, changes, caplog):
+    import transformers
+
+    config = getattr(transformers, kind)(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, **changes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    ids, positions, packing = packed()
+    ours = scorer_of(model)(ids, positions, packing)
+    theirs, _ = plain_outputs(model, ids, LENGTHS, temperature=1.0)
+    torch.testing.assert_close(ours.logprobs, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_with_a_bias_is_refused():
+    from transformers import PhiConfig
+
+    config = PhiConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4,
+    )  # fmt: skip
+    with pytest.raises(IncompatibleError, match="PhiForCausalLM"):
+        Scorer(build_on_meta(config))
