@@ -1,0 +1,122 @@
+"""Rewards that come with Burnish: exact match, numeric answer, regular expression; and answer extraction for votes.
+
+In verl's signature, one completion at a time. All but `regex` run in time linear in the completion,
+so they need no deadline. Left out: symbolic comparison (`burnish.rewards.symbolic`), judging by models,
+running code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+# A sign right behind a digit, a letter or a closing bracket is an operator: 10-3 ends in 3.
+_NUMBER = re.compile(
+    rf"(?:(?<![\w)\]}}.])[-+])?(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}}(?!\d))?(?:/(?:{_DIGITS}))?",
+    re.ASCII,
+)
+_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_LONGEST_NUMBER = 200
+_BOXED = r"\boxed{"
+_MARK = "####"
+
+
+def exact_match(solution_str: str, ground_truth: Any, *, ignore_case: bool = False) -> float:
+    """1 where the completion is the ground truth, surrounding white space aside; any one of them where it is a list.
+
+    Raises `ValueError` when there is no ground truth.
+    """
+    said = solution_str.strip()
+    wanted = [str(_known(one)).strip() for one in _as_list(ground_truth)]
+    if ignore_case:
+        return float(said.casefold() in {one.casefold() for one in wanted})
+    return float(said in wanted)
+
+
+def numeric(solution_str: str, ground_truth: Any, *, tolerance: float = 0.0) -> float:
+    """1 where the number the completion ends with is the ground truth's, at most `tolerance` apart.
+
+    The number is looked for in the last `\\boxed{...}`, else behind the last `####`, else in the whole
+    text, and is the last one there: signed, with thousands' commas, a decimal point, an exponent, as a
+    fraction `3/4` or `\\frac{3}{4}`. The ground truth is a number or a text read the same way (GSM8K's
+    `... #### 42`). Compared exactly, not as floats. Raises `ValueError` when the ground truth holds no number.
+    """
+    wanted = last_number(_final_part(str(_known(ground_truth)))[0])
+    if wanted is None:
+        raise ValueError(f"the ground truth {ground_truth!r} holds no number")
+    said = last_number(_final_part(solution_str)[0])
+    return float(said is not None and abs(said - wanted) <= Fraction(tolerance))
+
+
+def regex(solution_str: str, *, pattern: str, full: bool = True) -> float:
+    """1 where `pattern` matches the whole completion, or with `full` False any part of it. Flags go inside: `(?s)`."""
+    match = re.fullmatch if full else re.search
+    return float(match(pattern, solution_str) is not None)
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in a text, exactly; None where there is none. See `numeric` for what counts as one."""
+    return next(_values(_NUMBER.findall(_plain(text))), None)
+
+
+def extract_answer(completion: str) -> str | None:
+    """What a completion answers, for a majority vote: equal texts are equal answers; None for no answer.
+
+    The content of the last `\\boxed{...}` or what follows the last `####`, and where there is
+    neither, the last number or else the whole text. Numbers are written alike, so that 4, 4.0 and 8/2 are one answer.
+    """
+    part, marked = _final_part(completion)
+    plain = _plain(part).strip(" $%.")
+    whole = _NUMBER.fullmatch(plain)
+    numbers = ([whole[0]] if whole else []) if marked else _NUMBER.findall(plain)
+    number = next(_values(numbers), None)
+    return str(number) if number is not None else part.strip() or None
+
+
+def _plain(text: str) -> str:
+    """With the minus signs, thousands' separators and fractions of LaTeX as those of plain text."""
+    plain = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace(r"\,", "")
+    return _FRACTION.sub(r"\1/\2", plain)
+
+
+def _values(numbers: Sequence[str]) -> Iterator[Fraction]:
+    """What they say, the last first; without those that are too long or divide by 0."""
+    for found in reversed(numbers):
+        top, _, bottom = found.replace(",", "").partition("/")
+        if len(found) <= _LONGEST_NUMBER and (not bottom or Fraction(bottom) != 0):
+            yield Fraction(top) / Fraction(bottom or 1)
+
+
+def _final_part(text: str) -> tuple[str, bool]:
+    """The marked part of a text and True, or the whole text and False."""
+    boxed = _last_boxed(text)
+    if boxed is not None:
+        return boxed, True
+    _, mark, tail = text.rpartition(_MARK)
+    return (tail.strip().partition("\n")[0], True) if mark else (text, False)
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return None
+    start += len(_BOXED)
+    depth = 1
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start:end]
+    return None  # cut off before it was closed
+
+
+def _as_list(ground_truth: Any) -> list[Any]:
+    return list(ground_truth) if isinstance(ground_truth, list | tuple) else [ground_truth]
+
+
+def _known(ground_truth: Any) -> Any:
+    if ground_truth is None:
+        raise ValueError("the prompt has no ground truth")
+    return ground_truth

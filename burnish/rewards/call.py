@@ -1,0 +1,95 @@
+"""One call of a reward function, and what its result means for each rollout.
+
+Runs where the function runs. Whatever a stranger's code does short of hanging or ending the process
+comes out as an `Answer` with an error: an exception, a result of the wrong type or length, NaN.
+Left out: deadlines (`burnish.rewards.workers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from burnish.rewards.load import Style
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a reward function said of one rollout."""
+
+    value: float | None
+    """A finite number; None where there is an error, or where a TRL function says by None that it does not apply."""
+    error: str | None = None
+    """Why there is no value."""
+
+
+def call(
+    function: Callable[..., Any],
+    style: Style,
+    arguments: Mapping[str, Any],
+    count: int,
+    runner: asyncio.Runner | None = None,
+) -> list[Answer]:
+    """Call `function` for `count` rollouts: `count` answers, all with the same error when the call failed.
+
+    An async function's coroutine is run to its end in `runner`, one event loop for all calls.
+    """
+    try:
+        result = function(**arguments)
+        if inspect.isawaitable(result):
+            if runner is None:
+                raise TypeError("an async function needs an event loop")
+            result = runner.run(_finish(result))
+        return _answers(result, count) if style == "trl" else [_score(result)]
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary behind which code is not ours
+        return [Answer(None, _text(error))] * count
+
+
+async def _finish(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _answers(result: Any, count: int) -> list[Answer]:
+    """TRL: one number or None for each rollout, in a list, array or tensor."""
+    values = _plain(result)
+    if not isinstance(values, list | tuple):
+        return [Answer(None, f"returned {type(result).__name__}, not a list of numbers")] * count
+    if len(values) != count:
+        return [Answer(None, f"returned {len(values)} values for {count} completions")] * count
+    return [Answer(None) if value is None else _number(value) for value in values]
+
+
+def _score(result: Any) -> Answer:
+    """verl: a number, or a mapping with one under "score"."""
+    if not isinstance(result, Mapping):
+        return _number(result)
+    if "score" not in result:
+        return Answer(None, f"returned a mapping without 'score': {sorted(map(str, result))}")
+    return _number(result["score"])
+
+
+def _number(value: Any) -> Answer:
+    plain = _plain(value)
+    if not isinstance(plain, int | float):
+        return Answer(None, f"returned {type(plain).__name__}, not a number")
+    try:
+        number = float(plain)
+    except OverflowError:
+        number = math.inf
+    return Answer(number) if math.isfinite(number) else Answer(None, f"returned {number}")
+
+
+def _plain(value: Any) -> Any:
+    """Arrays, tensors and their scalars as Python's own."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _text(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+    return f"{type(error).__name__}: {error}{place}"

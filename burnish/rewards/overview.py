@@ -1,0 +1,51 @@
+"""A step's rollouts in numbers, by the names that users of this field chart."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from burnish.records import Rollout
+from burnish.tracking.metrics import Max, Mean, Stats, Sum
+
+
+def rollout_stats(rollouts: Sequence[Rollout]) -> Stats:
+    """Statistics of scored rollouts, which merge over ranks as long as no group is cut.
+
+    A group is the rollouts of one prompt.
+
+    - `reward/mean`; `reward/parts/NAME`, the mean of each function's own value where it has one
+    - `reward/std`: mean over groups of the (population) standard deviation within the group
+    - `reward/zero_std_frac`: share of groups whose rewards are all equal, which teach nothing
+    - `reward/errors`: rollouts with an error in a reward function
+    - `response_length/mean`, `/max` in tokens, `/clip_ratio`: share of completions cut at their limit
+    """
+    if not rollouts:
+        return Stats()
+    count = len(rollouts)
+    groups: dict[int, list[float]] = defaultdict(list)
+    parts: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        groups[rollout.prompt.index].append(rollout.reward)
+        for name, value in rollout.reward_parts.items():
+            parts[name].append(value)
+    lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
+    flat = sum(len(set(group)) == 1 for group in groups.values())
+    cut = sum(rollout.completion.stop_reason == "length" for rollout in rollouts)
+    failed = sum(rollout.reward_error is not None for rollout in rollouts)
+    stats = Stats(
+        {
+            "reward/mean": Mean(sum(rollout.reward for rollout in rollouts), count),
+            "reward/std": Mean(sum(float(np.std(g)) for g in groups.values()), len(groups)),
+            "reward/zero_std_frac": Mean(flat, len(groups)),
+            "reward/errors": Sum(failed),
+            "response_length/mean": Mean(sum(lengths), count),
+            "response_length/max": Max(max(lengths)),
+            "response_length/clip_ratio": Mean(cut, count),
+        }
+    )
+    for name, values in parts.items():
+        stats[f"reward/parts/{name}"] = Mean(sum(values), len(values))
+    return stats

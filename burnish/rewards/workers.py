@@ -1,0 +1,222 @@
+"""Calls with a deadline, in processes that can be killed.
+
+A thread that hangs cannot be stopped and holds its pool forever, so functions that are not known to
+end run in worker processes; one that misses its deadline is killed with all it started, and another takes
+its place. They are started once and then wait, so a call costs a message, not a process. They are
+plain interpreters (`burnish.rewards.worker`) and not children of `multiprocessing`, whose spawn imports
+the main script again, torch and all, and whose fork copies a process that may hold a GPU and threads.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from burnish.errors import BurnishError, UsageError
+from burnish.rewards.call import Answer
+from burnish.rewards.load import Signature
+
+START_SECONDS = 120.0
+"""How long a worker may take to import the reward functions' modules."""
+_CLOSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of one function."""
+
+    function: int
+    """Its index among the workers' functions."""
+    arguments: Mapping[str, Any]
+    """Its keyword arguments."""
+    count: int
+    """How many rollouts it is about."""
+
+
+class Workers:
+    """Up to `limit` processes that each know the same functions."""
+
+    signatures: Sequence[Signature]
+    """How each function wants to be called."""
+
+    def __init__(
+        self, functions: Sequence[tuple[str, Mapping[str, Any]]], limit: int, timeout: float
+    ) -> None:
+        """Start one worker and wait until it has loaded `functions` (name and further arguments of each).
+
+        `timeout` is the deadline of each call in seconds. Raises `UsageError` for a function that
+        cannot be loaded.
+        """
+        self._functions = functions
+        self._limit = limit
+        self._timeout = timeout
+        self._workers = [_Worker(functions)]
+        try:
+            (worker,) = self._workers
+            if not wait([worker.connection], START_SECONDS):
+                raise self._not_started(f"still importing after {START_SECONDS:g} s")
+            self.signatures = self._welcome(worker)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, calls: Sequence[Call]) -> list[list[Answer]]:
+        """The answers to `calls`, in their order, whatever the order they were made in.
+
+        A call that misses its deadline, or whose worker dies, is answered with that as the error.
+        """
+        answers: dict[int, list[Answer]] = {}
+        waiting = deque(range(len(calls)))
+        try:
+            while len(answers) < len(calls):
+                self._hand_out(calls, waiting)
+                for worker in self._heard_from():
+                    answers |= self._take_answer(worker, calls)
+                for worker in self._overdue():
+                    if not worker.ready:
+                        raise self._not_started(f"still importing after {START_SECONDS:g} s")
+                    text = f"no answer within {self._timeout:g} s"
+                    answers |= self._give_up(worker, calls, text)
+        except BaseException:
+            # Whoever interrupts this must not find late answers here at the next call.
+            for worker in [w for w in self._workers if not w.idle]:
+                self._discard(worker)
+            raise
+        return [answers[i] for i in range(len(calls))]
+
+    def close(self) -> None:
+        """End all workers."""
+        for worker in self._workers:
+            worker.connection.close()
+        for worker in self._workers:
+            worker.end(_CLOSE_SECONDS)
+        self._workers = []
+
+    def _hand_out(self, calls: Sequence[Call], waiting: deque[int]) -> None:
+        for worker in [w for w in self._workers if w.idle]:
+            if waiting:
+                worker.ask(waiting.popleft(), calls, time.monotonic() + self._timeout)
+        starting = sum(not worker.ready for worker in self._workers)
+        room = self._limit - len(self._workers)
+        for _ in range(min(room, len(waiting) - starting)):
+            self._workers.append(_Worker(self._functions))
+
+    def _heard_from(self) -> list[_Worker]:
+        """Wait for the first answer or deadline."""
+        busy = {worker.connection: worker for worker in self._workers if not worker.idle}
+        soonest = min(worker.deadline for worker in busy.values())
+        heard = wait(list(busy), max(0.0, soonest - time.monotonic()))
+        return [worker for connection, worker in busy.items() if connection in heard]
+
+    def _take_answer(self, worker: _Worker, calls: Sequence[Call]) -> dict[int, list[Answer]]:
+        if not worker.ready:
+            self._welcome(worker)
+            return {}
+        try:
+            answer = worker.connection.recv()
+        except (EOFError, OSError):
+            status = worker.end(_CLOSE_SECONDS)
+            return self._give_up(worker, calls, f"its process ended ({_status(status)})")
+        ticket, worker.ticket = worker.ticket, None
+        return {} if ticket is None else {ticket: answer}
+
+    def _overdue(self) -> Iterable[_Worker]:
+        now = time.monotonic()
+        return [worker for worker in self._workers if not worker.idle and worker.deadline <= now]
+
+    def _give_up(
+        self, worker: _Worker, calls: Sequence[Call], error: str
+    ) -> dict[int, list[Answer]]:
+        self._discard(worker)
+        if worker.ticket is None:
+            return {}
+        return {worker.ticket: [Answer(None, error)] * calls[worker.ticket].count}
+
+    def _discard(self, worker: _Worker) -> None:
+        worker.end(0)
+        worker.connection.close()
+        self._workers.remove(worker)
+
+    def _welcome(self, worker: _Worker) -> Sequence[Signature]:
+        """The first message of a worker."""
+        try:
+            message = worker.connection.recv()
+        except (EOFError, OSError) as error:
+            status = worker.end(_CLOSE_SECONDS)
+            raise self._not_started(f"ended while importing ({_status(status)})") from error
+        if isinstance(message, BurnishError):
+            raise message
+        worker.ready = True
+        signatures: Sequence[Signature] = message
+        return signatures
+
+    def _not_started(self, have: str) -> UsageError:
+        return UsageError(
+            "A process for reward functions did not start.",
+            have=have,
+            want=f"to import {', '.join(name for name, _ in self._functions)}",
+            do="see what it wrote to the terminal, and what those modules do when imported",
+        )
+
+
+class _Worker:
+    """One process, seen from the one that started it."""
+
+    def __init__(self, functions: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        self.connection: Connection[Any, Any]
+        self.connection, theirs = Pipe()
+        self.ready = False
+        """Whether it has loaded the functions."""
+        self.ticket: int | None = None
+        """The index of the call it is at."""
+        self.deadline = time.monotonic() + START_SECONDS
+        """When it has to have answered."""
+        with theirs:
+            path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+            command = [sys.executable, "-m", "burnish.rewards.worker"]
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": path},
+                pass_fds=[theirs.fileno()],
+                # A session of its own: the terminal's ctrl-C is for us, and the whole group can be killed.
+                start_new_session=True,
+            )
+        with suppress(OSError):  # dead already: the first receive says so
+            self.connection.send(list(functions))
+
+    @property
+    def idle(self) -> bool:
+        """Whether it waits for a call."""
+        return self.ready and self.ticket is None
+
+    def ask(self, ticket: int, calls: Sequence[Call], deadline: float) -> None:
+        """Send it call number `ticket`."""
+        self.ticket, self.deadline = ticket, deadline
+        call = calls[ticket]
+        with suppress(OSError):  # died while idle: the receive says so
+            self.connection.send((call.function, call.arguments, call.count))
+
+    def end(self, patience: float) -> int:
+        """Its exit status, once it has ended by itself within `patience` seconds or been killed."""
+        try:
+            return self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            return self._process.wait()
+
+
+def _status(returncode: int) -> str:
+    if returncode < 0:
+        return f"signal {signal.Signals(-returncode).name}"
+    return f"exit status {returncode}"
