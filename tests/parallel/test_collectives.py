@@ -3,7 +3,6 @@ from __future__ import annotations
 import time
 
 import pytest
-import torch
 from distributed import RankFailed, run_ranks
 
 from burnish.parallel.collectives import any_rank, gather_objects

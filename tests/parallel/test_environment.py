@@ -86,7 +86,9 @@ def test_a_batch_script_without_srun_is_one_process():
     assert place_of(batch) == Place(Layout())
 
 
-@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.parametrize(
+    "missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+)
 def test_half_set_torchrun(missing):
     environ = {name: value for name, value in TORCHRUN.items() if name != missing}
     with pytest.raises(UsageError, match=f"half set: {missing} is missing"):

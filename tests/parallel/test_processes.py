@@ -91,9 +91,11 @@ def test_slurm_tasks_meet():
 def test_a_rank_that_does_not_come_is_named():
     store = dist.TCPStore("127.0.0.1", 0, 3, True, timedelta(seconds=20), wait_for_workers=False)
     place = Place(Layout(1, 3, 1, 3), "127.0.0.1", store.port, agent_store=True)
-    with pytest.raises(BurnishError, match=r"did not meet all 3 ranks.*\n.*nothing from rank 0, 2"):
-        with process_group(CPU, 0.5, place):
-            pass
+    with (
+        pytest.raises(BurnishError, match=r"did not meet all 3 ranks.*\n.*nothing from rank 0, 2"),
+        process_group(CPU, 0.5, place),
+    ):
+        pass
     assert not dist.is_initialized()
 
 
@@ -101,18 +103,22 @@ def test_a_port_that_is_taken_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         place = Place(Layout(0, 2, 0, 2), "127.0.0.1", port)
-        with pytest.raises(BurnishError, match=rf"cannot open the meeting point 127.0.0.1:{port}"):
-            with process_group(CPU, 2, place):
-                pass
+        with (
+            pytest.raises(BurnishError, match=rf"cannot open the meeting point 127.0.0.1:{port}"),
+            process_group(CPU, 2, place),
+        ):
+            pass
 
 
 def test_a_meeting_point_that_is_not_there_is_named():
     with reserve_port("127.0.0.1") as reserved:
         port = reserved.port
     place = Place(Layout(1, 2, 1, 2), "127.0.0.1", port)
-    with pytest.raises(BurnishError, match=rf"cannot reach the meeting point 127.0.0.1:{port}"):
-        with process_group(CPU, 1, place):
-            pass
+    with (
+        pytest.raises(BurnishError, match=rf"cannot reach the meeting point 127.0.0.1:{port}"),
+        process_group(CPU, 1, place),
+    ):
+        pass
 
 
 def _skip_a_collective(seconds):
