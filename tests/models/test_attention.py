@@ -1,0 +1,70 @@
+import pytest
+import torch
+from tiny import VOCAB, tiny_config, tiny_model
+from torch import nn
+
+from burnish.errors import IncompatibleError
+from burnish.models.attention import IMPLEMENTATION, PackedLayout, attention_forward
+from burnish.models.building import build_on_meta
+
+CPU = torch.device("cpu")
+
+
+class Layer(nn.Module):
+    is_causal = True
+    layer_idx = 0
+
+
+def test_layout_from_cumulative_lengths():
+    layout = PackedLayout.from_cu_seqlens(torch.tensor([0, 3, 10], dtype=torch.int32))
+    assert layout.lengths == (3, 7)
+    assert layout.max_seqlen == 7
+    assert layout.cu_seqlens.tolist() == [0, 3, 10]
+    assert layout.cu_seqlens.dtype == torch.int32
+    assert layout.blocks is layout.blocks
+
+
+def test_another_object_may_answer():
+    """The generator's cache takes the place of the layout."""
+    calls = []
+
+    class Cache:
+        def attend(self, module, query, key, value, scaling, sliding_window):
+            calls.append((module.layer_idx, tuple(query.shape), tuple(key.shape), sliding_window))
+            return torch.zeros_like(query.transpose(1, 2))
+
+    model = tiny_model("mistral", attention=IMPLEMENTATION)
+    model.base_model(torch.arange(6)[None] % VOCAB, packing=Cache(), use_cache=False)
+    assert calls == [(i, (1, 4, 6, 8), (1, 2, 6, 8), 7) for i in (0, 1)]
+
+
+def test_scaling_defaults_to_the_width():
+    query = torch.randn(1, 2, 5, 16)
+    layout = PackedLayout.of([5], CPU)
+    given = attention_forward(Layer(), query, query, query, None, packing=layout, scaling=0.25)
+    default = attention_forward(Layer(), query, query, query, None, packing=layout)
+    assert torch.equal(given[0], default[0])
+
+
+@pytest.mark.parametrize("option", ["softcap", "s_aux", "position_bias"])
+def test_other_kinds_of_attention_are_refused(option):
+    query = torch.randn(1, 2, 5, 16)
+    options = {"packing": PackedLayout.of([5], CPU), option: 1.0}
+    with pytest.raises(IncompatibleError, match=option):
+        attention_forward(Layer(), query, query, query, None, **options)
+
+
+def test_masks_and_bidirectional_layers_are_refused():
+    query = torch.randn(1, 2, 5, 16)
+    packing = PackedLayout.of([5], CPU)
+    with pytest.raises(IncompatibleError, match="mask"):
+        attention_forward(Layer(), query, query, query, torch.ones(1), packing=packing)
+    layer = Layer()
+    layer.is_causal = False
+    with pytest.raises(IncompatibleError, match="bidirectional"):
+        attention_forward(layer, query, query, query, None, packing=packing)
+
+
+def test_softcapping_is_refused_before_building():
+    with pytest.raises(IncompatibleError, match=r"gemma3_text.*softcapping"):
+        build_on_meta(tiny_config("gemma3_text", attn_logit_softcapping=50.0))

@@ -1,0 +1,103 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from burnish.models.blocks import plan_blocks
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, WIDTH = 4, 2, 8
+
+
+def one_by_one(query, key, value, lengths, scaling, window):
+    """Each sequence alone, with a mask that is written out."""
+    outputs = []
+    for q, k, v in zip(*(rows.split(lengths) for rows in (query, key, value)), strict=True):
+        steps = torch.arange(len(q))
+        distance = steps[:, None] - steps[None, :]
+        mask = (distance >= 0) & (distance < (window or len(q)))
+        q, k, v = (part.transpose(0, 1) for part in (q, k, v))
+        k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=0) for part in (k, v))
+        scores = (q @ k.transpose(1, 2) * scaling).masked_fill(~mask, -torch.inf)
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def draw(total, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(total, heads, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=9),
+    window=st.none() | st.integers(1, 80),
+)
+def test_equals_each_sequence_alone(lengths, window):
+    results = []
+    for blocks in (True, False):
+        rows = draw(sum(lengths))
+        if blocks:
+            output = plan_blocks(lengths, CPU).attend(rows, 0.4, window)
+        else:
+            output = one_by_one(*rows, lengths, 0.4, window)
+        upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+        (output * upstream).sum().backward()
+        results.append((output, *(part.grad for part in rows)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=200))
+def test_padding_is_bounded_and_every_row_is_covered(lengths):
+    plan = plan_blocks(lengths, CPU)
+    rows = sum(block.count * block.length for block in plan.blocks)
+    for block in plan.blocks:
+        assert block.length <= max(lengths)
+    longest = [block.length for block in plan.blocks]
+    assert rows <= sum(max(length * 8 / 7 + 1, length + 8) for length in lengths)
+    assert len(set(longest)) == len(longest)
+    if plan.gather is None:
+        assert rows == sum(lengths)
+        return
+    assert torch.equal(plan.gather[plan.scatter], torch.arange(sum(lengths)))
+    assert len(plan.padding) == rows - sum(lengths)
+    assert torch.equal(torch.cat([plan.scatter, plan.padding]).sort().values, torch.arange(rows))
+
+
+@pytest.mark.parametrize("lengths", [[50], [9, 9, 9, 9], [1]])
+def test_one_length_copies_nothing(lengths, monkeypatch):
+    plan = plan_blocks(lengths, CPU)
+    assert plan.gather is plan.scatter is plan.padding is None
+    rows = draw(sum(lengths))
+    seen = []
+
+    def watched(query, key, value, **options):
+        seen.extend([query, key, value])
+        return scaled_dot_product_attention(query, key, value, **options)
+
+    monkeypatch.setattr("burnish.models.blocks.scaled_dot_product_attention", watched)
+    plan.attend(rows, 1.0, None)
+    assert [part.data_ptr() for part in seen] == [part.data_ptr() for part in rows]
+
+
+def test_sequences_never_see_each_other():
+    lengths = [7, 12, 3]
+    rows = draw(22)
+    changed = [part.detach().clone() for part in rows]
+    for part in changed:
+        part[7:19] = 100.0
+    plan = plan_blocks(lengths, CPU)
+    before, after = plan.attend(rows, 1.0, None), plan.attend(changed, 1.0, None)
+    assert torch.equal(before[:7], after[:7])
+    assert torch.equal(before[19:], after[19:])
+
+
+def test_no_sequences():
+    assert plan_blocks([], CPU).blocks == ()
+    plan = plan_blocks([3, 0, 5], CPU)
+    assert sum(block.count for block in plan.blocks) == 2
