@@ -1,0 +1,194 @@
+"""The PyTorch engine: FSDP2 on any number of processes, one included.
+
+Main weights and optimizer slots are fp32; compute is bf16 or fp32. One process runs the very same
+code over a mesh of one. Left out so far: tensor, sequence and context parallelism, offload,
+activation checkpointing and compilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PretrainedConfig
+
+from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.engines.base import LossFn, Part
+from burnish.engines.optimizer import SLOTS, ShardedAdamW
+from burnish.engines.parallelize import parallelize
+from burnish.errors import BurnishError
+from burnish.models.attention import PackedLayout
+from burnish.models.building import build_on_meta, fill_buffers, materialize
+from burnish.models.names import model_shards, regions
+from burnish.models.scorer import Scorer, scored_tokens
+from burnish.parallel.collectives import reduce_stats
+from burnish.parallel.layout import Layout
+from burnish.parallel.shards import Shard, ShardSource
+from burnish.records import Batch, MicroBatch, TokenOutputs
+from burnish.tracking.metrics import Mean, Stats, Sum
+
+
+class TorchEngine:
+    """A causal language model trained with FSDP2; implements `burnish.engines.base.Engine`.
+
+    Without `optim` the engine is a frozen model: `forward` and `shards(WEIGHTS)` only. The weights
+    are undefined until `load(source, Part.WEIGHTS)`.
+    """
+
+    def __init__(
+        self,
+        hf_config: PretrainedConfig,
+        config: EngineConfig,
+        optim: OptimConfig | None,
+        *,
+        layout: Layout,
+        device: torch.device,
+    ) -> None:
+        self.layout = layout
+        self._config = config
+        self._device = device
+        self._skipped_in_a_row = 0
+        self._scorer = Scorer(build_on_meta(hf_config), config.logprob_chunk)
+        self._scorer.requires_grad_(optim is not None)
+        parallelize(self._scorer, config, layout, device)
+        materialize(self._scorer, device)
+        fill_buffers(self._scorer.model, device)
+        self._regions = regions(self._scorer.model)
+        self._parameters = dict(self._scorer.model.named_parameters())
+        self._optimizer = None if optim is None else ShardedAdamW(self._parameters, optim)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken."""
+        return self._trained().steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._trained().steps = value
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
+        """Run every micro-batch and add up gradients; see `Engine.forward_backward`."""
+        self._trained()
+        self._scorer.train()
+        root = cast(FSDPModule, self._scorer)
+        stats, total = Stats(), torch.zeros((), dtype=torch.float32, device=self._device)
+        for index, micro in enumerate(batch.microbatches):
+            last = index == len(batch.microbatches) - 1
+            root.set_requires_gradient_sync(last)
+            root.set_is_last_backward(last)
+            value, of_micro = loss(self._score(micro), micro.to(self._device))
+            value.backward()  # type: ignore[no-untyped-call]
+            total += value.detach()
+            stats = stats.merge(of_micro)
+        reduced = reduce_stats(Stats(stats | {"loss": Sum(total)}), self.layout, self._device)
+        return Stats(reduced | {"loss": Mean(reduced["loss"].value(), 1.0)})
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> list[TokenOutputs]:
+        """Log-probs and entropies of this rank's micro-batches, without gradients."""
+        self._scorer.eval()
+        return [self._score(micro) for micro in batch.microbatches]
+
+    @torch.no_grad()
+    def optim_step(self, lr: float) -> Stats:
+        """Clip, step, zero the gradients; see `Engine.optim_step`."""
+        optimizer = self._trained()
+        norm = self._gradient_norm(optimizer.gradients())
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            scale = min(1.0, self._config.max_grad_norm / (float(norm) + 1e-6))
+            if scale < 1.0:
+                torch._foreach_mul_(optimizer.gradients(), scale)
+            optimizer.step(lr)
+        optimizer.zero_grad()
+        self._count_skips(finite, float(norm))
+        return Stats(
+            grad_norm=Mean(float(norm), 1.0),
+            lr=Mean(lr, 1.0),
+            skipped=Sum(0.0 if finite else 1.0),
+        )
+
+    def shards(self, what: Part) -> Iterator[Shard]:
+        """This rank's pieces of the weights, or of the optimizer's slots."""
+        if what is Part.WEIGHTS:
+            yield from model_shards(self._scorer.model, parts=self._regions)
+            return
+        for slot in SLOTS:
+            held = self._trained().slot(slot)
+            yield from model_shards(self._scorer.model, held, f"{slot}/", self._regions)
+
+    def load(self, source: ShardSource, what: Part) -> None:
+        """Fill this rank's pieces from `source`."""
+        source.fill(self.shards(what))
+
+    @contextmanager
+    def parked(self, what: Part) -> Iterator[None]:
+        """Weights or slots stay off the device inside the block; nothing moves on a CPU."""
+        if self._device.type == "cpu":
+            yield
+            return
+        tensors = [shard.tensor for shard in self.shards(what)]
+        kept = [tensor.to("cpu", copy=True) for tensor in tensors]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+        sizes = {key: storage.nbytes() for key, storage in storages.items()}
+        for storage in storages.values():
+            storage.resize_(0)
+        try:
+            yield
+        finally:
+            for key, storage in storages.items():
+                storage.resize_(sizes[key])
+            for tensor, copy in zip(tensors, kept, strict=True):
+                tensor.copy_(copy)
+
+    def close(self) -> None:
+        """Free the model and the optimizer."""
+        del self._scorer, self._optimizer, self._parameters
+
+    def _score(self, micro: MicroBatch) -> TokenOutputs:
+        """Log-probs of a micro-batch that lies on the host, where its plan is made without a wait."""
+        rows = scored_tokens(micro.cu_seqlens, micro.loss_mask)
+        packing = PackedLayout.from_cu_seqlens(micro.cu_seqlens, self._device)
+        output: TokenOutputs = self._scorer(
+            micro.input_ids.to(self._device, non_blocking=True),
+            micro.positions.to(self._device, non_blocking=True),
+            packing,
+            micro.temperature,
+            rows.to(self._device, non_blocking=True),
+        )
+        return output
+
+    def _trained(self) -> ShardedAdamW:
+        if self._optimizer is None:
+            raise BurnishError(
+                "a frozen engine was asked to train",
+                have="an engine made without an optimizer",
+                want="an engine made with one",
+                do="pass `optim` when making the engine",
+            )
+        return self._optimizer
+
+    def _gradient_norm(self, gradients: list[Tensor]) -> Tensor:
+        """Global 2-norm over all ranks, fp32 scalar."""
+        squares = [g.float().square().sum() for g in gradients]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), device=self._device)
+        if self.layout.world > 1:
+            dist.all_reduce(total)
+        return total.sqrt()
+
+    def _count_skips(self, finite: bool, norm: float) -> None:
+        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row >= self._config.max_skipped_steps:
+            raise BurnishError(
+                "training diverged: the gradient norm was not finite in "
+                f"{self._skipped_in_a_row} steps in a row",
+                have=f"gradient norm {norm}",
+                want="a finite norm",
+                do="lower optim.lr, or start from an earlier checkpoint; "
+                "engine.max_skipped_steps sets how many are borne",
+            )

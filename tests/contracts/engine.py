@@ -1,0 +1,171 @@
+"""What every engine owes: the numbers of one plain transformers model in one process.
+
+An implementation's tests call `train_by_hand` for the oracle and `train` for the engine, and compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from burnish.engines.base import Engine, Part
+from burnish.parallel.layout import Layout
+from burnish.records import Batch, Example, MicroBatch, TokenOutputs
+from burnish.tracking.metrics import Mean, Stats
+
+LR = 1e-3
+STEPS = 5
+BETAS = (0.9, 0.95)
+CLIP = 0.5
+
+
+def make_examples(
+    vocab: int, lengths: Sequence[int] = (9, 4, 12, 2, 7, 5), seed: int = 0
+) -> list[Example]:
+    """Sequences of random tokens, about two thirds of them trained on."""
+    rng = np.random.default_rng(seed)
+    examples = []
+    for length in lengths:
+        mask = rng.random(length) < 0.67
+        mask[0], mask[-1] = False, True
+        examples.append(Example(rng.integers(3, vocab, length), mask))
+    return examples
+
+
+def cut(examples: Sequence[Example], layout: Layout, per_micro: int) -> Batch:
+    """A batch in micro-batches of at most `per_micro` sequences; ranks with nothing left run filler."""
+    shares = [range(rank, len(examples), layout.data_size) for rank in range(layout.data_size)]
+    rounds = max(-(-len(share) // per_micro) for share in shares)
+    mine = list(shares[layout.data_rank])
+    chunks = [mine[i * per_micro : (i + 1) * per_micro] for i in range(rounds)]
+    tokens = sum(int(example.loss_mask.sum()) for example in examples)
+    filler = Example(np.array([3, 4]), np.array([False, False]))
+    micros = [
+        _pack([examples[i] for i in chunk] or [filler], tokens, len(examples)) for chunk in chunks
+    ]
+    total = sum(len(example.token_ids) for example in examples)
+    numbers = tuple(tuple(chunk) or (-1,) for chunk in chunks)
+    return Batch(tuple(micros), numbers, tokens, len(examples), total)
+
+
+def _pack(examples: Sequence[Example], tokens: int, sequences: int) -> MicroBatch:
+    lengths = [len(example.token_ids) for example in examples]
+    return MicroBatch(
+        input_ids=torch.from_numpy(np.concatenate([e.token_ids for e in examples])),
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        max_seqlen=max(lengths),
+        loss_mask=torch.from_numpy(np.concatenate([e.loss_mask for e in examples])),
+        weights=torch.ones(len(examples)),
+        num_tokens=tokens,
+        num_sequences=sequences,
+    )
+
+
+def loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
+    """Token mean of the negative log-prob minus a little of the entropy, so both have a gradient."""
+    terms = torch.where(micro.loss_mask, -outputs.logprobs - 0.01 * outputs.entropy, 0.0)
+    total = terms.sum() / micro.num_tokens
+    return total, Stats(nll=Mean(-outputs.logprobs.detach().sum(), micro.loss_mask.sum()))
+
+
+def train(engine: Engine, examples: Sequence[Example], per_micro: int) -> dict[str, Any]:
+    """Five steps; what came of them, whole on every rank."""
+    batch = cut(examples, engine.layout, per_micro)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        losses.append(engine.forward_backward(batch, loss).values_by_name()["loss"])
+        norms.append(engine.optim_step(LR).values_by_name()["grad_norm"])
+    return {
+        "losses": losses,
+        "norms": norms,
+        "shapes": {s.spec.name: s.spec.shape for part in Part for s in engine.shards(part)},
+        "weights": [(s.spec.name, s.box, s.tensor.clone()) for s in engine.shards(Part.WEIGHTS)],
+        "slots": [(s.spec.name, s.box, s.tensor.clone()) for s in engine.shards(Part.TRAINING)],
+        "logprobs": _by_example(batch, engine.forward(batch)),
+    }
+
+
+def _by_example(batch: Batch, outputs: Sequence[TokenOutputs]) -> dict[int, tuple[Tensor, Tensor]]:
+    found = {}
+    for micro, numbers, out in zip(batch.microbatches, batch.examples, outputs, strict=True):
+        ends = micro.cu_seqlens.tolist()
+        for number, start, end in zip(numbers, ends[:-1], ends[1:], strict=True):
+            if number >= 0:
+                found[number] = (out.logprobs[start:end].cpu(), out.entropy[start:end].cpu())
+    return found
+
+
+def train_by_hand(model: PreTrainedModel, examples: Sequence[Example]) -> dict[str, Any]:
+    """The oracle: a plain model, one sequence at a time, torch's AdamW and clipping."""
+    model = model.float()
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    plain = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=1e-8)
+    tokens = sum(int(example.loss_mask.sum()) for example in examples)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        total = torch.zeros(())
+        for example in examples:
+            logprobs, entropy = score_by_hand(model, example)
+            mask = torch.from_numpy(example.loss_mask)
+            total = total + torch.where(mask, -logprobs - 0.01 * entropy, 0.0).sum() / tokens
+        total.backward()
+        losses.append(total.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        adamw.step()
+        adamw.zero_grad()
+    names = {id(p): name for name, p in model.named_parameters()}
+    slots = {
+        f"{slot}/{names[id(p)]}": adamw.state[p][slot]
+        for slot in ("exp_avg", "exp_avg_sq")
+        for p in model.parameters()
+    }
+    with torch.no_grad():
+        logprobs = {i: score_by_hand(model, example) for i, example in enumerate(examples)}
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": weights,
+        "slots": slots,
+        "logprobs": logprobs,
+    }
+
+
+def score_by_hand(model: PreTrainedModel, example: Example) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy of an example's tokens, where the mask is set, from plain logits."""
+    ids = torch.from_numpy(example.token_ids)[None]
+    log_p = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    chosen = log_p.gather(1, ids[0, 1:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    mask = torch.from_numpy(example.loss_mask)[1:]
+    zero = torch.zeros(1)
+    return (
+        torch.cat([zero, torch.where(mask, chosen, 0.0)]),
+        torch.cat([zero, torch.where(mask, entropy, 0.0)]),
+    )
+
+
+def whole(
+    pieces: Sequence[Sequence[tuple[str, Any, Tensor]]], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Put every rank's (name, box, tensor) together; NaN stays where nobody held anything."""
+    built: dict[str, Tensor] = {}
+    for held in pieces:
+        for name, box, tensor in held:
+            whole_tensor = built.setdefault(name, torch.full(shapes[name], torch.nan))
+            whole_tensor[box.slices] = tensor.float().cpu()
+    return built
+
+
+def assert_relative(found: Tensor, wanted: Tensor, tolerance: float, what: str) -> None:
+    """2-norm of the difference over the 2-norm of what was wanted."""
+    error = (found - wanted).norm() / wanted.norm().clamp_min(1e-30)
+    assert error <= tolerance, f"{what}: relative error {float(error):.2e} > {tolerance:.0e}"
