@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside their place, then renamed into it.
+"""Files of a run directory that are whole or not there.
 
 A reader (a person, a plot, a run that resumes) never meets half a file, whenever the writer is
 killed. Left out: checkpoints, which have a commit protocol of their own (`burnish.checkpoint`).
@@ -6,8 +6,10 @@ killed. Left out: checkpoints, which have a commit protocol of their own (`burni
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from burnish.files.durable import write_durably
+from burnish.files.storage import LocalStorage
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -18,13 +20,4 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_durably(LocalStorage(), path, data)

@@ -191,9 +191,13 @@ def _drawn(series: Series, specs: Iterable[tuple[str, tuple[str, ...]]]) -> list
 
 
 def _validation_groups(series: Series) -> list[tuple[str, tuple[str, ...]]]:
-    """Validation metrics that share a plot: those between 0 and 1 together, any other alone."""
+    """Validation metrics that share a plot: those between 0 and 1 together, a loss or any other alone."""
     names = sorted((name for name in series if name.startswith("val/")), key=_validation_rank)
-    fractions = [name for name in names if all(0 <= value <= 1 for _, value in series[name])]
+    fractions = [
+        name
+        for name in names
+        if "loss" not in name and all(0 <= value <= 1 for _, value in series[name])
+    ]
     groups = [
         ("Validation", tuple(fractions[first : first + _LINES_PER_CHART]))
         for first in range(0, len(fractions), _LINES_PER_CHART)

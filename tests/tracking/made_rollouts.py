@@ -1,0 +1,31 @@
+"""Rollouts for the tests of what is written and shown of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from burnish.records import Completion, Prompt, Rollout, StopReason
+
+
+def made_rollout(
+    index: int = 0,
+    sample: int = 0,
+    *,
+    text: str = "4",
+    reward: float = 1.0,
+    prompt: str = "2+2=",
+    error: str | None = None,
+    stop: StopReason = "stop",
+) -> Rollout:
+    """A rollout of three tokens."""
+    tokens = np.arange(3)
+    floats = np.zeros(3, dtype=np.float32)
+    return Rollout(
+        prompt=Prompt(index, tokens, prompt, None, 4, "sums", {}),
+        sample=sample,
+        completion=Completion(tokens, floats, floats, stop, weights_version=7),
+        text=text,
+        reward=reward,
+        reward_parts={"exact": reward},
+        reward_error=error,
+    )

@@ -1,0 +1,96 @@
+import io
+import math
+from pathlib import Path
+
+import pytest
+from contracts.tracker import TrackerContract
+
+from burnish.tracking.console import ConsoleTracker, duration
+
+RL = {
+    "reward/mean": 0.8123,
+    "actor/pg_loss": -0.00123,
+    "actor/ppo_kl": 1.2e-5,
+    "actor/entropy": 0.41,
+    "actor/grad_norm": 0.83,
+    "actor/lr": 1e-6,
+    "response_length/mean": 132.3,
+    "perf/tokens_per_s": 12345.0,
+    "timing_s/step": 3.42,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def lines(steps: dict[int, dict[str, float]], **options: object) -> list[str]:
+    stream = io.StringIO()
+    tracker = ConsoleTracker(stream=stream, **options)  # type: ignore[arg-type]
+    for step, values in steps.items():
+        tracker.log(step, values)
+    tracker.close()
+    return stream.getvalue().splitlines()
+
+
+class TestConsoleTracker(TrackerContract):
+    def open(self, directory: Path, resume_step: int | None = None) -> ConsoleTracker:
+        return ConsoleTracker(stream=io.StringIO())
+
+
+def test_a_step_of_reinforcement_learning() -> None:
+    (line,) = lines({12: RL}, total_steps=500)
+    assert line == (
+        "step  12/500  reward  0.812  loss -1.2e-03  grad 0.830  lr 1.0e-06  len  132"
+        "  tok/s 12.3k   3.42s  eta 27m49s"
+    )
+
+
+def test_a_step_shows_what_it_has() -> None:
+    assert lines({3: {"actor/loss": 2.5, "other/thing": 1.0}}) == ["step 3  loss  2.500"]
+    assert lines({0: {"val/mean@1": 0.25}}) == ["step 0  val/mean@1 0.250"]
+    assert lines({0: {}}) == ["step 0"]
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 120])
+def test_a_line_is_never_longer_than_its_width(width: int) -> None:
+    values = RL | {f"val/{name}@4": 0.5 for name in ("mean", "pass", "maj")}
+    (line,) = lines({123456: values}, total_steps=1_000_000, width=width)
+    assert len(line) <= width
+    assert line.startswith("step  123456/1000000")
+
+
+def test_the_time_left_is_that_of_recent_steps() -> None:
+    steps = {step: {"timing_s/step": 100.0 if step == 1 else 2.0} for step in range(1, 31)}
+    shown = lines(steps, total_steps=40)
+    assert shown[0].endswith("eta 1h05m")  # 39 steps of 100 s
+    assert shown[-1].endswith("eta 20s")  # 10 steps of 2 s
+
+
+def test_nothing_is_left_after_the_last_step() -> None:
+    (line,) = lines({40: RL}, total_steps=40)
+    assert "eta" not in line
+
+
+def test_numbers_that_are_not_finite_are_shown() -> None:
+    (line,) = lines({1: {"actor/loss": math.nan, "actor/grad_norm": math.inf}})
+    assert line == "step 1  loss    nan  grad   inf"
+
+
+def test_only_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        ConsoleTracker(stream=stream).log(1, RL)
+    assert "\x1b[" in terminal.getvalue()
+    assert "\x1b" not in file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0s"), (59.6, "1m00s"), (200, "3m20s"), (7500, "2h05m"), (371000, "4d07h")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

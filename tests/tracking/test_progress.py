@@ -1,0 +1,89 @@
+import io
+import time
+
+import pytest
+
+from burnish.tracking.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    return Terminal()
+
+
+def test_disabled_shows_nothing_anywhere(terminal: Terminal) -> None:
+    with Progress(False, stream=terminal).phase("rollout", 4) as bar:
+        bar.advance(4)
+    assert terminal.getvalue() == ""
+
+
+def test_a_terminal_shows_a_bar_and_removes_it(terminal: Terminal) -> None:
+    progress = Progress(True, stream=terminal)
+    for name in ("rollout", "update"):
+        with progress.phase(name, 64) as bar:
+            bar.advance(16)
+    shown = terminal.getvalue()
+    assert "rollout" in shown
+    assert "update" in shown
+    assert "0/64" in shown
+    after_the_last_bar = shown.rpartition("0:00:00")[2]
+    assert "\x1b[2K" in after_the_last_bar  # line erased
+    assert "\x1b[?25h" in after_the_last_bar  # cursor shown again
+    assert "\n" not in after_the_last_bar
+
+
+def test_a_bar_moves(terminal: Terminal) -> None:
+    with Progress(True, stream=terminal).phase("rollout", 64) as bar:
+        time.sleep(0.11)
+        bar.advance(16)
+    assert "16/64" in terminal.getvalue()
+
+
+def test_phases_nest_and_end_with_an_error(terminal: Terminal) -> None:
+    progress = Progress(True, stream=terminal)
+
+    def fail() -> None:
+        with progress.phase("setup", None), progress.phase("weights", 3) as bar:
+            bar.advance()
+            raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        fail()
+    with progress.phase("rollout", 2):
+        pass
+    assert "weights" in terminal.getvalue()
+    assert "rollout" in terminal.getvalue()
+
+
+def test_elsewhere_only_long_phases_say_a_plain_line() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(True, stream=stream, clock=clock)
+    with progress.phase("rollout", 64) as bar:
+        for _ in range(64):
+            clock.now += 1.0
+            bar.advance()
+    with progress.phase("update", 4) as bar:
+        bar.advance(4)
+    assert stream.getvalue() == "rollout 30/64 after 30s\nrollout 60/64 after 60s\n"
+
+
+def test_a_line_without_a_total() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with Progress(True, stream=stream, clock=clock).phase("[read]") as bar:
+        clock.now = 31.0
+        bar.advance(5)
+    assert stream.getvalue() == "[read] 5 after 31s\n"

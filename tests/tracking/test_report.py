@@ -1,0 +1,247 @@
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from tracking.made_rollouts import made_rollout
+
+from burnish.errors import CorruptError
+from burnish.tracking.jsonl import JsonlTracker
+from burnish.tracking.report import short, write_report
+from burnish.tracking.rollouts import write_rollouts
+from burnish.tracking.rundir import RunDirectory, environment
+
+VOID = {"meta", "link", "img", "br", "hr", "input", "base", "source"}
+
+
+class Page(HTMLParser):
+    """The page as a browser would see it: balanced tags, attributes, text, data of the plots."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.plots: list[dict[str, object]] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["script"]:
+            if self.tags[-1][1].get("type") == "application/json":
+                self.plots.append(json.loads(data))
+        elif self.open[-1:] != ["style"]:
+            self.text += data
+
+    def points(self, label: str) -> list[list[float]]:
+        """What the plot with a line of this label shows."""
+        lines = [line for plot in self.plots for line in plot["lines"]]  # type: ignore[attr-defined]
+        (found,) = [line["points"] for line in lines if line["label"] == label]
+        return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "demo")
+
+
+def log(run: RunDirectory, steps: dict[int, dict[str, float]]) -> None:
+    tracker = JsonlTracker(run.metrics)
+    for step, values in steps.items():
+        tracker.log(step, values)
+    tracker.close()
+
+
+def report(run: RunDirectory, **options: object) -> Page:
+    path = write_report(run.root, **options)  # type: ignore[arg-type]
+    assert path == run.report
+    return Page(path.read_text("utf-8"))
+
+
+def reinforcement_learning(run: RunDirectory) -> None:
+    log(
+        run,
+        {
+            0: {"val/mean@1": 0.12, "val/pass@4": 0.3},
+            1: {
+                "reward/mean": 0.25,
+                "actor/skipped": 0.0,
+                "timing_s/rollout": 1.0,
+                "timing_s/step": 3.0,
+            },
+            2: {
+                "reward/mean": math.nan,
+                "actor/skipped": 1.0,
+                "timing_s/rollout": 2.0,
+                "timing_s/step": 3.0,
+            },
+            3: {"reward/mean": 0.75, "val/mean@1": 0.96, "val/pass@4": 1.0, "custom/thing": 7.0},
+        },
+    )
+    run.write_config("name: sums <b>\nsteps: 3\nmodel:\n  path: a/model\n")
+    run.write_environment(environment("cpu", 2))
+    for step, text in ((1, "I do not know"), (3, "4")):
+        rollouts = [
+            made_rollout(
+                text=text, reward=float(step == 3), error="ValueError: <i>" if step == 1 else None
+            )
+        ]
+        write_rollouts(run.rollouts, step, rollouts, [0.5])
+
+
+def test_the_page_of_a_whole_run(run: RunDirectory) -> None:
+    reinforcement_learning(run)
+    page = report(run, state="finished")
+    assert "sums <b>" in page.text
+    assert "finished" in page.text
+    assert "a/model" in page.text
+    assert "2 × cpu" in page.text
+    assert "1 optimizer step was skipped" in page.text
+    assert page.points("mean") == [[1, 0.25], [2, None], [3, 0.75]]
+    assert page.points("mean@1") == [[0, 0.12], [3, 0.96]]
+    assert page.points("thing") == [[3, 7.0]]
+    assert page.points("rollout") == [[1, 1.0], [2, 2.0]]
+    assert page.points("other") == [[1, 2.0], [2, 1.0]]
+    for shown in (
+        "0.12",
+        "0.96",
+        "+0.84",
+        "I do not know",
+        "ValueError: <i>",
+        "Changed most",
+        "steps: 3",
+    ):
+        assert shown in page.text, shown
+
+
+def test_nothing_is_fetched_from_anywhere(run: RunDirectory) -> None:
+    reinforcement_learning(run)
+    page = report(run)
+    for tag, attributes in page.tags:
+        assert not {"src", "href", "srcset", "action", "data", "poster"} & attributes.keys(), tag
+        assert tag not in {"link", "img", "iframe", "object", "embed", "base"}
+    html = run.report.read_text("utf-8")
+    assert "://" not in html
+    assert "@import" not in html
+    assert "url(" not in html
+
+
+def test_what_a_model_says_stays_text(run: RunDirectory) -> None:
+    attack = '</div></script><script>alert(1)</script><img src=x onerror="alert(2)">\'"&amp;'
+    log(run, {1: {f"val/{attack}": 1.0, f"custom/{attack}": 2.0, "actor/loss": 1.0}})
+    rollout = made_rollout(text=attack, prompt=attack, error=attack)
+    write_rollouts(run.rollouts, 1, [rollout], [0.0])
+    write_rollouts(run.rollouts, 2, [made_rollout(text=attack, prompt=attack, reward=0.0)], [0.0])
+    run.write_config(f"name: '{attack.replace(chr(39), '')}'\n# {attack}\n")
+    run.write_environment({"host": attack, "command": [attack]})
+    page = report(run)
+    plots = len(page.plots)
+    assert [tag for tag, _ in page.tags].count("script") == plots + 1  # those of the page itself
+    assert not [tag for tag, attributes in page.tags if tag == "img" or "onerror" in attributes]
+    assert page.text.count(attack) >= 8
+
+
+def test_supervised_fine_tuning_has_no_rollouts(run: RunDirectory) -> None:
+    log(
+        run,
+        {step: {"actor/loss": 0.3 / step, "val/loss": round(0.2 / step, 3)} for step in (1, 2, 3)},
+    )
+    page = report(run)
+    assert "Rollouts" not in page.text
+    assert "Changed most" not in page.text
+    shown = [line["points"] for plot in page.plots for line in plot["lines"]]  # type: ignore[attr-defined]
+    assert shown == [[[1, 0.2], [2, 0.1], [3, 0.067]], [[1, 0.3], [2, 0.15], [3, 0.1]]]
+    assert "Validation: loss" in page.text
+    assert "demo" in page.text  # the directory's name, where no configuration has one
+
+
+def test_one_step(run: RunDirectory) -> None:
+    log(run, {1: {"actor/loss": 3.0, "timing_s/step": 1.0}})
+    write_rollouts(run.rollouts, 1, [made_rollout()], [0.0])
+    page = report(run, state="running")
+    assert page.points("loss") == [[1, 3.0]]
+    assert "Best, step 1" in page.text
+    assert "Changed most" not in page.text
+
+
+def test_an_empty_directory(run: RunDirectory) -> None:
+    run.create()
+    page = report(run)
+    assert "No metrics have been written yet." in page.text
+    assert page.plots == []
+
+
+def test_values_that_are_never_finite(run: RunDirectory) -> None:
+    log(run, {1: {"actor/loss": math.nan, "val/loss": math.inf, "perf/tokens_per_s": math.nan}})
+    page = report(run)
+    assert "nan" in page.text
+    assert page.plots == []
+
+
+def test_a_repeated_step_counts_as_it_was_last(run: RunDirectory) -> None:
+    log(run, {1: {"actor/loss": 3.0}})
+    with run.metrics.open("a") as file:
+        file.write('{"step": 1, "actor/loss": 2.0}\n')
+    assert report(run).points("loss") == [[1, 2.0]]
+
+
+def test_a_configuration_that_is_not_yaml_is_shown_as_it_is(run: RunDirectory) -> None:
+    run.write_config("name: [half")
+    assert "name: [half" in report(run).text
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "environment.json", "rollouts/step-00000001.jsonl"]
+)
+def test_a_broken_file_is_named(run: RunDirectory, name: str) -> None:
+    reinforcement_learning(run)
+    (run.root / name).write_text("{half\n")
+    with pytest.raises(CorruptError, match=Path(name).name):
+        write_report(run.root)
+    assert not run.report.exists()
+
+
+def test_ten_thousand_steps_take_no_time(run: RunDirectory) -> None:
+    rng = random.Random(0)
+    names = [f"actor/metric_{index}" for index in range(30)]
+    run.create()
+    lines = [
+        json.dumps({"step": step, **{name: rng.random() for name in names}})
+        for step in range(10_000)
+    ]
+    run.metrics.write_text("\n".join(lines) + "\n")
+    start = time.process_time()
+    page = report(run)
+    assert time.process_time() - start < 10
+    assert len(page.plots) == 30
+    assert run.report.stat().st_size < 3_000_000
+
+
+def test_reports_need_no_torch() -> None:
+    script = "import sys, burnish.tracking.report; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.12345, "0.123"), (12345.6, "12,346"), (1e-6, "1e-06"), (math.nan, "nan"), (-1.0, "-1")],
+)
+def test_short_numbers(value: float, text: str) -> None:
+    assert short(value) == text

@@ -1,0 +1,91 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from burnish.errors import CorruptError
+from burnish.tracking.rundir import RunDirectory, environment
+
+
+def test_paths(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "runs" / "demo")
+    assert not run.root.exists()
+    run.create()
+    run.create()
+    names = ["config", "environment", "metrics", "tensorboard", "rollouts", "checkpoints", "report"]
+    assert [getattr(run, name).relative_to(run.root).as_posix() for name in names] == [
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "tensorboard",
+        "rollouts",
+        "checkpoints",
+        "report.html",
+    ]
+    assert list(run.root.iterdir()) == []
+
+
+def test_configuration_and_environment_are_read_back(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert run.read_config() is None
+    assert run.read_environment() == {}
+    run.write_config("name: démo\n")
+    run.write_environment({"torch": "2.13.0", "host": "ü"})
+    assert run.read_config() == "name: démo\n"
+    assert run.read_environment() == {"torch": "2.13.0", "host": "ü"}
+
+
+@pytest.mark.parametrize("content", ["{half", "[1, 2]", "\xff"])
+def test_an_environment_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+    run = RunDirectory(tmp_path)
+    run.environment.write_text(content, encoding="latin-1")
+    with pytest.raises(CorruptError, match=r"environment\.json"):
+        run.read_environment()
+
+
+def test_the_environment_says_what_ran_where() -> None:
+    found = environment("NVIDIA H100", world=8)
+    assert json.loads(json.dumps(found)) == found
+    assert found["device"] == "NVIDIA H100"
+    assert found["processes"] == 8
+    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert found["torch"].startswith("2.")
+    assert found["burnish"]
+    assert found["command"] == sys.orig_argv
+
+
+def test_the_commit_is_that_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
+    assert environment("cpu")["git_commit"] is None
+
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        done = subprocess.run(["git", *who, *words], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    git("init", "-q")
+    Path("file").write_text("1")
+    git("add", "file")
+    git("commit", "-q", "-m", "one")
+    commit = git("rev-parse", "HEAD")
+    assert environment("cpu")["git_commit"] == commit
+    Path("file").write_text("2")
+    assert environment("cpu")["git_commit"] == f"{commit}-dirty"
+
+
+def test_a_machine_without_git_has_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment("cpu")["git_commit"] is None
+
+
+def test_no_environment_variable_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_secret")
+    assert os.environ["HF_TOKEN"] not in json.dumps(environment("cpu"))
