@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from burnish.errors import MissingError
 
 DATA_SUFFIXES = frozenset({".jsonl", ".json", ".parquet"})
 """What a directory of data is searched for."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+"""One of these makes a directory a tokenizer's."""
 
 
 def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = None) -> None:
@@ -54,29 +56,29 @@ def committed_steps(directory: Path) -> list[Path]:
 def _model(config: RunConfig) -> Iterator[Problem]:
     model = config.model
     if model.path is not None:
-        yield from _directory(model.path, "model.path", "config.json")
+        yield from _directory(model.path, "model.path", ["config.json"])
     if model.tokenizer is not None:
-        yield from _directory(model.tokenizer, "model.tokenizer", "tokenizer_config.json")
+        yield from _directory(model.tokenizer, "model.tokenizer", TOKENIZER_FILES)
     if isinstance(model.fresh, str):
         yield from _file(model.fresh, "model.fresh")
     if model.chat_template is not None:
         yield from _file(model.chat_template, "model.chat_template")
 
 
-def _directory(path: str, setting: str, member: str) -> Iterator[Problem]:
-    folder = Path(path).expanduser()
+def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[Problem]:
+    folder, wanted = Path(path).expanduser(), " or ".join(members)
     if not folder.is_dir():
         yield Problem(
             f"{setting}: there is no directory {path}",
             have=_neighbours(folder),
-            want=f"a directory on this machine that holds {member}",
+            want=f"a directory on this machine that holds {wanted}",
             do=f"correct {setting}; a model on a hub has to be downloaded first",
         )
-    elif not (folder / member).is_file():
+    elif not any((folder / each).is_file() for each in members):
         yield Problem(
-            f"{setting}: {path} holds no {member}",
+            f"{setting}: {path} holds no {wanted}",
             have=", ".join(sorted(each.name for each in folder.iterdir())[:8]) or "nothing",
-            want=f"a Hugging Face directory with {member}",
+            want=f"a Hugging Face directory with {wanted}",
             do=f"correct {setting}",
         )
 
@@ -132,5 +134,5 @@ def _neighbours(path: Path) -> str:
     if not path.parent.is_dir():
         return f"no directory {path.parent}"
     names = sorted(each.name for each in path.parent.iterdir())
-    near = get_close_matches(path.name, names, n=3)
+    near = names if len(names) <= 5 else get_close_matches(path.name, names, n=3)
     return f"{path.parent} with {', '.join(near) if near else f'{len(names)} other entries'}"

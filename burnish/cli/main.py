@@ -20,6 +20,7 @@ from burnish.cli import settings
 from burnish.cli.run import run
 from burnish.config.keys import known_keys
 from burnish.errors import BurnishError, UsageError
+from burnish.parallel.environment import place_of
 
 HELP = """\
 Burnish post-trains language models: supervised fine-tuning and reinforcement learning.
@@ -141,16 +142,10 @@ def _unknown_option(option: str) -> UsageError:
 def _dispatch(arguments: argparse.Namespace) -> None:
     if arguments.command != "config":
         run(arguments.command, arguments.config, arguments.overrides, dry_run=arguments.dry_run)
-        return
-    try:
-        if arguments.config_command == "show":
-            settings.show(arguments.config, arguments.overrides)
-        else:
-            settings.explain(arguments.key)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader (`| head`) has seen enough; Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    elif arguments.config_command == "show":
+        settings.show(arguments.config, arguments.overrides)
+    else:
+        settings.explain(arguments.key)
 
 
 def _set_up_logging() -> None:
@@ -170,5 +165,8 @@ def _set_up_logging() -> None:
 
 def _rank() -> str:
     """Names this process in a message, where there are several."""
-    rank = os.environ.get("RANK")
-    return f"rank {rank}: " if rank is not None and os.environ.get("WORLD_SIZE") != "1" else ""
+    try:
+        layout = place_of(os.environ).layout
+    except UsageError:
+        return ""
+    return f"rank {layout.rank}: " if layout.world > 1 else ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from burnish.cli.inputs import committed_steps, require_inputs
@@ -17,6 +17,7 @@ from burnish.config.identity import require_same_run
 from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
 from burnish.errors import MissingError, UsageError
+from burnish.parallel.environment import place_of
 
 
 def run(command: Command, path: str, overrides: Sequence[str], *, dry_run: bool) -> None:
@@ -27,15 +28,20 @@ def run(command: Command, path: str, overrides: Sequence[str], *, dry_run: bool)
     """
     run_dir = Path(path) if command == "eval" and Path(path).is_dir() else None
     config = load_config(_config_file(path, run_dir), overrides).config
-    world = _world()
-    check(config, command, world)
+    layout = place_of(os.environ).layout
+    check(config, command, layout.world)
     require_inputs(config, command, run_dir)
     if command != "eval":
         _require_own_directory(config)
-    if dry_run:
-        _announce(config, command, run_dir, ["burnish", command, path, *overrides])
-        return
-    _start(config, command, run_dir)
+    if not dry_run:
+        numbers = _start(config, command, run_dir)
+        if layout.is_main:
+            _print(numbers)
+    elif layout.is_main:
+        print(f"burnish {command} is ready to run\n")
+        print(summary(config, command, layout.world, run_dir))
+        again = shlex.join(["burnish", command, path, *overrides])
+        print(f"\nNothing was loaded or written. To run it:\n\n  {again}")
 
 
 def _config_file(path: str, run_dir: Path | None) -> Path:
@@ -74,32 +80,8 @@ def _require_own_directory(config: RunConfig) -> None:
         )
 
 
-def _world() -> int:
-    """Processes in the run, as torchrun or Slurm announce them."""
-    for name in ("WORLD_SIZE", "SLURM_NTASKS"):
-        text = os.environ.get(name)
-        if text is None:
-            continue
-        if not text.isdecimal() or int(text) < 1:
-            raise UsageError(
-                f"the environment variable {name} is not a number of processes",
-                have=repr(text),
-                want="a whole number, 1 or more",
-                do=f"start with torchrun, or unset {name}",
-            )
-        return int(text)
-    return 1
-
-
-def _announce(
-    config: RunConfig, command: Command, run_dir: Path | None, words: Sequence[str]
-) -> None:
-    print(f"burnish {command} is ready to run\n")
-    print(summary(config, command, _world(), run_dir))
-    print(f"\nNothing was loaded or written. To run it:\n\n  {shlex.join(words)}")
-
-
-def _start(config: RunConfig, command: Command, run_dir: Path | None) -> None:
+def _start(config: RunConfig, command: Command, run_dir: Path | None) -> Mapping[str, float]:
+    """Run the trainer; returns what an evaluation measured, by name."""
     if command == "sft":
         from burnish.trainers import sft
 
@@ -111,4 +93,11 @@ def _start(config: RunConfig, command: Command, run_dir: Path | None) -> None:
     else:
         from burnish.trainers import evaluate
 
-        evaluate.evaluate(config, run_dir)
+        return evaluate.evaluate(config, run_dir)
+    return {}
+
+
+def _print(numbers: Mapping[str, float]) -> None:
+    width = max(map(len, numbers), default=0)
+    for name, value in sorted(numbers.items()):
+        print(f"{name:<{width}}  {value:.6g}")

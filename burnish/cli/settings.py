@@ -52,6 +52,7 @@ def explain(name: str | None) -> None:
     below = [each for each in keys.values() if _parent(each.name) in (key.name, f"{key.name}[]")]
     if key.section is None:
         _facts(console, key)
+        console.print()
     if below:
         _list(console, below)
 
@@ -73,7 +74,7 @@ def _facts(console: Console, key: Key) -> None:
         for depth, section in enumerate(sections):
             table.add_row("", Text("  " * (depth + 1) + f"{section}:"))
         table.add_row("", Text("  " * (len(sections) + 1) + f"{last}: VALUE"))
-    console.print(table, end="\n\n")
+    console.print(table)
 
 
 def _list(console: Console, keys: Sequence[Key]) -> None:

@@ -30,9 +30,11 @@ def _rows(
         yield "step", f"{_count(config.batch.examples, 'example')}"
     if command == "rl":
         yield from _rl_rows(config)
-    if command == "eval":
+    if command == "eval" and config.reward.functions:
         evaluation = config.evaluation
         yield "completions", f"{evaluation.n} per prompt, {_sampling(evaluation)}"
+    elif command == "eval":
+        yield "measures", "loss per token of held-out examples (there are no reward.functions)"
     yield "micro-batch", f"at most {config.batch.tokens_per_device} tokens on each device"
     if command != "eval":
         yield from _training_rows(config)

@@ -135,7 +135,7 @@ def _parse(text: str, source: str) -> tuple[yaml.Node | None, Any, dict[str, int
         line = text.count("\n", 0, error.position) + 1
         raise UsageError(
             f"{source}:{line} holds a character that YAML does not allow",
-            have=f"character {error.character!r}",
+            have=f"the character {text[error.position]!r}",
             want="printable text",
             do="remove it",
         ) from error

@@ -117,14 +117,16 @@ class Draft:
     def _place_inside(self, owner: str, name: str, value: Any) -> None:
         """Set one key of a mapping of the user's own (`model.fresh.hidden_size=64`)."""
         current = self._value_at(owner)
+        current = None if current is _ABSENT else current
         if not isinstance(current, Mapping | None):
             self._note(owner, current, COMMAND_LINE, f"give {owner} as a mapping to set {name}")
             return
         changed = _with(current or {}, name[len(owner) + 1 :].split("."), value)
         origin = self.origins.get(owner)
         self._place(owner, changed)
-        if origin and origin != COMMAND_LINE:
-            self.origins[owner] = f"{origin}, {COMMAND_LINE}"
+        if origin and COMMAND_LINE not in origin:
+            origin = f"{origin}, {COMMAND_LINE}"
+        self.origins[owner] = origin or COMMAND_LINE
 
     def _known_part(
         self, values: Mapping[Any, Any], section: type[Section], prefix: str

@@ -61,8 +61,7 @@ class Difference:
 
 def digest(config: RunConfig) -> str:
     """sha256, in hex, of the settings that define what the run computes."""
-    text = json.dumps(dict(_defining(config)), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(_canonical(dict(_defining(config))).encode()).hexdigest()
 
 
 def difference(before: RunConfig, after: RunConfig) -> list[Difference]:
@@ -71,7 +70,7 @@ def difference(before: RunConfig, after: RunConfig) -> list[Difference]:
     return [
         Difference(key, value, wanted[key])
         for key, value in _defining(before)
-        if value != wanted[key]
+        if _canonical(value) != _canonical(wanted[key])
     ]
 
 
@@ -102,6 +101,11 @@ def _table(found: list[Difference]) -> str:
 def _cell(value: Any, limit: int = 40) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _canonical(value: Any) -> str:
+    """The same text for the same value, whatever the order of its keys."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def _defining(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import burnish
+from burnish.cli import main as command_line
+from burnish.cli.main import main
+from burnish.errors import CorruptError, StoppedError
+
+
+@pytest.fixture(autouse=True)
+def _log_level_is_restored() -> object:
+    logger = logging.getLogger("burnish")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+def test_help_begins_with_what_it_is_and_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Burnish post-trains language models")
+    assert lines[2].split()[:3] == ["burnish", "sft", "CONFIG"]
+    assert all(len(line) <= 105 for line in lines)
+
+
+def test_help_is_quick() -> None:
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "burnish", "--help"], check=True, capture_output=True)
+    assert time.perf_counter() - start < 5  # 0.25 s alone; the machine may be busy
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"burnish {burnish.__version__}\n"
+
+
+def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "burnish rl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["sft", "rl", "eval", "config"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"usage: burnish {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "facts"),
+    [
+        (["foo"], ["invalid choice: 'foo'", "'sft'"]),
+        (["rl"], ["required: CONFIG"]),
+        (["config"], ["required: show|explain"]),
+        (["rl", "c.yaml", "--rollout.n=4"], ["no option --rollout.n=4", "write rollout.n=4"]),
+        (["rl", "c.yaml", "--resume"], ["no option --resume", "write resume=VALUE"]),
+        (["rl", "c.yaml", "--fast"], ["no option --fast", "--dry-run"]),
+        (["rl", "rollout.n=4"], ["configuration file is missing", "rollout.n=4"]),
+        (["config", "explain", "seed", "steps"], ["unexpected steps"]),
+    ],
+)
+def test_usage_errors_exit_with_2(
+    argv: list[str], facts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    for fact in facts:
+        assert fact in written.err
+
+
+def test_a_missing_configuration_exits_with_5(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rl", str(tmp_path / "x.yaml")]) == 5
+    assert "no configuration file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "printed"),
+    [
+        (CorruptError("a block differs", have="x"), 3, "error: a block differs\n  have: x\n"),
+        (StoppedError("stopped", signal_number=signal.SIGTERM), 143, "error: stopped\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_errors_end_in_their_exit_code_without_a_traceback(
+    raised: BaseException,
+    code: int,
+    printed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(command_line, "run", fail)
+    assert main(["rl", "c.yaml"]) == code
+    assert capsys.readouterr().err == printed
+
+
+def test_an_unexpected_error_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setattr(command_line, "run", fail)
+    assert main(["rl", "c.yaml"]) == 1
+    written = capsys.readouterr().err
+    assert "Traceback" in written
+    assert "ZeroDivisionError: by nothing" in written
+
+
+def test_overrides_may_stand_on_both_sides_of_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def remember(command: str, path: str, overrides: list[str], *, dry_run: bool) -> None:
+        seen.append((command, path, overrides, dry_run))
+
+    monkeypatch.setattr(command_line, "run", remember)
+    assert main(["sft", "c.yaml", "a=1", "--dry-run", "b=-2"]) == 0
+    assert main(["sft", "--dry-run", "c.yaml"]) == 0
+    assert seen == [("sft", "c.yaml", ["a=1", "b=-2"], True), ("sft", "c.yaml", [], True)]
+
+
+def test_a_rank_says_which_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name, value in {
+        "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "1234",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert main(["rl", str(tmp_path / "x.yaml")]) == 5
+    assert capsys.readouterr().err.startswith("rank 3: error: ")
+
+
+def test_the_log_level_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BURNISH_LOG_LEVEL", "Debug")
+    assert main(["config", "explain", "seed"]) == 0
+    assert logging.getLogger("burnish").level == logging.DEBUG
+    monkeypatch.setenv("BURNISH_LOG_LEVEL", "loud")
+    assert main(["config", "explain", "seed"]) == 2
+    written = capsys.readouterr().err
+    assert "'loud'" in written
+    assert "debug, info" in written
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    program = (
+        "import os, sys\n"
+        "from burnish.cli.main import main\n"
+        "read, write = os.pipe()\n"
+        "os.close(read)\n"
+        "os.dup2(write, 1)\n"
+        "sys.exit(main(['config', 'explain']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import burnish.trainers
+from burnish.cli.main import main
+from burnish.config.load import dump_yaml, load_config
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a model, data and a configuration, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny/config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    (tmp_path / "c.yaml").write_text(
+        "name: try\nmodel: {path: tiny}\ndata: {train: [train.jsonl], validation: ['*.jsonl']}\n"
+        "reward: {functions: [{function: numeric}]}\nbatch: {prompts: 4, minibatches: 2}\n"
+    )
+    return tmp_path
+
+
+def test_a_dry_run_says_what_would_be_done(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["rl", "c.yaml", "rollout.n=3", "rollout.stop=[a b]", "steps=7", "--dry-run"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    for fact in (
+        "tiny",
+        "train.jsonl (1 file, 33 B)",
+        "4 prompts × 3 completions = 12 sequences, 2 optimizer steps",
+        "1 × numeric",
+        "7 steps",
+        "runs/try",
+        "burnish rl c.yaml rollout.n=3 'rollout.stop=[a b]' steps=7",
+    ):
+        assert fact in text
+    assert sorted(each.name for each in work.iterdir()) == ["c.yaml", "tiny", "train.jsonl"]
+
+
+def test_a_dry_run_of_every_command(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "c.yaml", "--dry-run"]) == 0
+    assert "16 examples" in capsys.readouterr().out
+    assert main(["eval", "c.yaml", "evaluation.n=4", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "4 per prompt, temperature 1" in text
+    assert "learning rate" not in text
+    assert main(["eval", "c.yaml", "reward.functions=[]", "--dry-run"]) == 0
+    assert "loss per token" in capsys.readouterr().out
+
+
+def test_a_dry_run_loads_no_torch(work: Path) -> None:
+    program = (
+        "import sys; from burnish.cli.main import main\n"
+        "assert main(['rl', 'c.yaml', '--dry-run']) == 0\n"
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "facts"),
+    [
+        ("model.path=tyni", ["model.path: there is no directory tyni", "tiny, train.jsonl"]),
+        ("model.path=.", ["model.path: . holds no config.json"]),
+        ("model.tokenizer=tiny", ["holds no tokenizer.json or tokenizer_config.json"]),
+        ("model.chat_template=t.jinja", ["model.chat_template: there is no file t.jinja"]),
+        ("data.train=[tran.jsonl]", ["data.train: nothing to read at tran.jsonl", "train.jsonl"]),
+        ("data.train=[tiny/*.jsonl]", ["data.train: nothing to read at tiny/*.jsonl"]),
+        ("data.validation=[no/v.jsonl]", ["data.validation:", "no directory no"]),
+        ("reward.functions=[{function: 'r.py:f'}]", ["reward.functions[0].function", "no file r.py"]),
+        ("reward.functions=[{function: 'nowhere.at_all:f'}]", ["no module nowhere.at_all"]),
+    ],
+)  # fmt: skip
+def test_missing_inputs_exit_with_5(
+    work: Path, override: str, facts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rl", "c.yaml", override, "--dry-run"]) == 5
+    written = capsys.readouterr().err
+    for fact in [*facts, "have:", "want:", "do:"]:
+        assert fact in written
+
+
+def test_missing_inputs_are_listed_together(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rl", "c.yaml", "model.path=x", "data.train=[y]"]) == 5
+    assert "2 problems in the inputs of this run" in capsys.readouterr().err
+
+
+def test_inputs_that_are_there(work: Path) -> None:
+    (work / "fresh.json").write_text("{}")
+    (work / "tiny/tokenizer.json").write_text("{}")
+    (work / "r.py").write_text("")
+    (work / "data").mkdir()
+    (work / "data/a.parquet").write_text("")
+    argv = [
+        "model.path=null", "model.fresh=fresh.json", "model.tokenizer=tiny", "data.train=[data]",
+        "reward.functions=[{function: 'r.py:f'}, {function: 'math:sqrt'}]",
+    ]  # fmt: skip
+    assert main(["rl", "c.yaml", *argv, "--dry-run"]) == 0
+
+
+def test_settings_that_do_not_go_together_exit_with_2(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rl", "c.yaml", "batch.minibatches=3", "--dry-run"]) == 2
+    assert "does not divide" in capsys.readouterr().err
+
+
+def test_the_number_of_processes_comes_from_the_launcher(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "64", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    assert main(["sft", "c.yaml", "--dry-run"]) == 2
+    assert "batch.examples: 16, 64 processes" in capsys.readouterr().err
+    assert main(["sft", "c.yaml", "batch.examples=64", "--dry-run"]) == 0
+    assert "64 processes" in capsys.readouterr().out
+
+
+def begin_run(work: Path, *overrides: str) -> Path:
+    """What a run of `c.yaml` leaves behind, as far as the command line looks at it."""
+    directory = work / "runs/try"
+    (directory / "checkpoints/step-00000100").mkdir(parents=True)
+    config = load_config(work / "c.yaml", overrides).config
+    (directory / "config.yaml").write_text(dump_yaml(config))
+    return directory
+
+
+def test_the_directory_of_another_run_is_refused(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin_run(work, "optim.lr=0.5", "steps=3")
+    assert main(["rl", "c.yaml", "--dry-run"]) == 4
+    written = capsys.readouterr().err
+    assert "runs/try belongs to another configuration" in written
+    assert ["optim.lr", "0.5", "1e-06"] in [line.split() for line in written.splitlines()]
+    assert main(["rl", "c.yaml", "--dry-run", "name=second"]) == 0
+
+
+def test_a_begun_run_is_continued_or_refused(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin_run(work, "steps=3")
+    assert main(["rl", "c.yaml", "--dry-run"]) == 0
+    assert "runs/try, which continues from step-00000100" in capsys.readouterr().out
+    assert main(["rl", "c.yaml", "--dry-run", "resume=never"]) == 2
+    assert "step-00000100" in capsys.readouterr().err
+
+
+def test_evaluating_a_runs_directory(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = begin_run(work, "model.path=gone")
+    assert main(["eval", str(directory), "evaluation.n=2", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert f"newest checkpoint of {directory}" in text
+    assert "2 per prompt" in text
+    assert main(["eval", "tiny", "--dry-run"]) == 5
+    assert "not a run's directory" in capsys.readouterr().err
+
+
+def test_each_command_starts_its_trainer(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[tuple[object, ...]] = []
+
+    def trainer(module: str, function: str, result: object) -> None:
+        def start(*given: object) -> object:
+            started.append((module, *given))
+            return result
+
+        stand_in = ModuleType(module)
+        setattr(stand_in, function, start)
+        monkeypatch.setitem(sys.modules, f"burnish.trainers.{module}", stand_in)
+        monkeypatch.setattr(burnish.trainers, module, stand_in, raising=False)
+
+    trainer("sft", "train", None)
+    trainer("rl", "train", None)
+    trainer("evaluate", "evaluate", {"val/reward/mean": 0.5, "val/n": 12.0})
+    directory = begin_run(work)
+    for command in ("sft", "rl"):
+        assert main([command, "c.yaml", "steps=5"]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["eval", "c.yaml", "steps=5"]) == 0
+    assert capsys.readouterr().out == "val/n            12\nval/reward/mean  0.5\n"
+    assert main(["eval", str(directory)]) == 0
+    config = load_config("c.yaml", ["steps=5"]).config
+    assert started[:3] == [("sft", config), ("rl", config), ("evaluate", config, None)]
+    assert started[3][2] == directory

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from burnish.config.check import Command, check
+from burnish.config.load import load_config
+from burnish.config.schema import RunConfig
+from burnish.errors import UsageError
+
+GOOD = ["model.path=m", "data.train=[t]", "reward.functions=[{function: numeric}]"]
+
+
+def config_of(*overrides: str) -> RunConfig:
+    return load_config(None, [*GOOD, *overrides]).config
+
+
+def refused(command: Command, *overrides: str, world: int = 1) -> str:
+    with pytest.raises(UsageError) as caught:
+        check(config_of(*overrides), command, world)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("command", ["sft", "rl"])
+def test_a_good_configuration_passes(command: Command) -> None:
+    check(config_of(), command, world=4)
+
+
+def test_a_good_evaluation_passes() -> None:
+    check(load_config(None, ["model.path=m", "data.validation=[v]"]).config, "eval")
+
+
+BAD: list[tuple[Command, list[str], list[str]]] = [
+    ("sft", ["model.path=null"], ["exactly one of model.path and model.fresh", "neither"]),
+    ("eval", ["model.path=null", "data.validation=[v]"], ["exactly one of", "neither"]),
+    ("rl", ["model.fresh={a: 1}", "model.tokenizer=t"], ["exactly one of", "both"]),
+    ("sft", ["model.path=null", "model.fresh=c.json"], ["model.tokenizer"]),
+    ("sft", ["data.train=[]"], ["data.train: []", "data.train=[FILE]"]),
+    ("rl", ["data.train=[]"], ["data.train: []"]),
+    ("eval", [], ["data.validation: []"]),
+    ("rl", ["reward.functions=[]"], ["reward.functions: []"]),
+    ("sft", ["name=a/b"], ["name", "'a/b'"]),
+    ("sft", ["name=.."], ["name"]),
+    ("rl", ["name=''"], ["name"]),
+    ("sft", ["optim.schedule=wsd"], ["wsd has no decay", "optim.decay_steps: 0"]),
+    ("rl", ["optim.decay_steps=5"], ["optim.decay_steps: 5", "schedule: constant"]),
+    ("sft", ["optim.min_lr_ratio=0.1"], ["optim.min_lr_ratio: 0.1"]),
+    ("sft", ["optim.warmup_steps=9", "steps=8"], ["optim.warmup_steps: 9", "steps=9"]),
+    (
+        "rl",
+        ["optim.schedule=wsd", "optim.decay_steps=5", "optim.warmup_steps=5", "steps=8"],
+        ["warmup_steps: 5 + optim.decay_steps: 5, steps: 8", "steps=10"],
+    ),
+    ("sft", ["data.max_length=9000"], ["9000", "batch.tokens_per_device: 8192"]),
+    (
+        "rl",
+        ["batch.prompts=10", "batch.minibatches=4"],
+        ["10 does not divide by batch.minibatches 4", "to 8 or 12", "to 2 or 5"],
+    ),
+    ("rl", ["batch.prompts=3", "batch.minibatches=7"], ["batch.prompts to 7,", "minibatches to 3"]),
+    (
+        "rl",
+        ["data.max_prompt_length=100", "rollout.max_response_length=100", "batch.tokens_per_device=199"],
+        ["= 200 tokens", "batch.tokens_per_device=200"],
+    ),
+    ("rl", ["rollout.max_response_length=8192"], ["8193"]),
+    ("rl", ["algorithm.overlong.buffer=257"], ["257", "256"]),
+    ("rl", ["rollout.temperature=0"], ["rollout.temperature 0", "evaluation.temperature"]),
+    (
+        "rl",
+        ["rollout.temperature=0.7", "algorithm.old_logprobs=rollout"],
+        ["temperature 1", "0.7", "recompute"],
+    ),
+    ("rl", ["rollout.n=1"], ["grpo", "rollout.n: 1", "reinforce_plus_plus"]),
+    ("rl", ["rollout.n=1", "algorithm.advantage=dr_grpo"], ["dr_grpo"]),
+    ("rl", ["rollout.n=1", "algorithm.advantage=rloo"], ["rloo"]),
+    (
+        "rl",
+        ["rollout.n=1", "algorithm.advantage=reinforce_plus_plus_baseline"],
+        ["reinforce_plus_plus_baseline"],
+    ),
+    (
+        "rl",
+        ["rollout.n=1", "algorithm.advantage=reinforce_plus_plus", "algorithm.dynamic_sampling.enabled=true"],
+        ["dynamic_sampling", "rollout.n: 1"],
+    ),
+    ("rl", ["algorithm.dual_clip=3", "algorithm.policy_loss=gspo"], ["dual_clip: 3.0", "gspo"]),
+    ("sft", ["evaluation.every=5"], ["evaluation.every: 5", "data.validation"]),
+    ("rl", ["evaluation.every=5"], ["evaluation.every: 5"]),
+    (
+        "eval",
+        ["data.validation=[v]", "evaluation.n=4", "evaluation.temperature=0"],
+        ["evaluation.n: 4", "evaluation.n=1"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "overrides", "facts"), BAD)
+def test_what_does_not_go_together(
+    command: Command, overrides: list[str], facts: list[str]
+) -> None:
+    message = refused(command, *overrides)
+    for fact in facts:
+        assert fact in message
+    for part in ("have:", "want:", "do:"):
+        assert message.count(part) == 1, message
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides"),
+    [
+        ("rl", ["rollout.n=1", "algorithm.advantage=reinforce_plus_plus"]),
+        ("rl", ["algorithm.dual_clip=3"]),
+        ("rl", ["algorithm.old_logprobs=rollout", "rollout.top_p=0.9"]),
+        ("rl", ["rollout.temperature=0.7"]),
+        ("rl", ["evaluation.temperature=0"]),
+        ("rl", ["algorithm.overlong.buffer=256"]),
+        ("rl", ["rollout.max_response_length=8191"]),
+        ("rl", ["batch.prompts=12", "batch.minibatches=4"]),
+        ("sft", ["optim.schedule=wsd", "optim.decay_steps=4", "optim.warmup_steps=4", "steps=8"]),
+        ("sft", ["optim.warmup_steps=100"]),
+        ("sft", ["rollout.n=1", "rollout.temperature=0", "reward.functions=[]"]),
+        ("sft", ["data.max_length=8192"]),
+    ],
+)
+def test_what_goes_together(command: Command, overrides: list[str]) -> None:
+    check(config_of(*overrides), command)
+
+
+def test_every_process_needs_a_sequence() -> None:
+    check(config_of("batch.examples=4"), "sft", world=4)
+    assert "batch.examples: 4, 5 processes" in refused("sft", "batch.examples=4", world=5)
+    one_each = ["batch.prompts=4", "batch.minibatches=2", "rollout.n=2"]
+    check(config_of(*one_each), "rl", world=4)
+    assert "= 4, 5 processes" in refused("rl", *one_each, world=5)
+
+
+def test_all_is_reported_together() -> None:
+    message = refused("rl", "model.path=null", "data.train=[]", "rollout.n=1", "evaluation.every=1")
+    assert message.startswith("4 problems in this configuration")
+    assert message.count("do:") == 4
+
+
+@settings(deadline=None)
+@given(prompts=st.integers(1, 200), minibatches=st.integers(2, 40))
+def test_the_sizes_suggested_divide(prompts: int, minibatches: int) -> None:
+    assume(prompts % minibatches)
+    message = refused("rl", f"batch.prompts={prompts}", f"batch.minibatches={minibatches}")
+    advice = message.partition("set batch.prompts to ")[2]
+    sizes, _, parts = advice.partition(", or batch.minibatches to ")
+    for size in sizes.split(" or "):
+        assert int(size) % minibatches == 0
+        assert abs(int(size) - prompts) < minibatches
+    for part in parts.split(" or "):
+        assert prompts % int(part) == 0

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+
+from burnish.config.keys import ELSEWHERE, known_keys, nearest, plain_name
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("rolout.n", "rollout.n"),
+        ("rollout.temprature", "rollout.temperature"),
+        ("n", "rollout.n"),
+        ("temperature", "rollout.temperature"),
+        ("optim.n", "rollout.n"),
+        ("nam", "name"),
+        ("rolout", "rollout"),
+        ("algorithm.kl_coef", "algorithm.kl.coef"),
+        ("actor_rollout_ref.rollout.n", "rollout.n"),
+        ("warmup", "optim.warmup_steps"),
+        ("rollout.n.x", "rollout.n"),
+        ("reward.function", "reward.functions"),
+        ("reward.functions[].wieght", "reward.functions[].weight"),
+        ("learning_rate", "optim.lr"),
+        ("lerning_rate", "optim.lr"),
+        ("trainer.save_freq", "checkpoint.save_every"),
+        ("zzzz", None),
+        ("batch.qqqq", None),
+    ],
+)
+def test_nearest(name: str, meant: str | None) -> None:
+    assert nearest(name, known_keys()) == meant
+
+
+def test_names_from_elsewhere_are_translated_to_keys_that_exist() -> None:
+    keys = known_keys()
+    assert [each for each in ELSEWHERE.values() if each not in keys] == []
+    assert [each for each in ELSEWHERE if each in keys] == []
+
+
+def test_every_known_key_is_nearest_to_itself() -> None:
+    keys = known_keys()
+    assert [each for each in keys if nearest(each, keys) != each] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("rollout.n", "a whole number, 1 or more"),
+        ("steps", "a whole number, 1 or more, or null"),
+        ("rollout.top_p", "a number, more than 0, at most 1"),
+        ("engine.precision", "one of bf16, fp32"),
+        ("data.shuffle", "true or false"),
+        ("data.train", "a list of texts"),
+        ("rollout.stop", "a list of texts, each not empty"),
+        ("optim.betas", "a list of 2 numbers, each 0 or more, less than 1"),
+        ("model.fresh", "text, or a mapping, or null"),
+        ("reward.functions[].kwargs", "a mapping"),
+        ("reward.functions", "a list of mappings with the keys function, weight, kwargs"),
+        ("rollout", "a section of settings"),
+    ],
+)
+def test_words_for_values(name: str, values: str) -> None:
+    assert known_keys()[name].values == values
+
+
+def test_sections_come_before_their_keys_in_the_order_of_the_schema() -> None:
+    names = list(known_keys())
+    assert names[:2] == ["name", "output_dir"]
+    assert names.index("algorithm") < names.index("algorithm.kl") < names.index("algorithm.kl.coef")
+
+
+def test_plain_name() -> None:
+    assert plain_name("reward.functions[12].weight") == "reward.functions[].weight"

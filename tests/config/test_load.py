@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from configurations import sections
+from hypothesis import given, settings
+
+from burnish.config.load import Resolved, dump_yaml, load_config
+from burnish.config.schema import RunConfig
+from burnish.errors import BurnishError, MissingError, UsageError
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> Resolved:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def refused(tmp_path: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        load(tmp_path, text, *overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value).replace(f"{tmp_path}/", "")
+
+
+def test_nothing_given_is_all_defaults() -> None:
+    resolved = load_config(None, [])
+    assert resolved.config == RunConfig()
+    assert set(resolved.origin.values()) == {"default"}
+
+
+def test_file_and_overrides_and_where_each_value_came_from(tmp_path: Path) -> None:
+    text = "seed: 3\n\nrollout:\n  n: 4\n  top_k: 5\noptim: {lr: 1e-5}\nreward:\n  functions:\n  - function: numeric\n"
+    resolved = load(tmp_path, text, "rollout.n=16", "algorithm.kl.coef=1e-3")
+    config, file = resolved.config, tmp_path / "c.yaml"
+    assert (config.seed, config.rollout.n, config.rollout.top_k) == (3, 16, 5)
+    assert (config.optim.lr, config.algorithm.kl.coef) == (1e-5, 1e-3)
+    assert config.reward.functions[0].function == "numeric"
+    set_by = {key: origin for key, origin in resolved.origin.items() if origin != "default"}
+    assert set_by == {
+        "seed": f"{file}:1",
+        "rollout.n": "command line",
+        "rollout.top_k": f"{file}:5",
+        "optim.lr": f"{file}:6",
+        "reward.functions": f"{file}:8",
+        "algorithm.kl.coef": "command line",
+    }
+    assert "rollout.temperature" in resolved.origin
+    assert "rollout" not in resolved.origin
+
+
+def test_the_last_override_wins(tmp_path: Path) -> None:
+    assert load(tmp_path, "", "seed=1", "seed=2").config.seed == 2
+
+
+def test_an_override_of_a_section_changes_the_keys_it_names(tmp_path: Path) -> None:
+    resolved = load(
+        tmp_path, "rollout: {n: 4, top_k: 3}", "rollout={n: 2}", "algorithm={kl: {coef: 1}}"
+    )
+    assert (resolved.config.rollout.n, resolved.config.rollout.top_k) == (2, 3)
+    assert resolved.config.algorithm.kl.coef == 1
+    assert resolved.origin["rollout.n"] == resolved.origin["algorithm.kl.coef"] == "command line"
+    assert resolved.origin["algorithm.kl.estimator"] == "default"
+
+
+def test_a_section_without_keys_is_all_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, "rollout:\n  # n: 3\noptim:\n").config == RunConfig()
+
+
+def test_keys_inside_a_mapping_of_the_users_own(tmp_path: Path) -> None:
+    text = "model:\n  fresh: {hidden_size: 8, rope: {theta: 1}}\n"
+    resolved = load(tmp_path, text, "model.fresh.hidden_size=16", "model.fresh.rope.factor=2")
+    assert resolved.config.model.fresh == {"hidden_size": 16, "rope": {"theta": 1, "factor": 2}}
+    assert resolved.origin["model.fresh"] == f"{tmp_path / 'c.yaml'}:2, command line"
+    assert load(tmp_path, "", "model.fresh.a=1").config.model.fresh == {"a": 1}
+
+
+def test_a_shared_alias_is_not_changed_by_an_override_of_one_use(tmp_path: Path) -> None:
+    text = "rollout: &s {temperature: 0.5}\nevaluation: *s\n"
+    config = load(tmp_path, text, "rollout.temperature=1").config
+    assert (config.rollout.temperature, config.evaluation.temperature) == (1, 0.5)
+
+
+@pytest.mark.parametrize("written", ["", "null", "~"])
+def test_null_on_the_command_line(tmp_path: Path, written: str) -> None:
+    assert load(tmp_path, "steps: 3", f"steps={written}").config.steps is None
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "facts"),
+    [
+        ("rolout:\n  n: 3\n", [], ["no setting rolout (c.yaml:1)", "rollout, the nearest"]),
+        ("rollout:\n  nn: 3\n", [], ["no setting rollout.nn (c.yaml:2)", "do:   write rollout.n"]),
+        ("seed: 1\nn: 3\n", [], ["no setting n (c.yaml:2)", "rollout.n, the nearest"]),
+        ("5: 3\n", [], ["no setting 5 (c.yaml:1)"]),
+        ("", ["rolout.n=3"], ["no setting rolout.n (command line)", "rollout.n, the nearest"]),
+        ("", ["rollout={m: 3}"], ["no setting rollout.m (command line)"]),
+        ("", ["batch.qqq=3"], ["want: one of prompts, examples, minibatches, tokens_per_device"]),
+        ("", ["reward.functions[0].weight=3"], ["no setting reward.functions[0].weight"]),
+        (
+            "reward:\n  functions:\n  - function: f\n    wieght: 2\n",
+            [],
+            ["no setting reward.functions[0].wieght (c.yaml:4)", "reward.functions[].weight"],
+        ),
+        ("rollout:\n  n: eight\n", [], ["rollout.n", "(c.yaml:2)", '"eight"', "a whole number, 1 or more", "config explain rollout.n"]),
+        ("rollout:\n  n: 0\n", [], ["rollout.n", "have: 0", "1 or more"]),
+        ("rollout: {n: true}\n", [], ["rollout.n", "have: true"]),
+        ("optim: {lr: .nan}\n", [], ["optim.lr", "have: NaN", "a number, 0 or more"]),
+        ("optim: {betas: [0.9, 1.5]}\n", [], ["optim.betas", "[0.9, 1.5]", "a list of 2 numbers"]),
+        ("steps:\n  a: 1\n", [], ["steps", '{"a": 1}', "or null"]),
+        ("model: {fresh: 3}\n", [], ["model.fresh", "text, or a mapping, or null"]),
+        ("name: 12\n", [], ["name", 'quote it, so that YAML reads a text: name: "12"']),
+        ("", ["name=12"], ["name", """name='"12"'"""]),
+        ("data: {train: a.jsonl}\n", [], ["data.train", "data.train: [a.jsonl]"]),
+        ("", ["data.train=a.jsonl"], ["data.train has", "(command line)", "data.train=[a.jsonl]"]),
+        ("rollout: 3\n", [], ["rollout", "have: 3", "a section of settings"]),
+        ("", ["rollout=3"], ["rollout", "have: 3", "rollout.KEY=value"]),
+        ("reward: {functions: [numeric]}\n", [], ["reward.functions[0] has", '"numeric"', "mappings with the keys"]),
+        ("reward:\n  functions:\n  - weight: 1\n", [], ["reward.functions[0].function is not set (c.yaml:3)", "have: nothing"]),
+        ("", ["reward.functions=[{weight: 1}]"], ["reward.functions[0].function is not set (command line)"]),
+        ("", ["rollout.n"], ["'rollout.n' is not an override", "key=value"]),
+        ("", ["=3"], ["'=3' is not an override"]),
+        ("", ["rollout.stop=[a"], ["the value of rollout.stop on the command line is not YAML", "[a"]),
+        ("model: {fresh: a.json}\n", ["model.fresh.x=1"], ["model.fresh", '"a.json"', "as a mapping"]),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(
+    tmp_path: Path, text: str, overrides: list[str], facts: list[str]
+) -> None:
+    message = refused(tmp_path, text, *overrides)
+    for fact in facts:
+        assert fact in message
+    for part in ("have:", "want:", "do:"):
+        assert message.count(part) == 1, message
+
+
+def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
+    text = "nam: a\nseed: x\nrollout:\n  n: 0\n  top_p: 7\n"
+    message = refused(tmp_path, text, "optim.lerning_rate=3", "steps=[1]")
+    assert "6 problems in c.yaml and the command line" in message
+    for name in ("nam ", "seed ", "rollout.n ", "rollout.top_p ", "optim.lerning_rate ", "steps "):
+        assert name in message
+
+
+def test_long_values_are_shortened(tmp_path: Path) -> None:
+    assert len(refused(tmp_path, f"seed: {'x' * 500}").splitlines()[1]) < 100
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(MissingError, match=r"no configuration file .*x\.yaml") as caught:
+        load_config(tmp_path / "x.yaml", [])
+    assert caught.value.exit_code == 5
+
+
+def test_a_directory_in_place_of_a_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is a directory(.|\n)*config\.yaml"):
+        load_config(tmp_path, [])
+
+
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_bytes(b"a: \xff")
+    with pytest.raises(UsageError, match=r"0xff at offset 3"):
+        load_config(tmp_path / "c.yaml", [])
+
+
+def test_errors_are_the_packages_own(tmp_path: Path) -> None:
+    with pytest.raises(BurnishError) as caught:
+        load(tmp_path, "a: [")
+    assert caught.value.have
+    assert caught.value.do
+
+
+@settings(max_examples=60, deadline=None)
+@given(config=sections())
+def test_what_is_dumped_loads_equal(
+    tmp_path_factory: pytest.TempPathFactory, config: RunConfig
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "dumped.yaml"
+    origins = load_config(None, []).origin
+    for comments in (None, dict.fromkeys(origins, "a remark")):
+        path.write_text(dump_yaml(config, comments), encoding="utf-8", newline="")
+        assert load_config(path, []).config == config
+
+
+def test_the_dump_is_whole_and_keeps_the_order_of_the_schema() -> None:
+    text = dump_yaml(RunConfig(), {"seed": "default", "rollout.n": "command line"})
+    lines = text.splitlines()
+    assert lines[0] == "name: run"
+    assert "  n: 8   # command line" in lines
+    assert "seed: 0  # default" in lines
+    assert "  betas: [0.9, 0.999]" in lines
+    assert "  kl:" in lines

@@ -1,0 +1,72 @@
+"""Hypothesis strategies that make any valid `RunConfig`, read off the schema."""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from hypothesis import strategies as st
+
+from burnish.config.keys import alternatives, section_of
+from burnish.config.schema import RunConfig, Section
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
+    ["1e5", "no", "null", "~", "<<", "1_000", "0x1f", "# x", "a: b", "- a", "'", "a\nb", "\x85", ""]
+)
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | NUMBERS | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def sections(section: type[Section] = RunConfig) -> st.SearchStrategy[Any]:
+    fields = {
+        name: values(field.annotation, field.metadata)
+        for name, field in section.model_fields.items()
+    }
+    required = {n: s for n, s in fields.items() if section.model_fields[n].is_required()}
+    optional = {n: s for n, s in fields.items() if n not in required}
+    return st.fixed_dictionaries(required, optional=optional).map(section.model_validate)
+
+
+def values(annotation: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
+    return st.one_of([_one(each, metadata) for each in alternatives(annotation)])
+
+
+def _one(annotation: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if section := section_of(annotation):
+        return sections(section)
+    if origin is Annotated:
+        return _one(arguments[0], [*metadata, *arguments[1].metadata])
+    if origin is Literal:
+        return st.sampled_from(arguments)
+    if origin is list:
+        return st.lists(_one(arguments[0], []), max_size=3)
+    if origin is tuple:
+        return st.tuples(*(_one(each, []) for each in arguments))
+    if origin is dict:
+        return st.dictionaries(TEXT, JSON, max_size=3)
+    bounds = {
+        name: getattr(each, name)
+        for each in metadata
+        for name in ("ge", "gt", "le", "lt", "min_length")
+        if hasattr(each, name)
+    }
+    if annotation is int:
+        return st.integers(bounds.get("ge"), bounds.get("le", 2**40))
+    if annotation is float:
+        low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+        return st.floats(
+            low,
+            high,
+            exclude_min="gt" in bounds,
+            exclude_max="lt" in bounds,
+            allow_nan=False,
+            allow_infinity=False,
+        )
+    if annotation is str:
+        return TEXT.filter(lambda text: len(text) >= bounds.get("min_length", 0))
+    return {bool: st.booleans(), NoneType: st.none()}[annotation]
