@@ -26,6 +26,7 @@ Row = dict[str, Any]
 
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _EXCERPT = 60
+_PARQUET_ROWS = 1024
 _REASON = 300
 # Newer readers take some column names for logs of coding agents and change the rows.
 _JSON_OPTIONS = {
@@ -46,12 +47,18 @@ class Rows:
         return len(self.table)
 
     def __getitem__(self, index: int) -> Row:
-        row: Row = self.table[index]
-        return row
+        return self.span(index, index + 1)[0]
 
     def span(self, start: int, stop: int) -> list[Row]:
-        """Rows start to stop - 1, read together, which is faster than one at a time."""
-        columns: dict[str, list[Any]] = self.table[start:stop]
+        """Rows start to stop - 1, read together, which is faster than one at a time.
+
+        Raises `UsageError` naming file and line for text that is not UTF-8.
+        """
+        try:
+            columns: dict[str, list[Any]] = self.table[start:stop]
+        except UnicodeDecodeError as error:
+            files = [Path(file) for file in self.files]
+            raise _explained(error, _READERS[files[0].suffix], files, "the data") from error
         return [
             dict(zip(columns, values, strict=True))
             for values in zip(*columns.values(), strict=True)
@@ -182,7 +189,7 @@ def _read(kind: str, names: Sequence[str]) -> Any:
     escaped = [glob.escape(name) for name in names]
     with _quiet_datasets():
         if kind == "parquet":
-            return datasets.Dataset.from_parquet(escaped)
+            return datasets.Dataset.from_parquet(escaped, batch_size=_PARQUET_ROWS)
         return datasets.Dataset.from_json(escaped, **_JSON_OPTIONS)
 
 
@@ -217,6 +224,8 @@ def _empty(names: Sequence[str], setting: str) -> UsageError:
 
 def _explained(error: Exception, kind: str, files: Sequence[Path], setting: str) -> UsageError:
     """The reader's error in terms of the file and, for JSON, the line."""
+    if "corresponds to no data" in str(error):
+        return _empty([str(file) for file in files], setting)
     if kind == "json":
         for file in files:
             broken = _broken_line(file)

@@ -96,7 +96,9 @@ def _from_directory(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (
+        Exception
+    ) as error:  # the tokenizers library raises bare Exception for a file it cannot parse
         if "trust_remote_code" in str(error):
             raise UsageError(
                 f"the tokenizer in {path} is Python code of its own",

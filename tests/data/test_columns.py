@@ -1,0 +1,56 @@
+import pytest
+
+from burnish.data.columns import find_column, messages_of, text_of, value_at
+from burnish.errors import MissingError, UsageError
+
+
+def test_columns_are_found_by_choice_then_by_use(rows_of):
+    rows = rows_of([{"question": "q", "extra": {"deep": {"gold": 1}}}])
+    assert find_column(rows, None, ("prompt", "question"), "k") == "question"
+    assert find_column(rows, "extra", ("question",), "k") == "extra"
+    assert find_column(rows, "extra.deep.gold", (), "k") == "extra.deep.gold"
+    assert find_column(rows, None, ("prompt", "extra.deep.gone"), "k") is None
+    with pytest.raises(MissingError, match=r"no column .extra\.gone"):
+        find_column(rows, "extra.gone", (), "k")
+
+
+def test_values_are_reached_through_dots():
+    row = {"a": {"b": {"c": 3}}, "x.y": 4, "none": None}
+    assert value_at(row, "a.b.c") == 3
+    assert value_at(row, "x.y") == 4
+    assert value_at(row, "none.b") is None
+    assert value_at(row, "a.gone") is None
+
+
+def test_nulls_that_arrow_adds_are_taken_out_of_messages():
+    raw = [
+        {"role": "user", "content": "a", "name": None},
+        {"role": "assistant", "content": None, "calls": [{"f": "g", "x": None}]},
+    ]
+    assert messages_of(raw, "row 0") == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "calls": [{"f": "g"}]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "row 3 is not in chat form"),
+        ("text", "row 3 is not in chat form"),
+        ([], "row 3 is not in chat form"),
+        ([{"from": "human", "value": "x"}], "message 0 of row 3 is not in chat form"),
+        ([{"role": "user", "content": "x"}, {"role": None, "content": "x"}], "message 1 of row 3"),
+        ([{"role": "user", "content": None}], "message 0 of row 3"),
+        (["x"], "message 0 of row 3"),
+    ],
+)
+def test_what_is_not_messages_is_named(value, message):
+    with pytest.raises(UsageError, match=message):
+        messages_of(value, "row 3")
+
+
+def test_what_is_not_text_is_named():
+    assert text_of("x", "row 1") == "x"
+    with pytest.raises(UsageError, match="row 1 has no text"):
+        text_of(None, "row 1")

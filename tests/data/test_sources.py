@@ -1,0 +1,214 @@
+import logging
+import os
+import socket
+import sys
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from burnish.data.sources import load_rows
+from burnish.errors import MissingError, UsageError
+
+
+def test_reads_json_lines_with_random_access(write):
+    rows = load_rows([write("a.jsonl", '{"x": 1}\n\n{"x": 2, "y": "b"}\n')])
+    assert len(rows) == 2
+    assert rows[1] == {"x": 2, "y": "b"}
+    assert rows[0] == {"x": 1, "y": None}
+    assert rows.span(0, 2) == [rows[0], rows[1]]
+    assert rows.columns == ["x", "y"]
+
+
+def test_the_table_lies_on_disk_and_not_in_memory(write, tmp_path):
+    rows = load_rows([write("a.jsonl", '{"x": 1}\n')])
+    assert isinstance(rows.table, datasets.Dataset)
+    files = [entry["filename"] for entry in rows.table.cache_files]
+    assert files
+    assert all(name.startswith(str(tmp_path / "cache")) for name in files)
+
+
+def test_reads_parquet_with_nested_columns(tmp_path):
+    path = tmp_path / "rl.parquet"
+    content = [
+        {"prompt": [{"role": "user", "content": "hi"}], "reward_model": {"ground_truth": "4"}}
+    ]
+    pq.write_table(pa.Table.from_pylist(content), path)
+    assert load_rows([str(path)])[0] == content[0]
+
+
+def test_reads_directories_patterns_and_lists_in_order(write, tmp_path):
+    for index in (2, 0, 1):
+        write(f"part/{index}.jsonl", f'{{"x": {index}}}\n')
+    last = write("last.json", '{"x": 9}\n')
+    write("part/notes.txt", "not data")
+    by_directory = load_rows([str(tmp_path / "part"), last])
+    by_pattern = load_rows([str(tmp_path / "*" / "[0-2].jsonl"), last])
+    for rows in (by_directory, by_pattern):
+        assert [row["x"] for row in rows.span(0, len(rows))] == [0, 1, 2, 9]
+
+
+def test_a_path_with_pattern_characters_is_read_as_it_is(write):
+    assert len(load_rows([write("run[1]/a?.jsonl", '{"x": 1}\n')])) == 1
+
+
+def test_a_changed_file_is_read_again(write):
+    path = write("a.jsonl", '{"x": 1}\n')
+    load_rows([path])
+    write("a.jsonl", '{"x": 2}\n')
+    os.utime(path, (1, 1))
+    assert load_rows([path])[0] == {"x": 2}
+
+
+def test_rows_that_look_like_agent_logs_stay_as_they_are(write):
+    line = '{"id": "1", "source": "s", "model": "m", "system_prompt": "p", "messages": [{"role": "user"}]}'
+    rows = load_rows([write("a.jsonl", line + "\n")])
+    assert sorted(rows.columns) == ["id", "messages", "model", "source", "system_prompt"]
+
+
+def test_reading_is_silent_and_asks_no_network(write, monkeypatch, capfd, caplog):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    # A bar is drawn only on a terminal.
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    before = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    with caplog.at_level(logging.DEBUG):
+        load_rows([write("a.jsonl", '{"x": 1}\n')])
+        with pytest.raises(UsageError):
+            load_rows([write("b.jsonl", "nonsense\n")])
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == ""
+    assert not [
+        r for r in caplog.records if r.name.startswith("datasets") and r.levelno > logging.INFO
+    ]
+    assert (datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "excerpt"),
+    [
+        ('{"x": 1}\n{"x": 2\n{"x": 3}\n', 2, '{"x": 2'),
+        ('{"x": 1}\n\n{"x": 2}\n{"x": ', 4, '{"x":'),
+        ("oops\n", 1, "oops"),
+        ('{"x": 1}\n3\n', 2, "3"),
+        ('"a"\n"b"\n', 1, "a"),
+    ],
+)
+def test_a_broken_line_is_named(write, text, line, excerpt):
+    good = write("good.jsonl", '{"x": 0}\n')
+    bad = write("bad.jsonl", text)
+    with pytest.raises(UsageError, match=f"bad.jsonl, line {line} is broken") as caught:
+        load_rows([good, bad])
+    assert excerpt in str(caught.value.have)
+
+
+def test_a_broken_line_behind_the_first_chunk_is_named(write):
+    lines = ['{"x": "' + "a" * 1000 + '"}'] * 12000
+    lines[11500] = '{"x": '
+    with pytest.raises(UsageError, match="line 11501 is broken"):
+        load_rows([write("long.jsonl", "\n".join(lines))])
+
+
+def test_bytes_that_are_not_text_are_named(tmp_path):
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes(b'{"x": "a"}\n{"x": "\xe9"}\n')
+    rows = load_rows([str(path)])
+    assert rows[0] == {"x": "a"}
+    with pytest.raises(UsageError, match="line 2 is broken: not UTF-8 at byte 8"):
+        rows.span(0, 2)
+
+
+def test_a_missing_file_names_its_neighbours(write, tmp_path):
+    write("train.jsonl", '{"x": 1}\n')
+    with pytest.raises(MissingError, match="nothing to read at") as caught:
+        load_rows([str(tmp_path / "trian.jsonl")], "data.validation")
+    assert "train.jsonl" in str(caught.value.have)
+    assert "data.validation" in str(caught.value)
+
+
+def test_a_missing_directory_is_named(tmp_path):
+    with pytest.raises(MissingError, match="no directory"):
+        load_rows([str(tmp_path / "nowhere" / "a.jsonl")])
+
+
+def test_a_directory_without_data_is_refused(write, tmp_path):
+    write("d/readme.txt", "x")
+    with pytest.raises(MissingError, match=r"at least one \.jsonl"):
+        load_rows([str(tmp_path / "d")])
+
+
+@pytest.mark.parametrize("text", ["", "\n  \n"])
+def test_an_empty_file_is_refused(write, text):
+    with pytest.raises(UsageError, match=r"data\.train has no rows"):
+        load_rows([write("empty.jsonl", text)])
+
+
+def test_an_empty_parquet_file_is_refused(tmp_path):
+    path = tmp_path / "empty.parquet"
+    pq.write_table(pa.table({"x": pa.array([], pa.int64())}), path)
+    with pytest.raises(UsageError, match="has no rows"):
+        load_rows([str(path)])
+    full = tmp_path / "full.parquet"
+    pq.write_table(pa.table({"x": [1]}), full)
+    assert len(load_rows([str(path), str(full)])) == 1
+
+
+def test_a_broken_parquet_file_is_named(write):
+    with pytest.raises(UsageError, match=r"could not read .*bad\.parquet"):
+        load_rows([write("bad.parquet", "PAR1 nonsense")])
+
+
+def test_an_empty_file_beside_a_full_one_is_passed_over(write):
+    rows = load_rows([write("a.jsonl", ""), write("b.jsonl", '{"x": 1}\n')])
+    assert len(rows) == 1
+
+
+def test_no_paths_are_refused():
+    with pytest.raises(UsageError, match=r"data\.train names no files"):
+        load_rows([])
+
+
+def test_remote_paths_are_refused():
+    with pytest.raises(UsageError, match="not a local path"):
+        load_rows(["s3://bucket/a.jsonl"])
+
+
+def test_an_unknown_kind_is_refused(write):
+    with pytest.raises(UsageError, match="no known kind"):
+        load_rows([write("a.csv", "x\n1\n")])
+
+
+def test_mixed_kinds_are_refused(write, tmp_path):
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(UsageError, match="mixes kinds"):
+        load_rows([write("a.jsonl", '{"x": 1}\n'), str(tmp_path / "a.parquet")])
+
+
+def test_files_with_other_columns_are_refused(write):
+    with pytest.raises(UsageError, match="could not read") as caught:
+        load_rows([write("a.jsonl", '{"x": 1}\n'), write("b.jsonl", '{"y": 1}\n')])
+    assert "same columns" in str(caught.value.want)
+
+
+def test_a_cache_that_cannot_be_written_is_named(write, monkeypatch):
+    blocked = write("file", "")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", blocked + "/cache")
+    with pytest.raises(UsageError, match="HF_DATASETS_CACHE"):
+        load_rows([write("a.jsonl", '{"x": 1}\n')])
+
+
+def test_a_missing_column_names_the_nearest(write):
+    rows = load_rows([write("a.jsonl", '{"messages": [], "id": 1}\n')])
+    rows.require("messages", "data.messages_column")
+    with pytest.raises(MissingError, match="no column 'mesages'") as caught:
+        rows.require("mesages", "data.messages_column")
+    assert "'messages'" in str(caught.value.want)
+    assert "messages, id" in str(caught.value.have)
+    with pytest.raises(MissingError) as caught:
+        rows.require("zzz", "data.text_column")
+    assert "did you mean" not in str(caught.value)

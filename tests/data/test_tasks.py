@@ -1,0 +1,262 @@
+import logging
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers_for_tests import CHATML_MARKED, char_tokenizer
+
+from burnish.config.schema import DataConfig
+from burnish.data.sources import load_rows
+from burnish.data.tasks import ExampleDataset, PromptDataset
+from burnish.errors import MissingError, UsageError
+
+TOKENIZER = char_tokenizer()
+ASK = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def bot(text):
+    return {"role": "assistant", "content": text}
+
+
+def prompts(rows, **settings):
+    return PromptDataset(rows, TOKENIZER, DataConfig(**settings))
+
+
+def examples(rows, max_length=None, **settings):
+    return ExampleDataset(rows, TOKENIZER, DataConfig(**settings), max_length)
+
+
+def trained(example):
+    return TOKENIZER.decode(example.token_ids[example.loss_mask])
+
+
+def test_verl_parquet_is_read_as_it_is(tmp_path):
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [user("1+1?")],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"split": "train", "index": 0, "answer": "1+1=2 #### 2"},
+    }
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
+    prompt = prompts(load_rows([str(tmp_path / "train.parquet")]))[0]
+    assert prompt.index == 0
+    assert prompt.text == ASK.format("1+1?")
+    assert prompt.token_ids.tolist() == TOKENIZER(prompt.text)["input_ids"]
+    assert prompt.token_ids.dtype == np.int64
+    assert prompt.messages == [user("1+1?")]
+    assert (prompt.answer, prompt.source) == ("2", "openai/gsm8k")
+    assert prompt.columns == row
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "answer"),
+    [
+        ({"prompt": "1+1=", "answer": "2"}, "1+1=", "2"),
+        ({"prompt": [user("1+1?")], "solution": "2"}, ASK.format("1+1?"), "2"),
+        ({"question": "1+1?", "answer": "so #### 2"}, "1+1?", "so #### 2"),
+        ({"problem": "1+1?", "solution": "2", "answer": "two"}, "1+1?", "two"),
+        ({"messages": [user("1+1?"), bot("2")], "ground_truth": 2}, ASK.format("1+1?"), 2),
+        ({"messages": [user("1+1?")], "prompt": "1+1="}, "1+1=", None),
+    ],
+)
+def test_usual_columns_are_found(rows_of, row, text, answer):
+    prompt = prompts(rows_of([row]))[0]
+    assert (prompt.text, prompt.answer, prompt.source) == (text, answer, "")
+    assert (prompt.messages is None) == (text != ASK.format("1+1?"))
+
+
+def test_chosen_columns_are_used(rows_of):
+    rows = rows_of([{"prompt": "no", "ask": "yes", "answer": "no", "meta": {"gold": "7"}}])
+    prompt = prompts(rows, prompt_column="ask", answer_column="meta.gold")[0]
+    assert (prompt.text, prompt.answer) == ("yes", "7")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"prompt_column": "promt"},
+            r"(?s)no column 'promt'.*did you mean 'prompt'.*data\.prompt_column=prompt",
+        ),
+        (
+            {"answer_column": "answr"},
+            r"(?s)no column 'answr'.*columns prompt, answer.*did you mean 'answer'",
+        ),
+    ],
+)
+def test_a_chosen_column_that_is_missing_is_named(rows_of, settings, message):
+    with pytest.raises(MissingError, match=message):
+        prompts(rows_of([{"prompt": "a", "answer": "b"}]), **settings)
+
+
+def test_rows_without_a_prompt_column_are_refused(rows_of):
+    with pytest.raises(MissingError, match=r"(?s)columns instruction.*data\.prompt_column"):
+        prompts(rows_of([{"instruction": "a"}]))
+
+
+def test_string_prompts_are_used_as_they_stand_with_a_word_about_it(rows_of, caplog):
+    with caplog.at_level(logging.INFO, "burnish"):
+        assert prompts(rows_of([{"prompt": "ab"}]))[0].text == "ab"
+    assert "without chat template" in caplog.text
+
+
+def test_long_prompts_are_dropped_and_counted(rows_of, caplog):
+    rows = rows_of([{"prompt": "a" * n} for n in (3, 9, 5, 6)])
+    data = prompts(rows, max_prompt_length=5)
+    assert (len(data), data.dropped, data.dropped_overlong) == (2, 2, 2)
+    assert [prompt.index for prompt in data] == [0, 2]
+    assert data.lengths.tolist() == [3, 5]
+    assert "dropped 2 of 4 rows: longer than data.max_prompt_length=5" in caplog.text
+
+
+def test_a_long_prompt_is_an_error_on_request(rows_of):
+    rows = rows_of([{"prompt": "a" * n} for n in (3, 9, 5, 6)])
+    with pytest.raises(UsageError, match=r"(?s)row 1 .* is too long.*9 tokens; 2 of 4") as caught:
+        prompts(rows, max_prompt_length=5, overlong="error")
+    assert "data.jsonl" in str(caught.value)
+    assert len(prompts(rows, max_prompt_length=9, overlong="error")) == 4
+
+
+def test_dropping_everything_is_an_error(rows_of):
+    with pytest.raises(
+        UsageError, match=r"(?s)no row .* can be used.*2 over data\.max_prompt_length=1"
+    ):
+        prompts(rows_of([{"prompt": "abc"}, {"prompt": "abcd"}]), max_prompt_length=1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "a"}, {"prompt": ""}], r"the prompt of row 1 .* is empty"),
+        ([{"prompt": "a"}, {"prompt": None}], r"row 1 .* is not in chat form"),
+        ([{"messages": [user("a")]}, {"messages": [bot("b")]}], r"row 1 .* no messages before"),
+    ],
+)
+def test_a_bad_prompt_is_found_before_the_run(rows_of, rows, message):
+    with pytest.raises(UsageError, match=message):
+        prompts(rows_of(rows))
+
+
+def test_items_slices_and_progress(rows_of):
+    rows = rows_of([{"prompt": "a" * (1 + n % 7)} for n in range(1100)])
+    seen = []
+    data = PromptDataset(
+        rows, TOKENIZER, DataConfig(), lambda done, total: seen.append((done, total))
+    )
+    assert seen == [(512, 1100), (1024, 1100), (1100, 1100)]
+    assert [prompt.index for prompt in data[3:6]] == [3, 4, 5]
+    assert data[-1].index == 1099
+    assert [len(data[i].token_ids) for i in range(9)] == data.lengths[:9].tolist()
+    with pytest.raises(IndexError):
+        data[1100]
+
+
+@pytest.mark.parametrize("template", [None, CHATML_MARKED])
+def test_chats_become_examples(rows_of, template):
+    tokenizer = char_tokenizer(template) if template else TOKENIZER
+    rows = rows_of([{"messages": [user("a"), bot("x"), user("b"), bot("y")], "id": 5}])
+    example = ExampleDataset(rows, tokenizer, DataConfig())[0]
+    assert trained(example) == "x<|im_end|>y<|im_end|>"
+    assert example.weight == 1.0
+    assert example.advantages is None
+
+
+@pytest.mark.parametrize(
+    ("row", "whole", "learned"),
+    [
+        ({"prompt": "1+1=", "completion": "2"}, "1+1=2<|im_end|>", "2<|im_end|>"),
+        (
+            {"prompt": [user("a")], "completion": [bot("x")]},
+            ASK.format("a") + "x<|im_end|>\n",
+            "x<|im_end|>",
+        ),
+        (
+            {"prompt": [user("a")], "completion": "x"},
+            ASK.format("a") + "x<|im_end|>\n",
+            "x<|im_end|>",
+        ),
+        (
+            {"prompt": "a", "completion": [bot("x")]},
+            ASK.format("a") + "x<|im_end|>\n",
+            "x<|im_end|>",
+        ),
+        (
+            {"prompt": [user("a"), bot("b"), user("c")], "completion": "x"},
+            ASK.format("a") + "b<|im_end|>\n" + ASK.format("c") + "x<|im_end|>\n",
+            "x<|im_end|>",
+        ),
+        ({"text": "abc"}, "abc<|im_end|>", "bc<|im_end|>"),
+    ],
+)
+def test_prompts_with_completions_and_texts_become_examples(rows_of, row, whole, learned):
+    example = examples(rows_of([row]))[0]
+    assert TOKENIZER.decode(example.token_ids) == whole
+    assert trained(example) == learned
+
+
+def test_columns_of_other_names_become_examples(rows_of):
+    rows = rows_of([{"question": "q", "answer": "a", "messages": [user("m"), bot("n")]}])
+    settings = {"prompt_column": "question", "completion_column": "answer"}
+    assert TOKENIZER.decode(examples(rows, **settings)[0].token_ids) == "qa<|im_end|>"
+    assert trained(examples(rows)[0]) == "n<|im_end|>"
+    assert trained(examples(rows, messages_column="x", text_column="question")[0]) == "<|im_end|>"
+
+
+def test_long_examples_are_dropped_and_counted(rows_of, caplog):
+    rows = rows_of([{"prompt": "a" * n, "completion": "b"} for n in (2, 9, 3)])
+    data = examples(rows, max_length=5)
+    assert (len(data), data.dropped_overlong, data.dropped_untrained) == (2, 1, 0)
+    assert data.lengths.tolist() == [4, 5]
+    assert "longer than data.max_length=5" in caplog.text
+    with pytest.raises(UsageError, match=r"(?s)row 1 .* too long.*11 tokens.*data\.max_length"):
+        examples(rows, max_length=5, overlong="error")
+
+
+def test_examples_with_nothing_to_train_on_are_dropped_and_counted(rows_of, caplog):
+    rows = rows_of([{"messages": [user("a")]}, {"messages": [user("a"), bot("x")]}])
+    data = examples(rows)
+    assert (len(data), data.dropped, data.dropped_untrained) == (1, 1, 1)
+    assert trained(data[0]) == "x<|im_end|>"
+    assert "dropped 1 of 2 rows: nothing to train on" in caplog.text
+    with pytest.raises(UsageError, match="2 with nothing to train on"):
+        examples(rows_of([{"messages": [user("a")]}] * 2, "none.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "message"),
+    [
+        (
+            {"prompt": "a", "complete": "b"},
+            {},
+            r"(?s)no column 'completion'.*did you mean 'complete'",
+        ),
+        ({"body": "a"}, {}, r"(?s)columns body.*messages, or a prompt and completion, or text"),
+        (
+            {"messages": [], "completion": "x"},
+            {"prompt_column": "mesages"},
+            "did you mean 'messages'",
+        ),
+    ],
+)
+def test_missing_columns_are_named(rows_of, row, settings, message):
+    with pytest.raises(MissingError, match=message):
+        examples(rows_of([row]), **settings)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"text": "a"}, {"text": None}], r"row 1 .* has no text"),
+        ([{"messages": [user("a")]}, {"messages": None}], r"row 1 .* not in chat form"),
+        ([{"prompt": "a", "completion": None}], r"the completion of row 0 .* not in chat form"),
+    ],
+)
+def test_a_bad_example_is_found_before_the_run(rows_of, rows, message):
+    with pytest.raises(UsageError, match=message):
+        examples(rows_of(rows))
