@@ -91,9 +91,9 @@ class Draft:
         *sections, last = name.split(".")
         target = self.values
         for section in sections:
-            if not isinstance(target.get(section), dict):
-                target[section] = {}
-            target = target[section]
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
+                return  # the file has no section there, which the schema will say
         key = self.known[name]
         item = item_section_of(key.annotation)
         self._forget_origins(name)

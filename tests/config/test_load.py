@@ -115,6 +115,7 @@ def test_null_on_the_command_line(tmp_path: Path, written: str) -> None:
         ("data: {train: a.jsonl}\n", [], ["data.train", "data.train: [a.jsonl]"]),
         ("", ["data.train=a.jsonl"], ["data.train has", "(command line)", "data.train=[a.jsonl]"]),
         ("rollout: 3\n", [], ["rollout", "have: 3", "a section of settings"]),
+        ("rollout: 3\n", ["rollout.n=4"], ["rollout has", "(c.yaml:1)", "have: 3"]),
         ("", ["rollout=3"], ["rollout", "have: 3", "rollout.KEY=value"]),
         ("reward: {functions: [numeric]}\n", [], ["reward.functions[0] has", '"numeric"', "mappings with the keys"]),
         ("reward:\n  functions:\n  - weight: 1\n", [], ["reward.functions[0].function is not set (c.yaml:3)", "have: nothing"]),
