@@ -241,7 +241,9 @@ def _files(directory: Path) -> list[Path]:
     index = directory / _INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(
+                {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptError(f"{index} is not an index of weights", have=error) from error
         outside = [name for name in names if Path(name).name != name]

@@ -1,0 +1,156 @@
+import json
+
+import pytest
+import torch
+from tiny import FAMILIES, VOCAB, save_tiny, tiny_config, tiny_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from burnish.config.schema import ModelConfig
+from burnish.errors import IncompatibleError, MissingError, UsageError
+from burnish.models.building import build_on_meta, fill_buffers
+from burnish.models.loading import (
+    FreshSource,
+    SafetensorsSource,
+    read_model_config,
+    save_model_assets,
+    weights_source,
+)
+
+
+def test_config_of_a_directory(tmp_path):
+    save_tiny(tmp_path, "qwen3_moe")
+    config = read_model_config(ModelConfig(path=str(tmp_path)))
+    assert config.model_type == "qwen3_moe"
+    assert config.vocab_size == VOCAB
+
+
+def test_config_of_a_fresh_model(tmp_path):
+    values = {"model_type": "qwen3", "vocab_size": 11, "hidden_size": 8}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    for fresh in (values, str(path)):
+        config = read_model_config(ModelConfig(fresh=fresh))
+        assert (config.model_type, config.vocab_size, config.hidden_size) == ("qwen3", 11, 8)
+    assert values["model_type"] == "qwen3"
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({}, UsageError, "no model"),
+        ({"path": "/nowhere/at/all"}, MissingError, "/nowhere/at/all"),
+        ({"fresh": "/nowhere/config.json"}, MissingError, "/nowhere/config.json"),
+        ({"fresh": {"hidden_size": 8}}, UsageError, "model_type"),
+        ({"fresh": {"model_type": "qwen33"}}, UsageError, "qwen33"),
+    ],
+)
+def test_no_config(config, error, message):
+    with pytest.raises(error, match=message):
+        read_model_config(ModelConfig(**config))
+
+
+def test_a_config_that_is_not_json(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UsageError, match="not JSON"):
+        read_model_config(ModelConfig(fresh=str(tmp_path / "config.json")))
+
+
+def test_a_directory_without_config(tmp_path):
+    with pytest.raises(MissingError) as caught:
+        read_model_config(ModelConfig(path=str(tmp_path)))
+    assert caught.value.have == "no config.json"
+
+
+def test_the_first_weights(tmp_path):
+    save_tiny(tmp_path, "llama")
+    config = ModelConfig(path=str(tmp_path))
+    assert isinstance(weights_source(config, read_model_config(config), 0), SafetensorsSource)
+    assert isinstance(weights_source(ModelConfig(fresh={}), tiny_config(), 0), FreshSource)
+    with pytest.raises(IncompatibleError):
+        weights_source(config, tiny_config("llama", hidden_size=64), 0)
+    with pytest.raises(MissingError):
+        weights_source(config, tiny_config("llama", num_hidden_layers=4), 0)
+
+
+def test_building_leaves_the_configuration_alone():
+    config = tiny_config("llama", attention_dropout=0.5, dtype="bfloat16")
+    before = config.to_dict()
+    model = build_on_meta(config)
+    assert config.to_dict() == before
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffers_are_those_of_plain_transformers(family):
+    changes = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}
+    model = tiny_model(family, **({} if family == "gemma3_text" else changes))
+    ours = build_on_meta(model.config)
+    fill_buffers(ours, torch.device("cpu"))
+    expected = dict(model.named_buffers())
+    for name, buffer in ours.named_buffers():
+        assert torch.equal(buffer, expected.pop(name)), name
+    assert not expected
+
+
+def test_a_model_that_does_not_know_its_buffers(monkeypatch):
+    model = build_on_meta(tiny_config("llama"))
+    monkeypatch.setattr(type(model).__mro__[1], "_init_weights", lambda self, module: None)
+    with pytest.raises(IncompatibleError, match=r"rotary_emb\.inv_freq"):
+        fill_buffers(model, torch.device("cpu"))
+
+
+@pytest.fixture
+def tokenizer():
+    vocabulary = {"<pad>": 0, "<eos>": 1, "a": 2, "b": 3}
+    words = Tokenizer(WordLevel(vocabulary, "<pad>"))
+    words.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        chat_template="{{ messages[0].content }}",
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_assets_and_weights_make_a_hugging_face_directory(tmp_path, family, tokenizer):
+    model = tiny_model(family).to(torch.bfloat16)
+    save_model_assets(model.config, tokenizer, tmp_path / "out", torch.bfloat16)
+    model.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / "model.safetensors").rename(tmp_path / "out" / "model.safetensors")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(back) is type(model)
+    assert back.dtype == torch.bfloat16
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor)
+    theirs = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    ours = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert ours == theirs
+    again = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert again("a b").input_ids == [2, 3]
+    assert again.chat_template == tokenizer.chat_template
+
+
+def test_the_generation_config_is_carried_over(tmp_path):
+    save_tiny(tmp_path / "in")
+    path = tmp_path / "in" / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [2, 5]}))
+    config = AutoConfig.from_pretrained(tmp_path / "in")
+    save_model_assets(config, None, tmp_path / "out", torch.float32)
+    saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == [2, 5]
+
+
+def test_code_of_a_model_is_carried_over(tmp_path):
+    save_tiny(tmp_path / "in")
+    (tmp_path / "in" / "modeling_mine.py").write_text("x = 1\n")
+    config = AutoConfig.from_pretrained(tmp_path / "in")
+    save_model_assets(config, None, tmp_path / "plain", torch.float32)
+    assert not list((tmp_path / "plain").glob("*.py"))
+    config.auto_map = {"AutoConfig": "modeling_mine.MyConfig"}
+    save_model_assets(config, None, tmp_path / "out", torch.float32)
+    assert (tmp_path / "out" / "modeling_mine.py").read_text() == "x = 1\n"
