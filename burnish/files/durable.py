@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from burnish.errors import BurnishError
 from burnish.files.storage import Bytes, Storage
 
 
@@ -57,3 +60,14 @@ def move_aside(storage: Storage, path: Path, directory: Path) -> Path:
 def discard(storage: Storage, path: Path, trash: Path) -> None:
     """Remove a file or directory by renaming it into `trash` first, so that it is never seen half there."""
     storage.remove(move_aside(storage, path, trash))
+
+
+@contextmanager
+def naming_failures(what: str) -> Iterator[None]:
+    """Turn the system's errors inside the block into a `BurnishError` that says what failed."""
+    try:
+        yield
+    except OSError as error:
+        raise BurnishError(
+            what, have=error, do="see that the disk has room, is writable and in order"
+        ) from error

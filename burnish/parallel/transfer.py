@@ -292,12 +292,12 @@ class Transfer:
         have = list(have)
         self._have = [Piece.of(shard) for shard in have]
         self._want = [Piece.of(shard) for shard in want]
-        device = next((s.tensor.device for s in have if s.tensor.device.type != "cpu"), None)
+        device = accelerator_of(have)
         everyone = gather_objects((self._have, self._want, device), layout)
         moves = plan([theirs[0] for theirs in everyone], [theirs[1] for theirs in everyone])
         self._own = [m for m in moves if m.source == m.target == layout.rank]
         self._waves = waves(moves, wave_bytes)
-        self._device = _meeting_place([theirs[2] for theirs in everyone], device)
+        self._device = meeting_place([theirs[2] for theirs in everyone], device)
         self._layout = layout
 
     def run(self, have: Iterable[Shard], want: Iterable[Shard]) -> None:
@@ -339,10 +339,15 @@ def _part(shard: Shard, box: Box) -> Tensor:
     return shard.tensor[box.relative_to(shard.box).slices]
 
 
-def _meeting_place(
+def accelerator_of(shards: Iterable[Shard]) -> torch.device | None:
+    """The accelerator that holds the first shard that is on one; None when all are on the CPU."""
+    return next((s.tensor.device for s in shards if s.tensor.device.type != "cpu"), None)
+
+
+def meeting_place(
     devices: Sequence[torch.device | None], mine: torch.device | None
 ) -> torch.device:
-    """Where the buffers lie: on the accelerator when any rank's shards do, else on the CPU."""
+    """Where an `Exchange` has its buffers, given every rank's `accelerator_of` what it sends: there, or on the CPU."""
     if mine is not None:
         return mine
     kind = next((device.type for device in devices if device is not None), "cpu")

@@ -1,0 +1,176 @@
+"""How tensors lie in files, files in blocks, and blocks in the hands of ranks.
+
+All of it is a pure function of the tensors' names, dtypes and shapes, so every rank computes the
+same, and the files are the same bytes whatever number of ranks writes them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from burnish.checkpoint.dtypes import BY_NAME
+from burnish.files.safetensors import DTYPE_BITS, TensorEntry, build_header
+from burnish.files.strict_json import encode_json
+from burnish.parallel.boxes import Box, flat_range
+
+MAX_FILE_BYTES = 4 << 30
+"""A set of tensors is divided into files of about this size; a larger tensor has one to itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as it will be on disk."""
+
+    directory: str
+    """Below the step: "model" or "training"."""
+    stem: str
+    """The set it belongs to, which names the files: "model", "residual", "exp_avg", ..."""
+    name: str
+    """Canonical name of the weight it is, or is a slot of."""
+    dtype: str
+    """The format's name of its dtype."""
+    shape: tuple[int, ...]
+    """Global shape."""
+
+    @property
+    def key(self) -> str:
+        """Names it among all tensors of the step."""
+        return f"{self.stem}/{self.name}"
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return Box((0,) * len(self.shape), self.shape).elements * DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A safetensors file that is about to be written, or was."""
+
+    path: str
+    """Below the step, with forward slashes."""
+    stem: str
+    """The set its tensors belong to."""
+    header: bytes
+    """Its first bytes."""
+    entries: tuple[TensorEntry, ...]
+    """Its tensors, in the order of their bytes."""
+    size: int
+    """Its bytes, header included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of one tensor that lies in one block, contiguous in the file."""
+
+    key: str
+    """`Stored.key` of the tensor."""
+    shape: tuple[int, ...]
+    """Its global shape."""
+    dtype: torch.dtype
+    """Its dtype on disk."""
+    box: Box
+    """Which elements."""
+    start: int
+    """First byte, counted from the start of the block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A range of one file that has one writer and one hash."""
+
+    file: int
+    """Index among the planned files."""
+    number: int
+    """Index among the file's blocks."""
+    start: int
+    """First byte in the file."""
+    stop: int
+    """One past the last."""
+
+
+def plan_files(
+    tensors: Iterable[Stored], max_file_bytes: int = MAX_FILE_BYTES
+) -> tuple[list[PlannedFile], dict[str, bytes]]:
+    """The safetensors files for these tensors, and the index files that belong to them by path.
+
+    Sets follow each other by path, tensors within a set by name; names follow Hugging Face's
+    (`model.safetensors`, or `model-00001-of-0000N.safetensors` with an index). Within a file the
+    wider dtypes come first, so that no element lies across two blocks.
+    """
+    sets: dict[tuple[str, str], list[Stored]] = {}
+    for tensor in sorted(tensors, key=lambda t: (t.directory, t.stem, t.name)):
+        sets.setdefault((tensor.directory, tensor.stem), []).append(tensor)
+    files: list[PlannedFile] = []
+    indices: dict[str, bytes] = {}
+    for (directory, stem), members in sets.items():
+        shares = _shares(members, max_file_bytes)
+        weight_map: dict[str, str] = {}
+        for number, share in enumerate(shares, start=1):
+            numbered = f"{stem}-{number:05d}-of-{len(shares):05d}" if len(shares) > 1 else stem
+            files.append(_file(f"{directory}/{numbered}.safetensors", stem, share))
+            weight_map |= {tensor.name: f"{numbered}.safetensors" for tensor in share}
+        if len(shares) > 1:
+            total = sum(tensor.size for tensor in members)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            indices[f"{directory}/{stem}.safetensors.index.json"] = encode_json(index)
+    return files, indices
+
+
+def blocks_of(file: int, size: int, block_bytes: int) -> list[Block]:
+    """The blocks of the file with this index and size, in order."""
+    return [
+        Block(file, number, start, min(start + block_bytes, size))
+        for number, start in enumerate(range(0, size, block_bytes))
+    ]
+
+
+def shares_of(blocks: Sequence[Block], world: int) -> list[list[Block]]:
+    """The blocks divided evenly among ranks, each with a contiguous run of them."""
+    cuts = [len(blocks) * rank // world for rank in range(world + 1)]
+    return [list(blocks[cuts[rank] : cuts[rank + 1]]) for rank in range(world)]
+
+
+def parts_of(file: PlannedFile, block: Block) -> list[Part]:
+    """The tensors' elements that lie in a block, in order."""
+    parts: list[Part] = []
+    first = bisect_right(file.entries, block.start, key=lambda entry: entry.end)
+    for entry in file.entries[first:]:
+        if entry.begin >= block.stop:
+            break
+        dtype = BY_NAME[entry.dtype]
+        start = max(entry.begin, block.start)
+        stop = min(entry.end, block.stop)
+        flat = ((at - entry.begin) // dtype.itemsize for at in (start, stop))
+        at = start - block.start
+        for box in flat_range(entry.shape, *flat):
+            key = f"{file.stem}/{entry.name}"
+            parts.append(Part(key, entry.shape, dtype, box, at))
+            at += box.elements * dtype.itemsize
+    return parts
+
+
+def _shares(members: list[Stored], max_file_bytes: int) -> list[list[Stored]]:
+    shares: list[list[Stored]] = [[]]
+    filled = 0
+    for tensor in members:
+        if shares[-1] and filled + tensor.size > max_file_bytes:
+            shares.append([])
+            filled = 0
+        shares[-1].append(tensor)
+        filled += tensor.size
+    return shares
+
+
+def _file(path: str, stem: str, members: list[Stored]) -> PlannedFile:
+    ordered = sorted(members, key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.name))
+    header, entries = build_header(
+        [(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered], {"format": "pt"}
+    )
+    placed = tuple(entries.values())
+    end = placed[-1].end if placed else len(header)
+    return PlannedFile(path, stem, header, placed, end)

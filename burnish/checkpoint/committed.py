@@ -1,0 +1,172 @@
+"""Which steps a directory holds, and whether each is what was once committed.
+
+Reading only, without torch and without looking into tensors (`burnish.checkpoint.verify` does).
+What has the name of a step came there by one rename and was whole; this finds out whether it still
+is.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from burnish.checkpoint.manifest import (
+    COMMIT,
+    COMMIT_LIMIT,
+    MANIFEST,
+    MANIFEST_LIMIT,
+    STATE,
+    STATE_LIMIT,
+    Commit,
+    Manifest,
+    parse_commit,
+    parse_manifest,
+    record_of,
+)
+from burnish.errors import CorruptError
+from burnish.files.durable import read_whole
+from burnish.files.storage import LocalStorage, Storage
+from burnish.files.strict_json import parse_json
+
+_STEP = re.compile(r"step-([0-9]{8,18})")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A step that is on disk whole, as far as names, sizes and the digests of its small files tell."""
+
+    path: Path
+    """Its directory; `path / "model"` is a Hugging Face model directory."""
+    commit: Commit
+    """Its seal."""
+    manifest: Manifest
+    """Its files and their hashes."""
+    state: Mapping[str, Any]
+    """What the trainer wrote of its position: the content of state.json."""
+
+    @property
+    def step(self) -> int:
+        """Steps of training that it holds."""
+        return self.commit.step
+
+    @property
+    def healthy(self) -> bool:
+        """Whether losses and weights were finite."""
+        return self.commit.healthy
+
+
+def step_name(step: int) -> str:
+    """The name of a committed step's directory."""
+    return f"step-{step:08d}"
+
+
+def step_paths(root: Path, storage: Storage) -> dict[int, Path]:
+    """What has a step's name below `root`, whole or not, oldest first."""
+    found: dict[int, Path] = {}
+    for entry in storage.entries(root):
+        match = _STEP.fullmatch(entry.name)
+        if match and entry.kind == "directory" and step_name(int(match[1])) == entry.name:
+            found[int(match[1])] = root / entry.name
+    return dict(sorted(found.items()))
+
+
+def read_commit(path: Path, storage: Storage) -> Commit:
+    """The seal of the step at `path`. Raises `CorruptError` when it is missing or damaged."""
+    commit = parse_commit(_read(path, COMMIT, COMMIT_LIMIT, storage), f"{path / COMMIT}")
+    if path.name != step_name(commit.step):
+        raise CorruptError(
+            f"{path} holds another step", have=step_name(commit.step), want=path.name
+        )
+    return commit
+
+
+def open_step(path: Path, storage: Storage) -> Committed:
+    """The step at `path`: COMMIT, manifest and state read and checked, and every file's size.
+
+    Raises `CorruptError` naming the file for anything damaged, missing, or there without being in
+    the manifest, and `IncompatibleError` for another format.
+    """
+    commit = read_commit(path, storage)
+    data = _read(path, MANIFEST, MANIFEST_LIMIT, storage)
+    manifest = parse_manifest(data, commit, f"{path / MANIFEST}")
+    sizes = dict(_files(path, "", storage))
+    for name in sorted((sizes.keys() - {COMMIT, MANIFEST}) ^ manifest.files.keys()):
+        is_there = name in sizes
+        raise CorruptError(
+            f"{path / name} is {'in no manifest' if is_there else 'missing'}",
+            have="a file that was not committed" if is_there else "no such file",
+            want="exactly the files of the manifest",
+        )
+    for name, record in manifest.files.items():
+        if sizes[name] != record.size:
+            raise CorruptError(
+                f"{path / name} has another size than when it was committed",
+                have=f"{sizes[name]} bytes",
+                want=f"{record.size} bytes",
+            )
+    return Committed(path, commit, manifest, _state(path, manifest, storage))
+
+
+def committed(root: Path, storage: Storage | None = None) -> list[Committed]:
+    """The steps below `root` that open, oldest first; the others are named in the log."""
+    storage = storage or LocalStorage()
+    found = []
+    for path in step_paths(root, storage).values():
+        try:
+            found.append(open_step(path, storage))
+        except CorruptError as error:
+            _log.warning("%s", error)
+    return found
+
+
+def newest(root: Path, storage: Storage | None = None) -> Committed | None:
+    """The newest healthy step below `root`, or None when no step was ever committed there.
+
+    Raises `CorruptError` when there are steps and none can be used.
+    """
+    storage = storage or LocalStorage()
+    usable = [step for step in committed(root, storage) if step.healthy]
+    if not usable and step_paths(root, storage):
+        raise CorruptError(
+            f"no checkpoint in {root} can be used",
+            have=", ".join(path.name for path in step_paths(root, storage).values()),
+            want="one that is whole and healthy",
+        )
+    return usable[-1] if usable else None
+
+
+def _read(path: Path, name: str, limit: int, storage: Storage) -> bytes:
+    try:
+        return read_whole(storage, path / name, limit)
+    except FileNotFoundError as error:
+        raise CorruptError(f"{path} has no {name}", have="a step that is not committed") from error
+    except (ValueError, EOFError) as error:
+        raise CorruptError(f"{path / name} cannot be read", have=error) from error
+
+
+def _files(path: Path, prefix: str, storage: Storage) -> Iterator[tuple[str, int]]:
+    for entry in storage.entries(path):
+        name = f"{prefix}{entry.name}"
+        if entry.kind == "directory":
+            yield from _files(path / entry.name, f"{name}/", storage)
+        elif entry.kind == "file":
+            yield name, entry.size
+        else:
+            raise CorruptError(f"{path / entry.name} is no regular file", have="a link or a device")
+
+
+def _state(path: Path, manifest: Manifest, storage: Storage) -> Mapping[str, Any]:
+    data = _read(path, STATE, STATE_LIMIT, storage)
+    record = manifest.files.get(STATE)
+    if record is None or record != record_of(data, record.block_bytes):
+        raise CorruptError(f"{path / STATE} is not what was committed")
+    state = parse_json(data, f"{path / STATE}")
+    if not isinstance(state, dict):
+        raise CorruptError(f"{path / STATE} is not a JSON object", have=type(state).__name__)
+    return state

@@ -1,0 +1,171 @@
+"""A run's `checkpoints/`: opened by one run at a time, saved into, resumed from, kept in bounds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from burnish.checkpoint.committed import Committed, open_step, read_commit, step_paths
+from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.manifest import Commit
+from burnish.checkpoint.save import INFLIGHT, TRASH, Contents, save_step
+from burnish.errors import CorruptError
+from burnish.files.durable import discard, move_aside, naming_failures
+from burnish.files.lease import Lease
+from burnish.files.storage import LocalStorage, Storage
+from burnish.parallel.collectives import agree, gather_objects
+from burnish.parallel.layout import Layout
+
+QUARANTINE = "quarantine"
+"""Where steps go that could not be resumed from."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a run continues from."""
+
+    step: Committed
+    """The step that was loaded."""
+    skipped: tuple[str, ...]
+    """Why newer steps were not: one text each, newest first."""
+
+
+class Checkpoints:
+    """The directory, held exclusively from entering to leaving the block. All methods are collective.
+
+    `keep_last` healthy steps are kept; `reserve_bytes` of the disk stay free. Entering clears what
+    a killed run left half written; raises `BurnishError` when another run holds the directory.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        layout: Layout,
+        *,
+        keep_last: int = 2,
+        reserve_bytes: int = 0,
+        storage: Storage | None = None,
+    ) -> None:
+        self._root = root
+        self._layout = layout
+        self._keep_last = keep_last
+        self._reserve_bytes = reserve_bytes
+        self._storage = storage or LocalStorage()
+        self._held = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Take the lease and clear leftovers."""
+        try:
+            with agree(self._layout), naming_failures(f"{self._root} cannot be used"):
+                if self._layout.is_main:
+                    self._held.enter_context(Lease(self._root / ".lease"))
+                    self._clear()
+        except BaseException:
+            self._held.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Give the lease back."""
+        self._held.close()
+
+    def save(self, step: int, contents: Contents) -> Path:
+        """Commit a step and remove those that need no longer be kept; returns its directory.
+
+        An error on any rank is raised on every rank and leaves earlier steps untouched.
+        """
+        path = save_step(
+            self._root, step, contents, self._layout, self._storage, self._reserve_bytes
+        )
+        failed = f"step {step} is committed, but older steps could not be removed"
+        with agree(self._layout), naming_failures(failed):
+            if self._layout.is_main:
+                self._retain()
+        return path
+
+    def resume(self, load: Callable[[Committed, CheckpointSource], None]) -> Resumed | None:
+        """Load the newest step that can be; None when nothing was ever committed here.
+
+        `load` fills the engine from the source, which checks what it reads; it may be called again
+        with an older step. A damaged step is moved to `quarantine/`, and so is an unhealthy one,
+        which is not loaded. Raises `CorruptError` when there are steps and none of them can be
+        used; other errors of `load` pass through and leave the step where it is.
+        """
+        skipped: list[str] = []
+        while (path := self._newest()) is not None:
+            try:
+                with agree(self._layout):
+                    step = open_step(path, self._storage)
+                    if not step.healthy:
+                        raise CorruptError(f"{path} is marked unhealthy")
+                load(step, CheckpointSource(step, self._layout, self._storage))
+            except CorruptError as error:
+                skipped.append(str(error))
+                self._quarantine(path, error)
+            else:
+                return Resumed(step, tuple(skipped))
+        aside = self._storage.entries(self._root / QUARANTINE)
+        if aside:
+            raise CorruptError(
+                f"no checkpoint in {self._root} can be used",
+                have="\n".join(skipped) or ", ".join(entry.name for entry in aside),
+                want="one that is whole and healthy",
+                do=f"look into {self._root / QUARANTINE}; remove it to start from the beginning",
+            )
+        return None
+
+    def _newest(self) -> Path | None:
+        """The path of the newest step by name, as rank 0 sees it."""
+        with agree(self._layout), naming_failures(f"{self._root} cannot be read"):
+            paths = list(step_paths(self._root, self._storage).values())
+        return gather_objects(paths[-1] if paths else None, self._layout)[0]
+
+    def _quarantine(self, path: Path, error: CorruptError) -> None:
+        with agree(self._layout), naming_failures(f"{path} cannot be moved to {QUARANTINE}"):
+            if self._layout.is_main:
+                aside = move_aside(self._storage, path, self._root / QUARANTINE)
+                _log.warning("moved to %s: %s", aside, error)
+
+    def _clear(self) -> None:
+        """Remove what was being written or removed when a run was killed."""
+        for entry in self._storage.entries(self._root / TRASH):
+            self._storage.remove(self._root / TRASH / entry.name)
+        for entry in self._storage.entries(self._root):
+            if entry.name.startswith(INFLIGHT):
+                discard(self._storage, self._root / entry.name, self._root / TRASH)
+
+    def _retain(self) -> None:
+        commits: list[Commit] = []
+        for path in step_paths(self._root, self._storage).values():
+            try:
+                commits.append(read_commit(path, self._storage))
+            except CorruptError as error:
+                _log.warning("left alone, for it cannot be read: %s", error)
+        paths = step_paths(self._root, self._storage)
+        for step in outlived(commits, self._keep_last):
+            discard(self._storage, paths[step], self._root / TRASH)
+
+
+def outlived(steps: Sequence[Commit], keep_last: int) -> list[int]:
+    """The steps that retention removes: all older than the `keep_last` newest healthy ones.
+
+    Unhealthy steps count for nothing: they displace no other and go when they are old. With fewer
+    than `keep_last` healthy steps nothing goes.
+    """
+    healthy = sorted(commit.step for commit in steps if commit.healthy)
+    if len(healthy) < keep_last:
+        return []
+    oldest_kept = healthy[-keep_last]
+    return sorted(commit.step for commit in steps if commit.step < oldest_kept)
