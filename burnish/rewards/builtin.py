@@ -69,7 +69,7 @@ def extract_answer(completion: str) -> str | None:
     neither, the last number or else the whole text. Numbers are written alike, so that 4, 4.0 and 8/2 are one answer.
     """
     part, marked = _final_part(completion)
-    plain = _plain(part).strip(" $%.")
+    plain = _plain(part).lstrip(" $").rstrip(" $%.")
     whole = _NUMBER.fullmatch(plain)
     numbers = ([whole[0]] if whole else []) if marked else _NUMBER.findall(plain)
     number = next(_values(numbers), None)

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import time
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from burnish.rewards.builtin import exact_match, extract_answer, last_number, numeric, regex
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("42", 42),
+        ("the answer is 42.", 42),
+        ("-3", -3),
+        ("+3", 3),
+        ("x = -3", -3),
+        ("\N{MINUS SIGN}3", -3),
+        ("10-3=7", 7),
+        ("10-3", 3),
+        ("f(2)-3", 3),
+        ("1,234,567", 1234567),
+        ("1, 2, 3", 3),
+        ("12,34", 34),
+        (r"1{,}234", 1234),
+        (r"10\,000", 10000),
+        ("$1,000.50", Fraction(2001, 2)),
+        (".5", Fraction(1, 2)),
+        ("3.", 3),
+        ("1e3", 1000),
+        ("2.5e-1", Fraction(1, 4)),
+        ("3/4", Fraction(3, 4)),
+        ("-3/4", Fraction(-3, 4)),
+        (r"\frac{3}{4}", Fraction(3, 4)),
+        (r"-\dfrac{3}{4}", Fraction(-3, 4)),
+        ("5 or 1/0", 5),
+        ("7 then " + "9" * 5000, 7),
+        ("none", None),
+        ("", None),
+    ],
+)
+def test_last_number(text: str, want: Fraction | None) -> None:
+    assert last_number(text) == want
+
+
+@given(st.integers() | st.decimals(allow_nan=False, allow_infinity=False, places=3))
+def test_last_number_reads_what_python_writes(number: int | Decimal) -> None:
+    written = f"{number:,f}" if isinstance(number, Decimal) else f"{number:,}"
+    assert last_number(f"so it is {written}.") == Fraction(number)
+
+
+@given(st.text())
+def test_any_text_has_an_answer_or_none(text: str) -> None:
+    last_number(text)
+    extract_answer(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["1" * 200_000, "1," * 100_000, "111," * 50_000, "\\frac{" * 50_000, "{" * 100_000]
+)
+def test_time_is_linear_in_the_text(text: str) -> None:
+    start = time.perf_counter()
+    numeric("\\boxed{" + text, "1")
+    numeric(text, "1")
+    assert time.perf_counter() - start < 5  # quadratic time would take minutes
+
+
+@pytest.mark.parametrize(
+    ("completion", "truth", "want"),
+    [
+        ("2 + 2 = 4", "4", 1),
+        ("2 + 2 = 4", 4, 1),
+        ("4.0", 4, 1),
+        ("0.1", 0.1, 1),
+        ("5", "4", 0),
+        ("", "4", 0),
+        ("no idea", "4", 0),
+        ("#### 42", "10 + 32 = 42\n#### 42", 1),
+        ("#### 42\nand 7 more words", "42", 1),
+        (r"\boxed{42} is right, not 43", "42", 1),
+        (r"first \boxed{1}, then \boxed{\frac{1}{2}}", "0.5", 1),
+        (r"\boxed{4", "4", 1),  # cut off: the last number of the text
+        (r"\boxed{2^{10} = 1024} and 5", "1024", 1),
+        ("1,000", "1000", 1),
+    ],
+)
+def test_numeric(completion: str, truth: object, want: float) -> None:
+    assert numeric(completion, truth) == want
+
+
+def test_numeric_tolerance() -> None:
+    assert numeric("3.14", "3.14159", tolerance=0.01) == 1
+    assert numeric("3.1", "3.14159", tolerance=0.01) == 0
+
+
+@pytest.mark.parametrize("truth", [None, "many"])
+def test_numeric_needs_a_number_to_compare_with(truth: object) -> None:
+    with pytest.raises(ValueError, match="ground truth"):
+        numeric("4", truth)
+
+
+def test_exact_match() -> None:
+    assert exact_match(" 4\n", "4") == 1
+    assert exact_match("4", 4) == 1
+    assert exact_match("44", "4") == 0
+    assert exact_match("", "") == 1
+    assert exact_match("b", ["a", "b"]) == 1
+    assert exact_match("Paris", "paris") == 0
+    assert exact_match("Paris", "paris", ignore_case=True) == 1
+    with pytest.raises(ValueError, match="ground truth"):
+        exact_match("4", None)
+
+
+def test_regex() -> None:
+    assert regex("<a>1</a>", pattern=r"<a>.*</a>") == 1
+    assert regex("see <a>1</a>", pattern=r"<a>.*</a>") == 0
+    assert regex("see <a>1</a>", pattern=r"<a>.*</a>", full=False) == 1
+    assert regex("<a>\n</a>", pattern=r"(?s)<a>.*</a>") == 1
+
+
+@pytest.mark.parametrize(
+    ("completion", "want"),
+    [
+        ("so 4", "4"),
+        ("so 4.0", "4"),
+        ("8/2", "4"),
+        (".50", "1/2"),
+        (r"\boxed{4}", "4"),
+        (r"\boxed{\frac{1}{2}}", "1/2"),
+        (r"\boxed{$1,000$}", "1000"),
+        (r"\boxed{2x+1}", "2x+1"),
+        ("#### 42", "42"),
+        ("Paris ", "Paris"),
+        ("  ", None),
+        (r"5 \boxed{}", None),
+    ],
+)
+def test_extract_answer(completion: str, want: str | None) -> None:
+    assert extract_answer(completion) == want

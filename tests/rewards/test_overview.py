@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from burnish.rewards.overview import rollout_stats
+
+
+def test_statistics_of_a_step(make_rollout) -> None:
+    rollouts = [
+        make_rollout(index=7, reward=1.0, length=2),
+        make_rollout(index=7, reward=0.0, length=8, stop_reason="length"),
+        make_rollout(index=3, reward=1.0, length=0),
+        make_rollout(index=3, reward=1.0, length=2),
+    ]
+    rollouts[0] = replace(rollouts[0], reward_parts={"numeric": 1.0}, reward_error="numeric: slow")
+    rollouts[2] = replace(rollouts[2], reward_parts={"numeric": 0.5, "judge": 3.0})
+    want = {
+        "reward/mean": 0.75,
+        "reward/std": 0.25,
+        "reward/zero_std_frac": 0.5,
+        "reward/errors": 1,
+        "response_length/mean": 3,
+        "response_length/max": 8,
+        "response_length/clip_ratio": 0.25,
+        "reward/parts/numeric": 0.75,
+        "reward/parts/judge": 3,
+    }
+    assert rollout_stats(rollouts).values_by_name() == pytest.approx(want)
+    merged = rollout_stats(rollouts[:2]).merge(rollout_stats(rollouts[2:]))
+    assert merged.values_by_name() == pytest.approx(want)
+
+
+def test_of_nothing() -> None:
+    assert rollout_stats([]) == {}

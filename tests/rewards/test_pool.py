@@ -1,0 +1,323 @@
+"""The pool against functions of every temper, in a file as a user would write it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from burnish.config.schema import RewardConfig, RewardFunctionConfig
+from burnish.errors import MissingError, UsageError
+from burnish.records import Rollout
+from burnish.rewards.pool import RewardPool
+
+SOURCE = """
+import asyncio, os, subprocess, sys, time
+
+def length(completions, **kwargs):
+    return [float(len(c)) for c in completions]
+
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str == ground_truth), "source": data_source}
+
+def temper(solution_str):
+    if solution_str == "raise":
+        raise RuntimeError("the judge is out")
+    if solution_str == "hang":
+        while True:
+            pass
+    if solution_str == "sleep":
+        time.sleep(1000)
+    if solution_str == "die":
+        os._exit(7)
+    if solution_str == "nan":
+        return float("nan")
+    return 1.0
+
+def all_raise(completions):
+    raise RuntimeError("the judge is out")
+
+def all_hang(completions):
+    time.sleep(1000)
+
+def wrong_length(completions):
+    return [1.0]
+
+def odd_only(completions):
+    return [1.0 if len(c) % 2 else None for c in completions]
+
+async def judge(solution_str):
+    await asyncio.sleep(0.01)
+    return 2.0
+
+def slow_first(solution_str):
+    time.sleep(0.3 if solution_str == "0" else 0)
+    return float(solution_str)
+
+def needs_level(completions, level):
+    return [float(x) for x in level]
+
+def process(completions):
+    print("printing is fine")
+    return [float(os.getpid())] * len(completions)
+
+def torch_is_imported(completions):
+    return [float("torch" in sys.modules or "transformers" in sys.modules)] * len(completions)
+
+def child_hangs(solution_str, pid_file):
+    child = subprocess.Popen(["sleep", "1000"])
+    with open(pid_file, "w") as file:
+        file.write(str(child.pid))
+    child.wait()
+"""
+
+MakePool = Callable[..., RewardPool]
+
+
+@pytest.fixture
+def make_pool(tmp_path: Path) -> Iterator[MakePool]:
+    source = tmp_path / "user_rewards.py"
+    source.write_text(SOURCE)
+    pools = []
+
+    def make(*names: str, kwargs: dict | None = None, **settings) -> RewardPool:
+        functions = [
+            RewardFunctionConfig(
+                function=name
+                if name in ("exact_match", "numeric", "regex")
+                else f"{source}:{name}",
+                weight=weight,
+                kwargs=kwargs or {},
+            )
+            for weight, name in enumerate(names, 1)
+        ]
+        settings = {"workers": 2, "timeout_seconds": 20.0} | settings
+        pools.append(RewardPool(RewardConfig(functions=functions, **settings)))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def texts(make_rollout) -> Callable[..., list[Rollout]]:
+    return lambda *said: [make_rollout(text, sample=i) for i, text in enumerate(said)]
+
+
+def test_weighted_sum_of_functions_of_both_signatures(make_pool, texts) -> None:
+    pool = make_pool("exact_match", "length", "score")
+    right, wrong = pool.score(texts("4", "five"))
+    assert dict(right.reward_parts) == {"exact_match": 1, "length": 1, "score": 1}
+    assert right.reward == 1 * 1 + 2 * 1 + 3 * 1
+    assert dict(wrong.reward_parts) == {"exact_match": 0, "length": 4, "score": 0}
+    assert wrong.reward == 2 * 4
+    assert right.reward_error is wrong.reward_error is None
+    assert (right.text, wrong.text) == ("4", "five")
+
+
+def test_no_rollouts(make_pool) -> None:
+    assert make_pool("exact_match", "length", "score").score([]) == []
+
+
+def test_built_in_functions_start_no_process(make_pool, texts, monkeypatch) -> None:
+    monkeypatch.setattr("subprocess.Popen", None)
+    pool = make_pool("exact_match", "numeric")
+    assert [r.reward for r in pool.score(texts("4", "4.0"))] == [3, 2]
+
+
+def test_the_error_of_one_rollout_is_its_own(make_pool, texts) -> None:
+    pool = make_pool("temper", timeout_seconds=0.5, on_error=-1.0)
+    said = ["fine", "raise", "hang", "sleep", "nan", "die", "fine"]
+    scored = pool.score(texts(*said))
+    errors = dict(zip(said, (r.reward_error for r in scored), strict=True))
+    assert errors["fine"] is None
+    assert "temper: RuntimeError: the judge is out" in errors["raise"]
+    assert "user_rewards.py:" in errors["raise"]
+    assert errors["hang"] == errors["sleep"] == "temper: no answer within 0.5 s"
+    assert errors["nan"] == "temper: returned nan"
+    assert errors["die"] == "temper: its process ended (exit status 7)"
+    assert [r.reward for r in scored] == [1, -1, -1, -1, -1, -1, 1]
+    # The killed workers have been replaced.
+    assert [r.reward for r in pool.score(texts("fine", "fine", "fine"))] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("all_raise", "all_raise: RuntimeError: the judge is out"),
+        ("all_hang", "all_hang: no answer within 0.5 s"),
+        ("wrong_length", "wrong_length: returned 1 values for 3 completions"),
+    ],
+)
+def test_the_error_of_a_batch_is_every_rollouts(make_pool, texts, name: str, error: str) -> None:
+    pool = make_pool("exact_match", name, timeout_seconds=0.5, on_error=0.25)
+    for rollout in pool.score(texts("4", "4", "4")):
+        assert rollout.reward_error.startswith(error)
+        assert dict(rollout.reward_parts) == {"exact_match": 1, name: 0.25}
+        assert rollout.reward == 1 + 2 * 0.25
+
+
+def test_errors_of_several_functions_are_all_told(make_pool, texts) -> None:
+    (rollout,) = make_pool("all_raise", "temper").score(texts("nan"))
+    assert "all_raise: RuntimeError" in rollout.reward_error
+    assert "; temper: returned nan" in rollout.reward_error
+
+
+def test_a_deadline_bounds_the_wait_and_kills_what_the_function_started(
+    make_pool, texts, tmp_path: Path
+) -> None:
+    pid_file = tmp_path / "pid"
+    pool = make_pool("child_hangs", kwargs={"pid_file": str(pid_file)}, timeout_seconds=0.5)
+    start = time.monotonic()
+    (rollout,) = pool.score(texts("x"))
+    assert time.monotonic() - start < 10
+    assert "no answer" in rollout.reward_error
+    wait_until_gone(int(pid_file.read_text()))
+
+
+def wait_until_gone(pid: int) -> None:
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":  # dead, waiting for whoever adopted it
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {pid} still runs")
+
+
+def test_a_pattern_that_backtracks_for_ever_meets_its_deadline(make_pool, texts) -> None:
+    pool = make_pool("regex", kwargs={"pattern": "(a+)+b"}, timeout_seconds=0.5)
+    hangs, matches = pool.score(texts("a" * 60, "aab"))
+    assert hangs.reward_error == "regex: no answer within 0.5 s"
+    assert matches.reward == 1
+
+
+def test_answers_keep_the_order_of_rollouts(make_pool, texts) -> None:
+    pool = make_pool("slow_first", workers=3)
+    said = [str(i) for i in range(20)]
+    rollouts = texts(*said)
+    scored = pool.score(rollouts)
+    assert [r.reward for r in scored] == list(range(20))
+    backwards = pool.score(rollouts[::-1])
+    assert [r.reward for r in backwards] == [r.reward for r in scored[::-1]]
+
+
+def test_none_from_a_trl_function_is_no_part_of_the_reward(make_pool, texts) -> None:
+    first, second = make_pool("exact_match", "odd_only", on_error=9.0).score(texts("4", "42"))
+    assert dict(first.reward_parts) == {"exact_match": 1, "odd_only": 1}
+    assert dict(second.reward_parts) == {"exact_match": 0}
+    assert second.reward_error is None
+
+
+def test_async_functions(make_pool, texts) -> None:
+    assert [r.reward for r in make_pool("judge").score(texts("a", "b", "c"))] == [2, 2, 2]
+
+
+def test_the_same_function_twice_has_two_parts(make_pool, texts) -> None:
+    (rollout,) = make_pool("exact_match", "exact_match").score(texts("4"))
+    assert dict(rollout.reward_parts) == {"exact_match": 1, "exact_match_2": 1}
+
+
+def test_workers_are_kept_are_other_processes_and_import_nothing_heavy(make_pool, texts) -> None:
+    pool = make_pool("process", "torch_is_imported", workers=1)
+    (first,), (second,) = pool.score(texts("a")), pool.score(texts("a"))
+    assert first.reward_parts["process"] == second.reward_parts["process"] != os.getpid()
+    assert first.reward_parts["torch_is_imported"] == 0
+
+
+def test_close_ends_the_workers(make_pool, texts) -> None:
+    with make_pool("process") as pool:
+        (rollout,) = pool.score(texts("a"))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(rollout.reward_parts["process"]), 0)
+
+
+def test_a_worker_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    source = tmp_path / "user_rewards.py"
+    source.write_text(SOURCE)
+    script = (
+        "import os, signal\n"
+        "from burnish.rewards.workers import Call, Workers\n"
+        f"workers = Workers([({f'{source}:process'!r}, {{}})], 1, 20.0)\n"
+        "pid = int(workers.run([Call(0, {'completions': ['a']}, 1)])[0][0].value)\n"
+        "print(pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    wait_until_gone(int(done.stdout.split()[-1]))
+
+
+def test_an_interrupted_score_leaves_no_late_answers(make_pool, texts, monkeypatch) -> None:
+    pool = make_pool("slow_first", workers=1)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("burnish.rewards.workers.wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.score(texts("0", "1"))
+    assert [r.reward for r in pool.score(texts("7", "8"))] == [7, 8]
+
+
+def test_no_functions() -> None:
+    with pytest.raises(UsageError, match="No reward function"):
+        RewardPool(RewardConfig())
+
+
+def test_a_function_that_cannot_be_used_is_refused_at_once(make_pool, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        make_pool("lenght")
+    assert "did you mean 'length'?" in str(caught.value)
+    with pytest.raises(UsageError, match="takes no argument 'scale'"):
+        make_pool("score", kwargs={"scale": 2})
+    with pytest.raises(UsageError, match="takes no argument 'case'"):
+        make_pool("exact_match", kwargs={"case": True})
+
+
+@pytest.mark.parametrize(
+    ("source", "have"),
+    [
+        ("import os; os._exit(3)", "exit status 3"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal SIGSEGV"),
+    ],
+)
+def test_a_module_that_ends_the_process(tmp_path: Path, source: str, have: str) -> None:
+    (tmp_path / "ends.py").write_text(source)
+    config = RewardConfig(functions=[RewardFunctionConfig(function=f"{tmp_path}/ends.py:f")])
+    with pytest.raises(UsageError, match=have):
+        RewardPool(config)
+
+
+def test_a_module_that_hangs(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("burnish.rewards.workers.START_SECONDS", 1.0)
+    (tmp_path / "hangs.py").write_text("while True: pass")
+    config = RewardConfig(functions=[RewardFunctionConfig(function=f"{tmp_path}/hangs.py:f")])
+    with pytest.raises(UsageError, match="still importing after 1 s"):
+        RewardPool(config)
+
+
+def test_a_column_that_the_data_lacks(make_pool, make_rollout) -> None:
+    pool = make_pool("exact_match", "needs_level")
+    pool.check_columns(["level", "answer"])
+    with pytest.raises(MissingError) as caught:
+        pool.check_columns(["answer"])
+    assert "want: level" in str(caught.value)
+    (scored,) = pool.score([make_rollout(columns={"level": 3})])
+    assert scored.reward_parts["needs_level"] == 3
+
+
+def test_calls_cost_messages_not_processes(make_pool, texts, monkeypatch) -> None:
+    pool = make_pool("score", "length", workers=1)
+    rollouts = texts(*["4"] * 128)
+    monkeypatch.setattr("subprocess.Popen", None)
+    for _ in range(2):
+        assert all(r.reward == 1 + 2 for r in pool.score(rollouts))

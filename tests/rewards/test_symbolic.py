@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+
+from burnish.errors import UsageError
+from burnish.rewards.load import load_function
+
+needs_math = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="the extra math is not installed"
+)
+
+
+@needs_math
+@pytest.mark.parametrize(
+    ("completion", "truth", "want"),
+    [
+        (r"so $\frac{2}{4}$", "1/2", 1),
+        (r"\boxed{0.5}", r"\frac{1}{2}", 1),
+        (r"\boxed{(x+1)^2}", "x^2+2x+1", 1),
+        (r"\boxed{3}", 4, 0),
+        ("", "4", 0),
+    ],
+)
+def test_equivalence(completion: str, truth: object, want: float) -> None:
+    assert load_function("math_verify")(completion, truth) == want
+
+
+@needs_math
+@pytest.mark.parametrize("truth", [None, ""])
+def test_a_ground_truth_without_an_expression(truth: object) -> None:
+    with pytest.raises(ValueError, match="ground truth"):
+        load_function("math_verify")("4", truth)
+
+
+def test_without_the_package_the_error_says_how_to_get_it(monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, "burnish.rewards.symbolic", raising=False)
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(UsageError) as caught:
+        load_function("math_verify")
+    assert caught.value.do == 'pip install "burnish[math]"'
