@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 from transformers import PretrainedConfig
@@ -109,9 +110,8 @@ def _attention_costs(model: nn.Module, config: PretrainedConfig) -> Iterator[Att
 def _window(module: nn.Module, config: PretrainedConfig, index: int) -> int | None:
     """The layer's own window; where layers do not say (Mistral), the configuration's."""
     if hasattr(module, "sliding_window"):
-        window: int | None = module.sliding_window
-        return window
+        return cast("int | None", module.sliding_window)
     kinds = getattr(config, "layer_types", None)
     if kinds and kinds[index] != "sliding_attention":
         return None
-    return getattr(config, "sliding_window", None)
+    return cast("int | None", getattr(config, "sliding_window", None))
