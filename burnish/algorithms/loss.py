@@ -1,8 +1,8 @@
 """The loss functions that trainers hand to an engine.
 
 Each is pure: it sees one micro-batch, returns its part of the step's loss and statistics that add up
-over micro-batches and ranks, and never waits for the device. Left out: collectives, which are the
-engine's.
+over micro-batches and ranks, and never waits for the device. The names of statistics have no prefix: whose
+loss it is (`actor/`, `critic/`, `train/`) the trainer knows. Left out: collectives, which are the engine's.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ Loss = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]
 def sft_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
     """Negative log-likelihood per loss token: -Σ_s w_s Σ_t m_t log π(y_t) / (loss tokens of the global batch).
 
-    Statistics: `sft/loss` and `sft/tokens`, the number of tokens trained on.
+    Statistics: `tokens`, the number of tokens trained on. The mean itself is the engine's `loss`.
     """
     mean = aggregation("token_mean", micro, 1)
     loss = mean(-outputs.logprobs.float())
-    stats = Stats({"sft/loss": _term(loss, mean), "sft/tokens": Sum(mean.local_units)})
-    return loss, stats
+    return loss, Stats({"tokens": Sum(mean.local_units)})
 
 
 def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
@@ -41,10 +40,10 @@ def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
     All three are aggregated alike, `max_response_length` in tokens being sequence_sum_fixed's divisor.
     The entropy bonus needs `TokenOutputs.entropy` with a gradient. Statistics, each a mean that merges:
 
-    - `actor/pg_loss`, `actor/kl_loss`: the terms as they enter the loss
-    - `actor/entropy`: nats per token
-    - `actor/ppo_kl`: mean of log π_old/π per token
-    - `actor/pg_clipfrac`, `actor/pg_clipfrac_lower`: share of tokens held by the clip range, by the dual clip
+    - `pg_loss`, `kl_loss`: the terms as they enter the loss
+    - `entropy`: nats per token
+    - `ppo_kl`: mean of log π_old/π per token
+    - `pg_clipfrac`, `pg_clipfrac_lower`: share of tokens held by the clip range, by the dual clip
 
     The loss raises `BurnishError` for a micro-batch without advantages, or without reference log-probs where it needs them.
     """
@@ -55,13 +54,13 @@ def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
         tokens = _surrogate(config, outputs.logprobs, micro)
         loss = aggregate(tokens.loss)
         stats = _statistics(tokens, outputs, micro)
-        stats["actor/pg_loss"] = _term(loss, aggregate)
+        stats["pg_loss"] = _term(loss, aggregate)
         if kl_in_loss:
             divergence = aggregate(
                 kl_loss(config.kl.estimator, outputs.logprobs, _reference(micro), micro.loss_mask)
             )
             loss = loss + config.kl.coef * divergence
-            stats["actor/kl_loss"] = _term(divergence, aggregate)
+            stats["kl_loss"] = _term(divergence, aggregate)
         if config.entropy_coef != 0:
             loss = loss - config.entropy_coef * aggregate(outputs.entropy)
         return loss, stats
@@ -86,10 +85,10 @@ def _statistics(tokens: TokenLosses, outputs: TokenOutputs, micro: MicroBatch) -
 
     return Stats(
         {
-            "actor/entropy": mean(outputs.entropy),
-            "actor/ppo_kl": mean(-tokens.log_ratio),
-            "actor/pg_clipfrac": mean(tokens.clipped),
-            "actor/pg_clipfrac_lower": mean(tokens.clipped_lower),
+            "entropy": mean(outputs.entropy),
+            "ppo_kl": mean(-tokens.log_ratio),
+            "pg_clipfrac": mean(tokens.clipped),
+            "pg_clipfrac_lower": mean(tokens.clipped_lower),
         }
     )
 
