@@ -1,5 +1,1 @@
-"""Where processes come from."""
-
-from burnish.launch.entry import run
-
-__all__ = ["run"]
+"""Where the processes of a run come from."""

@@ -1,0 +1,1 @@
+"""Processes, what they hold, and what they say to each other."""

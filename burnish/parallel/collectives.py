@@ -163,10 +163,13 @@ def same_on_all_ranks(value: bytes | str, what: str, layout: Layout) -> None:
     """
     data = value.encode() if isinstance(value, str) else value
     digests = gather_objects(hashlib.blake2b(data, digest_size=16).hexdigest(), layout)
-    differ = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    differ = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
     if differ:
+        ranks = (
+            f"rank {differ[0]} differs" if len(differ) == 1 else f"ranks {', '.join(differ)} differ"
+        )
         raise BurnishError(
             f"{what} is not the same on all ranks",
-            have=f"ranks {', '.join(map(str, differ))} differ from rank 0",
+            have=f"{ranks} from rank 0",
             want="the same on every rank",
         )

@@ -89,7 +89,7 @@ def empty_cache(device: torch.device) -> None:
         torch.accelerator.empty_cache()
 
 
-def memory_used(device: torch.device) -> int:
+def used_memory(device: torch.device) -> int:
     """Bytes in use: by tensors on an accelerator, by the whole process (resident) on the CPU.
 
     Where the system does not tell (no /proc), the process's peak is given instead.
@@ -99,15 +99,15 @@ def memory_used(device: torch.device) -> int:
     return _process_status("VmRSS") or _peak_from_rusage()
 
 
-def memory_peak(device: torch.device) -> int:
-    """The most bytes in use since the last `reset_peak`, or since the process began."""
+def peak_memory(device: torch.device) -> int:
+    """The most bytes in use since the last `reset_peak_memory`, or since the process began."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
     return _process_status("VmHWM") or _peak_from_rusage()
 
 
-def reset_peak(device: torch.device) -> None:
-    """Start `memory_peak` again from what is in use. Without /proc a process's peak stays."""
+def reset_peak_memory(device: torch.device) -> None:
+    """Start `peak_memory` again from what is in use. Without /proc a process's peak stays."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
         return

@@ -11,7 +11,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -23,7 +23,7 @@ from burnish.errors import BurnishError, UsageError
 from burnish.parallel.environment import Place, place_of
 from burnish.parallel.layout import Layout
 from burnish.parallel.ports import format_address
-from burnish.parallel.watch import watching
+from burnish.parallel.watch import naming_failures, watching
 
 _BACKENDS = {
     "cpu": "cpu:gloo",
@@ -34,6 +34,8 @@ _BACKENDS = {
 
 _TIMEOUT = re.compile(r"Timed out waiting \d+ms for|Watchdog caught collective operation timeout")
 # How gloo and NCCL say it.
+_LEAVE = timedelta(seconds=5)
+# How long rank 0, where it serves the store, waits at the end for ranks that may still be using it.
 
 
 @contextmanager
@@ -55,15 +57,14 @@ def process_group(
     backend = backend_of(device)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
-    store = _meet(place, timeout)
-    dist.init_process_group(
-        backend, store=store, rank=layout.rank, world_size=layout.world, timeout=timeout
-    )
-    try:
-        with watching(layout, place.host, store), _named_timeout(layout, timeout_seconds):
-            yield layout
-    finally:
-        dist.destroy_process_group()
+    with (
+        _meeting(place, timeout) as store,
+        watching(layout, place.host, store) as watch,
+        _default_group(backend, store, layout, timeout),
+        naming_failures(watch, layout.rank),
+        _named_timeout(layout, timeout_seconds),
+    ):
+        yield layout
 
 
 def backend_of(device: torch.device) -> str:
@@ -80,17 +81,46 @@ def backend_of(device: torch.device) -> str:
     return _BACKENDS[device.type]
 
 
-def _meet(place: Place, timeout: timedelta) -> Store:
-    """A store that all ranks have come to."""
+@contextmanager
+def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
+    """A store that all ranks have come to, open until all have left it."""
     layout = place.layout
     if layout.world == 1:
-        return HashStore()
+        yield HashStore()
+        return
+    store = _connect(place, timeout)
+    _await_everybody(store, layout, timeout)
+    yield store
+    with suppress(RuntimeError):  # a rank that leaves much later than rank 0 finds the store closed
+        store.set(f"left/{layout.rank}", "")
+        if layout.rank == 0 and not place.agent_store:
+            store.wait([f"left/{rank}" for rank in range(layout.world)], _LEAVE)
+
+
+@contextmanager
+def _default_group(
+    backend: str, store: Store, layout: Layout, timeout: timedelta
+) -> Iterator[None]:
+    dist.init_process_group(
+        backend, store=store, rank=layout.rank, world_size=layout.world, timeout=timeout
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _connect(place: Place, timeout: timedelta) -> Store:
+    """The store of this opening of the group.
+
+    The launcher's store outlives a group, so entries are kept apart by the launcher's attempt and
+    by how often this rank has opened a group, which is the same for all ranks.
+    """
+    layout = place.layout
     serves = layout.rank == 0 and not place.agent_store
     try:
-        store = PrefixStore(
-            f"burnish/{place.attempt}",
-            TCPStore(place.host, place.port, layout.world, serves, timeout, False),
-        )
+        server = TCPStore(place.host, place.port, layout.world, serves, timeout, False)
+        opening = server.add(f"burnish/{place.attempt}/openings/{layout.rank}", 1)
     except (RuntimeError, OSError) as error:
         address = format_address(place.host, place.port)
         raise BurnishError(
@@ -99,8 +129,7 @@ def _meet(place: Place, timeout: timedelta) -> Store:
             want=f"all {layout.world} ranks at {address} within {timeout.total_seconds():g} s",
             do="check that rank 0 runs, and set MASTER_ADDR and MASTER_PORT to its machine and a free port",
         ) from error
-    _await_everybody(store, layout, timeout)
-    return store
+    return PrefixStore(f"burnish/{place.attempt}/{opening}", server)
 
 
 def _await_everybody(store: Store, layout: Layout, timeout: timedelta) -> None:

@@ -165,11 +165,11 @@ class Relay(threading.Thread):
         """Note and tell the first failure; what fails after it fails because of it."""
         if self._failure is None:
             self._failure = Failure(peer.rank, peer.host, peer.pid, reason)
-            self._tell_all(asdict(self._failure), but=peer)
+            self._tell_all(asdict(self._failure))
 
-    def _tell_all(self, message: dict[str, Any], but: _Peer | None = None) -> None:
+    def _tell_all(self, message: dict[str, Any]) -> None:
         for peer in self._peers:
-            if peer is not but and peer.rank >= 0:
+            if peer.rank >= 0:
                 self._tell(peer, message)
 
     def _tell(self, peer: _Peer, message: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
@@ -38,30 +39,41 @@ _MACHINERY = ("torch", "contextlib", "threading", "burnish.parallel", "burnish.l
 
 
 @contextmanager
-def watching(layout: Layout, host: str, store: Store) -> Iterator[None]:
-    """Tell the others if the block raises here, and hear it if it does there.
+def watching(layout: Layout, host: str, store: Store) -> Iterator[Watch | None]:
+    """Be connected to the relay during the block; a lone process has nobody to watch.
 
-    `host` is the machine of rank 0; `store` is shared by all ranks. A failure elsewhere is raised
-    as `BurnishError` in place of the error that a broken collective gives. A rank that neither
-    leaves the block nor meets a collective within five seconds has its process ended, with the same
-    message and the stacks of its threads on standard error: a kernel that waits for a lost rank
+    `host` is the machine of rank 0; `store` is shared by all ranks. A rank that does not leave the
+    block within five seconds of a failure, its own or another's, has its process ended, with the
+    failure and the stacks of its threads on standard error: a kernel that waits for a lost rank
     cannot be interrupted.
     """
     if layout.world == 1:
-        yield
+        yield None
         return
     watch = Watch(layout, host, store)
     try:
+        yield watch
+    finally:
+        watch.leave()
+
+
+@contextmanager
+def naming_failures(watch: Watch | None, rank: int) -> Iterator[None]:
+    """Tell the others if the block raises on this rank, and hear it if it does on theirs.
+
+    Another rank's failure is raised as `BurnishError` in place of the error that a broken
+    collective gives.
+    """
+    try:
         yield
     except BaseException as error:
+        if watch is None:
+            raise
         failure = watch.failure(_VERDICT_SECONDS if _may_be_a_peers(error) else 0.0)
-        watch.leave(_reason(error))
+        watch.report(error)
         if failure is not None and not isinstance(error, BurnishError):
-            frames = traceback.walk_tb(error.__traceback__)
-            raise failure.error(layout.rank, _work(frames)) from error
+            raise failure.error(rank, _work(traceback.walk_tb(error.__traceback__))) from error
         raise
-    else:
-        watch.leave(None)
 
 
 class Watch:
@@ -72,6 +84,7 @@ class Watch:
         self._failure: Failure | None = None
         self._told = threading.Event()
         self._left = threading.Event()
+        self._reported = False
         self._main = threading.get_ident()
         self._relay = Relay.start_for(layout, store) if layout.rank == 0 else None
         self._contact = json.loads(store.get("watch"))
@@ -80,20 +93,32 @@ class Watch:
         self._listener.start()
 
     def failure(self, wait_seconds: float) -> Failure | None:
-        """The first failure of another rank, waiting this long for the news of it."""
+        """The first failure of the run if it is another rank's, waiting this long for the news of it."""
         self._told.wait(wait_seconds)
-        return self._failure
+        first = self._failure
+        return None if first is None or first.rank == self._rank else first
 
-    def leave(self, reason: str | None) -> None:
-        """Say goodbye: with the text of this rank's error, or None when all is well."""
+    def report(self, error: BaseException) -> None:
+        """Tell the others that this rank has failed, unless it is an orderly stop that they come to by themselves."""
+        if not isinstance(error, StoppedError):
+            self._reported = True
+            self._send({"reason": _reason(error)})
+
+    def leave(self) -> None:
+        """Close the connection, with a goodbye unless a failure has been reported."""
         self._left.set()
-        with suppress(OSError):  # the relay may be gone already, and then nobody is left to tell
-            send_line(self._socket, {"reason": reason})
+        if not self._reported:
+            self._send({"reason": None})
+        with suppress(OSError):  # closed by the relay already
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._relay is not None:
             self._relay.join(_GRACE_SECONDS)
         self._listener.join(_GRACE_SECONDS)
         self._socket.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with suppress(OSError):  # rank 0 is gone, and has told everybody before or is missed by all
+            send_line(self._socket, message)
 
     def _connect(self, host: str) -> socket.socket:
         address = (self._contact["address"] or host, self._contact["port"])
@@ -137,10 +162,7 @@ def _may_be_a_peers(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError)
 
 
-def _reason(error: BaseException) -> str | None:
-    """What the others are told; None for an orderly stop, which they come to by themselves."""
-    if isinstance(error, StoppedError):
-        return None
+def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, BurnishError) else f"{type(error).__name__}: {error}"
 
 

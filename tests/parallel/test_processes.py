@@ -143,6 +143,16 @@ def test_the_timeout_bounds_a_collective_that_a_rank_skips():
     assert other == ""
 
 
+def _open_twice():
+    return [_sum_with_environment() for _ in range(2)]
+
+
+def test_a_group_can_be_opened_again_over_the_same_store():
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=20), wait_for_workers=False)
+    environs = [torchrun_environ(rank, 2, store.port) for rank in range(2)]
+    assert run_processes(_open_twice, environs, timeout=40) == [[3, 3]] * 2
+
+
 def _fail(layout):
     if layout.rank == 1:
         raise ValueError("boom")

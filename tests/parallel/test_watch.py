@@ -15,8 +15,9 @@ import torch.distributed as dist
 from distributed import RankFailed, run_ranks
 
 from burnish.errors import BurnishError, StoppedError
+from burnish.parallel import watch
 from burnish.parallel.layout import Layout
-from burnish.parallel.watch import Watch, watching
+from burnish.parallel.watch import Watch, naming_failures, watching
 
 SHOULD_TAKE_SECONDS = 10
 
@@ -26,14 +27,14 @@ def pair():
     store = dist.HashStore()
     watches = [Watch(Layout(rank, 2, rank, 2), "", store) for rank in range(2)]
     yield store, *watches
-    for watch in reversed(watches):
-        watch.leave(None)
+    for each in reversed(watches):
+        each.leave()
 
 
 def test_all_is_well(pair):
     _, first, second = pair
-    second.leave(None)
-    first.leave(None)
+    second.leave()
+    first.leave()
     assert first.failure(0) is None
     assert second.failure(0) is None
 
@@ -41,7 +42,7 @@ def test_all_is_well(pair):
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_reason_reaches_the_others_and_not_oneself(pair, failing):
     watches = pair[1:]
-    watches[failing].leave("out of paper")
+    watches[failing].report(BurnishError("out of paper"))
     failure = watches[1 - failing].failure(5)
     assert (failure.rank, failure.pid, failure.reason) == (failing, os.getpid(), "out of paper")
     error = failure.error(7, "train.step (line 3)")
@@ -55,11 +56,12 @@ def test_a_reason_reaches_the_others_and_not_oneself(pair, failing):
 def test_only_the_first_failure_is_told():
     store = dist.HashStore()
     watches = [Watch(Layout(rank, 3, rank, 3), "", store) for rank in range(3)]
-    watches[2].leave("the cause")
+    watches[2].report(BurnishError("the cause"))
     assert watches[1].failure(5).rank == 2
-    watches[1].leave("a consequence")
+    watches[1].report(BurnishError("a consequence"))
     assert watches[0].failure(5).rank == 2
-    watches[0].leave(None)
+    for each in reversed(watches):
+        each.leave()
 
 
 def test_a_connection_that_closes_without_a_word_is_a_death(pair):
@@ -87,7 +89,7 @@ def test_strangers_are_not_heard(pair, sent):
         stranger.settimeout(5)
         assert stranger.recv(1) == b""
     assert first.failure(0.1) is None
-    second.leave("heard")
+    second.report(BurnishError("heard"))
     assert first.failure(5).reason == "heard"
 
 
@@ -102,7 +104,8 @@ def test_a_relay_out_of_reach_is_an_error_that_names_it():
 
 def test_a_lone_process_watches_nobody():
     store = dist.HashStore()
-    with watching(Layout(), "", store):
+    with watching(Layout(), "", store) as nobody:
+        assert nobody is None
         assert store.num_keys() == 0
 
 
@@ -179,6 +182,11 @@ def test_the_error_of_a_rank_is_told_to_the_others(fn, cause):
     assert "BurnishError: rank 1" not in failures[1]
 
 
+def _shorten_grace(stderr_path):
+    os.dup2(os.open(stderr_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    watch._GRACE_SECONDS = 1.0
+
+
 def _close_pipes():
     for fd in range(3, 1024):
         with suppress(OSError):
@@ -187,7 +195,7 @@ def _close_pipes():
 
 
 def _child_holds_the_connection(layout, stderr_path):
-    os.dup2(os.open(stderr_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    _shorten_grace(stderr_path)
     if layout.rank == 1 and os.fork() == 0:
         _close_pipes()  # through which run_ranks would wait for this child
         time.sleep(2 * SHOULD_TAKE_SECONDS)
@@ -214,8 +222,28 @@ def test_forked_children_do_not_keep_a_dead_rank_alive(tmp_path):
 
 def test_an_orderly_stop_is_not_a_failure():
     store = dist.HashStore()
-    first = Watch(Layout(0, 2, 0, 2), "", store)
-    with pytest.raises(StoppedError), watching(Layout(1, 2, 1, 2), "", store):
-        raise StoppedError("asked to", signal_number=15)
-    assert first.failure(0.3) is None
-    first.leave(None)
+    with watching(Layout(0, 2, 0, 2), "", store) as first:
+        stopped = StoppedError("asked to", signal_number=15)
+        with (
+            pytest.raises(StoppedError),
+            watching(Layout(1, 2, 1, 2), "", store) as second,
+            naming_failures(second, 1),
+        ):
+            raise stopped
+        assert first.failure(0.3) is None
+
+
+def _hangs_after_its_own_error(layout, stderr_path):
+    _shorten_grace(stderr_path)
+    store = dist.HashStore()
+    with watching(Layout(0, 2, 0, 2), "", store) as own:
+        own.report(ValueError("boom"))
+        time.sleep(
+            SHOULD_TAKE_SECONDS
+        )  # as the end of a group does whose peers are in a collective
+
+
+def test_a_rank_that_hangs_after_its_own_error_is_ended(tmp_path):
+    with pytest.raises(RankFailed, match="died without a word"):
+        run_ranks(_hangs_after_its_own_error, 1, tmp_path / "stderr")
+    assert "have: ValueError: boom" in (tmp_path / "stderr").read_text()

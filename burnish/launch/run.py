@@ -1,4 +1,4 @@
-"""Where every process of a run begins, whoever started it: one process, torchrun or Slurm.
+"""Where every process of a run begins, whoever started it: nobody, torchrun or Slurm.
 
 All of them end in the same call of the same function, which learns from its layout which share of
 the work is its own. Left out: starting processes; torchrun and srun do that.
@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from burnish.config.schema import DistributedConfig
 from burnish.parallel.device import pick_device, share_cores
 from burnish.parallel.environment import place_of
 from burnish.parallel.layout import Layout
@@ -20,16 +21,15 @@ from burnish.parallel.processes import process_group
 T = TypeVar("T")
 
 
-def run(fn: Callable[[Layout, torch.device], T], timeout_seconds: float) -> T:
+def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -> T:
     """Call `fn(layout, device)` as one rank of the run that the environment describes.
 
-    Picks the device, shares out the cores, and holds the process group open around the call.
-    `timeout_seconds` bounds every collective. Raises what `fn` raises, `UsageError` for an
-    environment or machine that does not fit, and `BurnishError` naming the rank when another one
-    fails or dies.
+    Picks the device, shares out the cores, and holds the process group open around the call. Raises
+    what `fn` raises, `UsageError` for an environment or machine that does not fit, and
+    `BurnishError` naming the rank when another one fails or dies.
     """
     place = place_of(os.environ)
     share_cores(place.layout.local_world)
     device = pick_device(place.layout.local_rank, place.own_device)
-    with process_group(device, timeout_seconds, place) as layout:
+    with process_group(device, config.timeout_seconds, place) as layout:
         return fn(layout, device)

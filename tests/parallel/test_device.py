@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from burnish.errors import UsageError
+from burnish.parallel.device import (
+    device_name,
+    empty_cache,
+    known_peak,
+    measured_matmul_peak,
+    peak_flops,
+    peak_memory,
+    pick_device,
+    reset_peak_memory,
+    share_cores,
+    synchronize,
+    used_memory,
+)
+
+CPU = torch.device("cpu")
+MB = 1 << 20
+
+
+def _accelerator(monkeypatch, kind, count):
+    found = None if kind is None else torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_every_local_rank_has_its_accelerator(monkeypatch, kind):
+    _accelerator(monkeypatch, kind, 2)
+    assert [pick_device(rank) for rank in range(2)] == [torch.device(kind, i) for i in range(2)]
+
+
+@pytest.mark.parametrize("kind", [None, "mps"])
+def test_without_an_accelerator_that_can_talk_it_is_the_cpu(monkeypatch, kind):
+    _accelerator(monkeypatch, kind, 1)
+    assert pick_device(3) == CPU
+
+
+def test_a_device_of_its_own_is_number_0(monkeypatch):
+    _accelerator(monkeypatch, "cuda", 1)
+    assert pick_device(3, own_device=True) == torch.device("cuda", 0)
+
+
+def test_more_processes_than_devices(monkeypatch):
+    _accelerator(monkeypatch, "cuda", 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(UsageError, match=r"no cuda device for local rank 2\n.*2 visible .*=4,5"):
+        pick_device(2)
+
+
+def test_the_cpu_needs_no_waiting():
+    synchronize(CPU)
+    empty_cache(CPU)
+    assert device_name(CPU)
+
+
+def test_memory_of_the_process():
+    reset_peak_memory(CPU)
+    before = peak_memory(CPU)
+    held = torch.ones(64 * MB // 4)
+    during = used_memory(CPU)
+    del held
+    assert during >= 64 * MB
+    assert peak_memory(CPU) >= before + 32 * MB
+    assert peak_memory(CPU) >= used_memory(CPU)
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
+def test_the_peak_can_be_reset():
+    held = torch.ones(256 * MB // 4)
+    del held
+    high = peak_memory(CPU)
+    reset_peak_memory(CPU)
+    assert peak_memory(CPU) <= high - 128 * MB
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("AMD Instinct MI300X", 1307),
+        ("Ascend910B3", 313),
+        ("NVIDIA GeForce GTX 1080", None),
+        ("NVIDIA L40", None),
+        ("Intel(R) Xeon(R) Processor", None),
+    ],
+)
+def test_known_peaks(name, tflops):
+    peak = known_peak(name, torch.bfloat16)
+    assert peak == (None if tflops is None else tflops * 1e12)
+    assert known_peak(name, torch.float32) is None
+
+
+def test_a_peak_is_measured_where_it_is_not_known():
+    start = time.perf_counter()
+    peak = measured_matmul_peak(CPU, torch.float32)
+    assert time.perf_counter() - start < 10  # half a second on an idle machine
+    left, right = torch.rand(2, 1024, 1024)
+    start = time.perf_counter()
+    left @ right
+    assert peak > 0.1 * 2 * 1024**3 / (time.perf_counter() - start)
+    assert 1e8 < peak < 1e15
+
+
+def test_a_known_peak_is_not_measured(monkeypatch):
+    monkeypatch.setattr("burnish.parallel.device.device_name", lambda device: "NVIDIA H200")
+    assert peak_flops(CPU, torch.bfloat16) == 989e12
+
+
+@pytest.mark.parametrize(("local_world", "threads"), [(1, 7), (2, 4), (3, 2), (100, 1)])
+def test_processes_share_the_cores(monkeypatch, local_world, threads):
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    try:
+        torch.set_num_threads(7)
+        share_cores(local_world)
+        assert torch.get_num_threads() == threads
+        monkeypatch.setenv("OMP_NUM_THREADS", "5")
+        torch.set_num_threads(5)
+        share_cores(local_world)
+        assert torch.get_num_threads() == 5
+    finally:
+        torch.set_num_threads(before)
