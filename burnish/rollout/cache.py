@@ -1,0 +1,153 @@
+"""Keys and values of what has been read so far, in slots: one row per running completion.
+
+Both classes travel as `packing` through the model (`burnish.models.attention.Attends`).
+`PromptCache` reads several packed prompts at once and keeps their keys and values; `SlotCache`
+holds a copy of a prompt in each row that continues it and lets every row append one token per
+step. Rows grow together, an eighth at a time. Left out: pages, and rows that share their prompt's
+memory; at these sizes a copy costs less than the bookkeeping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from burnish.models.attention import PackedLayout
+
+_GRAIN = 32
+"""Rows are a multiple of this many tokens long."""
+
+
+class PromptCache:
+    """Packed prompts being read, then the keys and values they left in every layer."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.lengths = tuple(lengths)
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self._layout = PackedLayout.of(lengths, device)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """See `Attends.attend`: every token sees its own prompt up to itself."""
+        self.keys[int(module.layer_idx)] = key[0]  # type: ignore[arg-type]
+        self.values[int(module.layer_idx)] = value[0]  # type: ignore[arg-type]
+        return self._layout.attend(module, query, key, value, scaling, sliding_window)
+
+    def rows(self, prompts: Sequence[int]) -> Tensor:
+        """Where each of the prompts lies among the packed tokens: [n, longest], the last token repeated."""
+        lengths = torch.tensor([self.lengths[prompt] for prompt in prompts])
+        starts = torch.tensor([0, *self.lengths]).cumsum(0)[torch.tensor(prompts)]
+        columns = torch.arange(int(lengths.max()))
+        return starts[:, None] + columns.minimum(lengths[:, None] - 1)
+
+
+class SlotCache:
+    """Keys and values of `slots` completions, one row each: `[slots, kv_heads, capacity, head_dim]` per layer."""
+
+    def __init__(self, slots: int, longest: int) -> None:
+        """`longest` is the most tokens a row will ever hold; memory comes as rows need it."""
+        self._slots = slots
+        self._longest = _rounded(longest)
+        self._capacity = 0
+        self._layers: dict[int, list[Tensor]] = {}
+
+    def place(self, rows: Tensor, prompts: PromptCache, which: Sequence[int]) -> None:
+        """Start row `rows[i]` with prompt `which[i]`."""
+        source = prompts.rows(which).to(rows.device)
+        length = source.shape[1]
+        self._add_layers(prompts)
+        self.reserve(length)
+        for layer, held in self._layers.items():
+            for mine, theirs in zip(held, (prompts.keys[layer], prompts.values[layer]), strict=True):
+                mine[:, :, :length].index_copy_(0, rows, theirs[:, source].transpose(0, 1))
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy rows over others; none is in both."""
+        for held in self._layers.values():
+            for mine in held:
+                mine.index_copy_(0, targets, mine.index_select(0, sources))
+
+    def reserve(self, length: int) -> None:
+        """Make room for rows of `length` tokens."""
+        if length <= self._capacity:
+            return
+        wanted = max(_rounded(length), self._capacity + _rounded(self._capacity // 8))
+        old, self._capacity = self._capacity, max(min(wanted, self._longest), _rounded(length))
+        for held in self._layers.values():
+            for part, mine in enumerate(held):
+                slots, heads, _, head_dim = mine.shape
+                held[part] = mine.new_zeros(slots, heads, self._capacity, head_dim)
+                held[part][:, :, :old] = mine
+
+    def step(self, positions: Tensor, span: int) -> DecodeStep:
+        """One decoding step of the first n rows, whose latest tokens are at `positions` [n], all below `span`."""
+        return DecodeStep(self._layers, positions, min(_rounded(span), self._capacity))
+
+    def _add_layers(self, prompts: PromptCache) -> None:
+        for layer, key in prompts.keys.items():
+            if layer not in self._layers:
+                both = (key, prompts.values[layer])
+                self._layers[layer] = [
+                    part.new_zeros(self._slots, part.shape[0], self._capacity, part.shape[2])
+                    for part in both
+                ]
+
+
+class DecodeStep:
+    """One token for each of the first n rows of a `SlotCache`; an `Attends`."""
+
+    def __init__(self, layers: dict[int, list[Tensor]], positions: Tensor, span: int) -> None:
+        self._layers = layers
+        self._positions = positions
+        self._rows = torch.arange(len(positions), device=positions.device)
+        self._span = span
+        self._biases: dict[int | None, Tensor] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """See `Attends.attend`: token i joins row i and sees that row up to itself.
+
+        The query heads that share a key head become the queries of one attention call, so keys are
+        read once for all of them.
+        """
+        rows = len(self._positions)
+        held = self._layers[int(module.layer_idx)]  # type: ignore[arg-type]
+        for mine, latest in zip(held, (key, value), strict=True):
+            mine[self._rows, :, self._positions] = latest[0].transpose(0, 1)
+        keys, values = (mine[:rows, :, : self._span] for mine in held)
+        grouped = query[0].transpose(0, 1).unflatten(1, (keys.shape[1], -1))
+        bias = self._bias(sliding_window, query.dtype)
+        output = scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scaling)
+        return output.flatten(1, 2)[None]
+
+    def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[n, 1, 1, span]: 0 where the row's token sees the position, -inf where not."""
+        if window not in self._biases:
+            columns = torch.arange(self._span, device=self._positions.device)
+            distance = self._positions[:, None] - columns
+            hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._biases[window] = bias.masked_fill_(hidden, -torch.inf)[:, None, None]
+        return self._biases[window]
+
+
+def _rounded(length: int) -> int:
+    return -(-length // _GRAIN) * _GRAIN

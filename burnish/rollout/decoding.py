@@ -1,0 +1,218 @@
+"""One call of the built-in generator: which completion runs in which slot, until all have ended.
+
+Waiting completions enter slots in order, as soon as slots are free. Prompts are read ahead in
+packed chunks, each once, and copied into the slot of every sample. Between steps the running
+completions always fill the first n slots, so no ended one is computed. Nothing here depends on
+time, so the same call gives the same schedule. Left out: evicting a completion for lack of memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from burnish.errors import BurnishError
+from burnish.records import Completion, Request, StopReason
+from burnish.rollout.base import Sampling
+from burnish.rollout.cache import PromptCache, SlotCache
+from burnish.rollout.draws import stream_key, uniforms
+from burnish.rollout.forward import Forward
+from burnish.rollout.sampling import Drawn, draw
+from burnish.rollout.stopping import StopRule
+
+_PREFILL_TOKENS = 8192
+"""Prompts are read in chunks of at most so many tokens (a longer prompt alone)."""
+_STEPS_PER_SYNC = 8
+"""On an accelerator, steps between looks at what was drawn. A completion that ended in between is computed on; the surplus is dropped."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Network:
+    """What decoding needs of the model."""
+
+    forward: Forward
+    """Token ids to hidden states."""
+    logits: Callable[[Tensor], Tensor]
+    """Hidden states [n, hidden] to fp32 logits [n, V] in memory of their own."""
+    device: torch.device
+    """Where it computes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """A prompt, and where it was read to."""
+
+    request: Request
+    cache: PromptCache | None = None
+    index: int = 0
+    hidden: Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """A completion in the making."""
+
+    prompt: _Prompt
+    key: int
+    tokens: list[int] = field(default_factory=list)
+    sampled_logprobs: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: StopReason | None = None
+
+    def finished(self, version: int) -> Completion:
+        return Completion(
+            token_ids=np.array(self.tokens, dtype=np.int64),
+            sampled_logprobs=np.array(self.sampled_logprobs, dtype=np.float32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            stop_reason=self.reason or "length",
+            weights_version=version,
+        )
+
+
+class Decoding:
+    """The completions of some requests, made in at most `slots` slots."""
+
+    def __init__(
+        self,
+        network: Network,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        stop_rule: StopRule,
+        slots: int,
+    ) -> None:
+        self._network, self._sampling, self._stop_rule = network, sampling, stop_rule
+        prompts = [_Prompt(request) for request in requests]
+        self._groups = [_sequences(prompt, sampling) for prompt in prompts]
+        self._waiting = deque(sequence for group in self._groups for sequence in group)
+        self._unread = deque(prompt for prompt in prompts if prompt.request.samples)
+        slots = min(slots, len(self._waiting))
+        longest = max((len(prompt.request.token_ids) for prompt in self._unread), default=0)
+        self._cache = SlotCache(slots, longest + sampling.max_tokens)
+        self._slots: list[_Sequence | None] = [None] * slots
+        self._state = torch.zeros(4, slots, dtype=torch.int64, device=network.device)
+        """Latest token, its position, key, tokens drawn so far: one column per slot."""
+
+    def run(self, version: int) -> list[list[Completion]]:
+        """Decode to the end: for each request its completions, marked with the weights' version."""
+        while running := self._refill():
+            self._burst(running)
+        return [[sequence.finished(version) for sequence in group] for group in self._groups]
+
+    def _refill(self) -> int:
+        """Put waiting completions into free slots, close gaps; how many completions run."""
+        while self._waiting and (free := [i for i, held in enumerate(self._slots) if held is None]):
+            rows = free[: len(self._waiting)]
+            self._start(rows, [self._waiting.popleft() for _ in rows])
+        running = sum(held is not None for held in self._slots)
+        gaps = [row for row, held in enumerate(self._slots[:running]) if held is None]
+        if gaps:
+            late = [row for row in range(running, len(self._slots)) if self._slots[row] is not None]
+            self._move(late, gaps)
+        return running
+
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            self._slots[target], self._slots[source] = self._slots[source], None
+        rows_from, rows_to = self._index(sources), self._index(targets)
+        self._cache.move(rows_from, rows_to)
+        self._state[:, rows_to] = self._state[:, rows_from]
+
+    def _start(self, rows: list[int], sequences: list[_Sequence]) -> None:
+        """Give each completion its slot, its prompt's keys and values, and its first token."""
+        by_cache: dict[int, list[int]] = {}
+        for number, sequence in enumerate(sequences):
+            while sequence.prompt.cache is None:
+                self._read_ahead()
+            self._slots[rows[number]] = sequence
+            by_cache.setdefault(id(sequence.prompt.cache), []).append(number)
+        for numbers in by_cache.values():
+            some = [sequences[number] for number in numbers]
+            index = self._index([rows[number] for number in numbers])
+            cache, hidden = some[0].prompt.cache, some[0].prompt.hidden
+            assert cache is not None and hidden is not None
+            which = [sequence.prompt.index for sequence in some]
+            self._cache.place(index, cache, which)
+            keys = torch.tensor([sequence.key for sequence in some], device=index.device)
+            drawn = self._draw(hidden[self._index(which)], keys, torch.zeros_like(keys))
+            lengths = torch.tensor([cache.lengths[i] for i in which], device=index.device)
+            self._state[:, index] = torch.stack((drawn.tokens, lengths, keys, torch.ones_like(keys)))
+            self._record([rows[number] for number in numbers], [drawn])
+
+    def _read_ahead(self) -> None:
+        """Read the next prompts, as many as fit into a chunk."""
+        chunk: list[_Prompt] = []
+        room = _PREFILL_TOKENS
+        while self._unread and (not chunk or len(self._unread[0].request.token_ids) <= room):
+            chunk.append(self._unread.popleft())
+            room -= len(chunk[-1].request.token_ids)
+        lengths = [len(prompt.request.token_ids) for prompt in chunk]
+        device = self._network.device
+        cache = PromptCache(lengths, device)
+        tokens = np.concatenate([prompt.request.token_ids for prompt in chunk])
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        hidden = self._network.forward(
+            torch.from_numpy(tokens.astype(np.int64)).to(device), positions.to(device), cache
+        )
+        last = hidden[torch.tensor(lengths).cumsum(0).to(device) - 1]
+        for index, prompt in enumerate(chunk):
+            prompt.cache, prompt.index, prompt.hidden = cache, index, last
+
+    def _burst(self, running: int) -> None:
+        """Decode a few tokens of each of the first `running` slots, then look at them."""
+        sequences = [held for held in self._slots[:running] if held is not None]
+        left = self._sampling.max_tokens - max(len(sequence.tokens) for sequence in sequences)
+        steps = 1 if self._network.device.type == "cpu" else min(_STEPS_PER_SYNC, left)
+        longest = max(len(s.prompt.request.token_ids) + len(s.tokens) for s in sequences)
+        span = longest + steps - 1
+        self._cache.reserve(span)
+        token, position, key, count = self._state[:, :running]
+        block: list[Drawn] = []
+        for _ in range(steps):
+            hidden = self._network.forward(token, position, self._cache.step(position, span))
+            block.append(self._draw(hidden, key, count))
+            token.copy_(block[-1].tokens)
+            position += 1
+            count += 1
+        self._record(range(running), block)
+
+    def _draw(self, hidden: Tensor, keys: Tensor, counts: Tensor) -> Drawn:
+        return draw(self._network.logits(hidden), self._sampling, uniforms(keys, counts))
+
+    def _record(self, rows: Sequence[int], block: Sequence[Drawn]) -> None:
+        """Append drawn tokens to the completions in `rows`, and free the slots of those that end."""
+        tokens = torch.stack([drawn.tokens for drawn in block], dim=1).tolist()
+        sampled = torch.stack([drawn.sampled_logprobs for drawn in block], dim=1).tolist()
+        logprobs = torch.stack([drawn.logprobs for drawn in block], dim=1)
+        if not bool(logprobs.isfinite().all()):
+            raise BurnishError(
+                "the model's logits are not finite, so no token can be drawn",
+                do="look at the loss and gradient norm of the steps before; the weights may hold NaN",
+            )
+        for row, *drawn in zip(rows, tokens, sampled, logprobs.tolist(), strict=True):
+            sequence = self._slots[row]
+            assert sequence is not None
+            for token, sampled_logprob, logprob in zip(*drawn, strict=True):
+                sequence.tokens.append(token)
+                sequence.sampled_logprobs.append(sampled_logprob)
+                sequence.logprobs.append(logprob)
+                sequence.reason = self._stop_rule.ended(sequence.tokens)
+                if sequence.reason is not None:
+                    self._slots[row] = None
+                    break
+
+    def _index(self, rows: Sequence[int]) -> Tensor:
+        return torch.tensor(rows, device=self._network.device)
+
+
+def _sequences(prompt: _Prompt, sampling: Sampling) -> list[_Sequence]:
+    request = prompt.request
+    samples = range(request.first_sample, request.first_sample + request.samples)
+    return [
+        _Sequence(prompt, stream_key(sampling.seed, sampling.step, request.prompt_key, sample))
+        for sample in samples
+    ]

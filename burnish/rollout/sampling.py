@@ -1,0 +1,110 @@
+"""From logits and one uniform number per row to a token and its log-probs.
+
+The order is that of transformers: temperature, top-k, top-p among what top-k left, min-p. Each keeps
+the tokens whose mass e^(z/T) reaches a threshold, so tokens tied at the border stay or go together.
+The token is then found by inverting the distribution function over the kept tokens in the order of
+their ids: one number decides, nothing is sorted, and no other row matters. Masses are fp32, their
+running sums fp64. Left out: the numbers themselves (`burnish.rollout.draws`), penalties, grammars.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from burnish.rollout.base import Sampling
+
+_BLOCK = 64
+"""Tokens per block of the two-level search."""
+_HALVINGS = 26
+"""Bisection steps on the interval (about 15 nats) that holds the nucleus' border: down to fp32's resolution."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """One token for each of n rows."""
+
+    tokens: Tensor
+    """[n] int64."""
+    sampled_logprobs: Tensor
+    """[n] fp32, under the distribution that was drawn from; 0 when greedy."""
+    logprobs: Tensor
+    """[n] fp32, under softmax(logits)."""
+
+
+def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
+    """Draw from `logits` [n, V] fp32 (overwritten) with `uniforms` [n] float64 in [0, 1).
+
+    Temperature 0 takes the most probable token, the one with the lowest id among equals. A row that
+    holds a NaN gives NaN log-probs and some valid id.
+    """
+    if sampling.temperature == 0:
+        return _greedy(logits)
+    z = logits.sub_(logits.amax(dim=-1, keepdim=True))
+    masses = z.exp()
+    log_total = masses.sum(dim=-1).log()
+    if sampling.temperature != 1:
+        torch.div(z, sampling.temperature, out=masses).exp_()
+    truncate(masses, sampling)
+    tokens, kept = _invert(masses, uniforms)
+    chosen = z.gather(1, tokens[:, None])[:, 0]
+    sampled = chosen / sampling.temperature - kept.log().float()
+    return Drawn(tokens, sampled, chosen - log_total)
+
+
+def truncate(masses: Tensor, sampling: Sampling) -> None:
+    """Set to 0 what top-k, top-p and min-p drop from `masses` [n, V], whose largest in a row is 1."""
+    if 0 < sampling.top_k < masses.shape[-1]:
+        masses.mul_(masses >= masses.topk(sampling.top_k, dim=-1).values[:, -1:])
+    if sampling.top_p < 1:
+        masses.mul_(masses >= _nucleus_border(masses, sampling.top_p))
+    if sampling.min_p > 0:
+        masses.mul_(masses >= sampling.min_p)
+
+
+def _greedy(logits: Tensor) -> Drawn:
+    tokens = logits.argmax(dim=-1)
+    chosen = logits.gather(1, tokens[:, None])[:, 0]
+    return Drawn(tokens, torch.zeros_like(chosen), chosen - logits.logsumexp(dim=-1))
+
+
+def _nucleus_border(masses: Tensor, top_p: float) -> Tensor:
+    """The largest mass [n, 1] at which the tokens at or above it hold `top_p` of the total.
+
+    Tokens lighter than (1 - p) · total / V together hold less than 1 - p, so the border is not below.
+    """
+    total = masses.sum(dim=-1, keepdim=True)
+    low = total * ((1 - top_p) / masses.shape[-1])
+    high = torch.ones_like(low)
+    for _ in range(_HALVINGS):
+        middle = (low * high).sqrt_()
+        held = torch.where(masses >= middle, masses, 0.0).sum(dim=-1, keepdim=True)
+        enough = held >= top_p * total
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    return low
+
+
+def _invert(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token [n] at which the running sum exceeds uniform · total, and that total [n] fp64.
+
+    Two levels: sums of blocks, then the tokens of one block. A token of mass 0 is never found.
+    """
+    blocks = functional.pad(masses, (0, -masses.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    sums = blocks.sum(dim=-1).double()
+    upto = sums.cumsum(dim=-1)
+    goal = uniforms[:, None] * upto[:, -1:]
+    block = _first_above(upto, goal)
+    goal -= (upto - sums).gather(1, block)
+    inner = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(dim=-1)
+    found = block * _BLOCK + _first_above(inner, goal)
+    return found.clamp_(max=masses.shape[-1] - 1)[:, 0], upto[:, -1]
+
+
+def _first_above(running: Tensor, goal: Tensor) -> Tensor:
+    """Index [n, 1] of the first of the rising sums [n, m] above `goal` [n, 1], never one that adds nothing."""
+    reachable = torch.nextafter(running[:, -1:], torch.zeros_like(goal))
+    index = torch.searchsorted(running, goal.clamp(min=0).minimum(reachable), right=True)
+    return index.clamp_(max=running.shape[-1] - 1)

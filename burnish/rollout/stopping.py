@@ -1,0 +1,97 @@
+"""When a completion ends: at an id, at a text, or at its length. Runs on the host.
+
+A stop string ends a completion with the token that completes it, and that token is kept. It is
+looked for in the decoded tail of the completion, and only when the latest token could have
+completed it, so that most tokens cost a dictionary look-up. Left out: cutting the text at the stop
+string, which is for whoever shows it; what is trained on are whole tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from burnish.errors import UsageError
+from burnish.records import StopReason
+from burnish.rollout.base import Sampling
+
+Decode = Callable[[Sequence[int]], str]
+"""From ids to text, special tokens included or not."""
+
+_MARGIN = 8
+"""Characters of tail decoded beyond the longest stop string, as tokenizers may alter a text's first ones."""
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class StopRule:
+    """Decides for each completion, after each token, whether it has ended."""
+
+    def __init__(
+        self, sampling: Sampling, eos_token_ids: Sequence[int], decode: Decode | None
+    ) -> None:
+        """Raises `UsageError` for stop strings without a `decode`, and for an empty one."""
+        if sampling.stop_strings and decode is None:
+            raise UsageError(
+                "stop strings need a tokenizer to decode with",
+                have=f"stop strings {list(sampling.stop_strings)} and no decode function",
+                do="give the generator a decode function, or use stop_token_ids",
+            )
+        if "" in sampling.stop_strings:
+            raise UsageError("a stop string is empty", have=list(sampling.stop_strings))
+        self._ids = frozenset(eos_token_ids) | frozenset(sampling.stop_token_ids)
+        self._max_tokens = sampling.max_tokens
+        self._strings = _StopStrings(sampling.stop_strings, decode) if decode else None
+
+    def ended(self, tokens: Sequence[int]) -> StopReason | None:
+        """Why the completion `tokens` ends with its last token; None when it goes on.
+
+        To be asked after each token.
+        """
+        if tokens[-1] in self._ids:
+            return "stop"
+        if self._strings is not None and self._strings.completed_by_last(tokens):
+            return "stop"
+        return "length" if len(tokens) >= self._max_tokens else None
+
+
+class _StopStrings:
+    """Finds stop strings that the latest token completes."""
+
+    def __init__(self, strings: Sequence[str], decode: Decode) -> None:
+        self._strings = tuple(strings)
+        self._decode = decode
+        self._endings = frozenset(string[-1] for string in strings)
+        self._needed = max((len(string) for string in strings), default=0) + _MARGIN
+        self._candidates: dict[int, bool] = {}
+
+    def completed_by_last(self, tokens: Sequence[int]) -> bool:
+        if not self._strings or not self._may_complete(tokens[-1]):
+            return False
+        tail = self._tail(tokens)
+        return any(string in tail for string in self._strings)
+
+    def _may_complete(self, token: int) -> bool:
+        """Whether the token can contribute the last character of a stop string.
+
+        Always so when it is no text by itself (part of a character, or nothing), or when the
+        character is a space, which tokenizers drop at the start of a text.
+        """
+        known = self._candidates.get(token)
+        if known is None:
+            piece = self._decode([token])
+            known = (
+                not piece
+                or _REPLACEMENT in piece
+                or " " in self._endings
+                or not self._endings.isdisjoint(piece)
+            )
+            self._candidates[token] = known
+        return known
+
+    def _tail(self, tokens: Sequence[int]) -> str:
+        """Text of the last tokens: long enough for any stop string that the last one completes."""
+        count = self._needed
+        text = self._decode(tokens[-count:])
+        while len(text) < self._needed and count < len(tokens):
+            count *= 2
+            text = self._decode(tokens[-count:])
+        return text
