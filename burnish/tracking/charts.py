@@ -19,7 +19,7 @@ Point = tuple[float, float]
 
 WIDTH, HEIGHT = 420, 190
 """Size of a plot in SVG units."""
-LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 22
+LEFT, RIGHT, TOP, BOTTOM = 50, 10, 10, 22
 """Margins around the drawing area, for the tick labels."""
 MAX_POINTS = 400
 """Most points drawn for one line."""
@@ -182,7 +182,7 @@ def _fit(points: Sequence[Point]) -> _Scale:
     low, high = min(values), max(values)
     if low >= 0 and low <= 0.4 * high:
         low = 0.0
-    room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    room = 0.06 * (high - low) or 0.5 * abs(high) or 1.0
     low = low if low == 0 and high > 0 else low - room
     x_low, x_high = min(steps), max(steps)
     if x_low == x_high:

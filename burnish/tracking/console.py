@@ -61,11 +61,11 @@ def _seconds(value: float) -> str:
 
 _FIELDS = (
     _Field("reward", ("reward/mean",), _compact, 6),
-    _Field("loss", ("actor/pg_loss", "actor/loss"), _compact, 6),
+    _Field("loss", ("actor/pg_loss", "actor/loss", "train/loss"), _compact, 6),
     _Field("kl", ("actor/kl_loss", "actor/ppo_kl"), _compact, 7),
     _Field("ent", ("actor/entropy",), _compact, 5),
-    _Field("grad", ("actor/grad_norm",), _compact, 5),
-    _Field("lr", ("actor/lr",), _scientific, 7),
+    _Field("grad", ("actor/grad_norm", "train/grad_norm"), _compact, 5),
+    _Field("lr", ("actor/lr", "train/lr"), _scientific, 7),
     _Field("len", ("response_length/mean",), _whole, 4),
     _Field("tok/s", ("perf/tokens_per_s",), _compact, 5),
     _Field("", ("timing_s/step",), _seconds, 6),

@@ -43,17 +43,17 @@ Series = dict[str, list[Point]]
 
 _LEARNING = (
     ("Reward", ("reward/mean",)),
-    ("Loss", ("actor/loss",)),
+    ("Loss", ("actor/loss", "train/loss")),
     ("Policy loss", ("actor/pg_loss",)),
     ("Entropy, nats", ("actor/entropy",)),
-    ("Gradient norm", ("actor/grad_norm",)),
+    ("Gradient norm", ("actor/grad_norm", "train/grad_norm")),
     ("Response length, tokens", ("response_length/mean", "response_length/max")),
     ("Truncated responses, fraction", ("response_length/clip_ratio",)),
     ("Groups without variance, fraction", ("reward/zero_std_frac",)),
-    ("KL", ("actor/ppo_kl", "actor/kl", "actor/kl_loss")),
+    ("KL", ("actor/ppo_kl", "actor/kl_loss")),
     ("Clipped tokens, fraction", ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")),
     ("Generator against engine, KL", ("rollout/mismatch_kl",)),
-    ("Learning rate", ("actor/lr",)),
+    ("Learning rate", ("actor/lr", "train/lr")),
 )
 _SPEED = (
     ("Tokens per second", ("perf/tokens_per_s",)),
@@ -62,6 +62,12 @@ _SPEED = (
 )
 _FIRST_VALIDATION = ("accuracy", "mean@", "exact_match", "reward", "pass@")
 """What of the validation metrics stands in the header: the first of these there is."""
+_HEADLINE = {
+    "reward/mean": "Training reward",
+    "train/loss": "Training loss",
+    "actor/loss": "Training loss",
+}
+"""What stands beside it: the first of these there is, and what to call it."""
 _LINES_PER_CHART = 6
 _PLOT = {
     "width": WIDTH,
@@ -120,7 +126,7 @@ def write_report(run_dir: Path, state: State = "unknown") -> Path:
         state=state,
         subtitle=_subtitle(config, run.read_environment()),
         tiles=_tiles(series, config),
-        skipped=sum(value for _, value in series.get("actor/skipped", []) if value > 0),
+        notices=_notices(series),
         validation=_validation(series),
         sections=[("Learning", learning), ("Speed", speed)],
         others=others,
@@ -249,9 +255,9 @@ def _tiles(series: Series, config: dict[str, Any]) -> list[Tile]:
     for row in _validation(series)[:1]:
         before = short(row.before) if row.after_step > row.before_step else ""
         tiles.append(Tile(f"Validation {row.name}", short(row.after), before, "held-out data"))
-    for label, name in (("Training reward", "reward/mean"), ("Loss", "actor/loss")):
-        if name in series and len(tiles) < 2:
-            tiles.append(_change_tile(label, series[name]))
+    headline = [name for name in _HEADLINE if name in series]
+    if headline:
+        tiles.append(_change_tile(_HEADLINE[headline[0]], series[headline[0]]))
     tiles.append(_steps_tile(series, config))
     seconds = [value for _, value in series.get("timing_s/step", [])]
     if seconds:
@@ -261,6 +267,24 @@ def _tiles(series: Series, config: dict[str, Any]) -> list[Tile]:
     if rates:
         tiles.append(Tile("Tokens per second", short(median(rates)), "", "median step"))
     return tiles
+
+
+def _notices(series: Series) -> list[str]:
+    """What went wrong without stopping the run."""
+    skipped = _total(series, "actor/skipped") + _total(series, "train/skipped")
+    errors = _total(series, "reward/errors")
+    notices = []
+    if skipped:
+        notices.append(
+            f"Optimizer steps skipped for a gradient norm that was not finite: {skipped:,}"
+        )
+    if errors:
+        notices.append(f"Rollouts on which a reward function failed: {errors:,}")
+    return notices
+
+
+def _total(series: Series, name: str) -> int:
+    return round(sum(value for _, value in series.get(name, []) if value > 0))
 
 
 def _change_tile(label: str, points: list[Point]) -> Tile:

@@ -11,11 +11,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Protocol
 
-from burnish.tracking.console import ConsoleTracker
-from burnish.tracking.jsonl import JsonlTracker
-from burnish.tracking.rundir import RunDirectory
-from burnish.tracking.tensorboard import TensorBoardTracker
-
 
 class Tracker(Protocol):
     """Something that takes the numbers of each step."""
@@ -48,26 +43,3 @@ class Trackers:
         with ExitStack() as stack:
             for tracker in self._trackers:
                 stack.callback(tracker.close)
-
-
-def open_trackers(
-    run: RunDirectory,
-    *,
-    main: bool,
-    total_steps: int | None = None,
-    resume_step: int | None = None,
-    tensorboard: bool = True,
-) -> Trackers:
-    """The trackers of a run: `metrics.jsonl`, TensorBoard where wanted, and a line per step.
-
-    Empty unless this is the main rank. `resume_step` is the step the run continues from, None at
-    its start; what was logged of later steps is forgotten. Raises `CorruptError` where
-    `metrics.jsonl` is not one, `OSError` where the directory cannot be written.
-    """
-    if not main:
-        return Trackers()
-    trackers: list[Tracker] = [JsonlTracker(run.metrics, resume_step=resume_step)]
-    if tensorboard:
-        trackers.append(TensorBoardTracker(run.tensorboard, resume_step=resume_step))
-    trackers.append(ConsoleTracker(total_steps=total_steps))
-    return Trackers(trackers)

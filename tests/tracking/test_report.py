@@ -88,6 +88,7 @@ def reinforcement_learning(run: RunDirectory) -> None:
             },
             2: {
                 "reward/mean": math.nan,
+                "reward/errors": 2.0,
                 "actor/skipped": 1.0,
                 "timing_s/rollout": 2.0,
                 "timing_s/step": 3.0,
@@ -113,7 +114,8 @@ def test_the_page_of_a_whole_run(run: RunDirectory) -> None:
     assert "finished" in page.text
     assert "a/model" in page.text
     assert "2 × cpu" in page.text
-    assert "1 optimizer step was skipped" in page.text
+    assert "gradient norm that was not finite: 1" in page.text
+    assert "a reward function failed: 2" in page.text
     assert page.points("mean") == [[1, 0.25], [2, None], [3, 0.75]]
     assert page.points("mean@1") == [[0, 0.12], [3, 0.96]]
     assert page.points("thing") == [[3, 7.0]]
@@ -161,7 +163,7 @@ def test_what_a_model_says_stays_text(run: RunDirectory) -> None:
 def test_supervised_fine_tuning_has_no_rollouts(run: RunDirectory) -> None:
     log(
         run,
-        {step: {"actor/loss": 0.3 / step, "val/loss": round(0.2 / step, 3)} for step in (1, 2, 3)},
+        {step: {"train/loss": 0.3 / step, "val/loss": round(0.2 / step, 3)} for step in (1, 2, 3)},
     )
     page = report(run)
     assert "Rollouts" not in page.text
@@ -169,6 +171,7 @@ def test_supervised_fine_tuning_has_no_rollouts(run: RunDirectory) -> None:
     shown = [line["points"] for plot in page.plots for line in plot["lines"]]  # type: ignore[attr-defined]
     assert shown == [[[1, 0.2], [2, 0.1], [3, 0.067]], [[1, 0.3], [2, 0.15], [3, 0.1]]]
     assert "Validation: loss" in page.text
+    assert "Training loss" in page.text
     assert "demo" in page.text  # the directory's name, where no configuration has one
 
 

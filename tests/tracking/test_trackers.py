@@ -1,11 +1,14 @@
+import io
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from burnish.tracking.jsonl import read_metrics
+from burnish.tracking.console import ConsoleTracker
+from burnish.tracking.jsonl import JsonlTracker, read_metrics
 from burnish.tracking.rundir import RunDirectory
-from burnish.tracking.trackers import Trackers, open_trackers
+from burnish.tracking.tensorboard import TensorBoardTracker
+from burnish.tracking.trackers import Tracker, Trackers
 
 
 class Noted:
@@ -41,25 +44,23 @@ def test_all_are_closed_where_one_fails() -> None:
     assert one.closed == two.closed == 1
 
 
-def test_a_main_rank_logs_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunDirectory(tmp_path / "run")
-    trackers = open_trackers(run, main=True, total_steps=2)
+def test_a_rank_that_does_not_log_holds_none() -> None:
+    trackers = Trackers()
     trackers.log(1, {"actor/loss": 2.0})
     trackers.close()
-    assert read_metrics(run.metrics) == [{"step": 1, "actor/loss": 2.0}]
+
+
+def test_the_sinks_of_a_run_together(tmp_path: Path) -> None:
+    run, stream = RunDirectory(tmp_path / "run"), io.StringIO()
+    run.create()
+    sinks = [
+        ConsoleTracker(stream=stream),
+        JsonlTracker(run.metrics),
+        TensorBoardTracker(run.tensorboard),
+    ]
+    trackers: Tracker = Trackers(sinks)
+    trackers.log(1, {"train/loss": 2.0})
+    trackers.close()
+    assert stream.getvalue() == "step 1  loss  2.000\n"
+    assert read_metrics(run.metrics) == [{"step": 1, "train/loss": 2.0}]
     assert len(list(run.tensorboard.iterdir())) == 1
-    assert capsys.readouterr().out == "step 1/2  loss  2.000\n"
-
-
-def test_other_ranks_touch_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trackers = open_trackers(RunDirectory(tmp_path / "run"), main=False)
-    trackers.log(1, {"actor/loss": 2.0})
-    trackers.close()
-    assert not (tmp_path / "run").exists()
-    assert capsys.readouterr().out == ""
-
-
-def test_tensorboard_is_a_choice(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    open_trackers(run, main=True, tensorboard=False).close()
-    assert not run.tensorboard.exists()
