@@ -1,0 +1,176 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from burnish.data.balance import share_out, transformer_cost
+from burnish.errors import UsageError
+
+
+def fewest_bins(lengths, budget):
+    """The fewest bins of this budget, by trying all ways (each sequence to each open bin or a further one)."""
+    best = len(lengths)
+
+    def place(index, loads):
+        nonlocal best
+        if len(loads) >= best:
+            return
+        if index == len(lengths):
+            best = len(loads)
+            return
+        for i, load in enumerate(loads):
+            if load + lengths[index] <= budget:
+                place(index + 1, [*loads[:i], load + lengths[index], *loads[i + 1 :]])
+        place(index + 1, [*loads, lengths[index]])
+
+    place(0, [])
+    return best
+
+
+def least_time(lengths, count, ranks, budget):
+    """The least sum over rounds of the costliest micro-batch, over all assignments to `count` bins."""
+    best = float("inf")
+    costs = [transformer_cost(n) for n in lengths]
+
+    def place(index, fills, loads):
+        nonlocal best
+        if index == len(lengths):
+            best = min(best, sum(sorted(loads, reverse=True)[::ranks]))
+            return
+        tried = set()
+        for i in range(count):
+            key = (fills[i], loads[i])
+            if key in tried or fills[i] + lengths[index] > budget:
+                continue
+            tried.add(key)
+            place(
+                index + 1,
+                [*fills[:i], fills[i] + lengths[index], *fills[i + 1 :]],
+                [*loads[:i], loads[i] + costs[index], *loads[i + 1 :]],
+            )
+
+    place(0, [0] * count, [0.0] * count)
+    return best
+
+
+def time_of(shares, lengths):
+    loads = [
+        [sum(transformer_cost(lengths[i]) for i in items) for items in rank] for rank in shares
+    ]
+    return sum(max(column) for column in zip(*loads, strict=True))
+
+
+LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
+
+
+@settings(max_examples=150, deadline=None)
+@given(LENGTHS, st.integers(1, 5), st.integers(100, 400))
+def test_every_sequence_once_never_over_budget_equal_counts(lengths, ranks, budget):
+    shares = share_out(np.array(lengths), transformer_cost, ranks, budget)
+    rounds = {len(rank) for rank in shares}
+    assert len(shares) == ranks
+    assert len(rounds) == 1
+    bins = [items.tolist() for rank in shares for items in rank]
+    assert sorted(i for items in bins for i in items) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in items) <= budget for items in bins)
+    assert all(items == sorted(items) for items in bins)
+    empty = sum(not items for items in bins)
+    assert empty == max(0, len(bins) - len(lengths))
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 4), st.randoms(use_true_random=False))
+def test_the_order_of_the_sequences_does_not_change_the_shape(lengths, ranks, random):
+    """A permuted list gives micro-batches of the same lengths in the same places."""
+
+    def shape(values):
+        shares = share_out(np.array(values), transformer_cost, ranks, 150)
+        return [[sorted(values[i] for i in items) for items in rank] for rank in shares]
+
+    assert shape(random.sample(lengths, len(lengths))) == shape(lengths)
+
+
+def test_close_to_the_best_of_all_assignments():
+    """Over 200 small cases: rounds never above the optimum, and its time within a few percent."""
+    rng = np.random.default_rng(0)
+    ratios, extra = [], 0
+    for _ in range(200):
+        ranks = int(rng.integers(1, 4))
+        lengths = rng.integers(1, 100, size=int(rng.integers(2, 9))).tolist()
+        budget = int(rng.integers(100, 250))
+        shares = share_out(np.array(lengths), transformer_cost, ranks, budget)
+        best = -(-fewest_bins(lengths, budget) // ranks)
+        extra += len(shares[0]) - best
+        if len(shares[0]) == best:
+            ratios.append(
+                time_of(shares, lengths) / least_time(lengths, best * ranks, ranks, budget)
+            )
+    assert extra <= 1
+    assert min(ratios) > 1 - 1e-9
+    assert np.mean(ratios) < 1.01
+    assert max(ratios) < 1.15
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "budget", "rounds"),
+    [
+        ([50] * 8, 2, 100, 2),
+        ([51] * 8, 2, 100, 4),
+        ([60, 40] * 6, 3, 100, 2),
+        ([100], 4, 100, 1),
+        ([10] * 4, 4, 100, 1),
+        ([70, 30, 30, 30, 40], 1, 100, 2),
+    ],
+)
+def test_the_fewest_rounds(lengths, ranks, budget, rounds):
+    shares = share_out(np.array(lengths), transformer_cost, ranks, budget)
+    assert {len(rank) for rank in shares} == {rounds}
+
+
+def test_a_large_batch_is_balanced_to_a_percent():
+    rng = np.random.default_rng(1)
+    lengths = np.clip(rng.lognormal(5.5, 1, 2000), 2, 4096).astype(np.int64)
+    shares = share_out(lengths, transformer_cost, 8, 8192)
+    ideal = sum(transformer_cost(int(n)) for n in lengths) / 8
+    assert time_of(shares, lengths.tolist()) < 1.01 * ideal
+    assert len(shares[0]) == -(-int(lengths.sum()) // (8 * 8192))
+
+
+def test_full_bins_are_packed_tightly():
+    """Pairs that fill a bin exactly: taking the idlest bin with room does not find them."""
+    rng = np.random.default_rng(2)
+    halves = rng.integers(400, 600, 300)
+    lengths = rng.permutation(np.concatenate([halves, 1000 - halves]))
+    shares = share_out(lengths, transformer_cost, 4, 1000)
+    assert len(shares[0]) == 75
+
+
+def test_the_cost_decides_what_is_even():
+    """With a cost of tokens squared, one long sequence weighs as much as many short ones."""
+    lengths = np.array([80] + [20] * 16)
+    shares = share_out(lengths, lambda n: float(n * n), 2, 1000)
+    assert sorted(len(rank[0]) for rank in shares) == [1, 16]
+    even = share_out(lengths, float, 2, 1000)
+    assert sorted(len(rank[0]) for rank in even) == [7, 10]
+
+
+def test_the_costliest_round_comes_first():
+    rng = np.random.default_rng(3)
+    lengths = np.array([*rng.integers(1, 20, 30), 100, 100, 100])
+    shares = share_out(lengths, transformer_cost, 2, 100)
+    rounds = [
+        max(sum(lengths[i] for i in rank[r]) for rank in shares) for r in range(len(shares[0]))
+    ]
+    assert rounds == sorted(rounds, reverse=True)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_cost_must_be_a_positive_number(bad):
+    with pytest.raises(UsageError, match="not a positive number"):
+        share_out(np.array([3]), lambda _: bad, 1, 10)
+
+
+def test_the_default_cost_counts_linear_and_attention_work():
+    """24h² a token and 2hs² a sequence, at h = 2048, in units of the former."""
+    h, s = 2048, 4096
+    assert transformer_cost(s) == pytest.approx((24 * h * h * s + 2 * h * s * s) / (24 * h * h))

@@ -1,0 +1,161 @@
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from burnish.data.batching import make_batch
+from burnish.errors import UsageError
+from burnish.parallel.layout import Layout
+from burnish.records import Example
+
+
+def example(length, trained=None, start=0, **more):
+    """Ids count up from `start`; the last `trained` tokens are trained on (all but the first by default)."""
+    keep = length - 1 if trained is None else trained
+    mask = np.arange(length) >= length - keep
+    return Example(np.arange(start, start + length, dtype=np.int64), mask, **more)
+
+
+def of_all_ranks(examples, ranks, budget, **options):
+    return [make_batch(examples, Layout(rank, ranks), budget, **options) for rank in range(ranks)]
+
+
+@st.composite
+def batches(draw):
+    budget = draw(st.integers(30, 120))
+    lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=25))
+    trained = [draw(st.integers(0, n - 1)) for n in lengths]
+    examples = [
+        example(n, t, 1000 * i) for i, (n, t) in enumerate(zip(lengths, trained, strict=True))
+    ]
+    return examples, draw(st.integers(1, 4)), budget
+
+
+@settings(max_examples=80, deadline=None)
+@given(batches())
+def test_the_ranks_together_hold_every_example_once(case):
+    examples, ranks, budget = case
+    parts = of_all_ranks(examples, ranks, budget)
+    assert len({len(part.microbatches) for part in parts}) == 1
+    held = [i for part in parts for micro in part.examples for i in micro if i >= 0]
+    assert sorted(held) == list(range(len(examples)))
+    for part in parts:
+        for micro, items in zip(part.microbatches, part.examples, strict=True):
+            check_micro_batch(micro, items, examples, budget)
+
+
+def check_micro_batch(micro, items, examples, budget):
+    total = len(micro.input_ids)
+    bounds = micro.cu_seqlens.tolist()
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    assert total <= budget
+    assert (bounds[0], bounds[-1]) == (0, total)
+    assert micro.max_seqlen == max(lengths)
+    assert micro.positions.tolist() == [p for n in lengths for p in range(n)]
+    if items == (-1,):
+        assert total == 2
+        assert not micro.loss_mask.any()
+        return
+    assert len(items) == len(lengths)
+    for index, (start, stop) in zip(items, pairwise(bounds), strict=True):
+        assert micro.input_ids[start:stop].tolist() == examples[index].token_ids.tolist()
+        assert micro.loss_mask[start:stop].tolist() == examples[index].loss_mask.tolist()
+
+
+@settings(max_examples=80, deadline=None)
+@given(batches(), st.randoms(use_true_random=False))
+def test_the_counts_are_of_the_whole_however_it_is_cut(case, random):
+    examples, ranks, budget = case
+    masks = [e.loss_mask for e in examples]
+    want = (sum(m.sum() for m in masks), sum(m.any() for m in masks), sum(len(m) for m in masks))
+    shuffled = random.sample(examples, len(examples))
+    for part in [*of_all_ranks(examples, ranks, budget), make_batch(shuffled, Layout(), 1000)]:
+        assert (part.num_tokens, part.num_sequences, part.total_tokens) == want
+        assert {(m.num_tokens, m.num_sequences) for m in part.microbatches} == {want[:2]}
+    parts = of_all_ranks(shuffled, ranks, budget)
+    assert sum(int(m.loss_mask.sum()) for part in parts for m in part.microbatches) == want[0]
+
+
+def test_types_are_as_the_record_says():
+    batch = make_batch([example(3, weight=0.5), example(2)], Layout(), 10, temperature=0.7)
+    micro = batch.microbatches[0]
+    types = {
+        name: getattr(micro, name).dtype
+        for name in ("input_ids", "positions", "cu_seqlens", "loss_mask", "weights")
+    }
+    assert types == {
+        "input_ids": torch.int64,
+        "positions": torch.int64,
+        "cu_seqlens": torch.int32,
+        "loss_mask": torch.bool,
+        "weights": torch.float32,
+    }
+    assert micro.weights.tolist() == [0.5, 1.0]
+    assert micro.temperature == 0.7
+    assert (micro.advantages, micro.old_logprobs, micro.ref_logprobs) == (None, None, None)
+    assert batch.examples == ((0, 1),)
+
+
+def test_a_batch_shares_no_memory_with_its_examples():
+    """One example alone in a micro-batch too."""
+    only = example(3)
+    make_batch([only], Layout(), 10).microbatches[0].input_ids.zero_()
+    assert only.token_ids.tolist() == [0, 1, 2]
+
+
+def test_values_of_reinforcement_learning_travel_along():
+    values = {
+        name: np.arange(3, dtype=np.float64) + shift
+        for shift, name in enumerate(["advantages", "old_logprobs", "ref_logprobs"])
+    }
+    parts = of_all_ranks([example(3, **values)], 2, 10)
+    held = next(part for part in parts if part.examples == ((0,),)).microbatches[0]
+    filler = next(part for part in parts if part.examples == ((-1,),)).microbatches[0]
+    for name, value in values.items():
+        assert getattr(held, name).tolist() == value.tolist()
+        assert getattr(held, name).dtype == torch.float32
+        assert getattr(filler, name).tolist() == [0, 0]
+
+
+def test_fillers_only_where_examples_run_out():
+    parts = of_all_ranks([example(5), example(9), example(4)], 4, 100)
+    assert sorted(part.examples[0][0] for part in parts) == [-1, 0, 1, 2]
+    assert {part.num_sequences for part in parts} == {3}
+
+
+def test_a_batch_with_nothing_to_train_on_counts_zero():
+    batch = make_batch([example(4, trained=0), example(1)], Layout(), 10)
+    assert (batch.num_tokens, batch.num_sequences, batch.total_tokens) == (0, 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("examples", "message"),
+    [
+        ([], "no examples"),
+        (
+            [example(3), example(12), example(11)],
+            r"(?s)example 1 .*12 tokens; 2 examples.*tokens_per_device=12 or more",
+        ),
+        ([example(3), example(12)], r"(?s)example 1 is longer.*have: 12 tokens\n"),
+        ([example(3), example(0)], "example 1 has no tokens"),
+        ([example(3, trained=3)], r"example 0 trains on its first token"),
+        (
+            [example(3), replace(example(3), loss_mask=np.zeros(2, bool))],
+            r"(?s)example 1: loss_mask.*2 entries for 3",
+        ),
+        (
+            [example(3), example(3, advantages=np.zeros(3))],
+            r"(?s)advantages on some.*1 of 2.*example 0 has not",
+        ),
+        ([example(3, old_logprobs=np.zeros(3)), example(2)], r"old_logprobs on some"),
+        ([example(3, ref_logprobs=np.zeros(4))], r"(?s)example 0: ref_logprobs.*4 entries for 3"),
+    ],
+)
+def test_unusable_examples_are_named(examples, message):
+    for rank in (0, 1):
+        with pytest.raises(UsageError, match=message):
+            make_batch(examples, Layout(rank, 2), 10)
