@@ -31,11 +31,13 @@ def find_column(rows: Rows, chosen: str | None, usual: Sequence[str], setting: s
 
 
 def has_column(rows: Rows, name: str) -> bool:
-    """Whether the first row has such a column, dots going into nested ones."""
+    """Whether there is such a column, dots going into nested ones as the schema or the first row has them."""
     if name in rows.columns:
         return True
     head, _, rest = name.partition(".")
-    return bool(rest) and head in rows.columns and _has(rows[0][head], rest)
+    if not rest or head not in rows.columns:
+        return False
+    return _has(rows.table.features[head], rest) or _has(rows[0][head], rest)
 
 
 def _has(value: Any, path: str) -> bool:

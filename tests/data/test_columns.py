@@ -14,6 +14,12 @@ def test_columns_are_found_by_choice_then_by_use(rows_of):
         find_column(rows, "extra.gone", (), "k")
 
 
+def test_nested_columns_are_found_where_the_first_row_has_none(rows_of):
+    assert find_column(rows_of([{"a": None}, {"a": {"b": 1}}]), "a.b", (), "k") == "a.b"
+    mixed = rows_of([{"a": {"b": 1}}, {"a": "text"}], "mixed.jsonl")
+    assert find_column(mixed, "a.b", (), "k") == "a.b"
+
+
 def test_values_are_reached_through_dots():
     row = {"a": {"b": {"c": 3}}, "x.y": 4, "none": None}
     assert value_at(row, "a.b.c") == 3
