@@ -128,7 +128,7 @@ def _skip_a_collective(seconds):
             if layout.rank == 0:
                 dist.all_reduce(torch.ones(1))
             else:
-                time.sleep(seconds + 2)
+                time.sleep(seconds + 1)
     except BurnishError as error:
         return time.monotonic() - start, str(error)
     return time.monotonic() - start, ""
@@ -137,9 +137,9 @@ def _skip_a_collective(seconds):
 def test_the_timeout_bounds_a_collective_that_a_rank_skips():
     store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=20), wait_for_workers=False)
     environs = [torchrun_environ(rank, 2, store.port) for rank in range(2)]
-    (waited, error), (_, other) = run_processes(_skip_a_collective, environs, 2.0, timeout=40)
-    assert 1.9 < waited < 6
-    assert "rank 0 waited 2 s in a collective for the other ranks" in error
+    (waited, error), (_, other) = run_processes(_skip_a_collective, environs, 1.0, timeout=40)
+    assert 0.9 < waited < 6
+    assert "rank 0 waited 1 s in a collective for the other ranks" in error
     assert other == ""
 
 
