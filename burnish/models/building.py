@@ -35,7 +35,11 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
     config.use_cache = False
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=IMPLEMENTATION
+            config,
+            dtype=torch.float32,
+            attn_implementation=IMPLEMENTATION,
+            # A configuration class from the model's own directory was loaded with this consent.
+            trust_remote_code=type(config).__module__.startswith("transformers_modules."),
         )
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -76,7 +80,7 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
         }
         if not buffers:
             continue
-        made = initialized_copy(module, owner)
+        made = initialized_copy(module, owner, weights="meta")
         for key in buffers:
             value = made.get_buffer(key)
             if value.is_floating_point() and bool(value.isnan().any()):
@@ -102,26 +106,27 @@ def owned_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, PreTrain
 
 
 @torch.no_grad()
-def initialized_copy(module: nn.Module, owner: PreTrainedModel) -> nn.Module:
-    """A copy of one module (not of its children) on the CPU, in fp32, as `owner._init_weights` initializes it.
+def initialized_copy(module: nn.Module, owner: PreTrainedModel, weights: str = "cpu") -> nn.Module:
+    """A copy of one module (not of its children) on the CPU, as `owner._init_weights` initializes it.
 
-    Values that it does not set are NaN. Draws come from torch's global generator.
+    Values that it does not set are NaN. Draws come from torch's global generator. With `weights`
+    "meta" the parameters take no memory and only the buffers have values.
     """
     made = copy.copy(module)
     made._modules = {}
     made._parameters = {
-        key: None if value is None else nn.Parameter(_undefined(value), value.requires_grad)
+        key: None if value is None else nn.Parameter(_undefined(value, weights), False)
         for key, value in module._parameters.items()
     }
     made._buffers = {
-        key: None if value is None else _undefined(value) for key, value in module._buffers.items()
+        key: None if value is None else _undefined(value, "cpu")
+        for key, value in module._buffers.items()
     }
     with guard_torch_init_functions():
         owner._init_weights(made)
     return made
 
 
-def _undefined(like: torch.Tensor) -> torch.Tensor:
-    if like.is_floating_point():
-        return torch.full(like.shape, torch.nan, dtype=like.dtype, device="cpu")
-    return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
+def _undefined(like: torch.Tensor, device: str) -> torch.Tensor:
+    value = torch.nan if like.is_floating_point() else 0
+    return torch.full(like.shape, value, dtype=like.dtype, device=device)

@@ -21,6 +21,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from burnish.config.schema import ModelConfig
 from burnish.errors import MissingError, UsageError
@@ -33,6 +34,7 @@ __all__ = [
     "SafetensorsSource",
     "build_on_meta",
     "fill_buffers",
+    "generation_config",
     "materialize",
     "read_model_config",
     "save_model_assets",
@@ -101,6 +103,14 @@ def _fresh_config(fresh: str | dict[str, Any]) -> PretrainedConfig:
         raise UsageError(f"transformers knows no model_type {model_type!r}", have=error) from error
 
 
+def generation_config(hf_config: PretrainedConfig) -> GenerationConfig:
+    """How the model is meant to be sampled from: its directory's generation_config.json, or what its configuration implies."""
+    origin = Path(hf_config.name_or_path) if hf_config.name_or_path else None
+    if origin is not None and (origin / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(origin)
+    return GenerationConfig.from_model_config(hf_config)
+
+
 def save_model_assets(
     hf_config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -116,16 +126,14 @@ def save_model_assets(
     directory.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
-    config.architectures = [type(build_on_meta(hf_config)).__name__]
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if architecture is not None:
+        config.architectures = [architecture]
     config.save_pretrained(directory)
-    origin = Path(hf_config.name_or_path) if hf_config.name_or_path else None
-    if origin is not None and (origin / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(origin)
-    else:
-        generation = GenerationConfig.from_model_config(config)
-    generation.save_pretrained(directory)
+    generation_config(config).save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
-    if origin is not None and getattr(hf_config, "auto_map", None):
+    if hf_config.name_or_path and getattr(hf_config, "auto_map", None):
+        origin = Path(hf_config.name_or_path)
         for source in sorted(origin.glob("*.py")):
             shutil.copyfile(source, directory / source.name)

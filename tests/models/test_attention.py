@@ -68,3 +68,28 @@ def test_masks_and_bidirectional_layers_are_refused():
 def test_softcapping_is_refused_before_building():
     with pytest.raises(IncompatibleError, match=r"gemma3_text.*softcapping"):
         build_on_meta(tiny_config("gemma3_text", attn_logit_softcapping=50.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("window", [None, 1, 9, 500])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_cuda_kernel_equals_blocks_in_fp32(window, kv_heads):
+    device = torch.device("cuda")
+    layout = PackedLayout.of([5, 64, 1, 130, 64], device)
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        generator = torch.Generator().manual_seed(0)
+        parts = [
+            torch.randn(1, heads, 264, 32, generator=generator)
+            .bfloat16()
+            .to(device, dtype)
+            .requires_grad_()
+            for heads in (4, kv_heads, kv_heads)
+        ]
+        output = layout.attend(Layer(), *parts, 0.2, window)
+        upstream = torch.randn(output.shape, generator=generator).bfloat16().to(device, dtype)
+        (output * upstream).sum().backward()
+        results.append([output, *(part.grad for part in parts)])
+    for half, exact in zip(*results, strict=True):
+        assert (half.float() - exact).norm() <= 1e-2 * exact.norm()

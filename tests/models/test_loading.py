@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -154,3 +157,58 @@ def test_code_of_a_model_is_carried_over(tmp_path):
     config.auto_map = {"AutoConfig": "modeling_mine.MyConfig"}
     save_model_assets(config, None, tmp_path / "out", torch.float32)
     assert (tmp_path / "out" / "modeling_mine.py").read_text() == "x = 1\n"
+
+
+CUSTOM = {
+    "configuration_mine.py": """
+from transformers import LlamaConfig
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+""",
+    "modeling_mine.py": """
+from transformers import LlamaForCausalLM
+from .configuration_mine import MineConfig
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+""",
+}
+
+USE_CUSTOM = """
+import sys, torch
+from burnish.config.schema import ModelConfig
+from burnish.models.loading import *
+from burnish.models.names import model_shards
+
+source, target = sys.argv[1:]
+config = ModelConfig(path=source, trust_remote_code=True)
+hf_config = read_model_config(config)
+model = build_on_meta(hf_config)
+assert type(model).__name__ == "MineForCausalLM"
+materialize(model, torch.device("cpu"))
+weights_source(config, hf_config, 0).fill(model_shards(model))
+save_model_assets(hf_config, None, target, torch.float32)
+"""
+
+
+def test_a_model_with_code_of_its_own(tmp_path):
+    """In a process of its own, because transformers keeps such code in its cache directory."""
+    source, target = save_tiny(tmp_path / "in", "llama"), tmp_path / "out"
+    for name, text in CUSTOM.items():
+        (source / name).write_text(text)
+    values = json.loads((source / "config.json").read_text())
+    values["model_type"] = "mine"
+    values["architectures"] = ["MineForCausalLM"]
+    values["auto_map"] = {
+        "AutoConfig": "configuration_mine.MineConfig",
+        "AutoModelForCausalLM": "modeling_mine.MineForCausalLM",
+    }
+    (source / "config.json").write_text(json.dumps(values))
+    subprocess.run(
+        [sys.executable, "-c", USE_CUSTOM, str(source), str(target)],
+        check=True,
+        env={**os.environ, "HF_HOME": str(tmp_path / "home")},
+    )
+    assert (target / "modeling_mine.py").read_text() == CUSTOM["modeling_mine.py"]
+    assert json.loads((target / "config.json").read_text())["architectures"] == ["MineForCausalLM"]

@@ -283,14 +283,16 @@ print(held, peak() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loading_peaks_at_the_model_and_64_mb(tmp_path, dtype):
-    save_tiny(
-        tmp_path, "llama", dtype, hidden_size=1024, intermediate_size=4096, num_hidden_layers=3
-    )
+def test_loading_peaks_at_the_model_and_64_mb(tmp_path):
+    """A tied model whose embedding layer has a computed buffer, from bf16 to fp32."""
+    config = tiny_config("gemma3_text", hidden_size=1024, vocab_size=50_000)
+    specs = tensor_specs(build_on_meta(config))
+    tensors = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in specs}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config.save_pretrained(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True
     )
     held, grown = map(int, done.stdout.split())
     assert held > 180e6
-    assert held < grown < held + 64e6
+    assert 0.95 * held < grown < held + 64e6
