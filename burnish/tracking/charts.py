@@ -99,8 +99,7 @@ def line_chart(title: str, series: Mapping[str, Sequence[Point]]) -> Chart | Non
     finite = {name: points for name, points in series.items() if _finite(points)}
     if not finite:
         return None
-    everything = [point for points in finite.values() for point in _finite(points)]
-    scale = _fit(everything)
+    scale = _fit([point for points in finite.values() for point in points])
     lines = [_line(label, points, scale) for label, points in finite.items()]
     return _chart(title, lines, scale)
 
@@ -178,7 +177,7 @@ def _path(points: Sequence[Point], scale: _Scale) -> str:
 def _fit(points: Sequence[Point]) -> _Scale:
     """A scale with some air above and below; from 0 where 0 is not far away."""
     steps = [step for step, _ in points]
-    values = [value for _, value in points]
+    values = [value for _, value in _finite(points)]
     low, high = min(values), max(values)
     if low >= 0 and low <= 0.4 * high:
         low = 0.0

@@ -1,5 +1,7 @@
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tracking.made_rollouts import made_rollout
@@ -7,7 +9,7 @@ from tracking.made_rollouts import made_rollout
 from burnish.records import Rollout
 from burnish.tracking import examples
 from burnish.tracking.examples import choose_examples
-from burnish.tracking.rollouts import write_rollouts
+from burnish.tracking.rollouts import read_rollouts, write_rollouts
 
 
 def write(directory: Path, step: int, rewards: dict[int, list[float]]) -> None:
@@ -69,9 +71,11 @@ def test_a_long_run_is_read_from_both_ends(tmp_path: Path, monkeypatch: pytest.M
     size = (tmp_path / "step-00000001.jsonl").stat().st_size
     monkeypatch.setattr(examples, "_READ_BYTES", int(4.5 * size))
     read: list[str] = []
-    real = examples.read_rollouts
-    monkeypatch.setattr(
-        examples, "read_rollouts", lambda path: read.append(path.stem) or real(path)
-    )
+
+    def noted(path: Path) -> Iterator[dict[str, Any]]:
+        read.append(path.stem)
+        return read_rollouts(path)
+
+    monkeypatch.setattr(examples, "read_rollouts", noted)
     choose_examples(tmp_path)
     assert read == [f"step-{step:08d}" for step in (10, 1, 9, 2)]
