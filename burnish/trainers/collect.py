@@ -1,0 +1,67 @@
+"""From prompts to scored rollouts: every rank generates and scores its share, then all know all.
+
+Left out: what becomes of the rollouts (`burnish.trainers.rl`, `burnish.trainers.evaluate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from burnish.parallel.collectives import gather_objects
+from burnish.parallel.layout import Layout
+from burnish.records import Completion, Prompt, Request, Rollout
+from burnish.rollout.base import Generator, Sampling
+from burnish.trainers.signals import StopRequested
+
+Score = Callable[[Sequence[Rollout]], list[Rollout]]
+"""Fills in the rewards of rollouts, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collector:
+    """What it takes to turn prompts into scored rollouts on this rank."""
+
+    generator: Generator
+    """Where completions come from."""
+    decode: Callable[[Sequence[int]], str]
+    """Token ids to text, special tokens removed."""
+    score: Score
+    """The rewards."""
+    layout: Layout
+    """Which share of the prompts is this rank's."""
+
+    def collect(
+        self, prompts: Sequence[Prompt], first_key: int, samples: int, sampling: Sampling
+    ) -> list[list[Rollout]]:
+        """`samples` rollouts of each prompt, grouped, in the order of the prompts, on every rank alike.
+
+        Prompt i is drawn with key `first_key` + i. Collective. A signal that reached any rank
+        raises `StopRequested` on all of them.
+        """
+        mine = range(self.layout.data_rank, len(prompts), self.layout.data_size)
+        stopped: int | None = None
+        groups: list[list[Rollout]] = []
+        try:
+            requests = [Request(first_key + i, prompts[i].token_ids, samples=samples) for i in mine]
+            completions = self.generator.generate(requests, sampling)
+            groups = self._scored([prompts[i] for i in mine], completions)
+        except StopRequested as request:
+            stopped = request.signal_number
+        shares = gather_objects((stopped, groups), self.layout)
+        for signal_number, _ in shares:
+            if signal_number is not None:
+                raise StopRequested(signal_number)
+        size = self.layout.data_size
+        return [shares[i % size][1][i // size] for i in range(len(prompts))]
+
+    def _scored(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
+    ) -> list[list[Rollout]]:
+        rollouts = [
+            Rollout(prompt, sample, completion, self.decode(completion.token_ids.tolist()))
+            for prompt, group in zip(prompts, completions, strict=True)
+            for sample, completion in enumerate(group)
+        ]
+        scored = iter(self.score(rollouts))
+        return [[next(scored) for _ in group] for group in completions]

@@ -1,0 +1,128 @@
+"""Validation on held-out data, during training and by itself.
+
+Prompts are answered n times and scored as in training (mean@n, pass@n, maj@n); examples are scored
+by their loss. Draws do not depend on the step, so that two validations differ by the weights alone.
+Left out: benchmarks with harnesses of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from burnish.algorithms.evaluation import evaluation_stats
+from burnish.checkpoint.committed import newest
+from burnish.config.schema import RunConfig
+from burnish.data.batching import make_batch
+from burnish.engines.base import Engine, Part
+from burnish.errors import MissingError
+from burnish.launch.run import launch
+from burnish.parallel.collectives import reduce_stats
+from burnish.parallel.layout import Layout
+from burnish.records.seeds import derive_seed
+from burnish.rewards.builtin import extract_answer
+from burnish.rewards.pool import RewardPool
+from burnish.tracking.metrics import Mean, Stats
+from burnish.tracking.progress import Progress
+from burnish.tracking.rundir import RunDirectory
+from burnish.trainers.collect import Collector
+from burnish.trainers.setup import (
+    Foundation,
+    example_dataset,
+    lay_foundation,
+    make_collector,
+    make_engine,
+    prompt_dataset,
+    sampling,
+)
+from burnish.trainers.signals import catch_signals
+
+Validation = Callable[[], dict[str, float]]
+"""Validates the current weights: `val/...`, the same numbers on every rank. Collective."""
+
+
+def prompt_validation(foundation: Foundation, collector: Collector) -> Validation | None:
+    """Answers held-out prompts with the generator's current weights and scores the answers; None without such data."""
+    config = foundation.config
+    if not config.data.validation:
+        return None
+    dataset = prompt_dataset(foundation, config.data.validation, "data.validation")
+    prompts = dataset[: config.evaluation.prompts or len(dataset)]
+    seed = derive_seed(config.seed, "validation")
+    how = sampling(config, config.evaluation, seed % 2**63, step=0)
+
+    def validate() -> dict[str, float]:
+        groups = collector.collect(prompts, 0, config.evaluation.n, how)
+        scores = [[rollout.reward for rollout in group] for group in groups]
+        answers = [[extract_answer(rollout.text) for rollout in group] for group in groups]
+        return evaluation_stats(scores, answers).values_by_name()
+
+    return validate
+
+
+def example_validation(
+    foundation: Foundation, engine: Engine, device: torch.device
+) -> Validation | None:
+    """The mean loss per token of held-out examples, as `val/loss`; None without such data."""
+    config, layout = foundation.config, engine.layout
+    if not config.data.validation:
+        return None
+    dataset = example_dataset(foundation, config.data.validation, "data.validation")
+    count = min(len(dataset), config.evaluation.prompts or len(dataset))
+    size, budget = config.batch.examples, config.batch.tokens_per_device
+
+    def validate() -> dict[str, float]:
+        loss = Mean(0.0, 0.0)
+        for start in range(0, count, size):
+            batch = make_batch(dataset[start : min(start + size, count)], layout, budget)
+            for output, micro in zip(engine.forward(batch), batch.microbatches, strict=True):
+                # Tokens outside the loss mask are not scored, and hold 0.
+                part = Mean(-output.logprobs.sum(), float(micro.loss_mask.sum()))
+                loss = loss.merge(part)
+        return reduce_stats(Stats({"val/loss": loss}), layout, device).values_by_name()
+
+    return validate
+
+
+def evaluate(config: RunConfig, run_directory: Path | None = None) -> dict[str, float]:
+    """Validate the model of `config`, or the newest committed one of a run; returns the numbers.
+
+    With reward functions the held-out data are prompts, without them examples. Raises
+    `MissingError` when the run has no committed step.
+    """
+    if run_directory is not None:
+        # model/ holds the tokenizer as well, its chat template included.
+        own = ("fresh", "tokenizer", "chat_template")
+        model = {"path": str(_newest_model(run_directory)), **dict.fromkeys(own)}
+        config = config.model_copy(update={"model": config.model.model_copy(update=model)})
+    return launch(lambda layout, device: _evaluate(config, layout, device), config.distributed)
+
+
+def _evaluate(config: RunConfig, layout: Layout, device: torch.device) -> dict[str, float]:
+    progress = Progress(config.tracking.progress and layout.is_main)
+    with catch_signals() as stopper, progress.phase("evaluate"):
+        foundation = lay_foundation(config)
+        engine = make_engine(foundation, None, layout, device)
+        engine.load(foundation.source, Part.WEIGHTS)
+        if not config.reward.functions:
+            validate = example_validation(foundation, engine, device)
+            values = validate() if validate else {}
+        else:
+            with RewardPool(config.reward) as pool:
+                collector = make_collector(foundation, pool, layout, device, stopper, progress)
+                collector.generator.load_weights(engine.shards(Part.WEIGHTS), version=0)
+                answer = prompt_validation(foundation, collector)
+                values = answer() if answer else {}
+    return values
+
+
+def _newest_model(run_directory: Path) -> Path:
+    committed = newest(RunDirectory(run_directory).checkpoints)
+    if committed is None:
+        raise MissingError(
+            f"{run_directory} has no committed checkpoint",
+            do="train first, or name a configuration file instead",
+        )
+    return committed.path / "model"

@@ -1,0 +1,120 @@
+"""Reinforcement learning with verifiable rewards: GRPO and kin.
+
+One step: generate a group of completions for each prompt, score them, turn rewards into advantages,
+update the policy, publish its weights to the generator. The same function runs in every process.
+Left out: critics (PPO), generation ahead of training, environments of several turns.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from burnish.algorithms.dapo import select_groups
+from burnish.algorithms.loss import policy_loss_fn
+from burnish.algorithms.schedule import learning_rate
+from burnish.config.schema import RunConfig
+from burnish.data.loader import Loader
+from burnish.data.tasks import PromptDataset
+from burnish.engines.base import Part
+from burnish.launch.run import launch
+from burnish.parallel.layout import Layout
+from burnish.records import Rollout
+from burnish.rewards.overview import rollout_stats
+from burnish.rewards.pool import RewardPool
+from burnish.tracking.metrics import Stats
+from burnish.trainers.collect import Collector
+from burnish.trainers.evaluate import prompt_validation
+from burnish.trainers.policy_update import Policy, minibatches, token_advantages
+from burnish.trainers.run import Run, Work, open_run
+from burnish.trainers.setup import (
+    Foundation,
+    lay_foundation,
+    make_collector,
+    make_engine,
+    prompt_dataset,
+    sampling,
+)
+
+
+def train(config: RunConfig) -> None:
+    """Run reinforcement learning as `config` says; resumes where its run directory left off."""
+    launch(lambda layout, device: _train(config, layout, device), config.distributed)
+
+
+def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
+    with open_run(config, layout, device) as run, RewardPool(config.reward) as pool:
+        with run.progress.phase("setup"):
+            foundation = lay_foundation(config)
+            dataset = prompt_dataset(foundation, config.data.train, "data.train")
+            pool.check_columns(dataset.rows.columns)
+            total = config.steps or math.ceil(len(dataset) * config.epochs / config.batch.prompts)
+            policy = _policy(foundation, run, total)
+            collector = make_collector(
+                foundation, pool, layout, device, run.stopper, run.progress
+            )
+            collector.generator.load_weights(
+                policy.engine.shards(Part.WEIGHTS), run.position.step
+            )
+            loader = Loader(len(dataset), config.seed, config.data.shuffle, run.position.cursor)
+            loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
+            run.validate = prompt_validation(foundation, collector)
+        run.start()
+        for step in run.steps():
+            with run.spans("rollout"):
+                groups = collect_groups(dataset, loader, collector, config, step)
+            with run.spans("advantages"):
+                by_token = token_advantages(groups, policy, config)
+                batches = minibatches(groups, by_token, policy, config)
+            stats, lr = Stats(), learning_rate(step, total, config.optim)
+            with run.spans("update"):
+                for batch in batches:
+                    stats = stats.merge(policy.engine.forward_backward(batch, loss))
+                    stats = stats.merge(policy.engine.optim_step(lr))
+            with run.spans("publish"):
+                collector.generator.load_weights(policy.engine.shards(Part.WEIGHTS), step + 1)
+            rollouts = [rollout for group in groups for rollout in group]
+            run.write_rollouts(rollouts, [float(a.mean()) if len(a) else 0.0 for a in by_token])
+            stats = stats.prefixed("actor/").merge(rollout_stats(rollouts))
+            run.finish(stats, cursor=loader.cursor, work=Work.of(batches))
+        run.complete()
+
+
+def _policy(foundation: Foundation, run: Run, total_steps: int) -> Policy:
+    """The trained engine, its weights resumed or initial, and the frozen reference where KL wants one."""
+    config = foundation.config
+    engine = make_engine(foundation, config.optim, run.layout, run.device)
+    if run.begin(engine, foundation, total_steps) is None:
+        engine.load(foundation.source, Part.WEIGHTS)
+    if config.algorithm.kl.coef == 0:
+        return Policy(engine, None)
+    reference = make_engine(foundation, None, run.layout, run.device)
+    reference.load(foundation.source, Part.WEIGHTS)
+    return Policy(engine, reference)
+
+
+def collect_groups(
+    dataset: PromptDataset, loader: Loader, collector: Collector, config: RunConfig, step: int
+) -> list[list[Rollout]]:
+    """The scored groups that a step trains on. Collective; the same on every rank.
+
+    With dynamic sampling, groups whose rewards are all equal are replaced by those of the next
+    prompts, in a bounded number of rounds.
+    """
+    how = sampling(config, config.rollout, config.seed, step)
+    groups: list[list[Rollout]] = []
+    wanted, refills = config.batch.prompts, 0
+    while True:
+        first_key = loader.cursor
+        prompts = [dataset[index] for index in loader.take(wanted)]
+        groups += collector.collect(prompts, first_key, config.rollout.n, how)
+        selection = select_groups(
+            [[rollout.reward for rollout in group] for group in groups],
+            config.batch.prompts,
+            refills,
+            config.algorithm.dynamic_sampling,
+        )
+        if selection.refill == 0:
+            return [groups[index] for index in selection.keep]
+        wanted, refills = selection.refill, refills + 1

@@ -1,0 +1,270 @@
+"""A run: its directory, its step counter, what it logs, when it saves, how it stops and resumes.
+
+Trainers ask it for steps and tell it when one is finished; everything that is not the algorithm is
+here. What a run must remember is one frozen `Position`, replaced when a step is finished, so that a
+signal in the middle of a step saves the state after the step before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from burnish.checkpoint.committed import Committed
+from burnish.checkpoint.directory import Checkpoints, Resumed
+from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.save import Contents
+from burnish.config.identity import require_same_run
+from burnish.config.load import dump_yaml, load_config
+from burnish.config.schema import RunConfig
+from burnish.engines.base import Engine, Part
+from burnish.errors import StoppedError
+from burnish.models.flops import ModelFlops
+from burnish.models.loading import save_model_assets
+from burnish.parallel.collectives import agree, any_rank
+from burnish.parallel.device import device_name, peak_memory, peak_flops
+from burnish.parallel.layout import Layout
+from burnish.records import Batch, Rollout
+from burnish.tracking.console import ConsoleTracker
+from burnish.tracking.jsonl import JsonlTracker
+from burnish.tracking.metrics import Stats
+from burnish.tracking.progress import Progress
+from burnish.tracking.report import write_report
+from burnish.tracking.rollouts import write_rollouts
+from burnish.tracking.rundir import RunDirectory, environment
+from burnish.tracking.spans import Spans
+from burnish.tracking.tensorboard import TensorBoardTracker
+from burnish.tracking.throughput import throughput
+from burnish.tracking.trackers import Tracker, Trackers
+from burnish.trainers.setup import Foundation
+from burnish.trainers.signals import Stopper, StopRequested, catch_signals
+
+log = logging.getLogger("burnish")
+
+Validation = Callable[[], dict[str, float]]
+"""Validates the current weights: `val/...`, the same numbers on every rank. Collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a run is; all that resuming needs beside the tensors."""
+
+    step: int = 0
+    """Steps finished."""
+    cursor: int = 0
+    """Samples taken from the data, over all epochs."""
+    tokens: int = 0
+    """Tokens trained on."""
+    optimizer_steps: int = 0
+    """Updates made; skipped ones not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step's updates ran, for its throughput."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each sequence on this rank."""
+    tokens: int
+    """Tokens over all ranks."""
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch]) -> Work:
+        """The work of these batches."""
+        lengths = [
+            length
+            for batch in batches
+            for micro in batch.microbatches
+            for length in micro.cu_seqlens.diff().tolist()
+        ]
+        return cls(tuple(lengths), sum(batch.total_tokens for batch in batches))
+
+
+class Run:
+    """One training run on this rank. Made by `open_run`; a trainer calls `begin`, `start`, `steps`, `finish`, `complete`."""
+
+    def __init__(
+        self, config: RunConfig, layout: Layout, device: torch.device, stopper: Stopper
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.device = device
+        self.stopper = stopper
+        self.directory = RunDirectory(Path(config.output_dir) / config.name)
+        self.checkpoints = Checkpoints(
+            self.directory.checkpoints,
+            layout,
+            keep_last=config.checkpoint.keep_last,
+            reserve_bytes=int(config.checkpoint.reserve_gb * 1e9),
+        )
+        self.position = Position()
+        self.spans = Spans()
+        self.progress = Progress(config.tracking.progress and layout.is_main)
+        self.validate: Validation | None = None
+        """Validates the current weights; set by the trainer where there are held-out data."""
+        self._trackers = Trackers()
+        self._saved_step: int | None = None
+
+    def begin(
+        self, engine: Engine, foundation: Foundation, total_steps: int
+    ) -> Resumed | None:
+        """Take up the engine that is trained, and resume it where a committed step exists. Collective.
+
+        Returns what was resumed from. The engine's weights are not touched when there is none.
+        """
+        self._engine, self._foundation, self._total_steps = engine, foundation, total_steps
+        self._flops = ModelFlops.of(foundation.hf_config)
+        self._peak = peak_flops(self.device, _compute_dtype(self.config))
+        resumed = self.checkpoints.resume(self._load)
+        if resumed is not None and self.layout.is_main:
+            log.warning("resumed step %d from %s", resumed.step.step, resumed.step.path)
+        return resumed
+
+    def start(self) -> None:
+        """Open the sinks, and validate before the first step where that is asked for. Collective."""
+        with agree(self.layout):
+            if self.layout.is_main:
+                self._trackers = Trackers(self._sinks())
+        if self.validate and self.config.evaluation.before and self.position.step == 0:
+            self._trackers.log(0, self._validated(self.validate))
+        self.spans.take()
+
+    def steps(self) -> Iterator[int]:
+        """The 0-based steps that are left. A signal on any rank ends them. Collective."""
+        for step in range(self.position.step, self._total_steps):
+            self._check_stop()
+            yield step
+
+    def finish(self, stats: Stats, *, cursor: int, work: Work) -> None:
+        """A step is done: validate, log and save where it is time. Collective."""
+        self.position = Position(
+            step=self.position.step + 1,
+            cursor=cursor,
+            tokens=self.position.tokens + work.tokens,
+            optimizer_steps=self._engine.steps,
+        )
+        timing = self.spans.take()
+        values = stats.values_by_name() | self._throughput(work, timing) | timing
+        if self.validate and self._is_due(self.config.evaluation.every):
+            values |= self._validated(self.validate)
+        self._trackers.log(self.position.step, values)
+        if self._is_due(self.config.checkpoint.save_every):
+            self.save()
+
+    def complete(self) -> None:
+        """All steps are done: save, and say where everything is. Collective."""
+        self._check_stop()
+        self.save()
+        if self.layout.is_main:
+            log.info("done: %s", self.directory.root)
+
+    def write_rollouts(self, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> None:
+        """Keep the rollouts of the step under way where the configuration asks for it, the first and the last always."""
+        every = self.config.tracking.rollouts_every
+        step = self.position.step + 1
+        with agree(self.layout):
+            if self.layout.is_main and every and (step % every == 0 or step in (1, self._total_steps)):
+                write_rollouts(self.directory.rollouts, step, rollouts, advantages)
+
+    def save(self) -> None:
+        """Commit the current position, unless it is committed already, and renew the report. Collective."""
+        if self._saved_step == self.position.step:
+            return
+        hf_config, tokenizer = self._foundation.hf_config, self._foundation.tokenizer
+        contents = Contents(
+            weights=list(self._engine.shards(Part.WEIGHTS)),
+            training=list(self._engine.shards(Part.TRAINING)),
+            state=asdict(self.position),
+            write_assets=lambda path: save_model_assets(hf_config, tokenizer, path, torch.bfloat16),
+        )
+        with self.spans("save"):
+            self.checkpoints.save(self.position.step, contents)
+        self._saved_step = self.position.step
+        with agree(self.layout):
+            if self.layout.is_main and self.config.tracking.report:
+                write_report(self.directory.root)
+
+    def close(self) -> None:
+        """Close the sinks."""
+        self._trackers.close()
+
+    def _load(self, step: Committed, source: CheckpointSource) -> None:
+        """Make the engine and the position those of a committed step."""
+        self._engine.load(source, Part.WEIGHTS)
+        self._engine.load(source, Part.TRAINING)
+        self.position = Position(**step.state)
+        self._engine.steps = self.position.optimizer_steps
+        self._saved_step = self.position.step
+
+    def _check_stop(self) -> None:
+        received = self.stopper.received
+        if any_rank(received is not None, self.layout):
+            raise StopRequested(received if received is not None else signal.SIGTERM)
+
+    def _is_due(self, every: int) -> bool:
+        step = self.position.step
+        return every > 0 and (step % every == 0 or step == self._total_steps)
+
+    def _validated(self, validate: Validation) -> dict[str, float]:
+        with self.spans("validate"):
+            return validate()
+
+    def _sinks(self) -> Iterator[Tracker]:
+        resumed = self.position.step or None
+        yield ConsoleTracker(total_steps=self._total_steps)
+        yield JsonlTracker(self.directory.metrics, resume_step=resumed)
+        if self.config.tracking.tensorboard:
+            yield TensorBoardTracker(self.directory.tensorboard, resume_step=resumed)
+
+    def _throughput(self, work: Work, timing: Mapping[str, float]) -> dict[str, float]:
+        """Tokens per second of the update, over all ranks, and this rank's MFU and memory."""
+        return throughput(
+            tokens=work.tokens,
+            seconds=timing.get("timing_s/update", 0.0),
+            flops=self._flops.training(work.lengths),
+            peak_flops_per_s=self._peak,
+            max_memory_bytes=peak_memory(self.device),
+        )
+
+
+@contextmanager
+def open_run(config: RunConfig, layout: Layout, device: torch.device) -> Iterator[Run]:
+    """The run that `config` names, inside the block; a signal in it commits a checkpoint and raises `StoppedError`.
+
+    Refuses, before anything is loaded, a run directory that belongs to another configuration.
+    """
+    with catch_signals() as stopper:
+        run = Run(config, layout, device, stopper)
+        with agree(layout):
+            _claim(run)
+        with run.checkpoints, closing(run):
+            try:
+                yield run
+            except StopRequested as request:
+                run.save()
+                raise StoppedError(
+                    f"{request}: step {run.position.step} is committed in {run.directory.root}; "
+                    "the same command continues from there",
+                    signal_number=request.signal_number,
+                ) from None
+
+
+def _claim(run: Run) -> None:
+    """Make the directory ours, or refuse it when it holds another configuration's run."""
+    directory = run.directory
+    if directory.config.exists():
+        require_same_run(directory.root, load_config(directory.config).config, run.config)
+    if run.layout.is_main:
+        directory.create()
+        directory.write_config(dump_yaml(run.config))
+        directory.write_environment(environment(device_name(run.device), run.layout.world))
+
+
+def _compute_dtype(config: RunConfig) -> torch.dtype:
+    return torch.bfloat16 if config.engine.precision == "bf16" else torch.float32

@@ -1,0 +1,142 @@
+"""What SFT, RL and evaluation set up alike: tokenizer, model, data, engine, generator, rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from burnish.algorithms.dapo import overlong_penalty
+from burnish.config.schema import OptimConfig, RunConfig, SamplingConfig
+from burnish.data.sources import load_rows
+from burnish.data.tasks import ExampleDataset, PromptDataset
+from burnish.data.tokenizer import eos_token_ids, load_tokenizer
+from burnish.engines.torch_engine import TorchEngine
+from burnish.errors import IncompatibleError
+from burnish.models.loading import generation_config, read_model_config, weights_source
+from burnish.parallel.layout import Layout
+from burnish.parallel.shards import ShardSource
+from burnish.records import Rollout
+from burnish.rewards.pool import RewardPool
+from burnish.rollout.base import Sampling
+from burnish.rollout.builtin import BuiltinGenerator
+from burnish.tracking.progress import Progress
+from burnish.trainers.collect import Collector
+from burnish.trainers.signals import Stopper
+
+
+@dataclass(frozen=True, slots=True)
+class Foundation:
+    """The model that a run starts from, before any weight is read."""
+
+    config: RunConfig
+    """The run."""
+    hf_config: PretrainedConfig
+    """The model's Hugging Face configuration."""
+    tokenizer: PreTrainedTokenizerBase
+    """Its tokenizer, pad and eos repaired."""
+    source: ShardSource
+    """Its initial weights."""
+    eos_token_ids: tuple[int, ...]
+    """All ids that end a completion."""
+
+
+def lay_foundation(config: RunConfig) -> Foundation:
+    """Read configuration, tokenizer and the headers of the weights; raises when they do not fit each other."""
+    hf_config = read_model_config(config.model)
+    tokenizer = load_tokenizer(
+        config.model.tokenizer or config.model.path or "",
+        config.model.chat_template,
+        config.model.trust_remote_code,
+    )
+    vocabulary = hf_config.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
+        raise IncompatibleError(
+            "the tokenizer has more tokens than the model has embeddings",
+            have=f"{len(tokenizer)} tokens, {vocabulary} embeddings",
+            want="no more tokens than embeddings",
+            do="use the model's own tokenizer, or a fresh model with a larger vocab_size",
+        )
+    return Foundation(
+        config,
+        hf_config,
+        tokenizer,
+        weights_source(config.model, hf_config, config.seed),
+        eos_token_ids(tokenizer, hf_config, generation_config(hf_config)),
+    )
+
+
+def prompt_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -> PromptDataset:
+    """The prompts in `paths`; `setting` names them in errors."""
+    rows = load_rows(paths, setting)
+    return PromptDataset(rows, foundation.tokenizer, foundation.config.data)
+
+
+def example_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -> ExampleDataset:
+    """The SFT examples in `paths`; `setting` names them in errors."""
+    data, budget = foundation.config.data, foundation.config.batch.tokens_per_device
+    rows = load_rows(paths, setting)
+    return ExampleDataset(rows, foundation.tokenizer, data, min(data.max_length or budget, budget))
+
+
+def make_engine(
+    foundation: Foundation, optim: OptimConfig | None, layout: Layout, device: torch.device
+) -> TorchEngine:
+    """The engine that the configuration names, its weights not loaded yet; frozen when `optim` is None."""
+    config = foundation.config.engine
+    return TorchEngine(foundation.hf_config, config, optim, layout=layout, device=device)
+
+
+def make_collector(
+    foundation: Foundation,
+    pool: RewardPool,
+    layout: Layout,
+    device: torch.device,
+    stopper: Stopper,
+    progress: Progress,
+) -> Collector:
+    """Generator and rewards as the configuration says; the generator's weights are not loaded yet."""
+    config, tokenizer = foundation.config, foundation.tokenizer
+    generator = BuiltinGenerator(
+        foundation.hf_config,
+        layout=layout,
+        device=device,
+        dtype=torch.bfloat16 if config.engine.precision == "bf16" else torch.float32,
+        slots=config.rollout.slots,
+        eos_token_ids=foundation.eos_token_ids,
+        decode=tokenizer.decode,
+    )
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def score(rollouts: Sequence[Rollout]) -> list[Rollout]:
+        return [_shaped(rollout, config) for rollout in pool.score(rollouts)]
+
+    return Collector(generator, decode, score, layout)
+
+
+def sampling(config: RunConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:
+    """What a generator is asked for: `how` to draw, within the run's length limit and stop texts."""
+    return Sampling(
+        max_tokens=config.rollout.max_response_length,
+        temperature=how.temperature,
+        top_k=how.top_k,
+        top_p=how.top_p,
+        min_p=how.min_p,
+        stop_strings=tuple(config.rollout.stop),
+        seed=seed,
+        step=step,
+    )
+
+
+def _shaped(rollout: Rollout, config: RunConfig) -> Rollout:
+    """The rollout with the penalty for its length in its reward."""
+    penalty = overlong_penalty(
+        len(rollout.completion.token_ids),
+        config.rollout.max_response_length,
+        config.algorithm.overlong,
+    )
+    return replace(rollout, reward=rollout.reward + penalty) if penalty else rollout

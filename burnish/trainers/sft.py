@@ -1,0 +1,51 @@
+"""Supervised fine-tuning: make the examples' tokens likelier.
+
+The same function runs in every process. Left out: preference losses and distillation.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from burnish.algorithms.loss import sft_loss
+from burnish.algorithms.schedule import learning_rate
+from burnish.config.schema import RunConfig
+from burnish.data.batching import make_batch
+from burnish.data.loader import Loader
+from burnish.engines.base import Part
+from burnish.launch.run import launch
+from burnish.parallel.layout import Layout
+from burnish.trainers.evaluate import example_validation
+from burnish.trainers.run import Work, open_run
+from burnish.trainers.setup import example_dataset, lay_foundation, make_engine
+
+
+def train(config: RunConfig) -> None:
+    """Fine-tune as `config` says; resumes where its run directory left off."""
+    launch(lambda layout, device: _train(config, layout, device), config.distributed)
+
+
+def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
+    size = config.batch.examples
+    with open_run(config, layout, device) as run:
+        with run.progress.phase("setup"):
+            foundation = lay_foundation(config)
+            dataset = example_dataset(foundation, config.data.train, "data.train")
+            total = config.steps or math.ceil(len(dataset) * config.epochs / size)
+            engine = make_engine(foundation, config.optim, layout, device)
+            if run.begin(engine, foundation, total) is None:
+                engine.load(foundation.source, Part.WEIGHTS)
+            loader = Loader(len(dataset), config.seed, config.data.shuffle, run.position.cursor)
+            run.validate = example_validation(foundation, engine, device)
+        run.start()
+        for step in run.steps():
+            with run.spans("data"):
+                examples = [dataset[index] for index in loader.take(size)]
+                batch = make_batch(examples, layout, config.batch.tokens_per_device)
+            with run.spans("update"):
+                stats = engine.forward_backward(batch, sft_loss)
+                stats = stats.merge(engine.optim_step(learning_rate(step, total, config.optim)))
+            run.finish(stats.prefixed("train/"), cursor=loader.cursor, work=Work.of([batch]))
+        run.complete()

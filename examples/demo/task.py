@@ -1,0 +1,41 @@
+"""The demo's world, made from nothing: a tokenizer of characters, sums to learn, and the sums held out."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from tokenizers.decoders import Fuse
+from tokenizers import Regex
+from transformers import PreTrainedTokenizerFast
+
+CHARACTERS = "0123456789+="
+HELD_OUT = 256
+
+
+def write_tokenizer(directory: Path) -> None:
+    """One token per character, and a pad, an end and an unknown token."""
+    names = ["<pad>", "<eos>", "<unk>", *CHARACTERS]
+    vocabulary = {token: number for number, token in enumerate(names)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(directory)
+
+
+def write_data(directory: Path, seed: int = 0) -> None:
+    """Every sum of two numbers below 100, shuffled: the last `HELD_OUT` are never trained on."""
+    sums = [(a, b) for a in range(100) for b in range(100)]
+    random.Random(seed).shuffle(sums)
+    rows = [
+        {"prompt": f"{a}+{b}=", "completion": str(a + b), "answer": str(a + b)} for a, b in sums
+    ]
+    for name, part in (("train", rows[:-HELD_OUT]), ("validation", rows[-HELD_OUT:])):
+        lines = "".join(json.dumps(row) + "\n" for row in part)
+        (directory / f"{name}.jsonl").write_text(lines)
