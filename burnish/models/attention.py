@@ -136,7 +136,7 @@ class PackedLayout:
     ) -> Tensor:
         """See `Attends.attend`: every token sees its own sequence up to itself."""
         window = sliding_window if sliding_window and sliding_window < self.max_seqlen else None
-        rows = [part.transpose(1, 2)[0] for part in (query, key, value)]
+        rows = [part.transpose(1, 2).squeeze(0) for part in (query, key, value)]
         if _has_varlen_kernel(query):
             return self._varlen(rows, scaling, window)[None]
         return self.blocks.attend(rows, scaling, window)[None]

@@ -67,7 +67,7 @@ class Scorer(nn.Module):
         ).last_hidden_state[0]
         head = self.model.get_output_embeddings().weight
         options = LogprobOptions(self.chunk, temperature, self.transform)
-        found = token_logprobs(hidden[rows - 1], head, input_ids[rows], options)
+        found = token_logprobs(hidden.index_select(0, rows - 1), head, input_ids[rows], options)
         logprobs, entropy = (_spread(values, rows, len(input_ids)) for values in found)
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
 
