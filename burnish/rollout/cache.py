@@ -3,7 +3,7 @@
 Both classes travel as `packing` through the model (`burnish.models.attention.Attends`).
 `PromptCache` reads several packed prompts at once and keeps their keys and values; `SlotCache`
 holds a copy of a prompt in each row that continues it and lets every row append one token per
-step. Rows grow together, an eighth at a time. Left out: pages, and rows that share their prompt's
+step. Rows grow together, by an eighth or more at a time. Left out: pages, and rows that share their prompt's
 memory; at these sizes a copy costs less than the bookkeeping.
 """
 
@@ -17,8 +17,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from burnish.models.attention import PackedLayout
 
-_GRAIN = 32
-"""Rows are a multiple of this many tokens long."""
+_GRAIN = 128
+"""Rows grow by at least so many tokens."""
+_SPAN_GRAIN = 8
+"""Attention runs over a multiple of so many positions, which kernels want of a mask."""
 
 
 class PromptCache:
@@ -53,12 +55,12 @@ class PromptCache:
 
 
 class SlotCache:
-    """Keys and values of `slots` completions, one row each: `[slots, kv_heads, capacity, head_dim]` per layer."""
+    """Keys and values of `slots` completions, one row each: `[slots, capacity, kv_heads, head_dim]` per layer."""
 
     def __init__(self, slots: int, longest: int) -> None:
         """`longest` is the most tokens a row will ever hold; memory comes as rows need it."""
         self._slots = slots
-        self._longest = _rounded(longest)
+        self._longest = longest
         self._capacity = 0
         self._layers: dict[int, list[Tensor]] = {}
 
@@ -70,7 +72,7 @@ class SlotCache:
         self.reserve(length)
         for layer, held in self._layers.items():
             for mine, theirs in zip(held, (prompts.keys[layer], prompts.values[layer]), strict=True):
-                mine[:, :, :length].index_copy_(0, rows, theirs[:, source].transpose(0, 1))
+                mine[:, :length].index_copy_(0, rows, theirs.transpose(0, 1)[source])
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy rows over others; none is in both."""
@@ -82,13 +84,12 @@ class SlotCache:
         """Make room for rows of `length` tokens."""
         if length <= self._capacity:
             return
-        wanted = max(_rounded(length), self._capacity + _rounded(self._capacity // 8))
-        old, self._capacity = self._capacity, max(min(wanted, self._longest), _rounded(length))
+        old, extra = self._capacity, max(_GRAIN, self._capacity // 8)
+        self._capacity = _rounded(max(length, min(self._capacity + extra, self._longest)))
         for held in self._layers.values():
             for part, mine in enumerate(held):
-                slots, heads, _, head_dim = mine.shape
-                held[part] = mine.new_zeros(slots, heads, self._capacity, head_dim)
-                held[part][:, :, :old] = mine
+                held[part] = mine.new_zeros(len(mine), self._capacity, *mine.shape[2:])
+                held[part][:, :old] = mine
 
     def step(self, positions: Tensor, span: int) -> DecodeStep:
         """One decoding step of the first n rows, whose latest tokens are at `positions` [n], all below `span`."""
@@ -99,7 +100,7 @@ class SlotCache:
             if layer not in self._layers:
                 both = (key, prompts.values[layer])
                 self._layers[layer] = [
-                    part.new_zeros(self._slots, part.shape[0], self._capacity, part.shape[2])
+                    part.new_zeros(self._slots, self._capacity, part.shape[0], part.shape[2])
                     for part in both
                 ]
 
@@ -123,20 +124,15 @@ class DecodeStep:
         scaling: float,
         sliding_window: int | None,
     ) -> Tensor:
-        """See `Attends.attend`: token i joins row i and sees that row up to itself.
-
-        The query heads that share a key head become the queries of one attention call, so keys are
-        read once for all of them.
-        """
+        """See `Attends.attend`: token i joins row i and sees that row up to itself."""
         rows = len(self._positions)
         held = self._layers[int(module.layer_idx)]  # type: ignore[arg-type]
         for mine, latest in zip(held, (key, value), strict=True):
-            mine[self._rows, :, self._positions] = latest[0].transpose(0, 1)
-        keys, values = (mine[:rows, :, : self._span] for mine in held)
-        grouped = query[0].transpose(0, 1).unflatten(1, (keys.shape[1], -1))
+            mine[self._rows, self._positions] = latest[0].transpose(0, 1)
+        keys, values = (mine[:rows, : self._span].transpose(1, 2) for mine in held)
         bias = self._bias(sliding_window, query.dtype)
-        output = scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scaling)
-        return output.flatten(1, 2)[None]
+        heads = query[0].transpose(0, 1)
+        return _attend_one(heads, keys, values, bias, scaling).flatten(1, 2)[None]
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """[n, 1, 1, span]: 0 where the row's token sees the position, -inf where not."""
@@ -149,5 +145,22 @@ class DecodeStep:
         return self._biases[window]
 
 
+def _attend_one(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float
+) -> Tensor:
+    """Attention of one token per row, `[n, heads, head_dim]`, as `[n, kv_heads, heads per key head, head_dim]`.
+
+    A CPU is fastest with one query per head. Elsewhere the kernels that take a bias want as many key
+    heads as query heads, so the heads that share keys become the queries of one call.
+    """
+    grouped = query.unflatten(1, (keys.shape[1], -1))
+    if query.device.type != "cpu":
+        return scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scaling)
+    output = scaled_dot_product_attention(
+        query[:, :, None], keys, values, attn_mask=bias, scale=scaling, enable_gqa=True
+    )
+    return output.view(grouped.shape)
+
+
 def _rounded(length: int) -> int:
-    return -(-length // _GRAIN) * _GRAIN
+    return -(-length // _SPAN_GRAIN) * _SPAN_GRAIN
