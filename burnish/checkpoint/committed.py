@@ -92,10 +92,10 @@ def open_step(path: Path, storage: Storage) -> Committed:
     Raises `CorruptError` naming the file for anything damaged, missing, or there without being in
     the manifest, and `IncompatibleError` for another format.
     """
+    sizes = dict(_files(path, "", storage))
     commit = read_commit(path, storage)
     data = _read(path, MANIFEST, MANIFEST_LIMIT, storage)
     manifest = parse_manifest(data, commit, f"{path / MANIFEST}")
-    sizes = dict(_files(path, "", storage))
     for name in sorted((sizes.keys() - {COMMIT, MANIFEST}) ^ manifest.files.keys()):
         is_there = name in sizes
         raise CorruptError(

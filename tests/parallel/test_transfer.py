@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 import torch
+from distributed import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from burnish.parallel.boxes import Box, flat_range, subtract, whole
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Piece, Shard, TensorSpec
 from burnish.parallel.transfer import Transfer, plan, redistribute, waves
-from tests.distributed import run_ranks
 
 F32, BF16 = torch.float32, torch.bfloat16
 

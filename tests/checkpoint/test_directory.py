@@ -1,0 +1,210 @@
+"""A run's checkpoints: what is kept, what is resumed, what is set aside, who may write."""
+
+from __future__ import annotations
+
+import pytest
+from checkpoints_for_tests import contents_of, fill_and_compare, make_state, save_once
+from hypothesis import given
+from hypothesis import strategies as st
+
+from burnish.checkpoint.committed import committed, newest
+from burnish.checkpoint.directory import Checkpoints, outlived
+from burnish.checkpoint.manifest import Commit
+from burnish.errors import BurnishError, CorruptError, IncompatibleError
+from burnish.files.storage import LocalStorage
+from burnish.parallel.layout import Layout
+
+
+def steps_in(root):
+    return [step.step for step in committed(root)]
+
+
+def loads(seed):
+    """A `load` that compares with the state of a seed, and remembers what it was given."""
+
+    def load(step, source):
+        load.steps.append(step.step)
+        fill_and_compare(source, *make_state(seed), Layout())
+
+    load.steps = []
+    return load
+
+
+def damage(path, offset=-100):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_last_steps_are_kept(tmp_path):
+    with Checkpoints(tmp_path, Layout(), keep_last=2) as checkpoints:
+        for step in (1, 2, 3, 10):
+            checkpoints.save(step, contents_of(*make_state(step)))
+    assert steps_in(tmp_path) == [3, 10]
+    assert list((tmp_path / "trash").iterdir()) == []
+
+
+def test_unhealthy_steps_displace_nothing(tmp_path):
+    with Checkpoints(tmp_path, Layout(), keep_last=1) as checkpoints:
+        checkpoints.save(1, contents_of(*make_state(1)))
+        checkpoints.save(2, contents_of(*make_state(2), healthy=False))
+        assert steps_in(tmp_path) == [1, 2]
+        assert newest(tmp_path).step == 1
+        checkpoints.save(3, contents_of(*make_state(3)))
+    assert steps_in(tmp_path) == [3]
+
+
+def commit(step, healthy):
+    return Commit("0", "0", step, "0", 0, healthy)
+
+
+@given(st.dictionaries(st.integers(0, 50), st.booleans()), st.integers(1, 5))
+def test_retention_never_takes_the_newest_healthy(steps, keep_last):
+    gone = set(outlived([commit(*item) for item in steps.items()], keep_last))
+    healthy = sorted(step for step, is_healthy in steps.items() if is_healthy)
+    assert not gone & set(healthy[-keep_last:])
+    kept_healthy = [step for step in healthy if step not in gone]
+    assert kept_healthy == healthy[-keep_last:]
+    assert all(step < healthy[-1] for step in gone)
+
+
+def test_what_cannot_be_read_is_never_removed(tmp_path):
+    first = save_once(tmp_path, 1)
+    damage(first / "COMMIT", 20)
+    with Checkpoints(tmp_path, Layout(), keep_last=1) as checkpoints:
+        checkpoints.save(2, contents_of(*make_state(2)))
+        checkpoints.save(3, contents_of(*make_state(3)))
+    assert first.is_dir()
+    assert steps_in(tmp_path) == [3]
+
+
+def test_a_step_is_never_overwritten(tmp_path):
+    path = save_once(tmp_path, 1, seed=1)
+    before = (path / "COMMIT").read_bytes()
+    with pytest.raises(BurnishError, match="exists already"):
+        save_once(tmp_path, 1, seed=2)
+    assert (path / "COMMIT").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir() if "inflight" in p.name] == []
+
+
+def test_nothing_to_resume(tmp_path):
+    with Checkpoints(tmp_path / "new", Layout()) as checkpoints:
+        assert checkpoints.resume(loads(0)) is None
+
+
+def test_the_newest_is_resumed(tmp_path):
+    for step in (1, 2):
+        save_once(tmp_path, step, seed=step)
+    load = loads(2)
+    with Checkpoints(tmp_path, Layout()) as checkpoints:
+        resumed = checkpoints.resume(load)
+    assert (resumed.step.step, resumed.skipped, load.steps) == (2, (), [2])
+    assert resumed.step.state == {"step": 1, "cursor": 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("training/exp_avg.safetensors", ["exp_avg.safetensors", "they hold"]),
+        ("model/model.safetensors", ["model.safetensors"]),
+        ("state.json", ["state.json"]),
+        ("manifest.json", ["manifest.json"]),
+        ("COMMIT", ["COMMIT"]),
+    ],
+)
+def test_damage_is_set_aside_and_the_older_step_resumed(tmp_path, name, words):
+    save_once(tmp_path, 1, seed=1)
+    damage(save_once(tmp_path, 2, seed=2) / name, -10)
+    with Checkpoints(tmp_path, Layout()) as checkpoints:
+        resumed = checkpoints.resume(loads(1))
+        assert resumed.step.step == 1
+        [reason] = resumed.skipped
+        assert all(word in reason for word in words)
+        assert (tmp_path / "quarantine" / "step-00000002").is_dir()
+        checkpoints.save(2, contents_of(*make_state(5)))  # its name is free again
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_unhealthy_steps_are_not_resumed(tmp_path):
+    save_once(tmp_path, 1, seed=1)
+    save_once(tmp_path, 2, seed=2, healthy=False)
+    with Checkpoints(tmp_path, Layout()) as checkpoints:
+        resumed = checkpoints.resume(loads(1))
+    assert resumed.step.step == 1
+    assert "unhealthy" in resumed.skipped[0]
+
+
+def test_never_silently_from_the_start(tmp_path):
+    for step in (1, 2):
+        (save_once(tmp_path, step) / "COMMIT").unlink()
+    with pytest.raises(CorruptError, match="no checkpoint"):
+        newest(tmp_path)
+    for _ in range(2):  # the second time there is only the quarantine left
+        with Checkpoints(tmp_path, Layout()) as checkpoints, pytest.raises(CorruptError) as caught:
+            checkpoints.resume(loads(0))
+        assert caught.value.exit_code == 3
+        assert "step-00000001" in str(caught.value)
+
+
+def test_other_errors_of_loading_leave_the_step(tmp_path):
+    save_once(tmp_path, 1)
+
+    def load(step, source):
+        raise IncompatibleError("another model")
+
+    with Checkpoints(tmp_path, Layout()) as checkpoints, pytest.raises(IncompatibleError):
+        checkpoints.resume(load)
+    assert steps_in(tmp_path) == [1]
+
+
+def test_leftovers_are_cleared_at_the_start(tmp_path):
+    save_once(tmp_path, 1)
+    for name in (".inflight-00000002.abc", "trash/step-00000000"):
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "model" / "model.safetensors").write_bytes(b"half")
+    assert steps_in(tmp_path) == [1]
+    with Checkpoints(tmp_path, Layout()) as checkpoints:
+        assert checkpoints.resume(lambda step, source: None).step.step == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lease", "step-00000001", "trash"]
+    assert list((tmp_path / "trash").iterdir()) == []
+
+
+def test_two_runs_cannot_share_a_directory(tmp_path):
+    with (
+        Checkpoints(tmp_path, Layout()),
+        pytest.raises(BurnishError, match="another run is using"),
+        Checkpoints(tmp_path, Layout()),
+    ):
+        pass
+    with Checkpoints(tmp_path, Layout()):
+        pass
+
+
+def test_a_full_disk_is_seen_before_anything_is_written(tmp_path):
+    class Full(LocalStorage):
+        def free_bytes(self, path):
+            return 1_000_000
+
+        def create(self, path, size):
+            raise AssertionError("nothing may be written")
+
+    with (
+        Checkpoints(tmp_path, Layout(), storage=Full(), reserve_bytes=999_000) as checkpoints,
+        pytest.raises(BurnishError, match="no room for step 7") as caught,
+    ):
+        checkpoints.save(7, contents_of(*make_state(0)))
+    assert "0.001 GB free" in caught.value.have
+    assert "0.001 GB in reserve" in caught.value.want
+    assert "keep_last" in caught.value.do
+
+
+@pytest.mark.parametrize("name", ["step-1", "step-00000001.old", "step-0000000a", "xstep-00000001"])
+def test_other_names_are_no_steps(tmp_path, name):
+    save_once(tmp_path, 1).rename(tmp_path / name)
+    assert newest(tmp_path) is None
+
+
+def test_a_step_under_another_steps_name_is_refused(tmp_path):
+    save_once(tmp_path, 1).rename(tmp_path / "step-00000002")
+    with pytest.raises(CorruptError):
+        newest(tmp_path)

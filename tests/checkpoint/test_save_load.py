@@ -1,0 +1,279 @@
+"""What goes in comes out, bit for bit, whatever number of ranks writes and reads."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints_for_tests import (
+    BIG_SHAPES,
+    bits,
+    contents_of,
+    fill_and_compare,
+    make_state,
+    save_once,
+    shards_of,
+)
+from distributed import run_ranks
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM
+
+from burnish.checkpoint import save
+from burnish.checkpoint.committed import newest
+from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.verify import verify
+from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
+from burnish.files.safetensors import read_header
+from burnish.parallel.boxes import Box, whole
+from burnish.parallel.layout import Layout
+from burnish.parallel.shards import Shard, TensorSpec
+
+
+def save_on_ranks(layout, root):
+    weights, slots = make_state(3, BIG_SHAPES)
+    with Checkpoints(Path(root), layout) as checkpoints:
+        checkpoints.save(1, contents_of(weights, slots, layout))
+
+
+def load_on_ranks(layout, root, dim):
+    source = CheckpointSource(newest(Path(root)), layout)
+    fill_and_compare(source, *make_state(3, BIG_SHAPES), layout, dim)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The same state, written by 1, 2 and 4 ranks."""
+    roots = {world: tmp_path_factory.mktemp(f"world{world}") for world in (1, 2, 4)}
+    for world, root in roots.items():
+        run_ranks(save_on_ranks, world, str(root))
+    return roots
+
+
+@pytest.mark.parametrize(("writers", "readers", "dim"), [(1, 4, 0), (2, 1, 0), (4, 2, 1)])
+def test_saved_by_some_and_loaded_by_others(saved, writers, readers, dim):
+    run_ranks(load_on_ranks, readers, str(saved[writers]), dim)
+
+
+def test_the_files_are_the_same_whoever_writes_them(saved):
+    steps = [newest(root) for root in saved.values()]
+    assert [step.manifest.world for step in steps] == [1, 2, 4]
+    assert steps[0].manifest.files == steps[1].manifest.files == steps[2].manifest.files
+    assert [list(verify(step.path)) for step in steps] == [[], [], []]
+    assert len(steps[0].manifest.files["training/exp_avg.safetensors"].blocks) == 3
+
+
+def test_what_lies_where(tmp_path):
+    path = save_once(tmp_path, 12)
+    assert path.name == "step-00000012"
+    files = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
+    assert files == [
+        "COMMIT",
+        "manifest.json",
+        "model/chat_templates/default.jinja",
+        "model/config.json",
+        "model/model.safetensors",
+        "state.json",
+        "training/exp_avg.safetensors",
+        "training/exp_avg_sq.safetensors",
+        "training/residual.safetensors",
+    ]
+    assert json.loads((path / "state.json").read_text()) == {"step": 1, "cursor": 5}
+    kinds = {
+        name: {e.dtype for e in read_header(path / name).entries.values()}
+        for name in files
+        if name.endswith("tensors")
+    }
+    assert kinds == {
+        "model/model.safetensors": {"BF16"},
+        "training/residual.safetensors": {"I16"},
+        "training/exp_avg.safetensors": {"F32"},
+        "training/exp_avg_sq.safetensors": {"F32"},
+    }
+    assert newest(tmp_path).state == {"step": 1, "cursor": 5}
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("max_file_bytes", [1 << 32, 20_000])
+def test_transformers_loads_the_model(tmp_path, monkeypatch, split, max_file_bytes):
+    monkeypatch.setattr(
+        save, "plan_files", functools.partial(save.plan_files, max_file_bytes=max_file_bytes)
+    )
+    model = tiny_model("llama")
+    dtype = torch.bfloat16 if split else torch.float32
+
+    def write_assets(directory):
+        model.config.dtype = dtype
+        model.config.save_pretrained(directory)
+
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    path = save_once(
+        tmp_path,
+        weights=shards_of(weights, Layout()),
+        training=[],
+        write_assets=write_assets,
+        split=split,
+    )
+    is_sharded = len(list((path / "model").glob("*.safetensors"))) > 1
+    assert is_sharded == (max_file_bytes == 20_000)
+    loaded = AutoModelForCausalLM.from_pretrained(path / "model")
+    for name, parameter in loaded.named_parameters():
+        assert parameter.dtype == dtype
+        is_tie = (
+            (weights[name].view(torch.int32) & 0xFFFF) == 0x8000 if split else torch.tensor(False)
+        )
+        assert torch.equal(parameter[~is_tie], weights[name].to(dtype)[~is_tie])
+    again = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    CheckpointSource(newest(tmp_path), Layout()).fill(shards_of(again, Layout()))
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+
+
+def test_every_dtype_of_training_comes_back(tmp_path):
+    tensors = {
+        f"slot_{number}/w": (torch.arange(40).reshape(5, 8) % 2).to(dtype)
+        for number, dtype in enumerate(
+            [
+                torch.bool,
+                torch.uint8,
+                torch.int64,
+                torch.float16,
+                torch.bfloat16,
+                torch.float64,
+                torch.float8_e4m3fn,
+            ]
+        )
+    }
+    save_once(tmp_path, training=shards_of(tensors, Layout()))
+    again = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    CheckpointSource(newest(tmp_path), Layout()).fill(shards_of(again, Layout()))
+    for name, tensor in tensors.items():
+        assert torch.equal(bits(again[name]), bits(tensor))
+
+
+def test_weights_that_are_bf16_have_no_residual(tmp_path):
+    weights = {"w": torch.randn(6, 4).bfloat16()}
+    path = save_once(tmp_path, weights=shards_of(weights, Layout()), training=[])
+    assert not (path / "training").exists()
+    for dtype in (torch.bfloat16, torch.float32):
+        again = {"w": torch.zeros(6, 4, dtype=dtype)}
+        CheckpointSource(newest(tmp_path), Layout()).fill(shards_of(again, Layout()))
+        assert torch.equal(again["w"], weights["w"].to(dtype))
+
+
+def test_views_are_read_and_written(tmp_path):
+    """Shards are views of the engine's memory: not contiguous, part of a parameter."""
+    parameter = torch.nn.Parameter(torch.randn(10, 6))
+    spec = TensorSpec("w", (10, 3), torch.float32)
+    shards = [Shard(spec, whole((10, 3)), parameter[:, ::2])]
+    save_once(tmp_path, weights=shards, training=[])
+    expected = parameter.detach().clone()
+    with torch.no_grad():
+        parameter[:, ::2] = 0
+    CheckpointSource(newest(tmp_path), Layout()).fill(shards)
+    assert torch.equal(parameter.detach(), expected)
+
+
+def one_shard(name, shape):
+    return [Shard(TensorSpec(name, shape, torch.float32), whole(shape), torch.zeros(shape))]
+
+
+def test_what_the_step_lacks_is_named(tmp_path):
+    save_once(tmp_path)
+    source = CheckpointSource(newest(tmp_path), Layout())
+    with pytest.raises(MissingError, match="no tensor lm_head"):
+        source.fill(one_shard("lm_head", (3,)))
+    with pytest.raises(MissingError, match="no tensor exp_avg/other"):
+        source.fill(one_shard("exp_avg/other", (3,)))
+    with pytest.raises(MissingError, match=r"no tensor momentum/embed\.weight"):
+        source.fill(one_shard("momentum/embed.weight", (37, 16)))
+
+
+def test_another_shape_is_named(tmp_path):
+    save_once(tmp_path)
+    source = CheckpointSource(newest(tmp_path), Layout())
+    with pytest.raises(IncompatibleError, match=r"embed.weight(.|\n)*\[37, 16\](.|\n)*\[38, 16\]"):
+        source.fill(one_shard("embed.weight", (38, 16)))
+
+
+def test_what_no_rank_has_is_not_saved(tmp_path):
+    spec = TensorSpec("w", (4, 4), torch.float32)
+    half = [Shard(spec, Box((0, 0), (2, 4)), torch.zeros(2, 4))]
+    with pytest.raises(MissingError, match="model/w"):
+        save_once(tmp_path, weights=half, training=[])
+    assert newest(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["w", "residual/w", "model/w", "/w", "exp_avg/", "../w", "a b/w"])
+def test_slots_have_names_of_their_own(tmp_path, name):
+    with pytest.raises(ValueError, match="slot"):
+        save_once(tmp_path, training=one_shard(name, (3,)))
+
+
+def test_the_same_name_twice_with_another_shape(tmp_path):
+    with pytest.raises(BurnishError, match="disagree about tensor"):
+        save_once(tmp_path, weights=one_shard("w", (3,)) + one_shard("w", (4,)), training=[])
+
+
+def test_state_that_is_not_json_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        save_once(tmp_path, state={"loss": float("nan")})
+    with pytest.raises(BurnishError, match="too large"):
+        save_once(tmp_path, state={"text": "x" * (17 << 20)})
+    assert newest(tmp_path) is None
+
+
+def fail_on_one_rank(layout, root):
+    weights, slots = make_state(1)
+    with Checkpoints(Path(root), layout) as checkpoints:
+        checkpoints.save(1, contents_of(weights, slots, layout))
+        slots = {f"{name} {layout.rank}" if layout.rank else name: t for name, t in slots.items()}
+        bad = (
+            contents_of(weights, slots, layout)
+            if layout.rank == 0
+            else contents_of(weights, {}, layout, training=one_shard("nonsense", (1,)))
+        )
+        try:
+            checkpoints.save(2, bad)
+        except (BurnishError, ValueError) as error:
+            return str(error)
+    return None
+
+
+def test_every_rank_learns_of_an_error(tmp_path):
+    messages = run_ranks(fail_on_one_rank, 2, str(tmp_path))
+    assert all("'nonsense'" in message for message in messages)
+    assert newest(tmp_path).step == 1
+
+
+def different_steps(layout, root):
+    weights, slots = make_state(1)
+    with (
+        Checkpoints(Path(root), layout) as checkpoints,
+        pytest.raises(BurnishError, match="different steps"),
+    ):
+        checkpoints.save(layout.rank, contents_of(weights, slots, layout))
+
+
+def test_ranks_at_different_steps_are_stopped(tmp_path):
+    run_ranks(different_steps, 2, str(tmp_path))
+
+
+def load_damaged(layout, root):
+    try:
+        load_on_ranks(layout, root, 0)
+    except CorruptError as error:
+        return str(error)
+    return None
+
+
+def test_every_rank_learns_of_damage(tmp_path):
+    run_ranks(save_on_ranks, 1, str(tmp_path))
+    path = tmp_path / "step-00000001" / "training" / "exp_avg_sq.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-4_500_000] ^= 4
+    path.write_bytes(data)
+    messages = run_ranks(load_damaged, 2, str(tmp_path))
+    assert all("exp_avg_sq.safetensors" in m and "head.weight" in m for m in messages)

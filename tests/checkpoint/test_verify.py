@@ -1,0 +1,211 @@
+"""Nothing on disk can change without being found and named, and finding it needs no torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from checkpoints_for_tests import BIG_SHAPES, make_state, save_once, shards_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from burnish.checkpoint.committed import newest, open_step
+from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.verify import verify
+from burnish.errors import CorruptError
+from burnish.files.storage import LocalStorage
+from burnish.parallel.layout import Layout
+
+LOCAL = LocalStorage()
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    return save_once(tmp_path_factory.mktemp("checkpoints"))
+
+
+def problems(path):
+    """What verifying says, whether it raises or yields."""
+    try:
+        return [str(error) for error in verify(path)]
+    except CorruptError as error:
+        return [str(error)]
+
+
+def read_all(path):
+    """What loading everything says."""
+    try:
+        source = CheckpointSource(open_step(path, LOCAL), Layout())
+        weights, slots = make_state(0)
+        source.fill(shards_of(weights | slots, Layout()))
+    except CorruptError as error:
+        return [str(error)]
+    return []
+
+
+def test_a_sound_step_has_no_problems(step):
+    assert problems(step) == []
+    assert read_all(step) == []
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+def test_any_flipped_bit_is_found_and_its_file_named(step, data):
+    files = sorted(path for path in step.rglob("*") if path.is_file())
+    path = data.draw(st.sampled_from(files))
+    before = path.read_bytes()
+    bit = data.draw(st.integers(0, 8 * len(before) - 1))
+    changed = bytearray(before)
+    changed[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(changed)
+    try:
+        [found] = problems(step)
+        assert path.name in found
+        if path.suffix == ".safetensors":
+            assert "they hold" in found
+            [found] = read_all(step)
+            assert path.name in found
+    finally:
+        path.write_bytes(before)
+
+
+def test_the_tensor_of_a_damaged_block_is_named(tmp_path):
+    weights, slots = make_state(0, BIG_SHAPES)
+    path = save_once(
+        tmp_path, weights=shards_of(weights, Layout()), training=shards_of(slots, Layout())
+    )
+    file = path / "training" / "exp_avg.safetensors"
+    data = bytearray(file.read_bytes())
+    data[6 << 20] ^= 1
+    file.write_bytes(data)
+    [found] = problems(path)
+    assert "bytes 4194304 to" in found
+    assert "head.weight" in found
+    assert "scale" not in found
+
+
+@pytest.fixture
+def copied(step, tmp_path):
+    return shutil.copytree(step, tmp_path / step.name)
+
+
+NAMES = [
+    "COMMIT",
+    "manifest.json",
+    "state.json",
+    "model/config.json",
+    "model/model.safetensors",
+    "training/residual.safetensors",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_file_is_named(copied, name):
+    (copied / name).unlink()
+    [found] = problems(copied)
+    assert name.rpartition("/")[2] in found
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("keep", [0, 7, -1])
+def test_a_truncated_file_is_named(copied, name, keep):
+    data = (copied / name).read_bytes()
+    (copied / name).write_bytes(data[:keep])
+    [found] = problems(copied)
+    assert name.rpartition("/")[2] in found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_longer_file_is_named(copied, name):
+    with (copied / name).open("ab") as file:
+        file.write(b"\0")
+    [found] = problems(copied)
+    assert name.rpartition("/")[2] in found
+
+
+def test_a_file_that_was_not_committed_is_named(copied):
+    (copied / "model" / "pytorch_model.bin").write_bytes(b"")
+    [found] = problems(copied)
+    assert "pytorch_model.bin is in no manifest" in found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_link_is_refused(copied, tmp_path, name):
+    shutil.move(copied / name, tmp_path / "elsewhere")
+    (copied / name).symlink_to(tmp_path / "elsewhere")
+    [found] = problems(copied)
+    assert name.rpartition("/")[2] in found
+
+
+def test_a_pipe_is_refused_and_waits_for_nobody(copied):
+    (copied / "COMMIT").unlink()
+    os.mkfifo(copied / "COMMIT")
+    [found] = problems(copied)
+    assert "COMMIT" in found
+
+
+def test_swapped_files_are_found(copied):
+    first, second = (
+        copied / "training/exp_avg.safetensors",
+        copied / "training/exp_avg_sq.safetensors",
+    )
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+    assert len(problems(copied)) == 2
+
+
+def run(code, *arguments):
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
+
+
+def environment():
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+
+
+def test_verifying_loads_no_torch(step):
+    code = """
+import sys
+from pathlib import Path
+from burnish.checkpoint.verify import verify
+assert list(verify(Path(sys.argv[1]))) == []
+print([name for name in ("torch", "transformers", "numpy") if name in sys.modules])
+"""
+    assert run(code, step).stdout.strip() == "[]"
+
+
+def test_loading_unpickles_nothing(step):
+    code = """
+import sys
+from pathlib import Path
+from checkpoints_for_tests import fill_and_compare, make_state
+from burnish.checkpoint.directory import Checkpoints
+from burnish.parallel.layout import Layout
+
+seen = []
+def hook(event, arguments):
+    if event == "pickle.find_class":
+        seen.append(arguments)
+sys.addaudithook(hook)
+import pickle
+pickle.loads(pickle.dumps(Path("x")))
+assert len(seen) >= 1, "the hook sees unpickling"
+seen.clear()
+with Checkpoints(Path(sys.argv[1]), Layout()) as checkpoints:
+    load = lambda step, source: fill_and_compare(source, *make_state(0), Layout())
+    assert checkpoints.resume(load).step.step == 1
+print(seen)
+"""
+    assert run(code, step.parent).stdout.strip() == "[]"
+
+
+def test_newest_of_nothing_is_nothing(tmp_path):
+    assert newest(tmp_path) is None
+    assert newest(tmp_path / "absent") is None
