@@ -1,0 +1,1 @@
+"""The training verbs, and the engines that implement them."""

@@ -8,10 +8,11 @@ Left out: critics (PPO), generation ahead of training, environments of several t
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
-from burnish.algorithms.dapo import select_groups
+from burnish.algorithms.dapo import overlong_penalty, select_groups
 from burnish.algorithms.loss import policy_loss_fn
 from burnish.algorithms.schedule import learning_rate
 from burnish.config.schema import RunConfig
@@ -51,12 +52,8 @@ def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
             pool.check_columns(dataset.rows.columns)
             total = config.steps or math.ceil(len(dataset) * config.epochs / config.batch.prompts)
             policy = _policy(foundation, run, total)
-            collector = make_collector(
-                foundation, pool, layout, device, run.stopper, run.progress
-            )
-            collector.generator.load_weights(
-                policy.engine.shards(Part.WEIGHTS), run.position.step
-            )
+            collector = make_collector(foundation, pool, layout, device, run.stopper, run.progress)
+            collector.generator.load_weights(policy.engine.shards(Part.WEIGHTS), run.position.step)
             loader = Loader(len(dataset), config.seed, config.data.shuffle, run.position.cursor)
             loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
             run.validate = prompt_validation(foundation, collector)
@@ -108,7 +105,8 @@ def collect_groups(
     while True:
         first_key = loader.cursor
         prompts = [dataset[index] for index in loader.take(wanted)]
-        groups += collector.collect(prompts, first_key, config.rollout.n, how)
+        collected = collector.collect(prompts, first_key, config.rollout.n, how)
+        groups += [[_shaped(rollout, config) for rollout in group] for group in collected]
         selection = select_groups(
             [[rollout.reward for rollout in group] for group in groups],
             config.batch.prompts,
@@ -118,3 +116,10 @@ def collect_groups(
         if selection.refill == 0:
             return [groups[index] for index in selection.keep]
         wanted, refills = selection.refill, refills + 1
+
+
+def _shaped(rollout: Rollout, config: RunConfig) -> Rollout:
+    """The rollout with the penalty for its length in its reward."""
+    length, limit = len(rollout.completion.token_ids), config.rollout.max_response_length
+    penalty = overlong_penalty(length, limit, config.algorithm.overlong)
+    return replace(rollout, reward=rollout.reward + penalty) if penalty else rollout

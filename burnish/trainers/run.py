@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from burnish.checkpoint.committed import Committed
+from burnish.checkpoint.committed import Committed, step_name
 from burnish.checkpoint.directory import Checkpoints, Resumed
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.save import Contents
@@ -28,15 +28,15 @@ from burnish.errors import StoppedError
 from burnish.models.flops import ModelFlops
 from burnish.models.loading import save_model_assets
 from burnish.parallel.collectives import agree, any_rank
-from burnish.parallel.device import device_name, peak_memory, peak_flops
+from burnish.parallel.device import device_name, peak_flops, peak_memory
 from burnish.parallel.layout import Layout
 from burnish.records import Batch, Rollout
 from burnish.tracking.console import ConsoleTracker
 from burnish.tracking.jsonl import JsonlTracker
 from burnish.tracking.metrics import Stats
 from burnish.tracking.progress import Progress
-from burnish.tracking.report import write_report
-from burnish.tracking.rollouts import write_rollouts
+from burnish.tracking.report import State, write_report
+from burnish.tracking.rollouts import discard_rollouts_after, write_rollouts
 from burnish.tracking.rundir import RunDirectory, environment
 from burnish.tracking.spans import Spans
 from burnish.tracking.tensorboard import TensorBoardTracker
@@ -111,9 +111,7 @@ class Run:
         self._trackers = Trackers()
         self._saved_step: int | None = None
 
-    def begin(
-        self, engine: Engine, foundation: Foundation, total_steps: int
-    ) -> Resumed | None:
+    def begin(self, engine: Engine, foundation: Foundation, total_steps: int) -> Resumed | None:
         """Take up the engine that is trained, and resume it where a committed step exists. Collective.
 
         Returns what was resumed from. The engine's weights are not touched when there is none.
@@ -130,6 +128,7 @@ class Run:
         """Open the sinks, and validate before the first step where that is asked for. Collective."""
         with agree(self.layout):
             if self.layout.is_main:
+                discard_rollouts_after(self.directory.rollouts, self.position.step)
                 self._trackers = Trackers(self._sinks())
         if self.validate and self.config.evaluation.before and self.position.step == 0:
             self._trackers.log(0, self._validated(self.validate))
@@ -156,24 +155,31 @@ class Run:
         self._trackers.log(self.position.step, values)
         if self._is_due(self.config.checkpoint.save_every):
             self.save()
+            self._report("running")
 
     def complete(self) -> None:
         """All steps are done: save, and say where everything is. Collective."""
         self._check_stop()
         self.save()
+        self._report("finished")
         if self.layout.is_main:
-            log.info("done: %s", self.directory.root)
+            path = self.directory.checkpoints / step_name(self.position.step)
+            log.info("done: the model is %s", path / "model")
 
     def write_rollouts(self, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> None:
         """Keep the rollouts of the step under way where the configuration asks for it, the first and the last always."""
         every = self.config.tracking.rollouts_every
         step = self.position.step + 1
         with agree(self.layout):
-            if self.layout.is_main and every and (step % every == 0 or step in (1, self._total_steps)):
+            if (
+                self.layout.is_main
+                and every
+                and (step % every == 0 or step in (1, self._total_steps))
+            ):
                 write_rollouts(self.directory.rollouts, step, rollouts, advantages)
 
     def save(self) -> None:
-        """Commit the current position, unless it is committed already, and renew the report. Collective."""
+        """Commit the current position, unless it is committed already. Collective."""
         if self._saved_step == self.position.step:
             return
         hf_config, tokenizer = self._foundation.hf_config, self._foundation.tokenizer
@@ -186,9 +192,16 @@ class Run:
         with self.spans("save"):
             self.checkpoints.save(self.position.step, contents)
         self._saved_step = self.position.step
-        with agree(self.layout):
-            if self.layout.is_main and self.config.tracking.report:
-                write_report(self.directory.root)
+
+    def stopped(self, request: StopRequested) -> StoppedError:
+        """Commit what there is, and what to raise then. Collective."""
+        self.save()
+        self._report("stopped")
+        return StoppedError(
+            f"{request}: step {self.position.step} is committed in {self.directory.root}; "
+            "the same command continues from there",
+            signal_number=request.signal_number,
+        )
 
     def close(self) -> None:
         """Close the sinks."""
@@ -206,6 +219,11 @@ class Run:
         received = self.stopper.received
         if any_rank(received is not None, self.layout):
             raise StopRequested(received if received is not None else signal.SIGTERM)
+
+    def _report(self, state: State) -> None:
+        with agree(self.layout):
+            if self.layout.is_main and self.config.tracking.report:
+                write_report(self.directory.root, state)
 
     def _is_due(self, every: int) -> bool:
         step = self.position.step
@@ -247,12 +265,7 @@ def open_run(config: RunConfig, layout: Layout, device: torch.device) -> Iterato
             try:
                 yield run
             except StopRequested as request:
-                run.save()
-                raise StoppedError(
-                    f"{request}: step {run.position.step} is committed in {run.directory.root}; "
-                    "the same command continues from there",
-                    signal_number=request.signal_number,
-                ) from None
+                raise run.stopped(request) from None
 
 
 def _claim(run: Run) -> None:

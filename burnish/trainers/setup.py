@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from burnish.algorithms.dapo import overlong_penalty
 from burnish.config.schema import OptimConfig, RunConfig, SamplingConfig
 from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
@@ -18,7 +17,6 @@ from burnish.errors import IncompatibleError
 from burnish.models.loading import generation_config, read_model_config, weights_source
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import ShardSource
-from burnish.records import Rollout
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin import BuiltinGenerator
@@ -112,10 +110,7 @@ def make_collector(
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def score(rollouts: Sequence[Rollout]) -> list[Rollout]:
-        return [_shaped(rollout, config) for rollout in pool.score(rollouts)]
-
-    return Collector(generator, decode, score, layout)
+    return Collector(generator, decode, pool.score, layout)
 
 
 def sampling(config: RunConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:
@@ -130,13 +125,3 @@ def sampling(config: RunConfig, how: SamplingConfig, seed: int, step: int) -> Sa
         seed=seed,
         step=step,
     )
-
-
-def _shaped(rollout: Rollout, config: RunConfig) -> Rollout:
-    """The rollout with the penalty for its length in its reward."""
-    penalty = overlong_penalty(
-        len(rollout.completion.token_ids),
-        config.rollout.max_response_length,
-        config.algorithm.overlong,
-    )
-    return replace(rollout, reward=rollout.reward + penalty) if penalty else rollout
