@@ -27,4 +27,4 @@ def residual(x: Tensor) -> Tensor:
 
 def add_residual(x: Tensor, rest: Tensor) -> None:
     """Make x, fp32 that was filled from B, exact by adding R to its bits, in place."""
-    x.detach().view(torch.int32).add_(rest)
+    x.detach().view(torch.int32).add_(rest.to(x.device))

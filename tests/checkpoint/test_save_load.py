@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 
@@ -18,10 +17,7 @@ from checkpoints_for_tests import (
     shards_of,
 )
 from distributed import run_ranks
-from tiny import tiny_model
-from transformers import AutoModelForCausalLM
 
-from burnish.checkpoint import save
 from burnish.checkpoint.committed import newest
 from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.load import CheckpointSource
@@ -94,41 +90,6 @@ def test_what_lies_where(tmp_path):
         "training/exp_avg_sq.safetensors": {"F32"},
     }
     assert newest(tmp_path).state == {"step": 1, "cursor": 5}
-
-
-@pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("max_file_bytes", [1 << 32, 20_000])
-def test_transformers_loads_the_model(tmp_path, monkeypatch, split, max_file_bytes):
-    monkeypatch.setattr(
-        save, "plan_files", functools.partial(save.plan_files, max_file_bytes=max_file_bytes)
-    )
-    model = tiny_model("llama")
-    dtype = torch.bfloat16 if split else torch.float32
-
-    def write_assets(directory):
-        model.config.dtype = dtype
-        model.config.save_pretrained(directory)
-
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    path = save_once(
-        tmp_path,
-        weights=shards_of(weights, Layout()),
-        training=[],
-        write_assets=write_assets,
-        split=split,
-    )
-    is_sharded = len(list((path / "model").glob("*.safetensors"))) > 1
-    assert is_sharded == (max_file_bytes == 20_000)
-    loaded = AutoModelForCausalLM.from_pretrained(path / "model")
-    for name, parameter in loaded.named_parameters():
-        assert parameter.dtype == dtype
-        is_tie = (
-            (weights[name].view(torch.int32) & 0xFFFF) == 0x8000 if split else torch.tensor(False)
-        )
-        assert torch.equal(parameter[~is_tie], weights[name].to(dtype)[~is_tie])
-    again = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-    CheckpointSource(newest(tmp_path), Layout()).fill(shards_of(again, Layout()))
-    assert all(torch.equal(again[name], weights[name]) for name in weights)
 
 
 def test_every_dtype_of_training_comes_back(tmp_path):
