@@ -17,34 +17,53 @@ from transformers.initialization import guard_torch_init_functions
 from burnish.errors import IncompatibleError
 from burnish.models.attention import IMPLEMENTATION
 
+_REFUSED_FIELDS = ("attn_logit_softcapping", "attention_chunk_size")
+"""Configuration fields that change attention in a way that is not computed here."""
+
 
 def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
     """The model in fp32 on the meta device, with packed attention and without dropout.
 
-    `hf_config` is left as it is. Raises `IncompatibleError` for attention softcapping, which is
-    not computed here.
+    `hf_config` is left as it is. Raises `IncompatibleError` for a model in which packed sequences
+    would see each other or attention would be computed wrongly.
     """
     config = copy.deepcopy(hf_config)
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    if softcap is not None:
-        raise IncompatibleError(
-            f"models of type {config.model_type} with attention softcapping are not supported",
-            have=f"attn_logit_softcapping: {softcap}",
-            want="null",
-        )
+    for field in _REFUSED_FIELDS:
+        if (value := getattr(config, field, None)) is not None:
+            raise IncompatibleError(
+                f"models of type {config.model_type} with {field} are not supported",
+                have=f"{field}: {value}",
+                want="null",
+            )
     config.use_cache = False
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config,
             dtype=torch.float32,
-            attn_implementation=IMPLEMENTATION,
             # A configuration class from the model's own directory was loaded with this consent.
             trust_remote_code=type(config).__module__.startswith("transformers_modules."),
         )
+    _require_packable(model)
+    model.config._attn_implementation = IMPLEMENTATION  # read by every layer at every call
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
+
+
+def _require_packable(model: PreTrainedModel) -> None:
+    """Only attention may mix tokens, and all of it has to go through transformers' attention interface."""
+    layers = model.config.get_text_config().num_hidden_layers
+    attentions = sum(hasattr(module, "is_causal") for module in model.modules())
+    if not model._supports_attention_backend or attentions != layers:
+        raise IncompatibleError(
+            f"{type(model).__name__} cannot run on packed sequences",
+            have=f"{attentions} attention layers in {layers} layers"
+            if attentions != layers
+            else "attention layers that do not use transformers' attention interface",
+            want="one attention layer per layer, through the attention interface",
+            do="use a decoder without recurrent layers that is written for transformers 5",
+        )
 
 
 def materialize(root: nn.Module, device: torch.device) -> None:

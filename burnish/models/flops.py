@@ -6,7 +6,7 @@ head_dim per pair of a query and a key it sees, half of all pairs under a causal
 sliding window. Training costs three forward passes: the backward pass computes two products for
 each one of the forward. Recomputation is not counted: these are the operations of the model, not of
 an implementation (PaLM, arXiv 2204.02311, appendix B). Norms, activations, softmax and embedding
-look-ups are left out. A layer that is no attention known to transformers counts by its weights.
+look-ups are left out.
 """
 
 from __future__ import annotations

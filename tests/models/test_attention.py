@@ -2,6 +2,7 @@ import pytest
 import torch
 from tiny import VOCAB, tiny_config, tiny_model
 from torch import nn
+from transformers import AutoConfig
 
 from burnish.errors import IncompatibleError
 from burnish.models.attention import IMPLEMENTATION, PackedLayout, attention_forward
@@ -68,6 +69,20 @@ def test_masks_and_bidirectional_layers_are_refused():
 def test_softcapping_is_refused_before_building():
     with pytest.raises(IncompatibleError, match=r"gemma3_text.*softcapping"):
         build_on_meta(tiny_config("gemma3_text", attn_logit_softcapping=50.0))
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("mamba", "MambaForCausalLM cannot run on packed sequences"),
+        ("falcon", "FalconForCausalLM cannot run on packed sequences"),
+        ("llama4_text", "attention_chunk_size"),
+    ],
+)
+def test_models_whose_sequences_would_see_each_other_are_refused(family, message):
+    config = AutoConfig.for_model(family, num_hidden_layers=2, vocab_size=VOCAB)
+    with pytest.raises(IncompatibleError, match=message):
+        build_on_meta(config)
 
 
 @pytest.mark.gpu

@@ -51,12 +51,3 @@ def test_training_is_three_forwards_and_adds_over_sequences():
     flops = ModelFlops.of(tiny_config("qwen3"))
     assert flops.training([5, 9]) == 3 * (flops.forward([5]) + flops.forward([9]))
     assert flops.forward([]) == 0
-
-
-def test_families_without_known_attention_count_by_their_weights():
-    from transformers import MambaConfig
-
-    config = MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4)
-    flops = ModelFlops.of(config)
-    assert flops.attention == ()
-    assert flops.per_token > 2 * 50 * 16
