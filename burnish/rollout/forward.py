@@ -87,10 +87,8 @@ class _Block:
         self._head_dim: int = attention.head_dim
         self._window = _sliding_window(attention)
         self._qkv = _fused((attention.q_proj, attention.k_proj, attention.v_proj))
-        self._q_norm, self._k_norm = (
-            _Norm(getattr(attention, name)) if hasattr(attention, name) else None
-            for name in ("q_norm", "k_norm")
-        )
+        self._q_norm = getattr(attention, "q_norm", None)
+        self._k_norm = getattr(attention, "k_norm", None)
         self._gate_up = _fused((mlp.gate_proj, mlp.up_proj))
         self._out, self._down, self._act = attention.o_proj, mlp.down_proj, mlp.act_fn
         self._norm = _Norm(layer.input_layernorm)
@@ -110,9 +108,8 @@ class _Block:
         """Attention of [T, hidden], before its output projection: [T, heads · head_dim]."""
         qkv = linear(hidden, *self._qkv).unflatten(-1, (-1, self._head_dim))
         rotated, value = qkv.split((self._heads + self._kv_heads, self._kv_heads), dim=1)
-        if self._q_norm is not None and self._k_norm is not None:
-            query, key = rotated.split((self._heads, self._kv_heads), dim=1)
-            rotated = torch.cat((self._q_norm(query), self._k_norm(key)), dim=1)
+        if self._q_norm is not None:
+            rotated = self._normalized(rotated)
         cos, sin = rotation
         rotated = torch.addcmul(rotated * cos, rotated.roll(self._head_dim // 2, -1), sin)
         query, key, value = (
@@ -123,6 +120,14 @@ class _Block:
             self._attention, query, key, value, self._attention.scaling, self._window
         )
         return output[0].flatten(1)
+
+
+    def _normalized(self, heads: Tensor) -> Tensor:
+        """Query and key heads, each normalized; the weights differ, the epsilon does not."""
+        result = rms_norm(heads, heads.shape[-1:], None, self._q_norm.variance_epsilon)
+        result[:, : self._heads].mul_(self._q_norm.weight)
+        result[:, self._heads :].mul_(self._k_norm.weight)
+        return result
 
 
 def _sliding_window(attention: Any) -> int | None:

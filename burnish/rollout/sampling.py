@@ -3,7 +3,7 @@
 The order is that of transformers: temperature, top-k, top-p among what top-k left, min-p. Each keeps
 the tokens whose mass e^(z/T) reaches a threshold, so tokens tied at the border stay or go together.
 The token is then found by inverting the distribution function over the kept tokens in the order of
-their ids: one number decides, nothing is sorted, and no other row matters. Masses are fp32, their
+their ids: one number decides, and no other row matters. Masses are fp32, their
 running sums fp64. Left out: the numbers themselves (`burnish.rollout.draws`), penalties, grammars.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -19,8 +20,6 @@ from burnish.rollout.base import Sampling
 
 _BLOCK = 64
 """Tokens per block of the two-level search."""
-_HALVINGS = 26
-"""Bisection steps on the interval (about 15 nats) that holds the nucleus' border: down to fp32's resolution."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,25 +65,23 @@ def truncate(masses: Tensor, sampling: Sampling) -> None:
 
 
 def _greedy(logits: Tensor) -> Drawn:
-    tokens = logits.argmax(dim=-1)
+    if logits.device.type == "cpu":
+        tokens = torch.from_numpy(np.argmax(logits.numpy(), axis=-1))
+    else:
+        tokens = logits.argmax(dim=-1)
     chosen = logits.gather(1, tokens[:, None])[:, 0]
     return Drawn(tokens, torch.zeros_like(chosen), chosen - logits.logsumexp(dim=-1))
 
 
 def _nucleus_border(masses: Tensor, top_p: float) -> Tensor:
-    """The largest mass [n, 1] at which the tokens at or above it hold `top_p` of the total.
-
-    Tokens lighter than (1 - p) · total / V together hold less than 1 - p, so the border is not below.
-    """
-    total = masses.sum(dim=-1, keepdim=True)
-    low = total * ((1 - top_p) / masses.shape[-1])
-    high = torch.ones_like(low)
-    for _ in range(_HALVINGS):
-        middle = (low * high).sqrt_()
-        held = torch.where(masses >= middle, masses, 0.0).sum(dim=-1, keepdim=True)
-        enough = held >= top_p * total
-        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-    return low
+    """The lightest mass [n, 1] that stays: tokens at or above it hold `top_p` of the total, without it they do not."""
+    if masses.device.type == "cpu":  # numpy sorts numbers 20 times as fast as torch
+        rising = torch.from_numpy(np.sort(masses.numpy(), axis=-1))
+    else:
+        rising = masses.sort(dim=-1).values
+    running = rising.cumsum(dim=-1)
+    border = torch.searchsorted(running, running[:, -1:] * (1 - top_p), right=True)
+    return rising.gather(1, border.clamp_(max=masses.shape[-1] - 1))
 
 
 def _invert(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
