@@ -70,11 +70,13 @@ class Sides:
         self.generator.load_weights(model_shards(model), 0)
 
     def ours(self) -> None:
+        """One round of the built-in generator."""
         requests = [Request(i, prompt, SAMPLES) for i, prompt in enumerate(self.prompts)]
         groups = self.generator.generate(requests, self.sampling)
         self.made["ours"] = sum(len(c.token_ids) for group in groups for c in group)
 
     def peer(self) -> None:
+        """One round of Hugging Face `generate`."""
         ids = torch.from_numpy(self.prompts).to(self.model.device)
         greedy = self.sampling.temperature == 0
         if greedy:
@@ -105,14 +107,20 @@ def measure(name: str, sides: Sides, rounds: int, goal: float) -> Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["5m"])
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     device = accelerator or torch.device("cpu")
     results = []
     for size in arguments.sizes:

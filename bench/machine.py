@@ -42,16 +42,16 @@ def machine() -> dict[str, object]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if accelerator and torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name()
+        if accelerator and torch.cuda.is_available()
+        else "cpu",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
     }
 
 
-def interleaved(
-    sides: Mapping[str, Callable[[], object]], rounds: int
-) -> dict[str, list[float]]:
+def interleaved(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each side in each round, one side after the other, after one round to warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds + 1):

@@ -1,0 +1,1 @@
+"""Generation: what samples from the current weights."""

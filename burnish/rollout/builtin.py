@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import PretrainedConfig
 
-from burnish.errors import IncompatibleError, UsageError
+from burnish.errors import UsageError
 from burnish.models.building import build_on_meta, materialize
 from burnish.models.names import model_shards
 from burnish.models.scorer import logit_transform
@@ -54,7 +54,9 @@ class BuiltinGenerator:
         for parameter in self._model.parameters():
             parameter.data = parameter.data.to(dtype)
         materialize(self._model, device)
-        self._network = Network(forward_of(self._model), self._logits, device)
+        self._network = Network(
+            forward_of(self._model), self._logits, device, hf_config.num_hidden_layers
+        )
         self._transfer: Transfer | None = None
         self._version: int | None = None
 
@@ -121,6 +123,4 @@ def _check_sampling(sampling: Sampling) -> None:
     }
     for name, (fine, want) in rules.items():
         if not fine:
-            raise UsageError(
-                f"{name} is out of range", have=getattr(sampling, name), want=want
-            )
+            raise UsageError(f"{name} is out of range", have=getattr(sampling, name), want=want)

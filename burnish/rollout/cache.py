@@ -71,7 +71,9 @@ class SlotCache:
         self._add_layers(prompts)
         self.reserve(length)
         for layer, held in self._layers.items():
-            for mine, theirs in zip(held, (prompts.keys[layer], prompts.values[layer]), strict=True):
+            for mine, theirs in zip(
+                held, (prompts.keys[layer], prompts.values[layer]), strict=True
+            ):
                 mine[:, :length].index_copy_(0, rows, theirs.transpose(0, 1)[source])
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
@@ -153,7 +155,7 @@ def _attend_one(
     A CPU is fastest with one query per head. Elsewhere the kernels that take a bias want as many key
     heads as query heads, so the heads that share keys become the queries of one call.
     """
-    grouped = query.unflatten(1, (keys.shape[1], -1))
+    grouped = query.view(len(query), keys.shape[1], -1, query.shape[-1])
     if query.device.type != "cpu":
         return scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scaling)
     output = scaled_dot_product_attention(

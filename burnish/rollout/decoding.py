@@ -9,14 +9,14 @@ time, so the same call gives the same schedule. Left out: evicting a completion 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.errors import BurnishError
+from burnish.errors import BurnishError, IncompatibleError
 from burnish.records import Completion, Request, StopReason
 from burnish.rollout.base import Sampling
 from burnish.rollout.cache import PromptCache, SlotCache
@@ -27,8 +27,6 @@ from burnish.rollout.stopping import StopRule
 
 _PREFILL_TOKENS = 8192
 """Prompts are read in chunks of at most so many tokens (a longer prompt alone)."""
-_STEPS_PER_SYNC = 8
-"""On an accelerator, steps between looks at what was drawn. A completion that ended in between is computed on; the surplus is dropped."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,16 +39,27 @@ class Network:
     """Hidden states [n, hidden] to fp32 logits [n, V] in memory of their own."""
     device: torch.device
     """Where it computes."""
+    layers: int
+    """How many layers keep keys and values."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    """Prompts that were read together."""
+
+    cache: PromptCache
+    """Their keys and values."""
+    last: Tensor
+    """[prompts, hidden], the hidden state after each one's last token."""
 
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """A prompt, and where it was read to."""
+    """A prompt, and once it has been read, its place in a chunk."""
 
     request: Request
-    cache: PromptCache | None = None
+    chunk: _Chunk | None = None
     index: int = 0
-    hidden: Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +73,19 @@ class _Sequence:
     logprobs: list[float] = field(default_factory=list)
     reason: StopReason | None = None
 
+    def append(self, drawn: Iterable[tuple[int, float, float]], rule: StopRule) -> bool:
+        """Take tokens with their two log-probs until the rule ends the completion; whether it did."""
+        for token, sampled_logprob, logprob in drawn:
+            self.tokens.append(token)
+            self.sampled_logprobs.append(sampled_logprob)
+            self.logprobs.append(logprob)
+            self.reason = rule.ended(self.tokens)
+            if self.reason is not None:
+                return True
+        return False
+
     def finished(self, version: int) -> Completion:
+        """The record of the completion."""
         return Completion(
             token_ids=np.array(self.tokens, dtype=np.int64),
             sampled_logprobs=np.array(self.sampled_logprobs, dtype=np.float32),
@@ -124,49 +145,60 @@ class Decoding:
 
     def _start(self, rows: list[int], sequences: list[_Sequence]) -> None:
         """Give each completion its slot, its prompt's keys and values, and its first token."""
-        by_cache: dict[int, list[int]] = {}
+        by_chunk: dict[_Chunk, list[int]] = {}
         for number, sequence in enumerate(sequences):
-            while sequence.prompt.cache is None:
-                self._read_ahead()
+            by_chunk.setdefault(self._chunk_of(sequence.prompt), []).append(number)
             self._slots[rows[number]] = sequence
-            by_cache.setdefault(id(sequence.prompt.cache), []).append(number)
-        for numbers in by_cache.values():
-            some = [sequences[number] for number in numbers]
-            index = self._index([rows[number] for number in numbers])
-            cache, hidden = some[0].prompt.cache, some[0].prompt.hidden
-            assert cache is not None and hidden is not None
-            which = [sequence.prompt.index for sequence in some]
-            self._cache.place(index, cache, which)
-            keys = torch.tensor([sequence.key for sequence in some], device=index.device)
-            drawn = self._draw(hidden[self._index(which)], keys, torch.zeros_like(keys))
-            lengths = torch.tensor([cache.lengths[i] for i in which], device=index.device)
-            self._state[:, index] = torch.stack((drawn.tokens, lengths, keys, torch.ones_like(keys)))
-            self._record([rows[number] for number in numbers], [drawn])
+        for chunk, numbers in by_chunk.items():
+            mine = [rows[number] for number in numbers]
+            which = [sequences[number].prompt.index for number in numbers]
+            index = self._index(mine)
+            self._cache.place(index, chunk.cache, which)
+            keys = self._index([sequences[number].key for number in numbers])
+            drawn = self._draw(chunk.last[self._index(which)], keys, torch.zeros_like(keys))
+            lengths = self._index([chunk.cache.lengths[prompt] for prompt in which])
+            self._state[:, index] = torch.stack(
+                (drawn.tokens, lengths, keys, torch.ones_like(keys))
+            )
+            self._record(mine, [drawn])
+
+    def _chunk_of(self, prompt: _Prompt) -> _Chunk:
+        """The chunk that the prompt was read with, reading up to it first."""
+        while prompt.chunk is None:
+            self._read_ahead()
+        return prompt.chunk
 
     def _read_ahead(self) -> None:
         """Read the next prompts, as many as fit into a chunk."""
-        chunk: list[_Prompt] = []
+        prompts: list[_Prompt] = []
         room = _PREFILL_TOKENS
-        while self._unread and (not chunk or len(self._unread[0].request.token_ids) <= room):
-            chunk.append(self._unread.popleft())
-            room -= len(chunk[-1].request.token_ids)
-        lengths = [len(prompt.request.token_ids) for prompt in chunk]
+        while self._unread and (not prompts or len(self._unread[0].request.token_ids) <= room):
+            prompts.append(self._unread.popleft())
+            room -= len(prompts[-1].request.token_ids)
+        lengths = [len(prompt.request.token_ids) for prompt in prompts]
         device = self._network.device
         cache = PromptCache(lengths, device)
-        tokens = np.concatenate([prompt.request.token_ids for prompt in chunk])
+        tokens = np.concatenate([prompt.request.token_ids for prompt in prompts])
         positions = torch.cat([torch.arange(length) for length in lengths])
         hidden = self._network.forward(
             torch.from_numpy(tokens.astype(np.int64)).to(device), positions.to(device), cache
         )
-        last = hidden[torch.tensor(lengths).cumsum(0).to(device) - 1]
-        for index, prompt in enumerate(chunk):
-            prompt.cache, prompt.index, prompt.hidden = cache, index, last
+        if len(cache.keys) != self._network.layers:
+            raise IncompatibleError(
+                "some layers of the model keep no keys and values, so it cannot be decoded here",
+                have=f"{len(cache.keys)} attention layers",
+                want=f"attention in all of the model's {self._network.layers} layers",
+            )
+        ends = torch.tensor(lengths).cumsum(0).to(device)
+        read = _Chunk(cache, hidden[ends - 1])
+        for index, prompt in enumerate(prompts):
+            prompt.chunk, prompt.index = read, index
 
     def _burst(self, running: int) -> None:
         """Decode a few tokens of each of the first `running` slots, then look at them."""
         sequences = [held for held in self._slots[:running] if held is not None]
         left = self._sampling.max_tokens - max(len(sequence.tokens) for sequence in sequences)
-        steps = 1 if self._network.device.type == "cpu" else min(_STEPS_PER_SYNC, left)
+        steps = min(_steps_per_sync(self._network.device), left)
         longest = max(len(s.prompt.request.token_ids) + len(s.tokens) for s in sequences)
         span = longest + steps - 1
         self._cache.reserve(span)
@@ -195,18 +227,20 @@ class Decoding:
             )
         for row, *drawn in zip(rows, tokens, sampled, logprobs.tolist(), strict=True):
             sequence = self._slots[row]
-            assert sequence is not None
-            for token, sampled_logprob, logprob in zip(*drawn, strict=True):
-                sequence.tokens.append(token)
-                sequence.sampled_logprobs.append(sampled_logprob)
-                sequence.logprobs.append(logprob)
-                sequence.reason = self._stop_rule.ended(sequence.tokens)
-                if sequence.reason is not None:
-                    self._slots[row] = None
-                    break
+            if sequence is not None and sequence.append(zip(*drawn, strict=True), self._stop_rule):
+                self._slots[row] = None
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         return torch.tensor(rows, device=self._network.device)
+
+
+def _steps_per_sync(device: torch.device) -> int:
+    """Steps between looks at what was drawn.
+
+    Looking makes an accelerator wait, so it computes a few steps on for completions that have ended,
+    and the surplus is dropped.
+    """
+    return 1 if device.type == "cpu" else 8
 
 
 def _sequences(prompt: _Prompt, sampling: Sampling) -> list[_Sequence]:

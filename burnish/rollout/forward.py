@@ -34,10 +34,17 @@ def forward_of(model: PreTrainedModel) -> Forward:
 
     May give weights new memory (views of fused ones), so take shards of the model afterwards.
     """
-    rotary = getattr(model.base_model, "rotary_emb", None)
-    fits = model.config.model_type in FUSED_FAMILIES and rotary is not None
-    fits = fits and 2 * rotary.inv_freq.numel() == model.base_model.layers[0].self_attn.head_dim
-    return FusedForward(model) if fits else ModuleForward(model)
+    return FusedForward(model) if _is_plain(model) else ModuleForward(model)
+
+
+def _is_plain(model: PreTrainedModel) -> bool:
+    """Whether the blocks are as `FusedForward` computes them, with rotations of whole heads."""
+    if model.config.model_type not in FUSED_FAMILIES:
+        return False
+    base: Any = model.base_model
+    return all(
+        2 * base.rotary_emb.inv_freq.numel() == layer.self_attn.head_dim for layer in base.layers
+    )
 
 
 class ModuleForward:
@@ -87,27 +94,23 @@ class _Block:
         self._head_dim: int = attention.head_dim
         self._window = _sliding_window(attention)
         self._qkv = _fused((attention.q_proj, attention.k_proj, attention.v_proj))
-        self._q_norm = getattr(attention, "q_norm", None)
-        self._k_norm = getattr(attention, "k_norm", None)
+        self._q_norm: Any = getattr(attention, "q_norm", None)
+        self._k_norm: Any = getattr(attention, "k_norm", None)
         self._gate_up = _fused((mlp.gate_proj, mlp.up_proj))
         self._out, self._down, self._act = attention.o_proj, mlp.down_proj, mlp.act_fn
         self._norm = _Norm(layer.input_layernorm)
         self._mlp_norm = _Norm(layer.post_attention_layernorm)
 
-    def __call__(
-        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: Attends
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: Attends) -> Tensor:
         attended = self._attend(self._norm(hidden), rotation, packing)
-        hidden = hidden + self._out(attended)
+        hidden = hidden + linear(attended, self._out.weight, self._out.bias)
         gate, up = linear(self._mlp_norm(hidden), *self._gate_up).chunk(2, dim=-1)
-        return hidden + self._down(self._act(gate).mul_(up))
+        return hidden + linear(self._act(gate).mul_(up), self._down.weight, self._down.bias)
 
-    def _attend(
-        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: Attends
-    ) -> Tensor:
+    def _attend(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: Attends) -> Tensor:
         """Attention of [T, hidden], before its output projection: [T, heads · head_dim]."""
-        qkv = linear(hidden, *self._qkv).unflatten(-1, (-1, self._head_dim))
-        rotated, value = qkv.split((self._heads + self._kv_heads, self._kv_heads), dim=1)
+        qkv = linear(hidden, *self._qkv).view(len(hidden), -1, self._head_dim)
+        rotated, value = torch.split(qkv, (self._heads + self._kv_heads, self._kv_heads), dim=1)
         if self._q_norm is not None:
             rotated = self._normalized(rotated)
         cos, sin = rotation
@@ -120,7 +123,6 @@ class _Block:
             self._attention, query, key, value, self._attention.scaling, self._window
         )
         return output[0].flatten(1)
-
 
     def _normalized(self, heads: Tensor) -> Tensor:
         """Query and key heads, each normalized; the weights differ, the epsilon does not."""
@@ -157,6 +159,7 @@ def _fused(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 def _concatenated(parts: Sequence[nn.Linear], name: str) -> Tensor:
     tensors = [part.get_parameter(name) for part in parts]
     whole = torch.cat([tensor.detach() for tensor in tensors])
-    for part, view in zip(parts, whole.split([len(tensor) for tensor in tensors]), strict=True):
+    views = torch.split(whole, [len(tensor) for tensor in tensors])
+    for part, view in zip(parts, views, strict=True):
         part.register_parameter(name, nn.Parameter(view, requires_grad=False))
     return whole

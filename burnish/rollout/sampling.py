@@ -89,7 +89,8 @@ def _invert(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
     Two levels: sums of blocks, then the tokens of one block. A token of mass 0 is never found.
     """
-    blocks = functional.pad(masses, (0, -masses.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    padded = functional.pad(masses, (0, -masses.shape[-1] % _BLOCK))
+    blocks = padded.view(len(masses), -1, _BLOCK)
     sums = blocks.sum(dim=-1).double()
     upto = sums.cumsum(dim=-1)
     goal = uniforms[:, None] * upto[:, -1:]
