@@ -94,11 +94,6 @@ class Batch:
         """The same batch with `ref_logprobs` from the reference engine's `forward` of this batch."""
         return self._with("ref_logprobs", outputs)
 
-    def at_temperature(self, temperature: float) -> Batch:
-        """The same batch, scored by the policy at this sampling temperature."""
-        cooled = tuple(replace(micro, temperature=temperature) for micro in self.microbatches)
-        return replace(self, microbatches=cooled)
-
     def _with(self, name: str, outputs: Sequence[TokenOutputs]) -> Batch:
         filled = []
         for micro, output in zip(self.microbatches, outputs, strict=True):

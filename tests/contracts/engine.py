@@ -6,6 +6,7 @@ An implementation's tests call `train_by_hand` for the oracle and `train` for th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,9 @@ def make_examples(
     return examples
 
 
-def cut(examples: Sequence[Example], layout: Layout, per_micro: int) -> Batch:
+def cut(
+    examples: Sequence[Example], layout: Layout, per_micro: int, temperature: float = 1.0
+) -> Batch:
     """A batch in micro-batches of at most `per_micro` sequences; ranks with nothing left run filler."""
     shares = [range(rank, len(examples), layout.data_size) for rank in range(layout.data_size)]
     rounds = max(-(-len(share) // per_micro) for share in shares)
@@ -46,7 +49,11 @@ def cut(examples: Sequence[Example], layout: Layout, per_micro: int) -> Batch:
     tokens = sum(int(example.loss_mask.sum()) for example in examples)
     filler = Example(np.array([3, 4]), np.array([False, False]))
     micros = [
-        _pack([examples[i] for i in chunk] or [filler], tokens, len(examples)) for chunk in chunks
+        replace(
+            _pack([examples[i] for i in chunk] or [filler], tokens, len(examples)),
+            temperature=temperature,
+        )
+        for chunk in chunks
     ]
     total = sum(len(example.token_ids) for example in examples)
     numbers = tuple(tuple(chunk) or (-1,) for chunk in chunks)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +139,7 @@ def test_temperature_divides_the_logits(tmp_path: Path, alone: Layout) -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model.lm_head.weight.data /= 0.7
     examples = make_examples(VOCAB)[:1]
-    output = engine.forward(cut(examples, alone, 1).at_temperature(0.7))[0]
+    output = engine.forward(cut(examples, alone, 1, temperature=0.7))[0]
     torch.testing.assert_close(output.logprobs, score_by_hand(model, examples[0])[0].detach())
 
 
