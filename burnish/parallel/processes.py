@@ -26,7 +26,7 @@ from burnish.parallel.ports import format_address
 from burnish.parallel.watch import naming_failures, watching
 
 _BACKENDS = {
-    "cpu": "cpu:gloo",
+    "cpu": "gloo",  # as "cpu:gloo" it is not the group's default, and torch warns when it is destroyed
     "cuda": "cpu:gloo,cuda:nccl",  # ROCm as well: its RCCL answers to both names
     "xpu": "cpu:gloo,xpu:xccl",
     "npu": "cpu:gloo,npu:hccl",

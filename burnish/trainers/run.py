@@ -11,7 +11,7 @@ import logging
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ from burnish.parallel.device import device_name, peak_flops, peak_memory
 from burnish.parallel.layout import Layout
 from burnish.records import Batch, Rollout
 from burnish.tracking.console import ConsoleTracker
-from burnish.tracking.jsonl import JsonlTracker
+from burnish.tracking.jsonl import JsonlTracker, json_number, number
 from burnish.tracking.metrics import Stats
 from burnish.tracking.progress import Progress
 from burnish.tracking.report import State, write_report
@@ -63,6 +63,8 @@ class Position:
     """Tokens trained on."""
     optimizer_steps: int = 0
     """Updates made; skipped ones not counted."""
+    unlogged: Mapping[str, float | str] | None = None
+    """What the last step measured, where its validation was interrupted and is still to be done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +132,11 @@ class Run:
             if self.layout.is_main:
                 discard_rollouts_after(self.directory.rollouts, self.position.step)
                 self._trackers = Trackers(self._sinks())
-        if self.validate and self.config.evaluation.before and self.position.step == 0:
-            self._trackers.log(0, self._validated(self.validate))
+        left = self.position.unlogged
+        if left is not None:
+            self._record({name: number(value) for name, value in left.items()}, validate=True)
+        elif self.position.step == 0 and self.validate and self.config.evaluation.before:
+            self._record({}, validate=True)
         self.spans.take()
 
     def steps(self) -> Iterator[int]:
@@ -150,9 +155,7 @@ class Run:
         )
         timing = self.spans.take()
         values = stats.values_by_name() | self._throughput(work, timing) | timing
-        if self.validate and self._is_due(self.config.evaluation.every):
-            values |= self._validated(self.validate)
-        self._trackers.log(self.position.step, values)
+        self._record(values, validate=self._is_due(self.config.evaluation.every))
         if self._is_due(self.config.checkpoint.save_every):
             self.save()
             self._report("running")
@@ -229,12 +232,24 @@ class Run:
         step = self.position.step
         return every > 0 and (step % every == 0 or step == self._total_steps)
 
-    def _validated(self, validate: Validation) -> dict[str, float]:
-        with self.spans("validate"):
-            return validate()
+    def _record(self, values: Mapping[str, float], *, validate: bool) -> None:
+        """Log what the step that is done measured, with the numbers of its validation where that is due.
+
+        A signal before the validation is done leaves `values` in the position; resuming begins here again.
+        """
+        measured: dict[str, float] = {}
+        if validate and self.validate:
+            left = {name: json_number(value) for name, value in values.items()}
+            self.position = replace(self.position, unlogged=left)
+            self._check_stop()
+            with self.spans("validate"):
+                measured = self.validate()
+        self.position = replace(self.position, unlogged=None)
+        self._trackers.log(self.position.step, {**values, **measured})
 
     def _sinks(self) -> Iterator[Tracker]:
-        resumed = self.position.step or None
+        step, unlogged = self.position.step, self.position.unlogged is not None
+        resumed = step - unlogged if step else None
         yield ConsoleTracker(total_steps=self._total_steps)
         yield JsonlTracker(self.directory.metrics, resume_step=resumed)
         if self.config.tracking.tensorboard:

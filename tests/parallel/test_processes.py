@@ -39,7 +39,7 @@ def test_the_group_is_destroyed_after_an_error_that_passes_unchanged():
 
 
 def test_backends_reduce_tensors_of_the_device_and_of_the_cpu():
-    assert backend_of(CPU) == "cpu:gloo"
+    assert backend_of(CPU) == "gloo"
     assert backend_of(torch.device("cuda", 3)) == "cpu:gloo,cuda:nccl"
     assert backend_of(torch.device("xpu")) == "cpu:gloo,xpu:xccl"
     with pytest.raises(UsageError, match="devices of type mps"):

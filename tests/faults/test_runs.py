@@ -1,0 +1,120 @@
+"""Runs that are killed or stopped come to the same end, bit for bit, as one that is left in peace."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+
+import pytest
+from training_files import At, Command, burnish, done, make_files, outcome
+
+from burnish.checkpoint.committed import committed
+
+KINDS = {
+    "sft": ["sft", "sft.yaml"],
+    "rl": ["rl", "rl.yaml"],
+    "rl_everything": [
+        "rl",
+        "rl.yaml",
+        "batch.minibatches=2",
+        "rollout.n=2",
+        "algorithm.kl.coef=0.1",
+        "algorithm.dynamic_sampling.enabled=true",
+    ],
+}
+SAVING = "checkpoint.save_every=1"
+ENGINE = "burnish.engines.torch_engine:TorchEngine"
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def in_peace(work):
+    """What every kind of run comes to uninterrupted."""
+    runs = {kind: done(work, *argv, f"name=peace_{kind}") for kind, argv in KINDS.items()}
+    return {kind: outcome(run) for kind, run in runs.items()}
+
+
+def test_the_runs_have_something_to_lose(work, in_peace):
+    assert all(len(json.loads(each["metrics"])) == 7 for each in in_peace.values())
+    state = in_peace["rl_everything"]["state"]
+    assert state["optimizer_steps"] == 12
+    assert state["cursor"] > 24  # dynamic sampling has taken further prompts
+    assert len([name for name in in_peace["rl"] if name.startswith("rollouts/")]) == 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_random_moments(work, in_peace, kind):
+    moments = random.Random(kind)
+    argv = [*KINDS[kind], f"name=random_{kind}", SAVING]
+    for _ in range(4):
+        command = Command(work, argv)
+        while "\nstep " not in f"\n{command.output}" and command.is_running():
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 0.2))
+        command.send(signal.SIGKILL)
+        assert command.wait() in (-signal.SIGKILL, 0)
+    assert outcome(done(work, *argv)) == in_peace[kind]
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_killed_at_chosen_moments(work, in_peace, kind):
+    places = [
+        ("burnish.trainers.run:write_report", 1),
+        ("burnish.checkpoint.save:_lay_out", 1),
+        ("burnish.checkpoint.save:_commit", 2),
+        (f"{ENGINE}.optim_step", 2),
+        ("burnish.tracking.jsonl:JsonlTracker.log", 1),
+        ("burnish.checkpoint.directory:Checkpoints._retain", 1),
+    ]
+    argv = [*KINDS[kind], f"name=chosen_{kind}", SAVING]
+    for place, nth in places:
+        code, output = burnish(work, *argv, at=At(place, nth, signal.SIGKILL))
+        assert code == -signal.SIGKILL, output
+    assert outcome(done(work, *argv)) == in_peace[kind]
+
+
+STOPS = {
+    "sft": [
+        ("burnish.trainers.sft:lay_foundation", 1),
+        ("burnish.trainers.evaluate:reduce_stats", 1),
+        (f"{ENGINE}.forward_backward", 2),
+        ("burnish.trainers.evaluate:reduce_stats", 1),
+        ("burnish.checkpoint.save:_commit", 1),
+        (f"{ENGINE}.optim_step", 2),
+    ],
+    "rl": [
+        ("burnish.trainers.rl:lay_foundation", 1),
+        ("burnish.rewards.pool:RewardPool.score", 1),
+        ("burnish.trainers.rl:collect_groups", 2),
+        (f"{ENGINE}.forward_backward", 1),
+        ("burnish.trainers.run:Run._record", 1),
+        ("burnish.rewards.pool:RewardPool.score", 1),
+        ("burnish.checkpoint.save:_commit", 1),
+        ("burnish.rollout.builtin:BuiltinGenerator.load_weights", 3),
+    ],
+}
+"""What is called, for which time, when the signal comes."""
+
+
+@pytest.mark.parametrize("kind", STOPS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_by_a_signal(work, in_peace, kind, number):
+    argv = [*KINDS[kind], f"name=stopped_{kind}_{number}", SAVING]
+    run = work / "runs" / f"stopped_{kind}_{number}"
+    before = 0
+    for place, nth in STOPS[kind]:
+        code, output = burnish(work, *argv, at=At(place, nth, number))
+        assert code == 128 + number, output
+        step = committed(run / "checkpoints")[-1].step
+        assert f"stopped by {number.name}: step {step} is committed in runs/{run.name}" in output
+        assert before <= step <= before + nth  # no step begins after the signal
+        before = step
+        assert (run / "report.html").exists()
+    assert outcome(done(work, *argv)) == in_peace[kind]
+    assert outcome(done(work, *argv)) == in_peace[kind]  # a finished run stays as it is

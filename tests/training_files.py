@@ -1,0 +1,265 @@
+"""What a training run of seconds needs: a tokenizer, sums to learn, rewards, two configurations; and running it.
+
+A command runs `burnish` in a process of its own, forked from a server that has torch and the
+library imported already: tenths of a second instead of five for `python -m burnish`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import command_server
+from safetensors.torch import load_file
+from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
+
+from burnish.checkpoint.committed import committed
+from burnish.tracking.jsonl import read_metrics
+
+FRESH = {
+    "model_type": "qwen3",
+    "vocab_size": len(char_tokenizer()),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": char_tokenizer().eos_token_id,
+}
+
+REWARDS = """\
+import time
+
+def letters(completions, **columns):
+    "A reward that completions of a random model differ in."
+    return [sum(c.islower() for c in text) / 4 for text in completions]
+
+def raises(completions, **columns):
+    raise RuntimeError("no reward today")
+
+def hangs(completions, **columns):
+    time.sleep(600)
+
+def nan(completions, **columns):
+    return [float("nan")] * len(completions)
+
+def short(completions, **columns):
+    return [1.0]
+
+def same(completions, **columns):
+    return [1.0] * len(completions)
+"""
+
+SFT: dict[str, Any] = {
+    "steps": 6,
+    "model": {"tokenizer": "tokenizer", "fresh": FRESH},
+    "engine": {"precision": "fp32"},
+    "optim": {"lr": 0.01},
+    "data": {"train": ["train.jsonl"], "validation": ["validation.jsonl"]},
+    "batch": {"examples": 8, "tokens_per_device": 64},
+    "evaluation": {"every": 3},
+    "tracking": {"rollouts_every": 1},
+}
+
+RL: dict[str, Any] = {
+    **SFT,
+    "batch": {"prompts": 4, "tokens_per_device": 64},
+    "rollout": {"n": 4, "max_response_length": 4, "slots": 8},
+    "reward": {"functions": [{"function": "rewards.py:letters"}], "workers": 1},
+}
+
+
+def make_files(root: Path) -> Path:
+    """Write everything into `root`: tokenizer/, rewards.py, train.jsonl, validation.jsonl, sft.yaml, rl.yaml."""
+    save_char_tokenizer(root / "tokenizer")
+    (root / "rewards.py").write_text(REWARDS)
+    sums = [(a, b) for a in range(6) for b in range(6)]
+    rows = [
+        {"prompt": f"{a}+{b}=", "completion": str(a + b), "answer": str(a + b)} for a, b in sums
+    ]
+    write_rows(root / "train.jsonl", rows[::2] + rows[1:24:2])
+    write_rows(root / "validation.jsonl", rows[25::2])
+    for name, settings in (("sft", SFT), ("rl", RL)):
+        # JSON is YAML.
+        (root / f"{name}.yaml").write_text(json.dumps(settings, indent=1))
+    return root
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@dataclass(frozen=True)
+class At:
+    """A signal that a process sends itself when it calls something for the nth time.
+
+    `place` is `module:name` or `module:Class.name`, as the caller looks it up.
+    """
+
+    place: str
+    nth: int
+    number: int
+
+
+class Command:
+    """A running `burnish` command."""
+
+    _numbers = itertools.count()
+
+    def __init__(
+        self,
+        root: Path,
+        argv: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+        at: At | None = None,
+    ) -> None:
+        self._log = root / f"output-{next(self._numbers)}.txt"
+        self._log.touch()
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(_server())
+        self._answers = self._socket.makefile("r")
+        request = {
+            "argv": list(argv),
+            "root": str(root),
+            "log": str(self._log),
+            "environ": dict(environ or {}),
+            "at": None if at is None else [at.place, at.nth, at.number],
+        }
+        self._socket.sendall(json.dumps(request).encode() + b"\n")
+        self.pid = int(self._answers.readline())
+
+    @property
+    def output(self) -> str:
+        """What it has written to standard output and error."""
+        return self._log.read_text()
+
+    def is_running(self) -> bool:
+        """Whether its end has not been told yet."""
+        return not select.select([self._socket], [], [], 0)[0]
+
+    def send(self, number: int) -> None:
+        with suppress(ProcessLookupError):  # it has ended by itself
+            os.kill(self.pid, number)
+
+    def wait(self, seconds: float = 100) -> int:
+        """Its exit code, minus the signal's number if one killed it."""
+        self._socket.settimeout(seconds)
+        try:
+            code = int(self._answers.readline())
+        except TimeoutError:
+            self.send(signal.SIGABRT)  # the server's processes print their stacks
+            time.sleep(0.5)
+            raise AssertionError(f"still running after {seconds} s:\n{self.output}") from None
+        finally:
+            self._answers.close()
+            self._socket.close()
+        return code
+
+
+def burnish(
+    root: Path, *argv: str, at: At | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Run a command to its end; its exit code and output."""
+    command = Command(root, argv, environ, at)
+    return command.wait(), command.output
+
+
+def done(root: Path, *argv: str, world: int = 1) -> Path:
+    """Run a command that has to succeed, in `world` processes; returns the directory of its run."""
+    commands = ranks(root, argv, world)
+    for command in commands:
+        assert command.wait() == 0, "\n".join(each.output for each in commands)
+    name = next((a.removeprefix("name=") for a in argv if a.startswith("name=")), "run")
+    return root / "runs" / name
+
+
+def ranks(root: Path, argv: Sequence[str], world: int) -> list[Command]:
+    """Start a command in `world` processes that find each other as ranks started by hand do."""
+    if world == 1:
+        return [Command(root, argv)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    local = {"LOCAL_WORLD_SIZE": str(world)}
+    return [
+        Command(root, argv, shared | local | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(world)
+    ]
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    """Every step's numbers, except how long things took."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))}
+        for row in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+_OWN = ("COMMIT", "manifest.json", "state.json")
+# Files that hold an id of the checkpoint, or the numbers of a validation that was interrupted.
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """All that an interrupted run has to have in common with an uninterrupted one, bit for bit."""
+    newest = committed(run / "checkpoints")[-1].path
+    kept = [p for p in newest.rglob("*") if p.is_file() and p.name not in _OWN]
+    files = [*kept, *(run / "rollouts").glob("*")]
+    state = json.loads((newest / "state.json").read_text())
+    del state["unlogged"]
+    return {
+        "metrics": json.dumps(metrics(run), sort_keys=True),  # NaN equals NaN here
+        "state": state,
+        **{str(path.relative_to(run)): path.read_bytes() for path in sorted(files)},
+    }
+
+
+def weights(run: Path) -> dict[str, Any]:
+    """The newest model and optimizer, by tensor."""
+    newest = committed(run / "checkpoints")[-1].path
+    return {
+        f"{path.name}/{name}": tensor
+        for path in sorted(newest.rglob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+@cache
+def _server() -> str:
+    """The address of the server, which ends with this process."""
+    address = str(Path(tempfile.mkdtemp(prefix="burnish-test-")) / "socket")
+    repository = Path(__file__).parent.parent
+    server = subprocess.Popen(
+        [sys.executable, command_server.__file__, address],
+        stdin=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"},
+    )
+    atexit.register(_end, server)
+    while not Path(address).exists():
+        assert server.poll() is None, "the server of commands did not start"
+        time.sleep(0.05)
+    return address
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.stdin.close()
+    server.wait()
