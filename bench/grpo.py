@@ -1,0 +1,235 @@
+"""A GRPO step (generate, reward, update) beside TRL's GRPOTrainer, step by step in turns.
+
+    python -m bench.grpo [--json] [--rounds N] [--threads N] [--cases 5m 30m 5m-varied]
+
+Both start from the same Qwen3-shaped weights and see the same prompts: 16 of 24 tokens per step, 8
+samples each, temperature 1, one update per step, no KL, AdamW, bf16 compute. Completions are 64
+tokens each, or, `varied`, evenly spread over 8 to 256: a completion of ours is as long as its first
+token says, and TRL's of the same round get the very same lengths. TRL runs in its own process, in
+each of the settings of `PEER_SETTINGS`; the ratio is against the fastest of them. Ratios are medians
+over rounds of TRL's seconds over ours in the same round, after one round to warm up.
+
+Ours is the step of `burnish.trainers.rl` made of the same pieces, without the run around it (metrics
+files, checkpoints), as TRL's is timed without its logging.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from bench.machine import Result, ratio, report
+from bench.peers import Peer
+from bench.words import model_config, write_prompts, write_tokenizer
+from burnish.algorithms.loss import policy_loss_fn
+from burnish.config.schema import RunConfig
+from burnish.data.loader import Loader
+from burnish.engines.base import Part
+from burnish.launch.run import launch
+from burnish.parallel.layout import Layout
+from burnish.records import Completion, Request, StopReason
+from burnish.rewards.pool import RewardPool
+from burnish.rollout.base import Sampling
+from burnish.rollout.builtin import BuiltinGenerator
+from burnish.rollout.decoding import Decoding
+from burnish.trainers.collect import Collector
+from burnish.trainers.policy_update import Policy, minibatches, token_advantages
+from burnish.trainers.rl import collect_groups
+from burnish.trainers.setup import lay_foundation, make_engine, prompt_dataset
+
+PROMPTS, SAMPLES, PROMPT_WORDS, LR = 16, 8, 24, 1e-5
+FIXED, SHORTEST, LONGEST = 64, 8, 256
+CASES = {"5m": ("5m", False, 3.0), "30m": ("30m", False, 2.5), "5m-varied": ("5m", True, 4.0)}
+"""Model size, whether lengths vary, goal."""
+PEER_SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32 weights": {"weights_dtype": "float32", "rows": 128},
+    "bf16 weights": {"weights_dtype": "bfloat16", "rows": 128},
+}
+
+
+class EndRule(Protocol):
+    """When a completion ends, as `burnish.rollout.stopping.StopRule`."""
+
+    def ended(self, tokens: Sequence[int]) -> StopReason | None: ...
+
+
+class ByFirstToken:
+    """A completion's length, from its first token: even over `shortest` to `longest`."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._shortest, self._choices = shortest, longest - shortest + 1
+
+    def ended(self, tokens: Sequence[int]) -> StopReason | None:
+        return "length" if len(tokens) >= self._shortest + tokens[0] % self._choices else None
+
+
+class GivenLengths(BuiltinGenerator):
+    """The built-in generator, which asks a `rule` when a completion ends."""
+
+    rule: EndRule
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        assert self._version is not None
+        decoding = Decoding(self._network, requests, sampling, self.rule, self._slots)
+        return decoding.run(self._version)
+
+
+class Ours:
+    """The trainer's pieces, and one step of them."""
+
+    def __init__(
+        self, config: RunConfig, rule: EndRule, layout: Layout, device: torch.device, pool: RewardPool
+    ) -> None:
+        self.config = config
+        foundation = lay_foundation(config)
+        self.dataset = prompt_dataset(foundation, config.data.train, "data.train")
+        self.engine = make_engine(foundation, config.optim, layout, device)
+        self.engine.load(foundation.source, Part.WEIGHTS)
+        generator = GivenLengths(
+            foundation.hf_config,
+            layout=layout,
+            device=device,
+            dtype=torch.bfloat16,
+            slots=config.rollout.slots,
+            eos_token_ids=foundation.eos_token_ids,
+        )
+        generator.rule = rule
+        generator.load_weights(self.engine.shards(Part.WEIGHTS), 0)
+        tokenizer = foundation.tokenizer
+        self.collector = Collector(
+            generator,
+            lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+            pool.score,
+            layout,
+        )
+        self.loader = Loader(len(self.dataset), config.seed, shuffle=False)
+        self.loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
+        self.step_number = 0
+        self.seconds: dict[str, list[float]] = {"rollout": [], "update": [], "publish": []}
+
+    def step(self) -> tuple[float, list[int]]:
+        """One step: its seconds, and the length of each completion, groups end to end."""
+        config, policy = self.config, Policy(self.engine, None)
+        marks = [perf_counter()]
+        groups = collect_groups(
+            self.dataset, self.loader, self.collector, config, self.step_number
+        )
+        marks.append(perf_counter())
+        by_token = token_advantages(groups, policy, config)
+        for batch in minibatches(groups, by_token, policy, config):
+            self.engine.forward_backward(batch, self.loss).values()
+            self.engine.optim_step(config.optim.lr)
+        marks.append(perf_counter())
+        self.step_number += 1
+        self.collector.generator.load_weights(self.engine.shards(Part.WEIGHTS), self.step_number)
+        marks.append(perf_counter())
+        for name, start, end in zip(self.seconds, marks[:-1], marks[1:], strict=True):
+            self.seconds[name].append(end - start)
+        lengths = [len(r.completion.token_ids) for group in groups for r in group]
+        return marks[-1] - marks[0], lengths
+
+
+def write_world(directory: Path, size: str) -> RunConfig:
+    """Weights, tokenizer and prompts on disk, and our configuration of them."""
+    model, prompts = directory / "model", directory / "prompts.jsonl"
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**model_config(size))).save_pretrained(model)
+    write_tokenizer(model)
+    write_prompts(prompts, 64 * PROMPTS, PROMPT_WORDS)
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(model)},
+            "data": {"train": [str(prompts)]},
+            "batch": {"prompts": PROMPTS},
+            "rollout": {"n": SAMPLES, "max_response_length": LONGEST},
+            "reward": {"functions": [{"function": "bench.words:even_share"}]},
+            "optim": {"lr": LR},
+        }
+    )
+
+
+def measure(name: str, rounds: int, threads: int) -> Result:
+    size, varied, goal = CASES[name]
+    rule = ByFirstToken(SHORTEST, LONGEST) if varied else ByFirstToken(FIXED, FIXED)
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config = write_world(directory, size)
+        common = {
+            "model": config.model.path,
+            "prompts": config.data.train[0],
+            "prompts_per_step": PROMPTS,
+            "samples": SAMPLES,
+            "max_tokens": LONGEST if varied else FIXED,
+            "lr": LR,
+            "seed": 0,
+        }
+        peers = {
+            setting: stack.enter_context(Peer("trl", "bench.trl_grpo", common | values, threads))
+            for setting, values in PEER_SETTINGS.items()
+        }
+        pool = stack.enter_context(RewardPool(config.reward))
+
+        def run(layout: Layout, device: torch.device) -> Result:
+            torch.set_num_threads(threads)
+            ours = Ours(config, rule, layout, device, pool)
+            return _in_turns(name, ours, peers, rounds, goal)
+
+        return launch(run, config.distributed)
+
+
+def _in_turns(
+    name: str, ours: Ours, peers: dict[str, Peer], rounds: int, goal: float
+) -> Result:
+    mine: list[float] = []
+    theirs: dict[str, list[float]] = {setting: [] for setting in peers}
+    for number in range(rounds + 1):
+        seconds, lengths = ours.step()
+        answers = {s: peer.ask({"lengths": lengths}) for s, peer in peers.items()}
+        if number:
+            mine.append(seconds)
+            for setting, answer in answers.items():
+                theirs[setting].append(answer["seconds"])
+    best = min(theirs, key=lambda setting: median(theirs[setting]))
+    for setting, seconds_of in theirs.items():
+        found = ratio(seconds_of, mine)
+        print(f"  TRL, {setting}: {median(seconds_of):.3f} s, ratio {found:.2f}", file=sys.stderr)
+    parts = {part: round(median(s[1:]), 3) for part, s in ours.seconds.items()}
+    print(f"  ours: {json.dumps(parts)}", file=sys.stderr)
+    return Result(
+        f"grpo/{name}",
+        median(mine),
+        median(theirs[best]),
+        None,
+        "s",
+        ratio(theirs[best], mine),
+        goal,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    arguments = parser.parse_args()
+    results = [measure(name, arguments.rounds, arguments.threads) for name in arguments.cases]
+    report(results, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Peers: other trainers, each in an environment of its own, each a process that takes turns with ours.
+
+A peer is a module of this folder that runs under the peer's Python, so it may import the peer, the
+standard library and the modules of this folder that need neither Burnish nor each other's libraries.
+It lives through the whole benchmark: imports and set-up are paid once, before anything is timed.
+Turns are lines of JSON, a question down its stdin and an answer up its stdout; while one side works
+the other waits in a read, so both have the whole machine in turn. Whatever else the peer prints goes
+to its log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENTS = ROOT / ".venv-peers"
+PACKAGES = {"trl": ("torch==2.13.0", "trl==1.16.0", "transformers==5.19.0", "datasets", "accelerate")}
+"""What is installed for each peer; `bench/NAME-constraints.txt` pins the rest."""
+_LOG_TAIL = 3000
+
+
+def peer_python(name: str) -> Path:
+    """The interpreter of the peer's environment, which is made when it is not there."""
+    directory = ENVIRONMENTS / name
+    python = directory / "bin" / "python"
+    ready = directory / ".installed"
+    if not ready.exists():
+        print(f"making {directory.relative_to(ROOT)} (once, some minutes)", file=sys.stderr)
+        venv.create(directory, with_pip=True)
+        pins = ROOT / "bench" / f"{name}-constraints.txt"
+        install = [str(python), "-m", "pip", "install", "--quiet", "--constraint", str(pins)]
+        subprocess.run([*install, PACKAGES[name][0]], check=True)
+        subprocess.run([*install, *PACKAGES[name]], check=True)
+        ready.touch()
+    return python
+
+
+class Peer:
+    """A peer's process, asked one thing at a time. A context manager."""
+
+    def __init__(self, name: str, module: str, settings: dict[str, Any], threads: int) -> None:
+        """Start `module` under the Python of peer `name`; it gets `settings` as its first message."""
+        self._log = tempfile.TemporaryFile("w+")
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+        }
+        self._process = subprocess.Popen(
+            [str(peer_python(name)), "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+        )
+        self.ask(settings)
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Send one question and wait for its answer. Raises `RuntimeError` with the log's end when the peer died."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        try:
+            stdin.write(json.dumps(question) + "\n")
+            stdin.flush()
+            line = stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self._process.wait()
+            self._log.seek(0)
+            raise RuntimeError(f"the peer ended early:\n{self._log.read()[-_LOG_TAIL:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the process: its stdin ends, then it does."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+
+class Turns:
+    """The peer's end of the line. Made first of all, as it moves everything else's stdout to stderr."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+
+    def next(self) -> dict[str, Any]:
+        """The next question. Raises `SystemExit` when there is none."""
+        line = sys.stdin.readline()
+        if not line:
+            raise SystemExit(0)
+        question: dict[str, Any] = json.loads(line)
+        return question
+
+    def answer(self, **values: object) -> None:
+        """Answer the latest question."""
+        self._answers.write(json.dumps(values) + "\n")
+        self._answers.flush()

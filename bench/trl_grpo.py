@@ -1,0 +1,113 @@
+"""The peer of `bench.grpo`: TRL's GRPOTrainer, one optimizer step per question. Runs under the peer's Python.
+
+Settings: `model` and `prompts` (paths), `prompts_per_step`, `samples`, `max_tokens`, `lr`, `seed`,
+`weights_dtype` (of the model and so of AdamW: float32 computes in bf16 by autocast, bfloat16 is bf16
+throughout), `rows` (sequences per forward and backward pass). A question's `lengths` give the length
+of each completion of the step in order; the answer has `seconds`, and `tokens` generated.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+from bench.peers import Turns
+
+TURNS = Turns()
+
+import torch  # noqa: E402 (stdout is moved first)
+from datasets import load_dataset  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoTokenizer,
+    LogitsProcessor,
+    LogitsProcessorList,
+    Qwen3ForCausalLM,
+    TrainerCallback,
+)
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+from bench.words import EOS, even_share  # noqa: E402
+
+
+class Lengths(LogitsProcessor):
+    """Ends row i with the end token as its token number `wanted[i]`, and never before."""
+
+    def __init__(self, prompt_length: int, wanted: torch.Tensor) -> None:
+        self._prompt_length, self._wanted = prompt_length, wanted
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        last = input_ids.shape[1] - self._prompt_length == self._wanted - 1
+        scores[:, EOS] = -torch.inf
+        scores[last] = -torch.inf
+        scores[last, EOS] = 0.0
+        return scores
+
+
+class GivenLengths(Qwen3ForCausalLM):
+    """The model, whose generated rows have the lengths of `wanted`."""
+
+    wanted: torch.Tensor
+
+    def generate(self, *arguments: Any, **options: Any) -> Any:
+        lengths = Lengths(options["input_ids"].shape[1], self.wanted)
+        return super().generate(
+            *arguments, **options, logits_processor=LogitsProcessorList([lengths])
+        )
+
+
+class TakeTurns(TrainerCallback):
+    """Begins a step when asked to, and answers when it is done."""
+
+    def __init__(self, model: GivenLengths) -> None:
+        self._model = model
+        self._start = 0.0
+
+    def on_step_begin(self, *arguments: Any, **options: Any) -> None:
+        self._model.wanted = torch.tensor(TURNS.next()["lengths"])
+        self._start = perf_counter()
+
+    def on_step_end(self, *arguments: Any, **options: Any) -> None:
+        seconds = perf_counter() - self._start
+        TURNS.answer(seconds=seconds, tokens=int(self._model.wanted.sum()))
+
+
+def trainer(settings: dict[str, Any]) -> GRPOTrainer:
+    model = GivenLengths.from_pretrained(
+        settings["model"], dtype=getattr(torch, settings["weights_dtype"])
+    )
+    sequences = settings["prompts_per_step"] * settings["samples"]
+    config = GRPOConfig(
+        output_dir=settings["model"] + "-trl",
+        use_cpu=not torch.cuda.is_available(),
+        bf16=True,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=settings["rows"],
+        gradient_accumulation_steps=sequences // settings["rows"],
+        num_generations=settings["samples"],
+        max_completion_length=settings["max_tokens"],
+        learning_rate=settings["lr"],
+        lr_scheduler_type="constant",
+        beta=0.0,
+        num_iterations=1,
+        shuffle_dataset=False,
+        max_steps=1_000_000,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=settings["seed"],
+    )
+    return GRPOTrainer(
+        model,
+        even_share,
+        config,
+        train_dataset=load_dataset("json", data_files=settings["prompts"], split="train"),
+        processing_class=AutoTokenizer.from_pretrained(settings["model"]),
+        callbacks=[TakeTurns(model)],
+    )
+
+
+if __name__ == "__main__":
+    ready = trainer(TURNS.next())
+    TURNS.answer(ready=True)
+    ready.train()

@@ -1,0 +1,72 @@
+"""The benchmarks' world: a language of numbered words, prompts in it, a reward, model sizes. Imported by both sides."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+VOCABULARY = 4096
+EOS = 1
+SIZES: dict[str, dict[str, int]] = {
+    "5m": {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4},
+    "30m": {"hidden_size": 640, "intermediate_size": 1664, "num_attention_heads": 10},
+}
+"""Shapes that differ; 6 layers of 64-wide heads, two heads to a key head, tied embeddings of 4096 words in all."""
+
+
+def model_config(size: str) -> dict[str, Any]:
+    """The content of a Qwen3 config.json of about `size` parameters."""
+    shape = SIZES[size]
+    return {
+        "model_type": "qwen3",
+        "vocab_size": VOCABULARY,
+        "num_hidden_layers": 6,
+        "num_key_value_heads": shape["num_attention_heads"] // 2,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": EOS,
+        "pad_token_id": 0,
+        **shape,
+    }
+
+
+def write_tokenizer(directory: Path) -> None:
+    """One token per word: <pad>, <eos>, w2 ... w4095."""
+    names = ["<pad>", "<eos>", *(f"w{number}" for number in range(2, VOCABULARY))]
+    words = {name: number for number, name in enumerate(names)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(directory)
+
+
+def sentence(rng: random.Random, words: int) -> str:
+    """Random words."""
+    return " ".join(f"w{rng.randrange(2, VOCABULARY)}" for _ in range(words))
+
+
+def write_prompts(path: Path, count: int, words: int) -> None:
+    """JSON Lines of prompts of `words` words each, without answers."""
+    rng = random.Random(0)
+    rows = (json.dumps({"prompt": sentence(rng, words), "answer": ""}) for _ in range(count))
+    path.write_text("".join(row + "\n" for row in rows))
+
+
+def even_share(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    """The share of even words in each completion: a reward that costs little and varies."""
+    shares = []
+    for completion in completions:
+        words = completion.split()
+        even = sum(int(word[1:]) % 2 == 0 for word in words)
+        shares.append(even / max(1, len(words)))
+    return shares
