@@ -110,7 +110,7 @@ class _Block:
     def _attend(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: Attends) -> Tensor:
         """Attention of [T, hidden], before its output projection: [T, heads · head_dim]."""
         qkv = linear(hidden, *self._qkv).view(len(hidden), -1, self._head_dim)
-        rotated, value = torch.split(qkv, (self._heads + self._kv_heads, self._kv_heads), dim=1)
+        rotated, value = qkv[:, : -self._kv_heads], qkv[:, -self._kv_heads :]
         if self._q_norm is not None:
             rotated = self._normalized(rotated)
         cos, sin = rotation
