@@ -6,6 +6,7 @@ killed. Left out: checkpoints, which have a commit protocol of their own (`burni
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from burnish.files.durable import write_durably
@@ -21,3 +22,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(LocalStorage(), path, data)
+
+
+def discard_leftovers(directory: Path) -> None:
+    """Remove what writers that were killed left half written in `directory`, which may be missing."""
+    if directory.is_dir():
+        for path in directory.iterdir():
+            if re.fullmatch(r"\..+\.[0-9a-f]{32}", path.name):
+                path.unlink(missing_ok=True)

@@ -31,6 +31,7 @@ from burnish.parallel.collectives import agree, any_rank
 from burnish.parallel.device import device_name, peak_flops, peak_memory
 from burnish.parallel.layout import Layout
 from burnish.records import Batch, Rollout
+from burnish.tracking.atomic import discard_leftovers
 from burnish.tracking.console import ConsoleTracker
 from burnish.tracking.jsonl import JsonlTracker, json_number, number
 from burnish.tracking.metrics import Stats
@@ -130,6 +131,8 @@ class Run:
         """Open the sinks, and validate before the first step where that is asked for. Collective."""
         with agree(self.layout):
             if self.layout.is_main:
+                discard_leftovers(self.directory.root)
+                discard_leftovers(self.directory.rollouts)
                 discard_rollouts_after(self.directory.rollouts, self.position.step)
                 self._trackers = Trackers(self._sinks())
         left = self.position.unlogged

@@ -1,0 +1,95 @@
+"""The same run on one process and on two: launched by torchrun or by hand, resumed across, cut short."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from training_files import done, metrics, ranks, weights
+
+REPOSITORY = Path(__file__).parents[2]
+RL = ["rl", "rl.yaml", "algorithm.kl.coef=0.1", "batch.minibatches=2"]
+
+
+def assert_same(run, other):
+    """Equal up to the order of sums, which AdamW makes more of from step to step; what was sampled, to the token."""
+    for mine, theirs in zip(metrics(run), metrics(other), strict=True):
+        tolerance = 1e-5 if mine["step"] <= 2 else 2e-3
+        assert mine == pytest.approx(theirs, rel=tolerance, abs=tolerance / 5)
+    for name, tensor in weights(run).items():
+        if name.startswith("model.safetensors"):
+            torch.testing.assert_close(tensor, weights(other)[name], rtol=1e-2, atol=1e-4)
+    assert sampled(run) == sampled(other)
+
+
+def sampled(run):
+    return [
+        (row["prompt_index"], row["sample"], row["completion"], row["reward"])
+        for path in sorted((run / "rollouts").glob("*"))
+        for row in map(json.loads, path.read_text().splitlines())
+    ]
+
+
+@pytest.mark.parametrize("argv", [["sft", "sft.yaml"], RL], ids=["sft", "rl"])
+def test_two_processes_do_what_one_does(work, argv):
+    kind = argv[0]
+    one = done(work, *argv, f"name=one_{kind}")
+    assert_same(done(work, *argv, f"name=two_{kind}", world=2), one)
+    for first, second in ((1, 2), (2, 1)):
+        name = f"name={kind}_{first}_then_{second}"
+        run = done(work, *argv, name, "steps=3", world=first)
+        assert len(metrics(run)) == 4
+        assert_same(done(work, *argv, name, world=second), one)
+
+
+def test_torchrun(work):
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("-m", "burnish", "sft", "sft.yaml", "name=torchrun", "steps=3"),
+    ]
+    ended = subprocess.run(command, cwd=work, env=environ, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert_same(
+        work / "runs/torchrun",
+        done(work, "sft", "sft.yaml", "name=by_hand", "steps=3", world=2),
+    )
+
+
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(work):
+    argv = ["rl", "rl.yaml", "name=one_signal", "steps=5000", "tracking.rollouts_every=0"]
+    started = ranks(work, argv, 2)
+    wait_for_steps(started[0])
+    started[1].send(signal.SIGTERM)
+    assert [each.wait(30) for each in started] == [143, 143]
+    assert "is committed in runs/one_signal" in started[0].output
+    assert len(list((work / "runs/one_signal/checkpoints").glob("step-*"))) == 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_others_within_seconds(work, victim):
+    argv = ["sft", "sft.yaml", f"name=killed_{victim}", "steps=5000"]
+    started = ranks(work, argv, 2)
+    wait_for_steps(started[0])
+    started[victim].send(signal.SIGKILL)
+    began = time.monotonic()
+    assert started[1 - victim].wait(30) == 1
+    assert time.monotonic() - began < 12
+    assert f"rank {victim}" in started[1 - victim].output.partition("error: ")[2]
+    assert started[victim].wait(5) == -signal.SIGKILL
+
+
+def wait_for_steps(command):
+    deadline = time.monotonic() + 60
+    while not re.search("step +2/", command.output):
+        assert command.is_running(), command.output
+        assert time.monotonic() < deadline, command.output
+        time.sleep(0.02)

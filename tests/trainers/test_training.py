@@ -1,0 +1,116 @@
+"""Runs from beginning to end: what they learn, what they leave behind, that every formula runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from training_files import burnish, done, metrics
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from burnish.checkpoint.committed import committed
+
+GREEDY = ["evaluation.temperature=0", "rollout.temperature=0", "rollout.n=2"]
+
+
+def test_sft_learns_and_its_model_is_a_plain_one_that_answers_alike(work):
+    sft = done(work, "sft", "sft.yaml", "name=learns", "steps=25")
+    rows = metrics(sft)
+    assert [row["step"] for row in rows] == list(range(26))
+    assert rows[-1]["train/loss"] < 0.5 * rows[1]["train/loss"]
+    assert rows[-1]["val/loss"] < 0.7 * rows[0]["val/loss"]
+    rl = done(
+        work, "rl", "rl.yaml", "name=answers", "steps=1", "optim.lr=0", "rollout.temperature=0", "rollout.n=2",
+        "model.fresh=null", f"model.path={committed(sft / 'checkpoints')[-1].path / 'model'}", "evaluation.every=0",
+    )  # fmt: skip
+    path = committed(rl / "checkpoints")[-1].path / "model"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    for line in (rl / "rollouts/step-00000001.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        asked = tokenizer(row["prompt"], return_tensors="pt")
+        answer = model.generate(**asked, max_new_tokens=4, do_sample=False)[
+            0, asked.input_ids.shape[1] :
+        ]
+        assert tokenizer.decode(answer, skip_special_tokens=True) == row["completion"]
+
+
+def test_what_a_run_leaves_behind(work):
+    for kind in ("sft", "rl"):
+        run = done(work, kind, f"{kind}.yaml", f"name=leaves_{kind}", "steps=2")
+        names = {path.name for path in run.iterdir()}
+        wanted = {
+            "metrics.jsonl",
+            "tensorboard",
+            "report.html",
+            "config.yaml",
+            "environment.json",
+            "checkpoints",
+        }
+        assert names == wanted | ({"rollouts"} if kind == "rl" else set())
+        assert list((run / "tensorboard").iterdir())
+
+
+def test_the_reference_is_the_initial_model(work):
+    row = metrics(
+        done(work, "rl", "rl.yaml", "name=reference", "steps=1", "algorithm.kl.coef=0.5")
+    )[-1]
+    kl = [value for name, value in row.items() if "kl" in name]
+    assert kl
+    assert kl == pytest.approx([0.0] * len(kl), abs=1e-6)
+
+
+FORMULAS = {
+    "k1": ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1", "algorithm.kl.place=reward"],
+    "k2": ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k2", "algorithm.policy_loss=gspo"],
+    "k3": ["algorithm.kl.coef=0.1", "algorithm.policy_loss=cispo", "algorithm.advantage=rloo"],
+    "dr_grpo": ["algorithm.advantage=dr_grpo", "algorithm.aggregation=sequence_sum_fixed"],
+    "plus_plus": ["algorithm.advantage=reinforce_plus_plus", "algorithm.kl.coef=0.1", "algorithm.kl.place=reward"],
+    "baseline": ["algorithm.advantage=reinforce_plus_plus_baseline", "algorithm.old_logprobs=rollout",
+                 "algorithm.entropy_coef=0.01", "algorithm.overlong.buffer=2", "algorithm.dual_clip=3.0"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_every_formula_runs(work, formula):
+    run = done(
+        work, "rl", "rl.yaml", f"name=formula_{formula}", "steps=2", "batch.minibatches=2", *FORMULAS[formula]
+    )  # fmt: skip
+    rows = metrics(run)
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert rows[-1]["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(("kind", "number"), [("sft", "val/loss"), ("rl", "val/mean@1")])
+def test_evaluating_gives_what_training_logged(work, kind, number):
+    run = done(work, kind, f"{kind}.yaml", f"name=evaluated_{kind}", "steps=3")
+    for where, row in ((str(run), metrics(run)[-1]), (f"{kind}.yaml", metrics(run)[0])):
+        code, output = burnish(
+            work, "eval", where, *(["reward.functions=[]"] if kind == "sft" else [])
+        )
+        assert code == 0, output
+        said = dict(line.split() for line in output.splitlines() if line.startswith("val/"))
+        assert float(said[number]) == pytest.approx(row[number], rel=1e-5)
+
+
+@pytest.mark.parametrize("extra", [[], ["algorithm.advantage=reinforce_plus_plus_baseline"],
+                                   ["algorithm.dynamic_sampling.enabled=true"]])  # fmt: skip
+def test_rewards_that_are_all_equal_teach_nothing_and_break_nothing(work, extra):
+    shutil.rmtree(work / "runs/equal", ignore_errors=True)
+    run = done(
+        work, "rl", "rl.yaml", "name=equal", "steps=2", *extra,
+        "reward.functions=[{function: 'rewards.py:same'}]",
+    )  # fmt: skip
+    rows = metrics(run)[1:]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert [row["reward/zero_std_frac"] for row in rows] == [1.0, 1.0]
+    assert [row["actor/grad_norm"] for row in rows] == pytest.approx([0.0, 0.0], abs=1e-5)
+
+
+def test_completions_that_end_at_once(work):
+    """Every id of the small vocabulary's half ends a completion, so that many have one token."""
+    run = done(work, "rl", "rl.yaml", "name=short", "steps=2", "rollout.max_response_length=1")
+    assert all(math.isfinite(value) for row in metrics(run) for value in row.values())
