@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.checkpoint.committed import committed
 
-GREEDY = ["evaluation.temperature=0", "rollout.temperature=0", "rollout.n=2"]
-
 
 def test_sft_learns_and_its_model_is_a_plain_one_that_answers_alike(work):
     sft = done(work, "sft", "sft.yaml", "name=learns", "steps=25")
@@ -23,7 +21,7 @@ def test_sft_learns_and_its_model_is_a_plain_one_that_answers_alike(work):
     assert rows[-1]["train/loss"] < 0.5 * rows[1]["train/loss"]
     assert rows[-1]["val/loss"] < 0.7 * rows[0]["val/loss"]
     rl = done(
-        work, "rl", "rl.yaml", "name=answers", "steps=1", "optim.lr=0", "rollout.temperature=0", "rollout.n=2",
+        work, "rl", "rl.yaml", "name=answers", "steps=1", "optim.lr=0", "rollout.top_k=1", "rollout.n=2",
         "model.fresh=null", f"model.path={committed(sft / 'checkpoints')[-1].path / 'model'}", "evaluation.every=0",
     )  # fmt: skip
     path = committed(rl / "checkpoints")[-1].path / "model"
@@ -93,7 +91,7 @@ def test_evaluating_gives_what_training_logged(work, kind, number):
         )
         assert code == 0, output
         said = dict(line.split() for line in output.splitlines() if line.startswith("val/"))
-        assert float(said[number]) == pytest.approx(row[number], rel=1e-5)
+        assert float(said[number]) == pytest.approx(row[number], rel=1e-3)  # model/ is bf16
 
 
 @pytest.mark.parametrize("extra", [[], ["algorithm.advantage=reinforce_plus_plus_baseline"],
@@ -106,11 +104,14 @@ def test_rewards_that_are_all_equal_teach_nothing_and_break_nothing(work, extra)
     )  # fmt: skip
     rows = metrics(run)[1:]
     assert all(math.isfinite(value) for row in rows for value in row.values())
-    assert [row["reward/zero_std_frac"] for row in rows] == [1.0, 1.0]
-    assert [row["actor/grad_norm"] for row in rows] == pytest.approx([0.0, 0.0], abs=1e-5)
+    assert [row["step"] for row in rows] == [1, 2]
+    if "algorithm.dynamic_sampling.enabled=true" in extra:  # no group is left to train on
+        assert not any("actor/grad_norm" in row for row in rows)
+    else:
+        assert [row["reward/zero_std_frac"] for row in rows] == [1.0, 1.0]
+        assert [row["actor/grad_norm"] for row in rows] == pytest.approx([0.0, 0.0], abs=1e-5)
 
 
-def test_completions_that_end_at_once(work):
-    """Every id of the small vocabulary's half ends a completion, so that many have one token."""
+def test_completions_of_one_token(work):
     run = done(work, "rl", "rl.yaml", "name=short", "steps=2", "rollout.max_response_length=1")
     assert all(math.isfinite(value) for row in metrics(run) for value in row.values())
