@@ -1,13 +1,15 @@
 """A GRPO step (generate, reward, update) beside TRL's GRPOTrainer, step by step in turns.
 
-    python -m bench.grpo [--json] [--rounds N] [--threads N] [--cases 5m 30m 5m-varied]
+    python -m bench.grpo [--json] [--rounds N] [--threads N] [--clock wall|cpu]
+                         [--cases 5m 30m 5m-varied]
 
 Both start from the same Qwen3-shaped weights and see the same prompts: 16 of 24 tokens per step, 8
 samples each, temperature 1, one update per step, no KL, AdamW, bf16 compute. Completions are 64
 tokens each, or, `varied`, evenly spread over 8 to 256: a completion of ours is as long as its first
 token says, and TRL's of the same round get the very same lengths. TRL runs in its own process, in
 each of the settings of `PEER_SETTINGS`; the ratio is against the fastest of them. Ratios are medians
-over rounds of TRL's seconds over ours in the same round, after one round to warm up.
+over rounds of TRL's seconds over ours in the same round, after one round to warm up. On a machine that
+others use at the same time, `--threads 1 --clock cpu` compares the processor time of the two processes.
 
 Ours is the step of `burnish.trainers.rl` made of the same pieces, without the run around it (metrics
 files, checkpoints), as TRL's is timed without its logging.
@@ -23,14 +25,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.machine import Result, ratio, report
-from bench.peers import Peer
+from bench.peers import CLOCKS, Clock, Peer
 from bench.words import model_config, write_prompts, write_tokenizer
 from burnish.algorithms.loss import policy_loss_fn
 from burnish.config.schema import RunConfig
@@ -61,7 +62,8 @@ PEER_SETTINGS: dict[str, dict[str, Any]] = {
 class EndRule(Protocol):
     """When a completion ends, as `burnish.rollout.stopping.StopRule`."""
 
-    def ended(self, tokens: Sequence[int]) -> StopReason | None: ...
+    def ended(self, tokens: Sequence[int]) -> StopReason | None:
+        """Why the completion ends with its last token; None when it goes on."""
 
 
 class ByFirstToken:
@@ -71,6 +73,7 @@ class ByFirstToken:
         self._shortest, self._choices = shortest, longest - shortest + 1
 
     def ended(self, tokens: Sequence[int]) -> StopReason | None:
+        """See `EndRule.ended`."""
         return "length" if len(tokens) >= self._shortest + tokens[0] % self._choices else None
 
 
@@ -81,18 +84,24 @@ class GivenLengths(BuiltinGenerator):
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        assert self._version is not None
+        """See `Generator.generate`."""
         decoding = Decoding(self._network, requests, sampling, self.rule, self._slots)
-        return decoding.run(self._version)
+        return decoding.run(self._version or 0)
 
 
 class Ours:
     """The trainer's pieces, and one step of them."""
 
     def __init__(
-        self, config: RunConfig, rule: EndRule, layout: Layout, device: torch.device, pool: RewardPool
+        self,
+        config: RunConfig,
+        rule: EndRule,
+        layout: Layout,
+        device: torch.device,
+        pool: RewardPool,
+        clock: Clock,
     ) -> None:
-        self.config = config
+        self.config, self.clock = config, clock
         foundation = lay_foundation(config)
         self.dataset = prompt_dataset(foundation, config.data.train, "data.train")
         self.engine = make_engine(foundation, config.optim, layout, device)
@@ -122,19 +131,17 @@ class Ours:
     def step(self) -> tuple[float, list[int]]:
         """One step: its seconds, and the length of each completion, groups end to end."""
         config, policy = self.config, Policy(self.engine, None)
-        marks = [perf_counter()]
-        groups = collect_groups(
-            self.dataset, self.loader, self.collector, config, self.step_number
-        )
-        marks.append(perf_counter())
+        marks = [self.clock()]
+        groups = collect_groups(self.dataset, self.loader, self.collector, config, self.step_number)
+        marks.append(self.clock())
         by_token = token_advantages(groups, policy, config)
         for batch in minibatches(groups, by_token, policy, config):
             self.engine.forward_backward(batch, self.loss).values()
             self.engine.optim_step(config.optim.lr)
-        marks.append(perf_counter())
+        marks.append(self.clock())
         self.step_number += 1
         self.collector.generator.load_weights(self.engine.shards(Part.WEIGHTS), self.step_number)
-        marks.append(perf_counter())
+        marks.append(self.clock())
         for name, start, end in zip(self.seconds, marks[:-1], marks[1:], strict=True):
             self.seconds[name].append(end - start)
         lengths = [len(r.completion.token_ids) for group in groups for r in group]
@@ -160,7 +167,7 @@ def write_world(directory: Path, size: str) -> RunConfig:
     )
 
 
-def measure(name: str, rounds: int, threads: int) -> Result:
+def measure(name: str, rounds: int, threads: int, clock: str = "wall") -> Result:
     size, varied, goal = CASES[name]
     rule = ByFirstToken(SHORTEST, LONGEST) if varied else ByFirstToken(FIXED, FIXED)
     with ExitStack() as stack:
@@ -174,6 +181,7 @@ def measure(name: str, rounds: int, threads: int) -> Result:
             "max_tokens": LONGEST if varied else FIXED,
             "lr": LR,
             "seed": 0,
+            "clock": clock,
         }
         peers = {
             setting: stack.enter_context(Peer("trl", "bench.trl_grpo", common | values, threads))
@@ -183,15 +191,13 @@ def measure(name: str, rounds: int, threads: int) -> Result:
 
         def run(layout: Layout, device: torch.device) -> Result:
             torch.set_num_threads(threads)
-            ours = Ours(config, rule, layout, device, pool)
+            ours = Ours(config, rule, layout, device, pool, CLOCKS[clock])
             return _in_turns(name, ours, peers, rounds, goal)
 
         return launch(run, config.distributed)
 
 
-def _in_turns(
-    name: str, ours: Ours, peers: dict[str, Peer], rounds: int, goal: float
-) -> Result:
+def _in_turns(name: str, ours: Ours, peers: dict[str, Peer], rounds: int, goal: float) -> Result:
     mine: list[float] = []
     theirs: dict[str, list[float]] = {setting: [] for setting in peers}
     for number in range(rounds + 1):
@@ -222,12 +228,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     arguments = parser.parse_args()
-    results = [measure(name, arguments.rounds, arguments.threads) for name in arguments.cases]
+    results = [
+        measure(name, arguments.rounds, arguments.threads, arguments.clock)
+        for name in arguments.cases
+    ]
     report(results, arguments.json)
 
 

@@ -15,14 +15,21 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import venv
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+Clock = Callable[[], float]
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
+"""Seconds: on the wall, or of processor time that this process has used."""
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / ".venv-peers"
-PACKAGES = {"trl": ("torch==2.13.0", "trl==1.16.0", "transformers==5.19.0", "datasets", "accelerate")}
+PACKAGES = {
+    "trl": ("torch==2.13.0", "trl==1.16.0", "transformers==5.19.0", "datasets", "accelerate")
+}
 """What is installed for each peer; `bench/NAME-constraints.txt` pins the rest."""
 _LOG_TAIL = 3000
 
@@ -48,7 +55,7 @@ class Peer:
 
     def __init__(self, name: str, module: str, settings: dict[str, Any], threads: int) -> None:
         """Start `module` under the Python of peer `name`; it gets `settings` as its first message."""
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed on exit)
         environment = os.environ | {
             "OMP_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",
@@ -68,7 +75,8 @@ class Peer:
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Send one question and wait for its answer. Raises `RuntimeError` with the log's end when the peer died."""
         stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
+        assert stdin is not None
+        assert stdout is not None
         try:
             stdin.write(json.dumps(question) + "\n")
             stdin.flush()
@@ -108,7 +116,6 @@ class Turns:
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
-
 
     def next(self) -> dict[str, Any]:
         """The next question. Raises `SystemExit` when there is none."""

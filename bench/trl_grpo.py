@@ -2,16 +2,15 @@
 
 Settings: `model` and `prompts` (paths), `prompts_per_step`, `samples`, `max_tokens`, `lr`, `seed`,
 `weights_dtype` (of the model and so of AdamW: float32 computes in bf16 by autocast, bfloat16 is bf16
-throughout), `rows` (sequences per forward and backward pass). A question's `lengths` give the length
+throughout), `rows` (sequences per forward and backward pass), `clock`. A question's `lengths` give the length
 of each completion of the step in order; the answer has `seconds`, and `tokens` generated.
 """
 
 from __future__ import annotations
 
-from time import perf_counter
 from typing import Any
 
-from bench.peers import Turns
+from bench.peers import CLOCKS, Clock, Turns
 
 TURNS = Turns()
 
@@ -36,6 +35,7 @@ class Lengths(LogitsProcessor):
         self._prompt_length, self._wanted = prompt_length, wanted
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """See `LogitsProcessor`."""
         last = input_ids.shape[1] - self._prompt_length == self._wanted - 1
         scores[:, EOS] = -torch.inf
         scores[last] = -torch.inf
@@ -49,6 +49,7 @@ class GivenLengths(Qwen3ForCausalLM):
     wanted: torch.Tensor
 
     def generate(self, *arguments: Any, **options: Any) -> Any:
+        """Generate as asked, to those lengths."""
         lengths = Lengths(options["input_ids"].shape[1], self.wanted)
         return super().generate(
             *arguments, **options, logits_processor=LogitsProcessorList([lengths])
@@ -58,16 +59,18 @@ class GivenLengths(Qwen3ForCausalLM):
 class TakeTurns(TrainerCallback):
     """Begins a step when asked to, and answers when it is done."""
 
-    def __init__(self, model: GivenLengths) -> None:
-        self._model = model
+    def __init__(self, model: GivenLengths, clock: Clock) -> None:
+        self._model, self._clock = model, clock
         self._start = 0.0
 
     def on_step_begin(self, *arguments: Any, **options: Any) -> None:
+        """Wait for a question."""
         self._model.wanted = torch.tensor(TURNS.next()["lengths"])
-        self._start = perf_counter()
+        self._start = self._clock()
 
     def on_step_end(self, *arguments: Any, **options: Any) -> None:
-        seconds = perf_counter() - self._start
+        """Answer it."""
+        seconds = self._clock() - self._start
         TURNS.answer(seconds=seconds, tokens=int(self._model.wanted.sum()))
 
 
@@ -103,7 +106,7 @@ def trainer(settings: dict[str, Any]) -> GRPOTrainer:
         config,
         train_dataset=load_dataset("json", data_files=settings["prompts"], split="train"),
         processing_class=AutoTokenizer.from_pretrained(settings["model"]),
-        callbacks=[TakeTurns(model)],
+        callbacks=[TakeTurns(model, CLOCKS[settings["clock"]])],
     )
 
 

@@ -1,0 +1,52 @@
+"""All benchmarks that `make bench` runs, one after the other, each in a process of its own.
+
+    python -m bench [--json]
+
+With `--json` the last line is one object with the results of all. `bench.learning` takes hours and
+runs only when asked for by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from typing import Any
+
+BENCHMARKS = ("generate", "grpo", "loading")
+
+
+def run(name: str) -> dict[str, Any]:
+    """Run one benchmark, its table passed on; its object, with no results where it failed."""
+    print(f"bench.{name}", flush=True)
+    command = [sys.executable, "-m", f"bench.{name}", "--json"]
+    lines = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=False
+    ).stdout.splitlines()
+    try:
+        found: dict[str, Any] = json.loads(lines[-1])
+    except (IndexError, json.JSONDecodeError):
+        print(f"  bench.{name} failed; its error is above", flush=True)
+        return {"machine": {}, "results": []}
+    print("\n".join(lines[:-1]), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
+    arguments = parser.parse_args()
+    found = [run(name) for name in BENCHMARKS]
+    if arguments.json:
+        machine = next((one["machine"] for one in found if one["machine"]), {})
+        results = [result for one in found for result in one["results"]]
+        print(json.dumps({"machine": machine, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
