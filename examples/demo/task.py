@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from tokenizers.decoders import Fuse
-from tokenizers import Regex
 from transformers import PreTrainedTokenizerFast
 
 CHARACTERS = "0123456789+="
-HELD_OUT = 256
+HELD_OUT = 128
 
 
 def write_tokenizer(directory: Path) -> None:
@@ -30,12 +30,13 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def write_data(directory: Path, seed: int = 0) -> None:
-    """Every sum of two numbers below 100, shuffled: the last `HELD_OUT` are never trained on."""
-    sums = [(a, b) for a in range(100) for b in range(100)]
+    """Every sum of three digits, shuffled: the last `HELD_OUT` are never trained on."""
+    sums = list(itertools.product(range(10), repeat=3))
     random.Random(seed).shuffle(sums)
-    rows = [
-        {"prompt": f"{a}+{b}=", "completion": str(a + b), "answer": str(a + b)} for a, b in sums
-    ]
+    rows = []
+    for a, b, c in sums:
+        answer = str(a + b + c)
+        rows.append({"prompt": f"{a}+{b}+{c}=", "completion": answer, "answer": answer})
     for name, part in (("train", rows[:-HELD_OUT]), ("validation", rows[-HELD_OUT:])):
         lines = "".join(json.dumps(row) + "\n" for row in part)
         (directory / f"{name}.jsonl").write_text(lines)
