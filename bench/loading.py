@@ -59,7 +59,10 @@ def write_model(directory: Path) -> None:
         "    model.save_pretrained(path, max_shard_size=size)\n"
     )
     tiny = model_config("5m")
-    work = [[str(directory / "tiny"), tiny, "1GB"], [str(directory / "large"), tiny | SHAPE, "300MB"]]
+    work = [
+        [str(directory / "tiny"), tiny, "1GB"],
+        [str(directory / "large"), tiny | SHAPE, "300MB"],
+    ]
     subprocess.run([sys.executable, "-c", code, json.dumps(work)], check=True, capture_output=True)
 
 
@@ -107,7 +110,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,0 +1,146 @@
+"""The same learning: reward curves on the demo's task, three seeds of ours beside three of TRL's.
+
+    python -m bench.learning [--json] [--steps N] [--seeds 0 1 2] [--threads N]
+
+Needs the model that the demo's first stage leaves (`make demo`). The second stage's configuration,
+`examples/demo/rl.yaml`, is run by `burnish rl` and, with the same hyperparameters, by TRL's
+GRPOTrainer, for `--steps` steps (all of them when not given). Curves are mean rewards per step,
+smoothed by a moving average of `WINDOW` steps. The band is TRL's lowest to highest seed, wider on
+either side by two standard errors of one smoothed reward, as sampling alone makes. The figure is the
+share of steps at which the mean of our seeds lies within the band; the goal is 0.95. All curves are
+written to runs/bench/learning.csv. Takes long, so `make bench` leaves it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bench.machine import Result, report
+from bench.peers import ROOT, Peer
+from burnish.config.load import load_config
+from burnish.config.schema import RunConfig
+from burnish.tracking.jsonl import read_metrics
+
+CONFIG = "examples/demo/rl.yaml"
+OUTPUT = ROOT / "runs" / "bench" / "learning.csv"
+WINDOW = 10
+GOAL = 0.95
+SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+"""Ours, by TRL's names."""
+
+Curve = npt.NDArray[np.float64]
+"""Mean reward of each step, shape [steps]."""
+
+
+def ours(seed: int, steps: int, directory: Path) -> Curve:
+    """One run of `burnish rl`."""
+    name = f"seed{seed}"
+    overrides = [
+        f"name={name}",
+        f"output_dir={directory}",
+        f"seed={seed}",
+        f"steps={steps}",
+        "data.validation=[]",
+        "evaluation.every=0",
+        "checkpoint.save_every=0",
+        "tracking.report=false",
+        "tracking.tensorboard=false",
+    ]
+    command = [sys.executable, "-m", "burnish", "rl", CONFIG, *overrides]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    rows = read_metrics(directory / name / "metrics.jsonl")
+    return np.array([row["reward/mean"] for row in rows if "reward/mean" in row])
+
+
+def theirs(config: RunConfig, seed: int, steps: int, directory: Path, threads: int) -> Curve:
+    """One run of TRL's trainer."""
+    settings = {
+        "model": config.model.path,
+        "train": config.data.train[0],
+        "prompts": config.batch.prompts,
+        "samples": config.rollout.n,
+        "max_tokens": config.rollout.max_response_length,
+        "lr": config.optim.lr,
+        "schedule": SCHEDULES[config.optim.schedule],
+        "warmup": config.optim.warmup_steps,
+        "steps": steps,
+        "seed": seed,
+        "output": str(directory / "trl"),
+    }
+    with Peer("trl", "bench.trl_learning", {}, threads) as peer:
+        return np.array(peer.ask(settings)["rewards"])
+
+
+def smoothed(curve: Curve) -> Curve:
+    """The moving average over `WINDOW` steps, shorter at the start."""
+    sums = np.cumsum(np.concatenate(([0.0], curve)))
+    ends = np.arange(1, len(curve) + 1)
+    starts = np.maximum(0, ends - WINDOW)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def share_within(mine: Sequence[Curve], band: Sequence[Curve], rollouts: int) -> float:
+    """The share of steps at which our mean lies in the peer's band; `rollouts` are a step's rewards of 0 or 1."""
+    average = np.mean([smoothed(curve) for curve in mine], axis=0)
+    curves = np.array([smoothed(curve) for curve in band])
+    middle = curves.mean(axis=0)
+    steps = np.minimum(np.arange(1, len(average) + 1), WINDOW)
+    margin = 2 * np.sqrt(middle * (1 - middle) / (rollouts * steps))
+    low, high = curves.min(axis=0) - margin, curves.max(axis=0) + margin
+    return float(np.mean((average >= low) & (average <= high)))
+
+
+def write_curves(curves: Mapping[str, Curve]) -> None:
+    """One row per step, one column per run."""
+    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
+    with OUTPUT.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", *curves])
+        for step, values in enumerate(zip(*curves.values(), strict=True), 1):
+            writer.writerow([step, *(f"{value:.5f}" for value in values)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments = parser.parse_args()
+    config = load_config(ROOT / CONFIG).config
+    if not config.model.path or not (ROOT / config.model.path).is_dir():
+        parser.error(f"{config.model.path} is not there; run `make demo` first")
+    steps = arguments.steps or config.steps or 100
+    mine, band = {}, {}
+    with tempfile.TemporaryDirectory() as name:
+        for seed in arguments.seeds:
+            mine[f"ours {seed}"] = ours(seed, steps, Path(name))
+            band[f"trl {seed}"] = theirs(config, seed, steps, Path(name), arguments.threads)
+            print(
+                f"  seed {seed}, last {WINDOW} steps: ours {mine[f'ours {seed}'][-WINDOW:].mean():.4f}, "
+                f"TRL {band[f'trl {seed}'][-WINDOW:].mean():.4f}",
+                file=sys.stderr,
+            )
+    write_curves(mine | band)
+    rollouts = config.batch.prompts * config.rollout.n
+    share = share_within(list(mine.values()), list(band.values()), rollouts)
+    name = f"learning/{steps}-steps"
+    report([Result(name, share, None, 1.0, "share of steps", share, GOAL)], arguments.json)
+
+
+if __name__ == "__main__":
+    main()
