@@ -35,6 +35,12 @@ class LogitTransform:
     softcap: float | None = None
     """Bound of the logits (Gemma's `final_logit_softcapping`); None: no bound."""
 
+    def apply_(self, logits: Tensor) -> Tensor:
+        """Transform fp32 logits in place, for who needs the logits themselves."""
+        if self.softcap is None:
+            return logits if self.scale == 1 else logits.mul_(self.scale)
+        return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
+
 
 @dataclass(frozen=True, slots=True)
 class LogprobOptions:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from burnish.parallel.shards import Shard
 from burnish.records import Completion, Request
+
+Watch = Callable[[int], None]
+"""Called between decoding steps with the number of completions that ended since the last call. What it raises
+ends the generation, so it is where a signal or a deadline gets in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,9 @@ class Sampling:
 class Generator(Protocol):
     """Something that samples from the current weights, on this process."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+    ) -> list[list[Completion]]:
         """For each request, in order, its `samples` completions, in order.
 
         Token t of sample s of a request is drawn with a number derived from (`seed`, `step`,

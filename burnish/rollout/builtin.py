@@ -22,7 +22,7 @@ from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard
 from burnish.parallel.transfer import Transfer
 from burnish.records import Completion, Request
-from burnish.rollout.base import Sampling
+from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.decoding import Decoding, Network
 from burnish.rollout.forward import forward_of
 from burnish.rollout.stopping import Decode, StopRule
@@ -61,7 +61,9 @@ class BuiltinGenerator:
         self._version: int | None = None
 
     @torch.inference_mode()
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+    ) -> list[list[Completion]]:
         """See `Generator.generate`.
 
         Raises `UsageError` before any work: for an empty prompt, one that leaves no room for
@@ -75,7 +77,7 @@ class BuiltinGenerator:
             self._check_length(request, sampling.max_tokens)
         stop_rule = StopRule(sampling, self._eos_token_ids, self._decode)
         decoding = Decoding(self._network, requests, sampling, stop_rule, self._slots)
-        return decoding.run(self._version)
+        return decoding.run(self._version, watch)
 
     def load_weights(self, shards: Iterator[Shard], version: int) -> None:
         """See `Generator.load_weights`. The pieces have to be the same at every call."""
@@ -92,12 +94,9 @@ class BuiltinGenerator:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits as `Scorer` computes them, in memory of their own."""
-        logits = linear(hidden, self._model.get_output_embeddings().weight).float()
-        if self._transform.scale != 1:
-            logits.mul_(self._transform.scale)
-        if self._transform.softcap is not None:
-            logits.div_(self._transform.softcap).tanh_().mul_(self._transform.softcap)
-        return logits
+        return self._transform.apply_(
+            linear(hidden, self._model.get_output_embeddings().weight).float()
+        )
 
     def _check_length(self, request: Request, max_tokens: int) -> None:
         length = len(request.token_ids)

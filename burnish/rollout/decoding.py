@@ -18,7 +18,7 @@ from torch import Tensor
 
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.records import Completion, Request, StopReason
-from burnish.rollout.base import Sampling
+from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.cache import PromptCache, SlotCache
 from burnish.rollout.draws import stream_key, uniforms
 from burnish.rollout.forward import Forward
@@ -115,13 +115,20 @@ class Decoding:
         longest = max((len(prompt.request.token_ids) for prompt in self._unread), default=0)
         self._cache = SlotCache(slots, longest + sampling.max_tokens)
         self._slots: list[_Sequence | None] = [None] * slots
+        self._ended = 0
         self._state = torch.zeros(4, slots, dtype=torch.int64, device=network.device)
         """Latest token, its position, key, tokens drawn so far: one column per slot."""
 
-    def run(self, version: int) -> list[list[Completion]]:
+    def run(self, version: int, watch: Watch | None = None) -> list[list[Completion]]:
         """Decode to the end: for each request its completions, marked with the weights' version."""
+        reported = 0
         while running := self._refill():
             self._burst(running)
+            if watch is not None:
+                watch(self._ended - reported)
+                reported = self._ended
+        if watch is not None:
+            watch(self._ended - reported)
         return [[sequence.finished(version) for sequence in group] for group in self._groups]
 
     def _refill(self) -> int:

@@ -12,7 +12,8 @@ from burnish.parallel.collectives import gather_objects
 from burnish.parallel.layout import Layout
 from burnish.records import Completion, Prompt, Request, Rollout
 from burnish.rollout.base import Generator, Sampling
-from burnish.trainers.signals import StopRequested
+from burnish.tracking.progress import Progress
+from burnish.trainers.signals import Stopper, StopRequested
 
 Score = Callable[[Sequence[Rollout]], list[Rollout]]
 """Fills in the rewards of rollouts, in order."""
@@ -30,6 +31,10 @@ class Collector:
     """The rewards."""
     layout: Layout
     """Which share of the prompts is this rank's."""
+    stopper: Stopper
+    """Asked between decoding steps whether to stop."""
+    progress: Progress
+    """Shows how many completions are done."""
 
     def collect(
         self, prompts: Sequence[Prompt], first_key: int, samples: int, sampling: Sampling
@@ -40,11 +45,11 @@ class Collector:
         raises `StopRequested` on all of them.
         """
         mine = range(self.layout.data_rank, len(prompts), self.layout.data_size)
+        requests = [Request(first_key + i, prompts[i].token_ids, samples=samples) for i in mine]
         stopped: int | None = None
         groups: list[list[Rollout]] = []
         try:
-            requests = [Request(first_key + i, prompts[i].token_ids, samples=samples) for i in mine]
-            completions = self.generator.generate(requests, sampling)
+            completions = self._generated(requests, sampling)
             groups = self._scored([prompts[i] for i in mine], completions)
         except StopRequested as request:
             stopped = request.signal_number
@@ -54,6 +59,16 @@ class Collector:
                 raise StopRequested(signal_number)
         size = self.layout.data_size
         return [shares[i % size][1][i // size] for i in range(len(prompts))]
+
+    def _generated(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        total = sum(request.samples for request in requests)
+        with self.progress.phase("rollout", total) as bar:
+
+            def watch(ended: int) -> None:
+                self.stopper.check()
+                bar.advance(ended)
+
+            return self.generator.generate(requests, sampling, watch)
 
     def _scored(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]

@@ -110,7 +110,7 @@ def make_collector(
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    return Collector(generator, decode, pool.score, layout)
+    return Collector(generator, decode, pool.score, layout, stopper, progress)
 
 
 def sampling(config: RunConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:

@@ -202,6 +202,20 @@ class GeneratorContract:
         assert generator.generate([], Sampling(4)) == []
         assert generator.generate(make_requests((3, 4), samples=0), Sampling(4)) == [[], []]
 
+    def test_who_watches_hears_of_every_completion_and_can_end_it(self) -> None:
+        generator = self.make(tiny_model(), slots=4)
+        ended: list[int] = []
+        generator.generate(make_requests(), Sampling(6), ended.append)
+        assert sum(ended) == sum(request.samples for request in make_requests())
+        assert len(ended) >= 6
+
+        def stop(count: int) -> None:
+            raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            generator.generate(make_requests(), Sampling(6), stop)
+        generator.generate(make_requests(), Sampling(6))  # and can be asked again
+
     def test_the_version_of_the_weights_is_on_every_completion(self) -> None:
         groups = self.make(tiny_model(), version=17).generate(make_requests(), Sampling(2))
         assert {c.weights_version for group in groups for c in group} == {17}
