@@ -41,13 +41,15 @@ from burnish.launch.run import launch
 from burnish.parallel.layout import Layout
 from burnish.records import Completion, Request, StopReason
 from burnish.rewards.pool import RewardPool
-from burnish.rollout.base import Sampling
+from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin import BuiltinGenerator
 from burnish.rollout.decoding import Decoding
+from burnish.tracking.progress import Progress
 from burnish.trainers.collect import Collector
 from burnish.trainers.policy_update import Policy, minibatches, token_advantages
 from burnish.trainers.rl import collect_groups
 from burnish.trainers.setup import lay_foundation, make_engine, prompt_dataset
+from burnish.trainers.signals import Stopper
 
 PROMPTS, SAMPLES, PROMPT_WORDS, LR = 16, 8, 24, 1e-5
 FIXED, SHORTEST, LONGEST = 64, 8, 256
@@ -83,10 +85,12 @@ class GivenLengths(BuiltinGenerator):
     rule: EndRule
 
     @torch.inference_mode()
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+    ) -> list[list[Completion]]:
         """See `Generator.generate`."""
         decoding = Decoding(self._network, requests, sampling, self.rule, self._slots)
-        return decoding.run(self._version or 0)
+        return decoding.run(self._version or 0, watch)
 
 
 class Ours:
@@ -122,6 +126,8 @@ class Ours:
             lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
             pool.score,
             layout,
+            Stopper(),
+            Progress(enabled=False),
         )
         self.loader = Loader(len(self.dataset), config.seed, shuffle=False)
         self.loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)

@@ -94,6 +94,7 @@ class CheckpointSource:
                     f"tensor {entry.name} in {self._step.path / name} has an unknown dtype",
                     have=entry.dtype,
                     want=", ".join(BY_NAME),
+                    do="resume with the version of Burnish that wrote it",
                 )
             if entry.begin % BY_NAME[entry.dtype].itemsize:
                 raise CorruptError(f"tensor {entry.name} in {self._step.path / name} is misplaced")

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import glob
 import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from burnish.config.check import Command
@@ -120,11 +122,16 @@ def _rewards(config: RunConfig) -> Iterator[Problem]:
 
 
 def _importable(package: str) -> bool:
-    """Whether a top-level module can be found, without importing it."""
+    """Whether a top-level module can be found, installed or in the working directory, without importing it.
+
+    The process that will import it has the working directory on its path, which the `burnish`
+    script has not.
+    """
     try:
-        return importlib.util.find_spec(package) is not None
+        found = importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
     except ValueError:
         return False
+    return found is not None
 
 
 def _neighbours(path: Path) -> str:

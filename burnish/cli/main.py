@@ -21,6 +21,7 @@ from burnish.cli.run import run
 from burnish.config.keys import known_keys
 from burnish.errors import BurnishError, UsageError
 from burnish.parallel.environment import place_of
+from burnish.parallel.layout import Layout
 
 HELP = """\
 Burnish post-trains language models: supervised fine-tuning and reinforcement learning.
@@ -37,7 +38,8 @@ CONFIG is a YAML file; key=value overrides one setting, as optim.lr=1e-6 or roll
   burnish rl CONFIG --dry-run
 
 On several processes: torchrun --nproc-per-node 8 -m burnish rl CONFIG
---version prints the version. BURNISH_LOG_LEVEL (debug, info, warning, error) sets how much is logged.
+--version prints the version. BURNISH_LOG_LEVEL (debug, info, warning, error) sets how much is logged;
+without it rank 0 logs from info on, and other ranks errors only.
 """
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -149,7 +151,8 @@ def _dispatch(arguments: argparse.Namespace) -> None:
 
 
 def _set_up_logging() -> None:
-    level = os.environ.get("BURNISH_LOG_LEVEL", "info")
+    # Ranks find the same things to say; one of them says it.
+    level = os.environ.get("BURNISH_LOG_LEVEL", "info" if _layout().is_main else "error")
     if level.lower() not in LOG_LEVELS:
         raise UsageError(
             "BURNISH_LOG_LEVEL is not a log level",
@@ -165,8 +168,13 @@ def _set_up_logging() -> None:
 
 def _rank() -> str:
     """Names this process in a message, where there are several."""
-    try:
-        layout = place_of(os.environ).layout
-    except UsageError:
-        return ""
+    layout = _layout()
     return f"rank {layout.rank}: " if layout.world > 1 else ""
+
+
+def _layout() -> Layout:
+    """This process's place; that of a lone process where the environment is wrong, which is said later."""
+    try:
+        return place_of(os.environ).layout
+    except UsageError:
+        return Layout()

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from burnish.config.schema import DistributedConfig
-from burnish.parallel.device import pick_device, share_cores
+from burnish.parallel.device import keep_freed_pages, pick_device, share_cores
 from burnish.parallel.environment import place_of
 from burnish.parallel.layout import Layout
 from burnish.parallel.processes import process_group
@@ -31,5 +31,7 @@ def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -
     place = place_of(os.environ)
     share_cores(place.layout.local_world)
     device = pick_device(place.layout.local_rank, place.own_device)
+    if device.type == "cpu":
+        keep_freed_pages()
     with process_group(device, config.timeout_seconds, place) as layout:
         return fn(layout, device)

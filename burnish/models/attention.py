@@ -76,6 +76,7 @@ def attention_forward(
             f"{type(module).__name__} asks for a kind of attention that Burnish does not compute",
             have=", ".join(refused) or "an attention mask or a bidirectional layer",
             want="causal attention without softcapping, sinks, position bias or mask",
+            do="train a model of another family",
         )
     scaling = options.get("scaling")
     packing: Attends = options["packing"]

@@ -34,6 +34,7 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
                 f"models of type {config.model_type} with {field} are not supported",
                 have=f"{field}: {value}",
                 want="null",
+                do="train a model of another family",
             )
     config.use_cache = False
     with torch.device("meta"):
@@ -106,6 +107,7 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
                 raise IncompatibleError(
                     f"{type(model).__name__} does not say how its buffer {name}.{key} is computed",
                     want="a model whose _init_weights fills it",
+                    do="use a model class of transformers, or correct the model's own code",
                 )
             setattr(module, key, value.to(device))
 

@@ -46,13 +46,13 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
     """The configuration of the model directory `config.path`, or of the new model `config.fresh`.
 
     Raises `MissingError` for a directory or file that is not there and `UsageError` for a
-    configuration that names no known `model_type`.
+    configuration that is not JSON or names no known `model_type`.
     """
     if config.fresh is not None:
         return _fresh_config(config.fresh)
     if config.path is None:
         raise UsageError("no model is given", do="set model.path or model.fresh")
-    directory = Path(config.path)
+    directory = Path(config.path).expanduser()
     if not (directory / "config.json").is_file():
         raise MissingError(
             f"{directory} is not a Hugging Face model directory",
@@ -60,9 +60,18 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
             want="a directory with config.json and *.safetensors",
             do="set model.path to one",
         )
-    return AutoConfig.from_pretrained(
-        directory, trust_remote_code=config.trust_remote_code, local_files_only=True
-    )
+    try:
+        return AutoConfig.from_pretrained(
+            directory, trust_remote_code=config.trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError) as error:  # not JSON; an unknown model_type; code without consent
+        raise UsageError(
+            f"{directory / 'config.json'} is not a configuration that transformers takes",
+            have=" ".join(str(error).split())[:300],
+            want="JSON with a model_type that the installed transformers knows",
+            do="correct model.path or the file; for a model with code of its own, read that code and "
+            "set model.trust_remote_code=true",
+        ) from error
 
 
 def weights_source(
@@ -77,20 +86,22 @@ def weights_source(
     if config.path is None:
         return FreshSource(hf_config, seed)
     model = build_on_meta(hf_config)
-    source = SafetensorsSource(config.path, tied_names(model))
+    source = SafetensorsSource(Path(config.path).expanduser(), tied_names(model))
     source.check(tensor_specs(model))
     return source
 
 
 def _fresh_config(fresh: str | dict[str, Any]) -> PretrainedConfig:
     if isinstance(fresh, str):
-        path = Path(fresh)
+        path = Path(fresh).expanduser()
         if not path.is_file():
             raise MissingError(f"there is no file {path}", do="set model.fresh to a config.json")
         try:
             values = json.loads(path.read_text())
         except ValueError as error:
-            raise UsageError(f"{path} is not JSON", have=error) from error
+            raise UsageError(
+                f"{path} is not JSON", have=error, do="correct the file that model.fresh names"
+            ) from error
     else:
         values = fresh
     values = dict(values)
@@ -100,7 +111,11 @@ def _fresh_config(fresh: str | dict[str, Any]) -> PretrainedConfig:
     try:
         return AutoConfig.for_model(model_type, **values)
     except ValueError as error:
-        raise UsageError(f"transformers knows no model_type {model_type!r}", have=error) from error
+        raise UsageError(
+            f"transformers knows no model_type {model_type!r}",
+            have=" ".join(str(error).split())[:300],
+            do="correct model.fresh.model_type, or install a later transformers",
+        ) from error
 
 
 def generation_config(hf_config: PretrainedConfig) -> GenerationConfig:

@@ -41,6 +41,7 @@ class Scorer(nn.Module):
                 f"{type(model).__name__} has an output layer that Burnish does not compute",
                 have=head,
                 want="a linear layer without bias",
+                do="train a model of another family",
             )
 
     def forward(

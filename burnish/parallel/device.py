@@ -7,6 +7,7 @@ tensors, which is their owners' work.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -45,6 +46,9 @@ _PEAK_BF16 = {
 # sparse ones). Devices that are not here are measured.
 _MEASURE_SECONDS = 0.5
 _MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
+
+_MALLOC_SETTINGS = ((-3, 32 << 20), (-1, (2 << 30) - 1), (-2, 256 << 20))
+# M_MMAP_THRESHOLD at its maximum, M_TRIM_THRESHOLD at the largest int below 2 GiB, M_TOP_PAD.
 
 
 def pick_device(local_rank: int, own_device: bool = False) -> torch.device:
@@ -172,6 +176,19 @@ def share_cores(local_world: int) -> None:
     """
     if local_world > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, _cores() // local_world))
+
+
+def keep_freed_pages() -> None:
+    """Tell glibc's malloc to keep freed memory for the next tensor instead of giving it back to the system.
+
+    On a CPU every large tensor otherwise begins with page faults, about a seventh of a training
+    step's time. Memory stays at its peak between steps. Nothing happens with another C library.
+    See mallopt(3).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for parameter, value in _MALLOC_SETTINGS:
+            mallopt(parameter, value)
 
 
 def _cores() -> int:

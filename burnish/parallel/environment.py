@@ -120,7 +120,10 @@ def tasks_per_node(counts: str) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
         if match is None:
             raise UsageError(
-                "SLURM_STEP_TASKS_PER_NODE cannot be read", have=repr(counts), want="2(x3),1"
+                "SLURM_STEP_TASKS_PER_NODE cannot be read",
+                have=repr(counts),
+                want="2(x3),1",
+                do="start the processes with srun, which sets it",
             )
         expanded += [int(match[1])] * int(match[2] or 1)
     return expanded
@@ -160,5 +163,6 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
             f"the environment variable {name} is not a whole number",
             have=repr(value),
             want="0, 1, 2, ...",
+            do="start with torchrun or srun, which set it, or unset RANK and WORLD_SIZE for one process",
         )
     return int(value)

