@@ -143,6 +143,20 @@ def test_a_rank_says_which_it_is(
     assert capsys.readouterr().err.startswith("rank 3: error: ")
 
 
+@pytest.mark.parametrize(("rank", "level"), [("0", logging.INFO), ("3", logging.ERROR)])
+def test_what_all_ranks_find_is_logged_by_one(
+    monkeypatch: pytest.MonkeyPatch, rank: str, level: int
+) -> None:
+    monkeypatch.delenv("BURNISH_LOG_LEVEL", raising=False)
+    for name, value in {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "1234",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert main(["config", "explain", "seed"]) == 0
+    assert logging.getLogger("burnish").level == level
+
+
 def test_the_log_level_comes_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

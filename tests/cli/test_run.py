@@ -93,6 +93,15 @@ def test_missing_inputs_are_listed_together(work: Path, capsys: pytest.CaptureFi
     assert "2 problems in the inputs of this run" in capsys.readouterr().err
 
 
+def test_a_reward_module_in_the_working_directory(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (work / "own_rewards_7.py").write_text("def f(completions): return [0.0] * len(completions)\n")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    override = "reward.functions=[{function: 'own_rewards_7:f'}]"
+    assert main(["rl", "c.yaml", override, "--dry-run"]) == 0
+
+
 def test_inputs_that_are_there(work: Path) -> None:
     (work / "fresh.json").write_text("{}")
     (work / "tiny/tokenizer.json").write_text("{}")

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -28,6 +29,15 @@ def test_config_of_a_directory(tmp_path):
     config = read_model_config(ModelConfig(path=str(tmp_path)))
     assert config.model_type == "qwen3_moe"
     assert config.vocab_size == VOCAB
+
+
+def test_a_directory_below_home(tmp_path, monkeypatch):
+    save_tiny(tmp_path / "m", "llama")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = ModelConfig(path="~/m")
+    hf_config = read_model_config(config)
+    assert hf_config.model_type == "llama"
+    assert isinstance(weights_source(config, hf_config, 0), SafetensorsSource)
 
 
 def test_config_of_a_fresh_model(tmp_path):
@@ -59,6 +69,14 @@ def test_a_config_that_is_not_json(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UsageError, match="not JSON"):
         read_model_config(ModelConfig(fresh=str(tmp_path / "config.json")))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": "qwen33"}'])
+def test_a_directory_whose_config_is_none(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UsageError, match=re.escape(f"{tmp_path}")) as caught:
+        read_model_config(ModelConfig(path=str(tmp_path)))
+    assert caught.value.do
 
 
 def test_a_directory_without_config(tmp_path):
