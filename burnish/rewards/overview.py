@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +14,8 @@ from burnish.tracking.metrics import Max, Mean, Stats, Sum
 def rollout_stats(rollouts: Sequence[Rollout]) -> Stats:
     """Statistics of scored rollouts, which merge over ranks as long as no group is cut.
 
-    A group is the rollouts of one prompt.
+    A group is the rollouts of one prompt, each with another sample index; a prompt that a step meets
+    twice, where one epoch ends and the next begins, has two groups.
 
     - `reward/mean`; `reward/parts/NAME`, the mean of each function's own value where it has one
     - `reward/std`: mean over groups of the (population) standard deviation within the group
@@ -25,10 +26,13 @@ def rollout_stats(rollouts: Sequence[Rollout]) -> Stats:
     if not rollouts:
         return Stats()
     count = len(rollouts)
-    groups: dict[int, list[float]] = defaultdict(list)
+    groups: dict[tuple[int, int], list[float]] = defaultdict(list)
+    met: Counter[tuple[int, int]] = Counter()
     parts: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
-        groups[rollout.prompt.index].append(rollout.reward)
+        sample = (rollout.prompt.index, rollout.sample)
+        groups[rollout.prompt.index, met[sample]].append(rollout.reward)
+        met[sample] += 1
         for name, value in rollout.reward_parts.items():
             parts[name].append(value)
     lengths = [len(rollout.completion.token_ids) for rollout in rollouts]

@@ -10,9 +10,9 @@ from burnish.rewards.overview import rollout_stats
 def test_statistics_of_a_step(make_rollout) -> None:
     rollouts = [
         make_rollout(index=7, reward=1.0, length=2),
-        make_rollout(index=7, reward=0.0, length=8, stop_reason="length"),
+        make_rollout(index=7, sample=1, reward=0.0, length=8, stop_reason="length"),
         make_rollout(index=3, reward=1.0, length=0),
-        make_rollout(index=3, reward=1.0, length=2),
+        make_rollout(index=3, sample=1, reward=1.0, length=2),
     ]
     rollouts[0] = replace(rollouts[0], reward_parts={"numeric": 1.0}, reward_error="numeric: slow")
     rollouts[2] = replace(rollouts[2], reward_parts={"numeric": 0.5, "judge": 3.0})
@@ -30,6 +30,13 @@ def test_statistics_of_a_step(make_rollout) -> None:
     assert rollout_stats(rollouts).values_by_name() == pytest.approx(want)
     merged = rollout_stats(rollouts[:2]).merge(rollout_stats(rollouts[2:]))
     assert merged.values_by_name() == pytest.approx(want)
+
+
+def test_a_prompt_met_twice_has_two_groups(make_rollout) -> None:
+    rewards = [(0, 0.0), (1, 0.0), (0, 1.0), (1, 1.0)]
+    values = rollout_stats([make_rollout(sample=s, reward=r) for s, r in rewards]).values_by_name()
+    assert values["reward/zero_std_frac"] == 1
+    assert values["reward/std"] == 0
 
 
 def test_of_nothing() -> None:
