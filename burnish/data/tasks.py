@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar, overload
 
 import numpy as np
@@ -140,9 +140,10 @@ class PromptDataset(_Items[Prompt]):
     `ground_truth`, verl's `reward_model.ground_truth` and `solution`; without one it is None. So
     verl's parquet files, TRL's and GSM8K's columns work as they are.
 
-    A prompt over `data.max_prompt_length` is dropped and counted in `dropped_overlong`, or raises
-    `UsageError` naming the row, as `data.overlong` says. Raises `MissingError` for a column that is
-    not there, and `UsageError` for a row that is not a prompt.
+    A prompt over `data.max_prompt_length`, or over the least of `limits` (tokens by what sets them: what
+    a completion leaves of a micro-batch or of the model's positions), is dropped and counted in
+    `dropped_overlong`, or raises `UsageError` naming the row, as `data.overlong` says. Raises
+    `MissingError` for a column that is not there, and `UsageError` for a row that is not a prompt.
     """
 
     def __init__(
@@ -151,6 +152,8 @@ class PromptDataset(_Items[Prompt]):
         tokenizer: PreTrainedTokenizerBase,
         data: DataConfig,
         progress: Progress | None = None,
+        *,
+        limits: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(rows, data)
         self._encoder = ChatEncoder(tokenizer)
@@ -166,7 +169,11 @@ class PromptDataset(_Items[Prompt]):
             logger.info(
                 "prompts in %r are strings: used as they stand, without chat template", column
             )
-        self._scan(data.max_prompt_length, "data.max_prompt_length", progress)
+        most = dict(limits or {})
+        if data.max_prompt_length is not None:
+            most["data.max_prompt_length"] = data.max_prompt_length
+        setting = min(most, key=most.__getitem__, default="data.max_prompt_length")
+        self._scan(most.get(setting), setting, progress)
 
     def _measure(self, indices: range, rows: list[Row]) -> list[int]:
         return [len(ids) for _, _, ids in self._encode(indices, rows)]

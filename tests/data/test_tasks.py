@@ -123,6 +123,16 @@ def test_a_long_prompt_is_an_error_on_request(rows_of):
     assert len(prompts(rows, max_prompt_length=9, overlong="error")) == 4
 
 
+@pytest.mark.parametrize(("own", "want"), [(None, 5), (9, 5), (4, 4)])
+def test_the_least_of_several_limits_counts(rows_of, caplog, own, want):
+    rows = rows_of([{"prompt": "a" * n} for n in (3, 9, 5, 6)])
+    limits = {"the budget": 6, "the positions": 5}
+    data = PromptDataset(rows, TOKENIZER, DataConfig(max_prompt_length=own), limits=limits)
+    assert max(data.lengths) <= want
+    named = "data.max_prompt_length" if want == own else "the positions"
+    assert f"longer than {named}={want}" in caplog.text
+
+
 def test_dropping_everything_is_an_error(rows_of):
     with pytest.raises(
         UsageError, match=r"(?s)no row .* can be used.*2 over data\.max_prompt_length=1"
