@@ -41,6 +41,9 @@ class Engine(Protocol):
     steps: int
     """Optimizer steps taken (skipped ones not counted); Adam's bias correction runs on it. Settable, for resuming."""
 
+    skipped_in_a_row: int
+    """Steps skipped since the last one taken. Settable, for resuming."""
+
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """Run every micro-batch, add up gradients, return statistics reduced over all ranks.
 

@@ -17,8 +17,13 @@ from burnish.parallel.layout import Layout
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a decoder: the entries of its longest ModuleList outside any other."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return list(max(lists, key=lambda modules: len(modules), default=[]))
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    outer = [
+        modules
+        for name, modules in lists
+        if not any(name.startswith(f"{other}.") for other, _ in lists)
+    ]
+    return list(max(outer, key=lambda modules: len(modules), default=[]))
 
 
 def parallelize(

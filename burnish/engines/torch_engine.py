@@ -23,7 +23,7 @@ from burnish.engines.optimizer import SLOTS, ShardedAdamW
 from burnish.engines.parallelize import parallelize
 from burnish.errors import BurnishError
 from burnish.models.attention import PackedLayout
-from burnish.models.building import build_on_meta, fill_buffers, materialize
+from burnish.models.building import build_on_meta, materialize
 from burnish.models.names import model_shards, regions
 from burnish.models.scorer import Scorer, scored_tokens
 from burnish.parallel.collectives import reduce_stats
@@ -52,12 +52,11 @@ class TorchEngine:
         self.layout = layout
         self._config = config
         self._device = device
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
         self._scorer = Scorer(build_on_meta(hf_config), config.logprob_chunk)
         self._scorer.requires_grad_(optim is not None)
         parallelize(self._scorer, config, layout, device)
         materialize(self._scorer, device)
-        fill_buffers(self._scorer.model, device)
         self._regions = regions(self._scorer.model)
         self._parameters = dict(self._scorer.model.named_parameters())
         self._optimizer = None if optim is None else ShardedAdamW(self._parameters, optim)
@@ -182,11 +181,11 @@ class TorchEngine:
         return total.sqrt()
 
     def _count_skips(self, finite: bool, norm: float) -> None:
-        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row >= self._config.max_skipped_steps:
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row >= self._config.max_skipped_steps:
             raise BurnishError(
                 "training diverged: the gradient norm was not finite in "
-                f"{self._skipped_in_a_row} steps in a row",
+                f"{self.skipped_in_a_row} steps in a row",
                 have=f"gradient norm {norm}",
                 want="a finite norm",
                 do="lower optim.lr, or start from an earlier checkpoint; "

@@ -42,8 +42,10 @@ class PromptCache:
         sliding_window: int | None,
     ) -> Tensor:
         """See `Attends.attend`: every token sees its own prompt up to itself."""
-        self.keys[int(module.layer_idx)] = key[0]  # type: ignore[arg-type]
-        self.values[int(module.layer_idx)] = value[0]  # type: ignore[arg-type]
+        index = int(module.layer_idx)  # type: ignore[arg-type]
+        # Copies, for views would keep the queries beside them alive.
+        self.keys[index] = key[0].contiguous()
+        self.values[index] = value[0].contiguous()
         return self._layout.attend(module, query, key, value, scaling, sliding_window)
 
     def rows(self, prompts: Sequence[int]) -> Tensor:

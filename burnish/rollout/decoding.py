@@ -236,6 +236,7 @@ class Decoding:
             sequence = self._slots[row]
             if sequence is not None and sequence.append(zip(*drawn, strict=True), self._stop_rule):
                 self._slots[row] = None
+                self._ended += 1
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         return torch.tensor(rows, device=self._network.device)

@@ -1,7 +1,7 @@
 """Validation on held-out data, during training and by itself.
 
-Prompts are answered n times and scored as in training (mean@n, pass@n, maj@n); examples are scored
-by their loss. Draws do not depend on the step, so that two validations differ by the weights alone.
+Prompts are answered n times and scored by the first reward function (mean@n, pass@n, maj@n; the
+weighted sum of all is `val/reward`); examples are scored by their loss. Draws do not depend on the step, so that two validations differ by the weights alone.
 Left out: benchmarks with harnesses of their own.
 """
 
@@ -17,10 +17,11 @@ from burnish.checkpoint.committed import newest
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.engines.base import Engine, Part
-from burnish.errors import MissingError
+from burnish.errors import MissingError, StoppedError
 from burnish.launch.run import launch
 from burnish.parallel.collectives import reduce_stats
 from burnish.parallel.layout import Layout
+from burnish.records import Rollout
 from burnish.records.seeds import derive_seed
 from burnish.rewards.builtin import extract_answer
 from burnish.rewards.pool import RewardPool
@@ -37,7 +38,7 @@ from burnish.trainers.setup import (
     prompt_dataset,
     sampling,
 )
-from burnish.trainers.signals import catch_signals
+from burnish.trainers.signals import Stopper, StopRequested, catch_signals, check_stop
 
 Validation = Callable[[], dict[str, float]]
 """Validates the current weights: `val/...`, the same numbers on every rank. Collective."""
@@ -55,17 +56,28 @@ def prompt_validation(foundation: Foundation, collector: Collector) -> Validatio
 
     def validate() -> dict[str, float]:
         groups = collector.collect(prompts, 0, config.evaluation.n, how)
-        scores = [[rollout.reward for rollout in group] for group in groups]
+        rewards = [rollout.reward for group in groups for rollout in group]
+        scores = [[_score(rollout) for rollout in group] for group in groups]
         answers = [[extract_answer(rollout.text) for rollout in group] for group in groups]
-        return evaluation_stats(scores, answers).values_by_name()
+        reward = Mean(sum(rewards), len(rewards))
+        stats = evaluation_stats(scores, answers).merge(Stats({"val/reward": reward}))
+        return stats.values_by_name()
 
     return validate
 
 
+def _score(rollout: Rollout) -> float:
+    """Whether it is right: the first reward function's own value; the others shape."""
+    return next(iter(rollout.reward_parts.values()), 0.0)
+
+
 def example_validation(
-    foundation: Foundation, engine: Engine, device: torch.device
+    foundation: Foundation, engine: Engine, device: torch.device, check: Callable[[], None]
 ) -> Validation | None:
-    """The mean loss per token of held-out examples, as `val/loss`; None without such data."""
+    """The mean loss per token of held-out examples, as `val/loss`; None without such data.
+
+    `check` is called on every rank between batches; what it raises ends the validation.
+    """
     config, layout = foundation.config, engine.layout
     if not config.data.validation:
         return None
@@ -76,6 +88,7 @@ def example_validation(
     def validate() -> dict[str, float]:
         loss = Mean(0.0, 0.0)
         for start in range(0, count, size):
+            check()
             batch = make_batch(dataset[start : min(start + size, count)], layout, budget)
             for output, micro in zip(engine.forward(batch), batch.microbatches, strict=True):
                 # Tokens outside the loss mask are not scored, and hold 0.
@@ -101,13 +114,27 @@ def evaluate(config: RunConfig, run_directory: Path | None = None) -> dict[str, 
 
 
 def _evaluate(config: RunConfig, layout: Layout, device: torch.device) -> dict[str, float]:
+    with catch_signals() as stopper:
+        try:
+            return _measured(config, layout, device, stopper)
+        except StopRequested as request:
+            raise StoppedError(
+                f"{request}; nothing was written", signal_number=request.signal_number
+            ) from None
+
+
+def _measured(
+    config: RunConfig, layout: Layout, device: torch.device, stopper: Stopper
+) -> dict[str, float]:
     progress = Progress(config.tracking.progress and layout.is_main)
-    with catch_signals() as stopper, progress.phase("evaluate"):
+    with progress.phase("evaluate"):
         foundation = lay_foundation(config)
         engine = make_engine(foundation, None, layout, device)
         engine.load(foundation.source, Part.WEIGHTS)
         if not config.reward.functions:
-            validate = example_validation(foundation, engine, device)
+            validate = example_validation(
+                foundation, engine, device, lambda: check_stop(stopper, layout)
+            )
             values = validate() if validate else {}
         else:
             with RewardPool(config.reward) as pool:

@@ -45,18 +45,22 @@ def train(config: RunConfig) -> None:
 
 
 def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
-    with open_run(config, layout, device) as run, RewardPool(config.reward) as pool:
-        with run.progress.phase("setup"):
+    with open_run(config, "rl", layout, device) as run, RewardPool(config.reward) as pool:
+        with run.progress.phase("setup", 4) as bar:
             foundation = lay_foundation(config)
+            bar.advance()
             dataset = prompt_dataset(foundation, config.data.train, "data.train")
             pool.check_columns(dataset.rows.columns)
+            bar.advance()
             total = config.steps or math.ceil(len(dataset) * config.epochs / config.batch.prompts)
             policy = _policy(foundation, run, total)
+            bar.advance()
             collector = make_collector(foundation, pool, layout, device, run.stopper, run.progress)
             collector.generator.load_weights(policy.engine.shards(Part.WEIGHTS), run.position.step)
             loader = Loader(len(dataset), config.seed, config.data.shuffle, run.position.cursor)
             loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
             run.validate = prompt_validation(foundation, collector)
+            bar.advance()
         run.start()
         for step in run.steps():
             with run.spans("rollout"):
@@ -65,10 +69,11 @@ def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
                 by_token = token_advantages(groups, policy, config)
                 batches = minibatches(groups, by_token, policy, config)
             stats, lr = Stats(), learning_rate(step, total, config.optim)
-            with run.spans("update"):
+            with run.spans("update"), run.progress.phase("update", len(batches)) as bar:
                 for batch in batches:
                     stats = stats.merge(policy.engine.forward_backward(batch, loss))
                     stats = stats.merge(policy.engine.optim_step(lr))
+                    bar.advance()
             with run.spans("publish"):
                 collector.generator.load_weights(policy.engine.shards(Part.WEIGHTS), step + 1)
             rollouts = [rollout for group in groups for rollout in group]

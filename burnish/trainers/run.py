@@ -8,7 +8,6 @@ signal in the middle of a step saves the state after the step before it.
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -24,12 +23,13 @@ from burnish.config.identity import require_same_run
 from burnish.config.load import dump_yaml, load_config
 from burnish.config.schema import RunConfig
 from burnish.engines.base import Engine, Part
-from burnish.errors import StoppedError
+from burnish.errors import IncompatibleError, StoppedError
 from burnish.models.flops import ModelFlops
 from burnish.models.loading import save_model_assets
-from burnish.parallel.collectives import agree, any_rank
+from burnish.parallel.collectives import agree, same_on_all_ranks
 from burnish.parallel.device import device_name, peak_flops, peak_memory
 from burnish.parallel.layout import Layout
+from burnish.parallel.shards import Shard
 from burnish.records import Batch, Rollout
 from burnish.tracking.atomic import discard_leftovers
 from burnish.tracking.console import ConsoleTracker
@@ -44,7 +44,7 @@ from burnish.tracking.tensorboard import TensorBoardTracker
 from burnish.tracking.throughput import throughput
 from burnish.tracking.trackers import Tracker, Trackers
 from burnish.trainers.setup import Foundation
-from burnish.trainers.signals import Stopper, StopRequested, catch_signals
+from burnish.trainers.signals import Stopper, StopRequested, catch_signals, check_stop
 
 log = logging.getLogger("burnish")
 
@@ -64,6 +64,8 @@ class Position:
     """Tokens trained on."""
     optimizer_steps: int = 0
     """Updates made; skipped ones not counted."""
+    skipped_in_a_row: int = 0
+    """Updates skipped, for a gradient that was not finite, since the last one made."""
     unlogged: Mapping[str, float | str] | None = None
     """What the last step measured, where its validation was interrupted and is still to be done."""
 
@@ -145,7 +147,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The 0-based steps that are left. A signal on any rank ends them. Collective."""
         for step in range(self.position.step, self._total_steps):
-            self._check_stop()
+            self.check_stop()
             yield step
 
     def finish(self, stats: Stats, *, cursor: int, work: Work) -> None:
@@ -155,6 +157,7 @@ class Run:
             cursor=cursor,
             tokens=self.position.tokens + work.tokens,
             optimizer_steps=self._engine.steps,
+            skipped_in_a_row=self._engine.skipped_in_a_row,
         )
         timing = self.spans.take()
         values = stats.values_by_name() | self._throughput(work, timing) | timing
@@ -165,7 +168,7 @@ class Run:
 
     def complete(self) -> None:
         """All steps are done: save, and say where everything is. Collective."""
-        self._check_stop()
+        self.check_stop()
         self.save()
         self._report("finished")
         if self.layout.is_main:
@@ -189,11 +192,13 @@ class Run:
         if self._saved_step == self.position.step:
             return
         hf_config, tokenizer = self._foundation.hf_config, self._foundation.tokenizer
+        weights = list(self._engine.shards(Part.WEIGHTS))
         contents = Contents(
-            weights=list(self._engine.shards(Part.WEIGHTS)),
+            weights=weights,
             training=list(self._engine.shards(Part.TRAINING)),
             state=asdict(self.position),
             write_assets=lambda path: save_model_assets(hf_config, tokenizer, path, torch.bfloat16),
+            healthy=_all_finite(weights),
         )
         with self.spans("save"):
             self.checkpoints.save(self.position.step, contents)
@@ -219,12 +224,12 @@ class Run:
         self._engine.load(source, Part.TRAINING)
         self.position = Position(**step.state)
         self._engine.steps = self.position.optimizer_steps
+        self._engine.skipped_in_a_row = self.position.skipped_in_a_row
         self._saved_step = self.position.step
 
-    def _check_stop(self) -> None:
-        received = self.stopper.received
-        if any_rank(received is not None, self.layout):
-            raise StopRequested(received if received is not None else signal.SIGTERM)
+    def check_stop(self) -> None:
+        """Raise `StopRequested` on every rank when a signal has reached any. Collective."""
+        check_stop(self.stopper, self.layout)
 
     def _report(self, state: State) -> None:
         with agree(self.layout):
@@ -244,7 +249,7 @@ class Run:
         if validate and self.validate:
             left = {name: json_number(value) for name, value in values.items()}
             self.position = replace(self.position, unlogged=left)
-            self._check_stop()
+            self.check_stop()
             with self.spans("validate"):
                 measured = self.validate()
         self.position = replace(self.position, unlogged=None)
@@ -270,15 +275,19 @@ class Run:
 
 
 @contextmanager
-def open_run(config: RunConfig, layout: Layout, device: torch.device) -> Iterator[Run]:
+def open_run(
+    config: RunConfig, trainer: str, layout: Layout, device: torch.device
+) -> Iterator[Run]:
     """The run that `config` names, inside the block; a signal in it commits a checkpoint and raises `StoppedError`.
 
-    Refuses, before anything is loaded, a run directory that belongs to another configuration.
+    Refuses, before anything is loaded, a run directory that belongs to another configuration or
+    `trainer` ("sft", "rl"), and ranks that were given different configurations.
     """
     with catch_signals() as stopper:
         run = Run(config, layout, device, stopper)
+        same_on_all_ranks(dump_yaml(config), "the configuration", layout)
         with agree(layout):
-            _claim(run)
+            _claim(run, trainer)
         with run.checkpoints, closing(run):
             try:
                 yield run
@@ -286,15 +295,30 @@ def open_run(config: RunConfig, layout: Layout, device: torch.device) -> Iterato
                 raise run.stopped(request) from None
 
 
-def _claim(run: Run) -> None:
-    """Make the directory ours, or refuse it when it holds another configuration's run."""
+def _claim(run: Run, trainer: str) -> None:
+    """Make the directory ours, or refuse it when it holds another run."""
     directory = run.directory
+    before = directory.read_environment().get("trainer", trainer)
+    if before != trainer:
+        raise IncompatibleError(
+            f"{directory.root} holds a run of another kind",
+            have=f"burnish {before}",
+            want=f"burnish {trainer}",
+            do="set name=NAME to begin another run",
+        )
     if directory.config.exists():
         require_same_run(directory.root, load_config(directory.config).config, run.config)
     if run.layout.is_main:
         directory.create()
         directory.write_config(dump_yaml(run.config))
-        directory.write_environment(environment(device_name(run.device), run.layout.world))
+        found = environment(device_name(run.device), run.layout.world)
+        directory.write_environment({"trainer": trainer, **found})
+
+
+def _all_finite(shards: Sequence[Shard]) -> bool:
+    """Whether no weight of this rank is NaN or infinite; one wait for the device."""
+    largest = [torch.linalg.vector_norm(shard.tensor, torch.inf) for shard in shards]
+    return not largest or bool(torch.stack(largest).isfinite().all())
 
 
 def _compute_dtype(config: RunConfig) -> torch.dtype:

@@ -67,9 +67,17 @@ def lay_foundation(config: RunConfig) -> Foundation:
 
 
 def prompt_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -> PromptDataset:
-    """The prompts in `paths`; `setting` names them in errors."""
+    """The prompts in `paths`, those that leave room for a completion; `setting` names them in errors."""
+    config, response = foundation.config, foundation.config.rollout.max_response_length
+    room = {"batch.tokens_per_device": config.batch.tokens_per_device}
+    positions = getattr(foundation.hf_config, "max_position_embeddings", None)
+    if positions is not None:
+        room["the model's max_position_embeddings"] = positions
+    limits = {
+        f"{name} - rollout.max_response_length": most - response for name, most in room.items()
+    }
     rows = load_rows(paths, setting)
-    return PromptDataset(rows, foundation.tokenizer, foundation.config.data)
+    return PromptDataset(rows, foundation.tokenizer, config.data, limits=limits)
 
 
 def example_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -> ExampleDataset:

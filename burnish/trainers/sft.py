@@ -29,22 +29,25 @@ def train(config: RunConfig) -> None:
 
 def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
     size = config.batch.examples
-    with open_run(config, layout, device) as run:
-        with run.progress.phase("setup"):
+    with open_run(config, "sft", layout, device) as run:
+        with run.progress.phase("setup", 3) as bar:
             foundation = lay_foundation(config)
+            bar.advance()
             dataset = example_dataset(foundation, config.data.train, "data.train")
+            bar.advance()
             total = config.steps or math.ceil(len(dataset) * config.epochs / size)
             engine = make_engine(foundation, config.optim, layout, device)
             if run.begin(engine, foundation, total) is None:
                 engine.load(foundation.source, Part.WEIGHTS)
             loader = Loader(len(dataset), config.seed, config.data.shuffle, run.position.cursor)
-            run.validate = example_validation(foundation, engine, device)
+            run.validate = example_validation(foundation, engine, device, run.check_stop)
+            bar.advance()
         run.start()
         for step in run.steps():
             with run.spans("data"):
                 examples = [dataset[index] for index in loader.take(size)]
                 batch = make_batch(examples, layout, config.batch.tokens_per_device)
-            with run.spans("update"):
+            with run.spans("update"), run.progress.phase("update"):
                 stats = engine.forward_backward(batch, sft_loss)
                 stats = stats.merge(engine.optim_step(learning_rate(step, total, config.optim)))
             run.finish(stats.prefixed("train/"), cursor=loader.cursor, work=Work.of([batch]))

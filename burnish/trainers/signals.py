@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM become a flag that training looks at where it can stop cleanly.
 
 A handler only records the signal; `Stopper.check` raises at a safe point, and the run then commits
-a checkpoint. A second signal of the same kind ends the process at once, for a person who means it.
+a checkpoint. A second signal ends the process at once, for a person who means it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from burnish.parallel.collectives import any_rank
+from burnish.parallel.layout import Layout
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -38,6 +41,13 @@ class Stopper:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.received = number
+
+
+def check_stop(stopper: Stopper, layout: Layout) -> None:
+    """Raise `StopRequested` on every rank when a signal has reached any of them. Collective."""
+    received = stopper.received
+    if any_rank(received is not None, layout):
+        raise StopRequested(signal.SIGTERM if received is None else received)
 
 
 @contextmanager
