@@ -242,9 +242,9 @@ class EvaluationConfig(SamplingConfig):
     """Validation on held-out data."""
 
     every: int = Field(0, ge=0)
-    """Steps between validations; 0: never."""
+    """Steps between validations, the last step always validated; 0: none after the first step."""
     before: bool = True
-    """Also validate before the first step."""
+    """Validate before the first step, where there are held-out data."""
     n: int = Field(1, ge=1)
     """Completions per prompt, for mean@n, pass@n and maj@n."""
     prompts: int | None = Field(None, ge=1)

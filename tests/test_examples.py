@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from burnish.config.check import check
+from burnish.config.load import load_config
+from burnish.rewards.load import load_function
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(EXAMPLES.glob("*/*.yaml")), ids=lambda path: path.parent.name
+)
+def test_every_configuration_is_sound(path: Path) -> None:
+    check(load_config(path).config, "rl" if path.stem == "rl" else "sft")
+
+
+def test_the_reward_of_ones_own() -> None:
+    boxed = load_function(f"{EXAMPLES}/gsm8k/rewards.py:boxed")
+    said = ["\\boxed{3}", [{"role": "assistant", "content": "3"}]]
+    assert boxed(completions=said, answer=["3", "3"]) == [1.0, 0.0]
+
+
+def test_the_demo_holds_its_questions_out(tmp_path: Path) -> None:
+    task = runpy.run_path(str(EXAMPLES / "demo" / "task.py"))
+    task["write_tokenizer"](tmp_path / "tokenizer")
+    task["write_data"](tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    train, held_out = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "validation")
+    )
+    prompts = {row["prompt"] for row in train}
+    assert len(prompts) == 872
+    assert len(held_out) == 128
+    assert not prompts & {row["prompt"] for row in held_out}
+    for row in held_out:
+        assert int(row["answer"]) == sum(map(int, row["prompt"][:-1].split("+")))
+        assert tokenizer.decode(tokenizer.encode(row["prompt"])) == row["prompt"]
