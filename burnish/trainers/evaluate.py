@@ -29,6 +29,7 @@ from burnish.tracking.metrics import Mean, Stats
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory
 from burnish.trainers.collect import Collector
+from burnish.trainers.run import Validation
 from burnish.trainers.setup import (
     Foundation,
     example_dataset,
@@ -39,9 +40,6 @@ from burnish.trainers.setup import (
     sampling,
 )
 from burnish.trainers.signals import Stopper, StopRequested, catch_signals, check_stop
-
-Validation = Callable[[], dict[str, float]]
-"""Validates the current weights: `val/...`, the same numbers on every rank. Collective."""
 
 
 def prompt_validation(foundation: Foundation, collector: Collector) -> Validation | None:

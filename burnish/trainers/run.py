@@ -43,7 +43,7 @@ from burnish.tracking.spans import Spans
 from burnish.tracking.tensorboard import TensorBoardTracker
 from burnish.tracking.throughput import throughput
 from burnish.tracking.trackers import Tracker, Trackers
-from burnish.trainers.setup import Foundation
+from burnish.trainers.setup import Foundation, compute_dtype
 from burnish.trainers.signals import Stopper, StopRequested, catch_signals, check_stop
 
 log = logging.getLogger("burnish")
@@ -123,7 +123,7 @@ class Run:
         """
         self._engine, self._foundation, self._total_steps = engine, foundation, total_steps
         self._flops = ModelFlops.of(foundation.hf_config)
-        self._peak = peak_flops(self.device, _compute_dtype(self.config))
+        self._peak = peak_flops(self.device, compute_dtype(self.config))
         resumed = self.checkpoints.resume(self._load)
         if resumed is not None and self.layout.is_main:
             log.warning("resumed step %d from %s", resumed.step.step, resumed.step.path)
@@ -319,7 +319,3 @@ def _all_finite(shards: Sequence[Shard]) -> bool:
     """Whether no weight of this rank is NaN or infinite; one wait for the device."""
     largest = [torch.linalg.vector_norm(shard.tensor, torch.inf) for shard in shards]
     return not largest or bool(torch.stack(largest).isfinite().all())
-
-
-def _compute_dtype(config: RunConfig) -> torch.dtype:
-    return torch.bfloat16 if config.engine.precision == "bf16" else torch.float32

@@ -109,7 +109,7 @@ def make_collector(
         foundation.hf_config,
         layout=layout,
         device=device,
-        dtype=torch.bfloat16 if config.engine.precision == "bf16" else torch.float32,
+        dtype=compute_dtype(config),
         slots=config.rollout.slots,
         eos_token_ids=foundation.eos_token_ids,
         decode=tokenizer.decode,
@@ -119,6 +119,11 @@ def make_collector(
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
     return Collector(generator, decode, pool.score, layout, stopper, progress)
+
+
+def compute_dtype(config: RunConfig) -> torch.dtype:
+    """The dtype of matrix products, in training and in generation."""
+    return torch.bfloat16 if config.engine.precision == "bf16" else torch.float32
 
 
 def sampling(config: RunConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:
