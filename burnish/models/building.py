@@ -16,6 +16,7 @@ from transformers.initialization import guard_torch_init_functions
 
 from burnish.errors import IncompatibleError
 from burnish.models.attention import IMPLEMENTATION
+from burnish.models.fused import fuse
 
 _REFUSED_FIELDS = ("attn_logit_softcapping", "attention_chunk_size")
 """Configuration fields that change attention in a way that is not computed here."""
@@ -46,6 +47,7 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
         )
     _require_packable(model)
     model.config._attn_implementation = IMPLEMENTATION  # read by every layer at every call
+    fuse(model)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

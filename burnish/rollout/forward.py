@@ -13,13 +13,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from burnish.models.attention import Attends
-
-FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""`model_type`s whose blocks `FusedForward` knows."""
+from burnish.models.fused import FusedAttention, FusedRMSNorm, rotated, rotation_of
 
 
 class Forward(Protocol):
@@ -38,12 +36,11 @@ def forward_of(model: PreTrainedModel) -> Forward:
 
 
 def _is_plain(model: PreTrainedModel) -> bool:
-    """Whether the blocks are as `FusedForward` computes them, with rotations of whole heads."""
-    if model.config.model_type not in FUSED_FAMILIES:
-        return False
-    base: Any = model.base_model
+    """Whether every layer is attention that `fuse` has replaced and a gated MLP."""
+    layers: Any = getattr(model.base_model, "layers", ())
     return all(
-        2 * base.rotary_emb.inv_freq.numel() == layer.self_attn.head_dim for layer in base.layers
+        isinstance(layer.self_attn, FusedAttention) and hasattr(layer.mlp, "gate_proj")
+        for layer in layers
     )
 
 
@@ -72,34 +69,29 @@ class FusedForward:
         self._embed = base.embed_tokens
         self._rotary = base.rotary_emb
         self._blocks = [_Block(layer) for layer in base.layers]
-        self._norm = _Norm(base.norm)
+        self._norm: FusedRMSNorm = base.norm
 
     def __call__(self, token_ids: Tensor, positions: Tensor, packing: Attends) -> Tensor:
         """See `Forward`."""
         hidden: Tensor = self._embed(token_ids)
-        cos, sin = (part[0, :, None] for part in self._rotary(hidden[None], positions[None]))
-        half = sin.shape[-1] // 2
-        rotation = cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        rotation = rotation_of(*self._rotary(hidden[None], positions[None]))
         for block in self._blocks:
             hidden = block(hidden, rotation, packing)
-        return self._norm(hidden)
+        final: Tensor = self._norm(hidden)
+        return final
 
 
 class _Block:
     def __init__(self, layer: Any) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self._attention = attention
-        self._heads = attention.q_proj.out_features // attention.head_dim
-        self._kv_heads = attention.k_proj.out_features // attention.head_dim
+        attention: FusedAttention = layer.self_attn
+        mlp, self._attention = layer.mlp, attention
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self._heads_of_each = [part.out_features // attention.head_dim for part in projections]
         self._head_dim: int = attention.head_dim
-        self._window = _sliding_window(attention)
-        self._qkv = _fused((attention.q_proj, attention.k_proj, attention.v_proj))
-        self._q_norm: Any = getattr(attention, "q_norm", None)
-        self._k_norm: Any = getattr(attention, "k_norm", None)
+        self._qkv = _fused(projections)
         self._gate_up = _fused((mlp.gate_proj, mlp.up_proj))
         self._out, self._down, self._act = attention.o_proj, mlp.down_proj, mlp.act_fn
-        self._norm = _Norm(layer.input_layernorm)
-        self._mlp_norm = _Norm(layer.post_attention_layernorm)
+        self._norm, self._mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
 
     def __call__(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: Attends) -> Tensor:
         attended = self._attend(self._norm(hidden), rotation, packing)
@@ -110,44 +102,18 @@ class _Block:
     def _attend(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: Attends) -> Tensor:
         """Attention of [T, hidden], before its output projection: [T, heads · head_dim]."""
         qkv = linear(hidden, *self._qkv).view(len(hidden), -1, self._head_dim)
-        rotated, value = qkv[:, : -self._kv_heads], qkv[:, -self._kv_heads :]
-        if self._q_norm is not None:
-            rotated = self._normalized(rotated)
-        cos, sin = rotation
-        rotated = torch.addcmul(rotated * cos, rotated.roll(self._head_dim // 2, -1), sin)
-        query, key, value = (
-            part.transpose(0, 1)[None]
-            for part in (rotated[:, : self._heads], rotated[:, self._heads :], value)
+        query, key, value = torch.split(qkv, self._heads_of_each, dim=1)
+        attention = self._attention
+        parts = (
+            rotated(query, attention.q_norm, rotation),
+            rotated(key, attention.k_norm, rotation),
+            value,
         )
+        query, key, value = (part.transpose(0, 1)[None] for part in parts)
         output = packing.attend(
-            self._attention, query, key, value, self._attention.scaling, self._window
+            attention, query, key, value, attention.scaling, attention.sliding_window
         )
         return output[0].flatten(1)
-
-    def _normalized(self, heads: Tensor) -> Tensor:
-        """Query and key heads, each normalized; the weights differ, the epsilon does not."""
-        result = rms_norm(heads, heads.shape[-1:], None, self._q_norm.variance_epsilon)
-        result[:, : self._heads].mul_(self._q_norm.weight)
-        result[:, self._heads :].mul_(self._k_norm.weight)
-        return result
-
-
-def _sliding_window(attention: Any) -> int | None:
-    """Tokens that the layer sees; None for all. Only Mistral's layers do not carry it themselves."""
-    mistral = attention.config.model_type == "mistral"
-    window: int | None = getattr(attention.config if mistral else attention, "sliding_window", None)
-    return window
-
-
-class _Norm:
-    """RMSNorm (arXiv 1910.07467), computed in fp32."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._epsilon: float = module.variance_epsilon
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return rms_norm(hidden, hidden.shape[-1:], self._module.weight, self._epsilon)
 
 
 def _fused(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:

@@ -75,7 +75,7 @@ def test_every_layout_trains_like_one_plain_model(tmp_path: Path, family: str) -
             assert_relative(found, expected, 1e-6, f"{kind} on {world} processes")
             if family != "qwen3_moe":  # its experts are fused in the oracle's parameters
                 expected = flat(wanted["weights"] | wanted["slots"], kind)
-                assert_relative(found, expected, 2e-6, f"{kind} against plain transformers")
+                assert_relative(found, expected, 4e-6, f"{kind} against plain transformers")
 
 
 def flat(tensors: dict[str, Tensor], prefix: str) -> Tensor:
