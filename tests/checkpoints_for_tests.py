@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents
 from burnish.files.storage import LocalStorage
 from burnish.parallel.boxes import Box, whole
@@ -80,7 +81,7 @@ def contents_of(weights, slots, layout=None, /, **changes):
 
 def save_once(root, step=1, seed=0, storage=None, **changes):
     """One step in `root`, by one process."""
-    with Checkpoints(root, Layout(), keep_last=10, storage=storage) as checkpoints:
+    with Checkpoints(root, Layout(), retention=Retention(10), storage=storage) as checkpoints:
         return checkpoints.save(step, contents_of(*make_state(seed), **changes))
 
 
@@ -175,7 +176,7 @@ def save_forever(root, first, fail_at, pipe):
     """Commit step after step, each with the state of its own seed; tell the step after each."""
     torch.set_num_threads(1)
     storage = DeadlyStorage(fail_at)
-    with Checkpoints(root, Layout(), keep_last=1, storage=storage) as checkpoints:
+    with Checkpoints(root, Layout(), retention=Retention(1), storage=storage) as checkpoints:
         pipe.send(first - 1)
         step = first
         while True:

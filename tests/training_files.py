@@ -225,7 +225,7 @@ def outcome(run: Path) -> dict[str, Any]:
     kept = [p for p in newest.rglob("*") if p.is_file() and p.name not in _OWN]
     files = [*kept, *(run / "rollouts").glob("*")]
     state = json.loads((newest / "state.json").read_text())
-    del state["unlogged"]
+    del state["unlogged"], state["measured"]
     return {
         "metrics": json.dumps(metrics(run), sort_keys=True),  # NaN equals NaN here
         "state": state,

@@ -32,6 +32,11 @@ from burnish.files.durable import read_whole
 from burnish.files.storage import LocalStorage, Storage
 from burnish.files.strict_json import parse_json
 
+INFLIGHT = ".inflight-"
+"""Starts the names of directories that are being written."""
+TRASH, QUARANTINE = "trash", "quarantine"
+"""Where directories go by rename before they are removed, and where steps go that could not be resumed from."""
+
 _STEP = re.compile(r"step-([0-9]{8,18})")
 
 _log = logging.getLogger(__name__)

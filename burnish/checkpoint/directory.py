@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from burnish.checkpoint.committed import Committed, open_step, read_commit, step_paths
+from burnish.checkpoint.committed import (
+    INFLIGHT,
+    QUARANTINE,
+    TRASH,
+    Committed,
+    open_step,
+    step_paths,
+)
 from burnish.checkpoint.load import CheckpointSource
-from burnish.checkpoint.manifest import Commit
-from burnish.checkpoint.save import INFLIGHT, TRASH, Contents, save_step
+from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.save import Contents, save_step
 from burnish.errors import CorruptError
 from burnish.files.durable import discard, move_aside, naming_failures
 from burnish.files.lease import Lease
 from burnish.files.storage import LocalStorage, Storage
 from burnish.parallel.collectives import agree, gather_objects
 from burnish.parallel.layout import Layout
-
-QUARANTINE = "quarantine"
-"""Where steps go that could not be resumed from."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,8 +44,8 @@ class Resumed:
 class Checkpoints:
     """The directory, held exclusively from entering to leaving the block. All methods are collective.
 
-    `keep_last` healthy steps are kept; `reserve_bytes` of the disk stay free. Entering clears what
-    a killed run left half written; raises `BurnishError` when another run holds the directory.
+    `retention` says which steps are kept; `reserve_bytes` of the disk stay free. Entering clears
+    what a killed run left half written; raises `BurnishError` when another run holds the directory.
     """
 
     def __init__(
@@ -49,13 +53,13 @@ class Checkpoints:
         root: Path,
         layout: Layout,
         *,
-        keep_last: int = 2,
+        retention: Retention | None = None,
         reserve_bytes: int = 0,
         storage: Storage | None = None,
     ) -> None:
         self._root = root
         self._layout = layout
-        self._keep_last = keep_last
+        self._retention = retention or Retention()
         self._reserve_bytes = reserve_bytes
         self._storage = storage or LocalStorage()
         self._held = ExitStack()
@@ -92,7 +96,7 @@ class Checkpoints:
         failed = f"step {step} is committed, but older steps could not be removed"
         with agree(self._layout), naming_failures(failed):
             if self._layout.is_main:
-                self._retain()
+                self._retention.apply(self._root, self._storage)
         return path
 
     def resume(self, load: Callable[[Committed, CheckpointSource], None]) -> Resumed | None:
@@ -145,27 +149,3 @@ class Checkpoints:
         for entry in self._storage.entries(self._root):
             if entry.name.startswith(INFLIGHT):
                 discard(self._storage, self._root / entry.name, self._root / TRASH)
-
-    def _retain(self) -> None:
-        commits: list[Commit] = []
-        for path in step_paths(self._root, self._storage).values():
-            try:
-                commits.append(read_commit(path, self._storage))
-            except CorruptError as error:
-                _log.warning("left alone, for it cannot be read: %s", error)
-        paths = step_paths(self._root, self._storage)
-        for step in outlived(commits, self._keep_last):
-            discard(self._storage, paths[step], self._root / TRASH)
-
-
-def outlived(steps: Sequence[Commit], keep_last: int) -> list[int]:
-    """The steps that retention removes: all older than the `keep_last` newest healthy ones.
-
-    Unhealthy steps count for nothing: they displace no other and go when they are old. With fewer
-    than `keep_last` healthy steps nothing goes.
-    """
-    healthy = sorted(commit.step for commit in steps if commit.healthy)
-    if len(healthy) < keep_last:
-        return []
-    oldest_kept = healthy[-keep_last]
-    return sorted(commit.step for commit in steps if commit.step < oldest_kept)

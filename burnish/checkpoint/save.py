@@ -20,7 +20,7 @@ from torch import Tensor
 
 from burnish import __version__
 from burnish.checkpoint.blocks import PlannedFile, Stored, plan_files
-from burnish.checkpoint.committed import step_name
+from burnish.checkpoint.committed import INFLIGHT, TRASH, step_name
 from burnish.checkpoint.dtypes import dtype_name
 from burnish.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -45,10 +45,6 @@ from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Piece, Shard
 from burnish.parallel.transfer import Move, accelerator_of, meeting_place
 
-INFLIGHT = ".inflight-"
-"""Starts the names of directories that are being written."""
-TRASH = "trash"
-"""Where directories go by rename before they are removed."""
 _MODEL, _RESIDUAL = "model", "residual"
 
 

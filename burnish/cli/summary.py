@@ -71,7 +71,11 @@ def _training_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
     length = _count(config.steps, "step") if config.steps else _count(config.epochs, "epoch")
     yield "length", length
     every = f"every {_count(checkpoint.save_every, 'step')} and " if checkpoint.save_every else ""
-    yield "checkpoints", f"{every}at the end, the last {checkpoint.keep_last} kept"
+    kept = [f"the last {checkpoint.keep_last}"]
+    kept += [f"every {checkpoint.keep_every} steps"] if checkpoint.keep_every else []
+    best = checkpoint.keep_best
+    kept += [f"the best {best.count} by {best.metric}"] if best.metric else []
+    yield "checkpoints", f"{every}at the end, {', '.join(kept)} kept"
     directory = Path(config.output_dir) / config.name
     saved = committed_steps(directory)
     yield "writes", f"{directory}{f', which continues from {saved[-1].name}' if saved else ''}"

@@ -35,6 +35,7 @@ def check(config: RunConfig, command: Command, world: int = 1) -> None:
         problems += _of_rollout(config)
         problems += _of_algorithm(config)
     problems += _of_evaluation(config, command)
+    problems += _of_retention(config, command)
     if problems:
         raise refusal(problems, "this configuration")
 
@@ -252,4 +253,32 @@ def _of_evaluation(config: RunConfig, command: Command) -> Iterator[Problem]:
             have=f"evaluation.n: {evaluation.n}, evaluation.temperature: 0",
             want="one completion, or a temperature above 0",
             do="set evaluation.n=1, or evaluation.temperature=1.0",
+        )
+
+
+def _of_retention(config: RunConfig, command: Command) -> Iterator[Problem]:
+    best, save_every = config.checkpoint.keep_best, config.checkpoint.save_every
+    if (best.metric is None) != (best.mode is None):
+        missing, given = ("mode", "metric") if best.mode is None else ("metric", "mode")
+        yield Problem(
+            f"checkpoint.keep_best.{given} is set without checkpoint.keep_best.{missing}",
+            have=f"checkpoint.keep_best.{given}: {getattr(best, given)}",
+            want="both, or neither",
+            do="set checkpoint.keep_best.mode=min or max"
+            if best.mode is None
+            else "set checkpoint.keep_best.metric=val/NAME, or remove the mode",
+        )
+    if command != "eval" and best.metric is not None and not config.evaluation.every:
+        yield Problem(
+            "checkpoint.keep_best needs validations to compare",
+            have="evaluation.every: 0",
+            want="1 or more",
+            do="set evaluation.every, or remove checkpoint.keep_best",
+        )
+    if save_every and config.checkpoint.keep_every % save_every:
+        yield Problem(
+            "checkpoint.keep_every keeps steps that are not saved",
+            have=f"checkpoint.keep_every: {config.checkpoint.keep_every}, checkpoint.save_every: {save_every}",
+            want="a multiple of checkpoint.save_every",
+            do=f"set checkpoint.keep_every={-(-config.checkpoint.keep_every // save_every) * save_every}",
         )

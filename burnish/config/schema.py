@@ -251,13 +251,28 @@ class EvaluationConfig(SamplingConfig):
     """Use only the first so many prompts or examples."""
 
 
+class KeepBestConfig(Section):
+    """Checkpoints that are kept for how good they are."""
+
+    metric: str | None = None
+    """A number of the validation, as it is logged: val/loss, val/mean@1, val/reward, ...; none are kept when not given."""
+    mode: Literal["min", "max"] | None = None
+    """Whether less or more of it is better; to be given with `metric`."""
+    count: int = Field(1, ge=1)
+    """How many to keep. Steps that were saved without a validation do not count."""
+
+
 class CheckpointConfig(Section):
-    """When to save, and what to keep."""
+    """When to save, and what to keep: a step goes when none of the settings keeps it and it is not pinned."""
 
     save_every: int = Field(0, ge=0)
     """Steps between checkpoints; 0: only at the end and when stopped."""
     keep_last: int = Field(2, ge=1)
-    """Committed steps to keep."""
+    """Newest committed steps to keep."""
+    keep_every: int = Field(0, ge=0)
+    """Keep every step that this divides; 0: none."""
+    keep_best: KeepBestConfig = Field(default_factory=KeepBestConfig)
+    """Keep the best by a metric."""
     reserve_gb: float = Field(0.1, ge=0)
     """Disk space that must stay free after a save, in GB."""
 

@@ -8,6 +8,7 @@ signal in the middle of a step saves the state after the step before it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -18,12 +19,13 @@ import torch
 from burnish.checkpoint.committed import Committed, step_name
 from burnish.checkpoint.directory import Checkpoints, Resumed
 from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.retention import Best, Retention
 from burnish.checkpoint.save import Contents
 from burnish.config.identity import require_same_run
 from burnish.config.load import dump_yaml, load_config
-from burnish.config.schema import RunConfig
+from burnish.config.schema import CheckpointConfig, RunConfig
 from burnish.engines.base import Engine, Part
-from burnish.errors import IncompatibleError, StoppedError
+from burnish.errors import IncompatibleError, StoppedError, UsageError
 from burnish.models.flops import ModelFlops
 from burnish.models.loading import save_model_assets
 from burnish.parallel.collectives import agree, same_on_all_ranks
@@ -66,6 +68,8 @@ class Position:
     """Updates made; skipped ones not counted."""
     skipped_in_a_row: int = 0
     """Updates skipped, for a gradient that was not finite, since the last one made."""
+    measured: Mapping[str, float | str] | None = None
+    """What the validation after this step measured, by which the best steps are kept; None where none was due or done."""
     unlogged: Mapping[str, float | str] | None = None
     """What the last step measured, where its validation was interrupted and is still to be done."""
 
@@ -105,7 +109,7 @@ class Run:
         self.checkpoints = Checkpoints(
             self.directory.checkpoints,
             layout,
-            keep_last=config.checkpoint.keep_last,
+            retention=_retention(config.checkpoint),
             reserve_bytes=int(config.checkpoint.reserve_gb * 1e9),
         )
         self.position = Position()
@@ -115,6 +119,7 @@ class Run:
         """Validates the current weights; set by the trainer where there are held-out data."""
         self._trackers = Trackers()
         self._saved_step: int | None = None
+        self._finite_loss = True
 
     def begin(self, engine: Engine, foundation: Foundation, total_steps: int) -> Resumed | None:
         """Take up the engine that is trained, and resume it where a committed step exists. Collective.
@@ -161,6 +166,7 @@ class Run:
         )
         timing = self.spans.take()
         values = stats.values_by_name() | self._throughput(work, timing) | timing
+        self._finite_loss = all(math.isfinite(v) for n, v in values.items() if n.endswith("/loss"))
         self._record(values, validate=self._is_due(self.config.evaluation.every))
         if self._is_due(self.config.checkpoint.save_every):
             self.save()
@@ -198,7 +204,7 @@ class Run:
             training=list(self._engine.shards(Part.TRAINING)),
             state=asdict(self.position),
             write_assets=lambda path: save_model_assets(hf_config, tokenizer, path, torch.bfloat16),
-            healthy=_all_finite(weights),
+            healthy=self._finite_loss and _all_finite(weights),
         )
         with self.spans("save"):
             self.checkpoints.save(self.position.step, contents)
@@ -252,6 +258,9 @@ class Run:
             self.check_stop()
             with self.spans("validate"):
                 measured = self.validate()
+            _check_metric(self.config.checkpoint.keep_best.metric, measured)
+            kept = {name: json_number(value) for name, value in measured.items()}
+            self.position = replace(self.position, measured=kept)
         self.position = replace(self.position, unlogged=None)
         self._trackers.log(self.position.step, {**values, **measured})
 
@@ -313,6 +322,23 @@ def _claim(run: Run, trainer: str) -> None:
         directory.write_config(dump_yaml(run.config))
         found = environment(device_name(run.device), run.layout.world)
         directory.write_environment({"trainer": trainer, **found})
+
+
+def _retention(config: CheckpointConfig) -> Retention:
+    which = config.keep_best
+    best = Best(which.metric, which.mode, which.count) if which.metric and which.mode else None
+    return Retention(config.keep_last, config.keep_every, best)
+
+
+def _check_metric(metric: str | None, measured: Mapping[str, float]) -> None:
+    """Refuse a metric to keep checkpoints by that the validation does not give."""
+    if metric is not None and metric not in measured:
+        raise UsageError(
+            f"the validation does not measure {metric}",
+            have=", ".join(measured),
+            want="one of them",
+            do="set checkpoint.keep_best.metric to one of them",
+        )
 
 
 def _all_finite(shards: Sequence[Shard]) -> bool:

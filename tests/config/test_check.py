@@ -32,6 +32,10 @@ def test_a_good_evaluation_passes() -> None:
 
 
 BAD: list[tuple[Command, list[str], list[str]]] = [
+    ("sft", ["checkpoint.keep_best.metric=val/loss", "evaluation.every=1", "data.validation=[v]"], ["keep_best.metric: val/loss", "checkpoint.keep_best.mode=min or max"]),
+    ("rl", ["checkpoint.keep_best.mode=max"], ["without checkpoint.keep_best.metric"]),
+    ("sft", ["checkpoint.keep_best={metric: val/loss, mode: min}"], ["keep_best needs validations", "evaluation.every: 0"]),
+    ("sft", ["checkpoint.save_every=10", "checkpoint.keep_every=25"], ["keep_every: 25", "checkpoint.keep_every=30"]),
     ("sft", ["model.path=null"], ["exactly one of model.path and model.fresh", "neither"]),
     ("eval", ["model.path=null", "data.validation=[v]"], ["exactly one of", "neither"]),
     ("rl", ["model.fresh={a: 1}", "model.tokenizer=t"], ["exactly one of", "both"]),
@@ -116,6 +120,15 @@ def test_what_does_not_go_together(
         ("rl", ["rollout.temperature=0.7"]),
         ("rl", ["evaluation.temperature=0"]),
         ("rl", ["algorithm.overlong.buffer=256"]),
+        ("rl", ["checkpoint.save_every=10", "checkpoint.keep_every=50"]),
+        (
+            "rl",
+            [
+                "checkpoint.keep_best={metric: val/reward, mode: max}",
+                "evaluation.every=1",
+                "data.validation=[v]",
+            ],
+        ),
         ("rl", ["rollout.max_response_length=8191"]),
         ("rl", ["batch.prompts=12", "batch.minibatches=4"]),
         ("sft", ["optim.schedule=wsd", "optim.decay_steps=4", "optim.warmup_steps=4", "steps=8"]),

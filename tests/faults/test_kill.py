@@ -21,6 +21,7 @@ from distributed import RankFailed, run_ranks
 
 from burnish.checkpoint.committed import committed
 from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.verify import verify
 from burnish.errors import BurnishError
 from burnish.parallel.layout import Layout
@@ -32,7 +33,7 @@ def operations(tmp_path_factory):
     root, storage = tmp_path_factory.mktemp("counted"), FaultyStorage()
     for step in (1, 2):
         storage.operations.clear()
-        with Checkpoints(root, Layout(), keep_last=1, storage=storage) as checkpoints:
+        with Checkpoints(root, Layout(), retention=Retention(1), storage=storage) as checkpoints:
             checkpoints.save(step, contents_of(*make_state(step)))
     names = " ".join(storage.operations)
     assert all(kind in names for kind in ("create", "pwrite", "sync", "sync_dir", "rename"))
@@ -67,7 +68,7 @@ def resumed_step(root):
     def load(step, source):
         fill_and_compare(source, *make_state(step.step), Layout())
 
-    with Checkpoints(root, Layout(), keep_last=1) as checkpoints:
+    with Checkpoints(root, Layout(), retention=Retention(1)) as checkpoints:
         resumed = checkpoints.resume(load)
     assert resumed is None or resumed.skipped == ()
     assert not [p for p in root.iterdir() if p.name.startswith(".inflight")]
@@ -118,7 +119,7 @@ def test_errors_of_the_disk_at_every_operation(tmp_path, operations, lasting):
         storage = FaultyStorage(fail_at if last else None, lasting=lasting)
         with (
             pytest.raises(BurnishError, match="made to fail") if last else nullcontext(),
-            Checkpoints(tmp_path, Layout(), keep_last=1, storage=storage) as checkpoints,
+            Checkpoints(tmp_path, Layout(), retention=Retention(1), storage=storage) as checkpoints,
         ):
             checkpoints.save(last + 1, contents_of(*make_state(last + 1)))
         found = resumed_step(tmp_path)

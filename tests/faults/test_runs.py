@@ -70,7 +70,8 @@ def test_killed_at_chosen_moments(work, in_peace, kind):
         ("burnish.checkpoint.save:_commit", 2),
         (f"{ENGINE}.optim_step", 2),
         ("burnish.tracking.jsonl:JsonlTracker.log", 1),
-        ("burnish.checkpoint.directory:Checkpoints._retain", 1),
+        ("burnish.checkpoint.retention:move_aside", 1),
+        ("burnish.checkpoint.retention:Retention.apply", 1),
     ]
     argv = [*KINDS[kind], f"name=chosen_{kind}", SAVING]
     for place, nth in places:

@@ -1,0 +1,141 @@
+"""Which committed steps stay: predicates over what is on disk, and the removal of the others.
+
+Nothing is remembered between saves, so a resumed run, a prolonged one and a person with a tool decide alike.
+A predicate is a pure function from the steps to those that it keeps; a step goes when none keeps it.
+The newest healthy step and everything after it stay whatever the settings say. No torch here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from burnish.checkpoint.committed import TRASH, open_step, read_commit, step_paths
+from burnish.checkpoint.pins import holding_pins
+from burnish.errors import CorruptError, IncompatibleError
+from burnish.files.durable import move_aside
+from burnish.files.storage import Storage
+
+MEASURED = "measured"
+"""The key of state.json under which a trainer puts the validation's numbers, by name."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What retention knows of a committed step."""
+
+    step: int
+    """Which one."""
+    healthy: bool = True
+    """Whether losses and weights were finite."""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    """The validation's numbers at this step, by name; anything but finite numbers is overlooked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Which steps count as best."""
+
+    metric: str
+    """A number of the validation."""
+    mode: Literal["min", "max"]
+    """Whether less or more is better."""
+    count: int = 1
+    """How many to keep."""
+
+
+def latest(steps: Collection[Facts], count: int) -> set[int]:
+    """The `count` newest healthy steps, and the unhealthy ones among and after them."""
+    healthy = sorted(each.step for each in steps if each.healthy)
+    oldest = healthy[-count] if len(healthy) >= count else 0
+    return {each.step for each in steps if each.step >= oldest}
+
+
+def every(steps: Collection[Facts], interval: int) -> set[int]:
+    """The healthy steps that `interval` divides; none for 0."""
+    return {each.step for each in steps if interval and each.healthy and each.step % interval == 0}
+
+
+def best(steps: Collection[Facts], which: Best) -> set[int]:
+    """The healthy steps with the best values of a metric; of equals, the newer. Those without a value do not count."""
+    sign = 1 if which.mode == "max" else -1
+    values = [
+        (sign * each.measured[which.metric], each.step)
+        for each in steps
+        if each.healthy and _is_number(each.measured.get(which.metric))
+    ]
+    return {step for _, step in sorted(values, reverse=True)[: which.count]}
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The predicates of a run, put together."""
+
+    keep_last: int = 2
+    """Newest healthy steps to keep; 1 or more."""
+    keep_every: int = 0
+    """Keep the steps that this divides; 0: none."""
+    keep_best: Best | None = None
+    """Keep the best by a metric."""
+
+    def outlived(self, steps: Collection[Facts], pins: Iterable[int] = ()) -> list[int]:
+        """The steps that may go, oldest first. Pure.
+
+        An unhealthy step displaces no other, and goes when it is older than all that `keep_last`
+        keeps. With fewer healthy steps than that nothing goes.
+        """
+        kept = latest(steps, self.keep_last) | every(steps, self.keep_every) | set(pins)
+        if self.keep_best:
+            kept |= best(steps, self.keep_best)
+        newest = max((each.step for each in steps if each.healthy), default=-1)
+        return sorted(each.step for each in steps if each.step not in kept and each.step < newest)
+
+    def apply(self, root: Path, storage: Storage) -> list[int]:
+        """Remove what has outlived its use below `root`; returns those steps.
+
+        Each goes into the trash by one rename before it is removed. Steps that cannot be read are
+        left alone; while `pins.json` cannot be read nothing goes.
+        """
+        try:
+            with holding_pins(root, storage) as pins:
+                gone = self.outlived(self._facts(root, storage), pins)
+                paths = step_paths(root, storage)
+                aside = [move_aside(storage, paths[step], root / TRASH) for step in gone]
+        except CorruptError as error:
+            _log.warning("no step was removed: %s", error)
+            return []
+        for path in aside:
+            storage.remove(path)
+        return gone
+
+    def _facts(self, root: Path, storage: Storage) -> list[Facts]:
+        found = []
+        for path in step_paths(root, storage).values():
+            try:
+                commit = read_commit(path, storage)
+            except (CorruptError, IncompatibleError) as error:
+                _log.warning("left alone, for it cannot be read: %s", error)
+                continue
+            measured = _measured(path, storage) if self.keep_best else {}
+            found.append(Facts(commit.step, commit.healthy, measured))
+        return found
+
+
+def _measured(path: Path, storage: Storage) -> Mapping[str, Any]:
+    """The validation's numbers of the step at `path`; none where it has none or is damaged."""
+    try:
+        measured = open_step(path, storage).state.get(MEASURED)
+    except (CorruptError, IncompatibleError) as error:
+        _log.warning("counts as not measured: %s", error)
+        return {}
+    return measured if isinstance(measured, dict) else {}
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
