@@ -22,10 +22,9 @@ from burnish.engines.base import LossFn, Part
 from burnish.engines.optimizer import SLOTS, ShardedAdamW
 from burnish.engines.parallelize import parallelize
 from burnish.errors import BurnishError
-from burnish.models.attention import PackedLayout
 from burnish.models.building import build_on_meta, materialize
 from burnish.models.names import model_shards, regions
-from burnish.models.scorer import Scorer, scored_tokens
+from burnish.models.scorer import Scorer, ScoringPlan
 from burnish.parallel.collectives import reduce_stats
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard, ShardSource
@@ -151,15 +150,10 @@ class TorchEngine:
 
     def _score(self, micro: MicroBatch) -> TokenOutputs:
         """Log-probs of a micro-batch that lies on the host, where its plan is made without a wait."""
-        rows = scored_tokens(micro.cu_seqlens, micro.loss_mask)
-        packing = PackedLayout.from_cu_seqlens(micro.cu_seqlens, self._device)
-        output: TokenOutputs = self._scorer(
-            micro.input_ids.to(self._device, non_blocking=True),
-            micro.positions.to(self._device, non_blocking=True),
-            packing,
-            micro.temperature,
-            rows.to(self._device, non_blocking=True),
+        plan = ScoringPlan.of(
+            micro.input_ids, micro.cu_seqlens, micro.loss_mask, device=self._device
         )
+        output: TokenOutputs = self._scorer(plan, micro.temperature)
         return output
 
     def _trained(self) -> ShardedAdamW:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
@@ -25,6 +26,8 @@ from transformers import AttentionInterface
 
 from burnish.errors import IncompatibleError
 from burnish.models.blocks import BlockPlan, plan_blocks
+from burnish.models.prefixes import PrefixTree
+from burnish.models.rows import Indices, RowMap, select_rows
 
 IMPLEMENTATION = "burnish_packed"
 """The name under which transformers knows this attention (`config._attn_implementation`)."""
@@ -94,6 +97,43 @@ def attention_forward(
 AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedRows:
+    """How C computed rows, each a node of a tree of prefixes, become A rows of whole sequences, and back."""
+
+    sources: RowMap
+    """[A], the computed row that each row of a sequence is."""
+    kept: Tensor
+    """[C] int64, for each computed row one row of a sequence that it is."""
+    others: Tensor
+    """[A - C] int64, the rows of sequences whose output nobody takes."""
+
+    @classmethod
+    def of(cls, sources: Indices, device: torch.device) -> SharedRows:
+        """From the computed row of each row of the sequences; every computed row is in one of them."""
+        _, kept = np.unique(sources, return_index=True)
+        others = np.setdiff1d(np.arange(len(sources)), kept)
+        kept_on_device, others_on_device = (
+            torch.from_numpy(rows).to(device, non_blocking=True) for rows in (kept, others)
+        )
+        return cls(RowMap.of(sources, device), kept_on_device, others_on_device)
+
+    def spread(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Queries, keys and values of the computed rows as rows of sequences.
+
+        A query whose output nobody takes gets no gradient, so only keys and values have sums to make.
+        """
+        query, *others = rows
+        return [
+            select_rows(query, self.sources.index, self.kept, None),
+            *(self.sources.take(part) for part in others),
+        ]
+
+    def collect(self, output: Tensor) -> Tensor:
+        """The outputs of the computed rows."""
+        return select_rows(output, self.kept, self.sources.index, self.others)
+
+
 @dataclass(frozen=True)
 class PackedLayout:
     """Where the sequences of one micro-batch lie. Made once per micro-batch, used by every layer."""
@@ -104,6 +144,8 @@ class PackedLayout:
     """[S + 1] int32 on the device of the tokens: where each sequence starts, and T."""
     max_seqlen: int
     """Length of the longest sequence."""
+    shared: SharedRows | None = None
+    """Which of their tokens are the same row of queries, keys and values; None: each is its own."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
@@ -112,14 +154,16 @@ class PackedLayout:
         return cls(tuple(lengths), ends.to(device, non_blocking=True), max(lengths, default=0))
 
     @classmethod
-    def from_cu_seqlens(
-        cls, cu_seqlens: Tensor, device: torch.device | None = None
+    def of_tree(
+        cls, tree: PrefixTree, lengths: Sequence[int], device: torch.device
     ) -> PackedLayout:
-        """The same from cumulative lengths [S + 1]; `device` is where the tokens lie, theirs if not given.
-
-        The lengths are read on the host: pass `cu_seqlens` from there, or a device waits.
-        """
-        return cls.of(cu_seqlens.diff().tolist(), device or cu_seqlens.device)
+        """The layout of the computed tokens of sequences of these lengths: only the leaves of the tree go through attention."""
+        if len(tree.computed) == len(tree.rows):
+            return cls.of(lengths, device)
+        sequences = np.split(tree.rows, np.cumsum(lengths)[:-1])
+        layout = cls.of([lengths[leaf] for leaf in tree.leaves], device)
+        sources = np.concatenate([sequences[leaf] for leaf in tree.leaves])
+        return replace(layout, shared=SharedRows.of(sources, device))
 
     @cached_property
     def blocks(self) -> BlockPlan:
@@ -138,9 +182,13 @@ class PackedLayout:
         """See `Attends.attend`: every token sees its own sequence up to itself."""
         window = sliding_window if sliding_window and sliding_window < self.max_seqlen else None
         rows = [part.transpose(1, 2).squeeze(0) for part in (query, key, value)]
+        if self.shared is not None:
+            rows = self.shared.spread(rows)
         if _has_varlen_kernel(query):
-            return self._varlen(rows, scaling, window)[None]
-        return self.blocks.attend(rows, scaling, window)[None]
+            output = self._varlen(rows, scaling, window)
+        else:
+            output = self.blocks.attend(rows, scaling, window)
+        return (output if self.shared is None else self.shared.collect(output))[None]
 
     def _varlen(self, rows: list[Tensor], scaling: float, window: int | None) -> Tensor:
         query, key, value = rows

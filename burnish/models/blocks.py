@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from burnish.models.rows import select_rows
 
 _SLACK_FRACTION = 8
 """A sequence may be shorter than its block by 1/8 of the block's length ..."""
@@ -66,46 +67,14 @@ class BlockPlan:
         return [block.count * block.length for block in self.blocks]
 
     def _pad(self, packed: Tensor) -> Tensor:
-        if self.gather is None:
+        if self.gather is None or self.scatter is None:
             return packed
-        padded: Tensor = _SelectRows.apply(  # type: ignore[no-untyped-call]
-            packed, self.gather, self.scatter, None
-        )
-        return padded
+        return select_rows(packed, self.gather, self.scatter, None)
 
     def _unpad(self, padded: Tensor) -> Tensor:
-        if self.scatter is None:
+        if self.gather is None or self.scatter is None:
             return padded
-        packed: Tensor = _SelectRows.apply(  # type: ignore[no-untyped-call]
-            padded, self.scatter, self.gather, self.padding
-        )
-        return packed
-
-
-class _SelectRows(torch.autograd.Function):
-    """`source[forward_rows]` whose backward is also a selection, so it is fast and repeatable.
-
-    Exact where each source row is used once, or its further uses receive no gradient (padding
-    copies), or it is not used at all and listed in `zero_rows`.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        source: Tensor,
-        forward_rows: Tensor,
-        backward_rows: Tensor,
-        zero_rows: Tensor | None,
-    ) -> Tensor:
-        ctx.backward_rows, ctx.zero_rows = backward_rows, zero_rows
-        return source.index_select(0, forward_rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        gradient = gradients[0].index_select(0, ctx.backward_rows)
-        if ctx.zero_rows is not None:
-            gradient.index_fill_(0, ctx.zero_rows, 0)
-        return gradient, None, None, None
+        return select_rows(padded, self.scatter, self.gather, self.padding)
 
 
 def plan_blocks(lengths: Sequence[int], device: torch.device) -> BlockPlan:

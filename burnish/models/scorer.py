@@ -8,14 +8,18 @@ runs without them, and the routers get the gradient of the loss alone.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.errors import IncompatibleError
-from burnish.models.attention import Attends
+from burnish.models.attention import PackedLayout
 from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
+from burnish.models.prefixes import PrefixTree
+from burnish.models.rows import Indices, RowMap
 from burnish.records import TokenOutputs
 
 TESTED_FAMILIES = frozenset(
@@ -44,33 +48,90 @@ class Scorer(nn.Module):
                 do="train a model of another family",
             )
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        packing: Attends,
-        temperature: float = 1.0,
-        rows: Tensor | None = None,
-    ) -> TokenOutputs:
-        """Score packed tokens: `input_ids` [T] at `positions` [T] (from 0 in every sequence).
+    def forward(self, plan: ScoringPlan, temperature: float = 1.0) -> TokenOutputs:
+        """Score the tokens that the plan names; `temperature` divides the logits.
 
-        Entry t of the outputs [T] concerns the prediction of token t from the tokens before it.
-        `temperature` divides the logits. Only the tokens `rows` [N] are scored where given (see
-        `scored_tokens`), all that have a prediction where not; other entries hold 0.
+        Entry t of the outputs [T] concerns the prediction of token t from the tokens before it;
+        entries that the plan does not name hold 0.
         """
-        if rows is None:
-            rows = positions.nonzero()[:, 0]
         hidden = self.model.base_model(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
+            input_ids=plan.input_ids[None],
+            position_ids=plan.positions[None],
             use_cache=False,
-            packing=packing,
+            packing=plan.packing,
         ).last_hidden_state[0]
         head = self.model.get_output_embeddings().weight
         options = LogprobOptions(self.chunk, temperature, self.transform)
-        found = token_logprobs(hidden.index_select(0, rows - 1), head, input_ids[rows], options)
-        logprobs, entropy = (_spread(values, rows, len(input_ids)) for values in found)
+        found = token_logprobs(plan.predictors.take(hidden), head, plan.targets, options)
+        logprobs, entropy = (plan.spread(values) for values in found)
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoringPlan:
+    """What one forward pass over packed sequences computes, with its tensors where the model is.
+
+    T tokens, of which C are computed (see `burnish.models.prefixes`) and N predictions are scored.
+    """
+
+    input_ids: Tensor
+    """[C] int64."""
+    positions: Tensor
+    """[C] int64, from 0 in every sequence."""
+    packing: PackedLayout
+    """Which computed tokens see each other."""
+    predictors: RowMap
+    """[N], the computed token that each prediction is made from."""
+    targets: Tensor
+    """[N] int64, the token that is predicted."""
+    results: RowMap
+    """[M], for each token that is scored the prediction that it shares."""
+    scored: Tensor
+    """[M] int64, the tokens that are scored."""
+    total: int
+    """T."""
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: Tensor,
+        cu_seqlens: Tensor,
+        loss_mask: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> ScoringPlan:
+        """Plan on the host, where `input_ids` [T] and `cu_seqlens` [S + 1] lie, for a model on `device`.
+
+        Tokens in `loss_mask` [T] are scored, all where there is none; the first token of a sequence
+        has no prediction.
+        """
+        device = device or input_ids.device
+        lengths = cu_seqlens.diff().tolist()
+        ids = input_ids.numpy()
+        tree = PrefixTree.of(ids, lengths)
+        scored = scored_tokens(cu_seqlens, loss_mask).numpy()
+        predicted, first, result = np.unique(
+            tree.rows[scored], return_index=True, return_inverse=True
+        )
+        starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+        positions = (np.arange(len(ids)) - starts)[tree.computed]
+
+        def moved(values: Indices) -> Tensor:
+            return torch.from_numpy(values).to(device, non_blocking=True)
+
+        return cls(
+            input_ids=moved(ids[tree.computed]),
+            positions=moved(positions),
+            packing=PackedLayout.of_tree(tree, lengths, device),
+            predictors=RowMap.of(tree.rows[scored[first] - 1], device),
+            targets=moved(ids[tree.computed[predicted]]),
+            results=RowMap.of(result, device),
+            scored=moved(scored),
+            total=len(ids),
+        )
+
+    def spread(self, values: Tensor) -> Tensor:
+        """The values [N] of the predictions as one per token [T], 0 where a token is not scored."""
+        return values.new_zeros(self.total).index_copy(0, self.scored, self.results.take(values))
 
 
 def scored_tokens(cu_seqlens: Tensor, loss_mask: Tensor | None = None) -> Tensor:
@@ -98,8 +159,3 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)
     softcap = getattr(config, "final_logit_softcapping", None)
     return LogitTransform(scale, None if softcap is None else float(softcap))
-
-
-def _spread(values: Tensor, rows: Tensor, total: int) -> Tensor:
-    """`values` [N] at `rows` of zeros [T]."""
-    return values.new_zeros(total).index_copy(0, rows, values)

@@ -48,9 +48,9 @@ def assert_near(found, wanted, tolerance):
 @given(
     tokens=st.integers(1, 40),
     heads=st.integers(1, 3),
-    width=st.sampled_from([2, 8, 32]),
+    width=st.sampled_from([4, 8, 32]),
     block=st.sampled_from([1, 50, 1 << 17]),
-    dtype=st.sampled_from([(torch.float32, 1e-6), (torch.bfloat16, 2e-2)]),
+    dtype=st.sampled_from([(torch.float32, 1e-5), (torch.bfloat16, 2e-2)]),
 )
 def test_values_and_gradients_equal_the_formulas(tokens, heads, width, block, dtype):
     kind, tolerance = dtype

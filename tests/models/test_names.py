@@ -9,10 +9,9 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from burnish.errors import IncompatibleError
-from burnish.models.attention import PackedLayout
 from burnish.models.building import build_on_meta, materialize
 from burnish.models.names import model_shards, regions, tensor_specs, tied_names
-from burnish.models.scorer import Scorer
+from burnish.models.scorer import Scorer, ScoringPlan
 from burnish.models.sources import FreshSource
 
 OTHERS = {
@@ -112,9 +111,7 @@ def sharded_pieces(layout, family, changes):
         (shard.spec.name, shard.box, shard.tensor.clone()) for shard in model_shards(scorer.model)
     ]
     ids = torch.arange(3, 15)
-    packing = PackedLayout.of([7, 5], cpu)
-    positions = torch.cat([torch.arange(7), torch.arange(5)])
-    logprobs = scorer(ids, positions, packing).logprobs
+    logprobs = scorer(ScoringPlan.of(ids, torch.tensor([0, 7, 12]))).logprobs
     logprobs.sum().backward()
     return pieces, logprobs.detach()
 

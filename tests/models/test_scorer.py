@@ -5,9 +5,8 @@ import torch
 from tiny import FAMILIES, VOCAB, tiny_config, tiny_model
 
 from burnish.errors import IncompatibleError
-from burnish.models.attention import PackedLayout
 from burnish.models.building import build_on_meta, materialize
-from burnish.models.scorer import Scorer, logit_transform, scored_tokens
+from burnish.models.scorer import Scorer, ScoringPlan, logit_transform, scored_tokens
 
 LENGTHS = (5, 20, 1, 13, 30, 13)
 CPU = torch.device("cpu")
@@ -24,8 +23,30 @@ def scorer_of(model, chunk=16):
 def packed(lengths=LENGTHS, seed=0):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCAB, (sum(lengths),), generator=generator)
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    return ids, positions, PackedLayout.of(lengths, CPU)
+    return ids, starts_of(lengths)
+
+
+def starts_of(lengths):
+    """Cumulative lengths, [S + 1] int32."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def sampled_group(seed=0):
+    """Three samples of one prompt, of which one repeats another and one ends early, beside a prompt of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt, one, other, alone = (
+        torch.randint(3, VOCAB, (count,), generator=generator) for count in (11, 6, 4, 9)
+    )
+    sequences = [
+        torch.cat([prompt, one]),
+        alone,
+        torch.cat([prompt, other]),
+        torch.cat([prompt, one]),
+        torch.cat([prompt, one[:3]]),
+        torch.cat([prompt, one[:3], other]),
+    ]
+    lengths = tuple(len(sequence) for sequence in sequences)
+    return torch.cat(sequences), lengths
 
 
 def plain_outputs(model, ids, lengths, temperature):
@@ -41,16 +62,19 @@ def plain_outputs(model, ids, lengths, temperature):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared prefixes"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_values_and_gradients_equal_plain_transformers(family, attention):
+def test_values_and_gradients_equal_plain_transformers(family, shared, attention):
     model = tiny_model(family, attention=attention)
     scorer = scorer_of(model)
-    ids, positions, packing = packed()
+    ids, lengths = sampled_group() if shared else (packed()[0], LENGTHS)
+    plan = ScoringPlan.of(ids, starts_of(lengths))
+    assert (plan.packing.shared is not None) == shared
     upstream = torch.randn(2, len(ids), generator=torch.Generator().manual_seed(1))
 
-    theirs = plain_outputs(model, ids, LENGTHS, temperature=0.8)
+    theirs = plain_outputs(model, ids, lengths, temperature=0.8)
     (theirs[0] @ upstream[0] + theirs[1] @ upstream[1]).backward()
-    ours = scorer(ids, positions, packing, temperature=0.8)
+    ours = scorer(plan, temperature=0.8)
     (ours.logprobs @ upstream[0] + ours.entropy @ upstream[1]).backward()
 
     torch.testing.assert_close(ours.logprobs, theirs[0], rtol=1e-5, atol=1e-5)
@@ -65,22 +89,22 @@ def test_values_and_gradients_equal_plain_transformers(family, attention):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cross_entropy_equals_transformers_loss(family):
     model = tiny_model(family)
-    ids, positions, packing = packed((24,))
+    ids, starts = packed((24,))
     loss = model(ids[None], labels=ids[None], use_cache=False).loss
-    ours = -scorer_of(model)(ids, positions, packing).logprobs.sum() / 23
+    ours = -scorer_of(model)(ScoringPlan.of(ids, starts)).logprobs.sum() / 23
     torch.testing.assert_close(ours, loss, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packing_reaches_attention_under_gradient_checkpointing(family):
     scorer = scorer_of(tiny_model(family)).train()
-    ids, positions, packing = packed()
+    ids, starts = packed()
     gradients = []
     for checkpointing in (False, True):
         if checkpointing:
             scorer.model.gradient_checkpointing_enable({"use_reentrant": False})
         scorer.zero_grad()
-        scorer(ids, positions, packing).logprobs.sum().backward()
+        scorer(ScoringPlan.of(ids, starts)).logprobs.sum().backward()
         gradients.append([p.grad.clone() for p in scorer.parameters()])
     for plain, checkpointed in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, checkpointed, rtol=1e-5, atol=1e-6)
@@ -88,29 +112,27 @@ def test_packing_reaches_attention_under_gradient_checkpointing(family):
 
 def test_only_the_rows_asked_for_are_scored():
     scorer = scorer_of(tiny_model())
-    ids, positions, packing = packed()
+    ids, starts = packed()
     mask = torch.rand(len(ids), generator=torch.Generator().manual_seed(3)) < 0.3
-    rows = scored_tokens(packing.cu_seqlens, mask)
-    whole = scorer(ids, positions, packing)
-    part = scorer(ids, positions, packing, rows=rows)
-    wanted = torch.zeros(len(ids), dtype=torch.bool)
-    wanted[rows] = True
-    assert torch.equal(wanted, mask & (positions > 0))
+    whole = scorer(ScoringPlan.of(ids, starts))
+    part = scorer(ScoringPlan.of(ids, starts, mask))
+    wanted = mask.clone()
+    wanted[starts[:-1].long()] = False
     torch.testing.assert_close(part.logprobs[wanted], whole.logprobs[wanted])
     assert (part.logprobs[~wanted] == 0).all()
     assert (part.entropy[~wanted] == 0).all()
 
 
 def test_all_rows_by_default():
-    _, positions, packing = packed()
-    assert torch.equal(scored_tokens(packing.cu_seqlens), positions.nonzero()[:, 0])
+    _, starts = packed()
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    assert torch.equal(scored_tokens(starts), positions.nonzero()[:, 0])
 
 
 def test_no_rows_still_reach_every_parameter():
     scorer = scorer_of(tiny_model())
-    ids, positions, packing = packed((4, 3))
-    rows = scored_tokens(packing.cu_seqlens, torch.zeros(7, dtype=torch.bool))
-    scorer(ids, positions, packing, rows=rows).logprobs.sum().backward()
+    ids, starts = packed((4, 3))
+    scorer(ScoringPlan.of(ids, starts, torch.zeros(7, dtype=torch.bool))).logprobs.sum().backward()
     for name, parameter in scorer.named_parameters():
         assert parameter.grad is not None, name
         assert (parameter.grad == 0).all(), name
@@ -144,8 +166,8 @@ def test_families_that_scale_logits(kind, changes, caplog):
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    ids, positions, packing = packed()
-    ours = scorer_of(model)(ids, positions, packing)
+    ids, starts = packed()
+    ours = scorer_of(model)(ScoringPlan.of(ids, starts))
     theirs, _ = plain_outputs(model, ids, LENGTHS, temperature=1.0)
     torch.testing.assert_close(ours.logprobs, theirs, rtol=1e-5, atol=1e-5)
 

@@ -1,0 +1,104 @@
+"""Taking rows of a tensor, some of them several times, with gradients that are the same every time.
+
+torch's own `index_select` adds up the gradients of a row that was taken several times with atomic
+operations on an accelerator, in whatever order and in the dtype of the rows. Here each round adds
+every row at most once, in fp32, so the sum is the same every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Indices = npt.NDArray[np.int64]
+"""Row numbers on the host, shape [N]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMap:
+    """Which row of a source each row of a result is."""
+
+    index: Tensor
+    """[N] int64: result row i is source row `index[i]`."""
+    rounds: tuple[tuple[Tensor, Tensor], ...]
+    """Pairs (source rows, result rows), both [n] int64; no source row is twice in one round."""
+
+    @classmethod
+    def of(cls, index: Indices, device: torch.device) -> RowMap:
+        """Plan the sums on the host; the index tensors go to `device`."""
+        order = np.argsort(index, kind="stable")
+        ordered = index[order]
+        steps = np.arange(len(index))
+        fresh = np.diff(ordered, prepend=-1) != 0
+        repeat = steps - np.maximum.accumulate(np.where(fresh, steps, 0))
+        rounds = [
+            (_on(ordered[repeat == number], device), _on(order[repeat == number], device))
+            for number in range(int(repeat.max(initial=-1)) + 1)
+        ]
+        return cls(_on(index, device), tuple(rounds))
+
+    def take(self, source: Tensor) -> Tensor:
+        """`source[index]`, differentiable."""
+        result: Tensor = _Take.apply(source, self)  # type: ignore[no-untyped-call]
+        return result
+
+
+def select_rows(
+    source: Tensor, rows: Tensor, backward_rows: Tensor, zero_rows: Tensor | None
+) -> Tensor:
+    """`source[rows]` whose backward is also a selection: `gradient[backward_rows]`.
+
+    Exact where each source row is used once, or its further uses receive no gradient, or it is not
+    used at all and listed in `zero_rows`. All are int64 row numbers.
+    """
+    result: Tensor = _SelectRows.apply(source, rows, backward_rows, zero_rows)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, rows: RowMap) -> Tensor:
+        ctx.rows, ctx.shape = rows, source.shape
+        return source.index_select(0, rows.index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        upstream, rounds = gradients[0], ctx.rows.rounds
+        dtype = torch.float32 if len(rounds) > 1 else upstream.dtype
+        total = upstream.new_zeros(ctx.shape, dtype=dtype)
+        for number, (sources, results) in enumerate(rounds):
+            part = upstream.index_select(0, results).to(dtype)
+            if number == 0 and len(sources) == len(total):  # every row, in order
+                total = part
+            else:
+                total.index_add_(0, sources, part)
+        return total.to(upstream.dtype), None
+
+
+class _SelectRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        source: Tensor,
+        forward_rows: Tensor,
+        backward_rows: Tensor,
+        zero_rows: Tensor | None,
+    ) -> Tensor:
+        ctx.backward_rows, ctx.zero_rows = backward_rows, zero_rows
+        return source.index_select(0, forward_rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        gradient = gradients[0].index_select(0, ctx.backward_rows)
+        if ctx.zero_rows is not None:
+            gradient.index_fill_(0, ctx.zero_rows, 0)
+        return gradient, None, None, None
+
+
+def _on(values: Indices, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
