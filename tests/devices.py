@@ -1,0 +1,17 @@
+"""The devices that a test's body runs on: the CPU, which proves the test itself, and one GPU where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+
+on_gpu = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+)
+"""The marks of what only a GPU can run."""
+
+DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=on_gpu)]

@@ -1,0 +1,100 @@
+"""`burnish sft` and `burnish rl` on one device, and what they come to when they are killed on the way.
+
+Every command is a process of its own: a GPU must not be touched before a fork.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from devices import DEVICES
+from training_files import make_files, metrics, weights
+
+from burnish.parallel.device import device_name
+from burnish.tracking.jsonl import read_metrics
+
+REPOSITORY = Path(__file__).parents[2]
+STEPS = 6
+KINDS = {"sft": ("train/loss", "val/loss"), "rl": ("reward/mean", "val/mean@1")}
+COMMON = ["engine.precision=bf16", f"steps={STEPS}", "checkpoint.save_every=1"]
+KILL_AFTER = 2
+SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_files(tmp_path_factory.mktemp("device"))
+
+
+def start(work: Path, kind: str, name: str, device: torch.device) -> subprocess.Popen[bytes]:
+    hidden = {} if device.type == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+    with (work / f"{name}.txt").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "burnish", kind, f"{kind}.yaml", f"name={name}", *COMMON],
+            cwd=work,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | hidden,
+            stdout=log,
+            stderr=log,
+        )
+
+
+def finish(process: subprocess.Popen[bytes], work: Path, name: str) -> None:
+    try:
+        assert process.wait(SECONDS) == 0, (work / f"{name}.txt").read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def kill_after(process: subprocess.Popen[bytes], steps: int, run: Path, log: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    try:
+        while len(read_metrics(run / "metrics.jsonl")) <= steps:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.01)
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL, log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_and_the_same_killed_and_resumed(work: Path, kind: str, device: torch.device) -> None:
+    peaceful, killed = f"{kind}_{device.type}", f"{kind}_{device.type}_killed"
+    finish(start(work, kind, peaceful, device), work, peaceful)
+    run = work / "runs" / peaceful
+    rows, names = read_metrics(run / "metrics.jsonl"), KINDS[kind]
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    for name in (*names, "perf/tokens_per_s", "perf/mfu"):
+        assert all(math.isfinite(row[name]) for row in rows if name in row)
+        assert any(name in row for row in rows), name
+    surroundings = json.loads((run / "environment.json").read_text())
+    assert surroundings["device"] == device_name(device)
+
+    kill_after(
+        start(work, kind, killed, device),
+        KILL_AFTER,
+        work / "runs" / killed,
+        work / f"{killed}.txt",
+    )
+    finish(start(work, kind, killed, device), work, killed)
+    resumed = work / "runs" / killed
+    assert "resumed step" in (work / f"{killed}.txt").read_text()
+    assert [row["step"] for row in metrics(resumed)] == list(range(STEPS + 1))
+    if device.type == "cpu":
+        assert metrics(resumed) == metrics(run)
+    elif kind == "sft":  # a GPU adds gradients up in any order; sampled tokens may then differ
+        for mine, theirs in zip(metrics(resumed), metrics(run), strict=True):
+            assert mine == pytest.approx(theirs, rel=2e-2, abs=1e-3)
+    assert weights(resumed).keys() == weights(run).keys()
