@@ -86,7 +86,7 @@ def read_commit(path: Path, storage: Storage) -> Commit:
     commit = parse_commit(_read(path, COMMIT, COMMIT_LIMIT, storage), f"{path / COMMIT}")
     if path.name != step_name(commit.step):
         raise CorruptError(
-            f"{path} holds another step", have=step_name(commit.step), want=path.name
+            f"{path / COMMIT} seals another step", have=step_name(commit.step), want=path.name
         )
     return commit
 

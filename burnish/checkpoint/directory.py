@@ -21,11 +21,11 @@ from burnish.checkpoint.committed import (
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents, save_step
-from burnish.errors import CorruptError
+from burnish.errors import BurnishError, CorruptError
 from burnish.files.durable import discard, move_aside, naming_failures
 from burnish.files.lease import Lease
 from burnish.files.storage import LocalStorage, Storage
-from burnish.parallel.collectives import agree, gather_objects
+from burnish.parallel.collectives import agree, gather_objects, same_on_all_ranks
 from burnish.parallel.layout import Layout
 
 _log = logging.getLogger(__name__)
@@ -110,10 +110,7 @@ class Checkpoints:
         skipped: list[str] = []
         while (path := self._newest()) is not None:
             try:
-                with agree(self._layout):
-                    step = open_step(path, self._storage)
-                    if not step.healthy:
-                        raise CorruptError(f"{path} is marked unhealthy")
+                step = self._open(path)
                 load(step, CheckpointSource(step, self._layout, self._storage))
             except CorruptError as error:
                 skipped.append(str(error))
@@ -135,6 +132,30 @@ class Checkpoints:
         with agree(self._layout), naming_failures(f"{self._root} cannot be read"):
             paths = list(step_paths(self._root, self._storage).values())
         return gather_objects(paths[-1] if paths else None, self._layout)[0]
+
+    def _open(self, path: Path) -> Committed:
+        """The step at `path`, the same on every rank. Raises `CorruptError` when any rank cannot use it."""
+        with agree(self._layout), naming_failures(f"{path} cannot be read"):
+            self._check_shared(path)
+            step = open_step(path, self._storage)
+            if not step.healthy:
+                raise CorruptError(
+                    f"{path} is marked unhealthy",
+                    have="a loss or weights that are not finite",
+                    want="a step that training can continue from",
+                )
+        same_on_all_ranks(step.commit.encode(), f"what lies in {path}", self._layout)
+        return step
+
+    def _check_shared(self, path: Path) -> None:
+        """A step that rank 0 has found and this rank does not see is not damaged: it lies on another machine."""
+        if not any(entry.name == path.name for entry in self._storage.entries(path.parent)):
+            raise BurnishError(
+                f"{path} is not there for every rank",
+                have=f"rank {self._layout.rank} does not see what rank 0 sees",
+                want="checkpoints on a file system that all ranks share",
+                do="set output_dir to a shared directory",
+            )
 
     def _quarantine(self, path: Path, error: CorruptError) -> None:
         with agree(self._layout), naming_failures(f"{path} cannot be moved to {QUARANTINE}"):

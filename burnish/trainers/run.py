@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from burnish.checkpoint.committed import Committed, step_name
 from burnish.checkpoint.directory import Checkpoints, Resumed
 from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.manifest import STATE
 from burnish.checkpoint.retention import Best, Retention
 from burnish.checkpoint.save import Contents
 from burnish.config.identity import require_same_run
@@ -226,9 +227,10 @@ class Run:
 
     def _load(self, step: Committed, source: CheckpointSource) -> None:
         """Make the engine and the position those of a committed step."""
+        position = _position(step)
         self._engine.load(source, Part.WEIGHTS)
         self._engine.load(source, Part.TRAINING)
-        self.position = Position(**step.state)
+        self.position = position
         self._engine.steps = self.position.optimizer_steps
         self._engine.skipped_in_a_row = self.position.skipped_in_a_row
         self._saved_step = self.position.step
@@ -322,6 +324,20 @@ def _claim(run: Run, trainer: str) -> None:
         directory.write_config(dump_yaml(run.config))
         found = environment(device_name(run.device), run.layout.world)
         directory.write_environment({"trainer": trainer, **found})
+
+
+def _position(step: Committed) -> Position:
+    """The position in a step's state.json. Raises `IncompatibleError` where that says something unknown."""
+    known = [field.name for field in fields(Position)]
+    unknown = step.state.keys() - set(known)
+    if unknown:
+        raise IncompatibleError(
+            f"{step.path / STATE} was not written by this trainer",
+            have=", ".join(sorted(unknown)),
+            want=", ".join(known),
+            do="resume with the version of Burnish that wrote it",
+        )
+    return Position(**step.state)
 
 
 def _retention(config: CheckpointConfig) -> Retention:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
-from training_files import burnish, done, metrics
+from checkpoints_for_tests import contents_of, make_state
+from training_files import burnish, done, metrics, outcome
 
 from burnish.checkpoint.committed import committed
+from burnish.checkpoint.directory import Checkpoints
+from burnish.parallel.layout import Layout
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
@@ -29,3 +34,52 @@ def test_a_metric_that_is_not_measured_is_refused_before_the_first_step(work):
     assert "does not measure val/los" in output
     assert "val/loss" in output
     assert "\nstep " not in output
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-50] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_older(work):
+    argv = ["sft", "sft.yaml", "name=damaged", "checkpoint.save_every=2", "checkpoint.keep_last=9"]
+    peace = outcome(done(work, *argv))
+    checkpoints = work / "runs/damaged/checkpoints"
+    flip(checkpoints / "step-00000006/training/exp_avg.safetensors")
+    code, output = burnish(work, *argv)
+    assert code == 0, output
+    assert "moved to runs/damaged/checkpoints/quarantine/step-00000006" in output
+    assert "exp_avg.safetensors is damaged" in output
+    assert "they hold the header, model.embed_tokens.weight" in output  # the tensors by name
+    assert "resumed step 4 from runs/damaged/checkpoints/step-00000004" in output
+    assert outcome(work / "runs/damaged") == peace
+
+
+def test_with_checkpoints_that_are_all_damaged_no_run_begins_anew(work):
+    argv = ["sft", "sft.yaml", "name=ruined", "checkpoint.save_every=3", "checkpoint.keep_last=9"]
+    checkpoints = done(work, *argv) / "checkpoints"
+    for step in (3, 6):
+        flip(checkpoints / f"step-0000000{step}/training/exp_avg.safetensors")
+    for _ in range(2):
+        code, output = burnish(work, *argv)
+        assert code == 3, output
+        assert "no checkpoint in runs/ruined/checkpoints can be used" in output
+        assert "\nstep " not in output
+        assert sorted(each.name for each in (checkpoints / "quarantine").iterdir()) == [
+            "step-00000003",
+            "step-00000006",
+        ]
+
+
+def test_a_state_of_another_trainer_is_refused_before_anything_is_loaded(work):
+    argv = ["sft", "sft.yaml", "name=another_state", "steps=1"]
+    root = done(work, *argv) / "checkpoints"
+    shutil.rmtree(root / "step-00000001")
+    state = {"step": 1, "epoch_of_the_moon": 3}
+    with Checkpoints(root, Layout()) as checkpoints:
+        checkpoints.save(1, contents_of(*make_state(1), state=state))
+    code, output = burnish(work, *argv)
+    assert code == 4, output
+    assert "epoch_of_the_moon" in output
+    assert (root / "step-00000001").is_dir()
