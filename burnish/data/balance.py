@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +19,8 @@ from burnish.errors import UsageError
 Integers = npt.NDArray[np.int64]
 """Whole numbers, shape [N]."""
 
-Cost = Callable[[int], float]
-"""Time that a sequence of so many tokens takes, in any unit."""
+Costs = npt.NDArray[np.float64]
+"""The time that each of N things takes, in any unit, shape [N]."""
 
 _COST_SUM = 2.0**52
 """What all costs are scaled to add up to, at most, as integers."""
@@ -41,35 +40,35 @@ def transformer_cost(length: int) -> float:
     return length + length * length / (12 * 2048)
 
 
-def share_out(lengths: Integers, cost: Cost, ranks: int, budget: int) -> list[list[Integers]]:
+def share_out(lengths: Integers, costs: Costs, ranks: int, budget: int) -> list[list[Integers]]:
     """Assign every sequence to a rank and a micro-batch.
 
-    `lengths` [N] are in tokens, each at most `budget`, which no micro-batch exceeds. Returns, for
+    `lengths` [N] are in tokens, each at most `budget`, which no micro-batch exceeds; `costs` [N] are
+    what is evened out. Returns, for
     each rank, equally many micro-batches in the order they are run, costliest first, each the
     indices of its sequences, ascending. A micro-batch is empty only where there are fewer sequences
     than micro-batches.
     """
-    costs = _whole_costs(lengths, cost)
+    works = _whole(costs)
     fewest = max(1, -(-int(lengths.sum()) // (budget * ranks)))
-    bins = _even(lengths, costs, fewest * ranks, budget)
+    bins = _even(lengths, works, fewest * ranks, budget)
     if bins is None:
         tight = _tight(lengths, budget)
         count = -(-len(tight) // ranks) * ranks
-        again = _even(lengths, costs, count, budget) if count > fewest * ranks else None
-        bins = again or _spread(tight, costs, count)
-    _Leveller(bins, lengths, costs, budget).run()
-    return _deal(bins, costs, ranks)
+        again = _even(lengths, works, count, budget) if count > fewest * ranks else None
+        bins = again or _spread(tight, works, count)
+    _Leveller(bins, lengths, works, budget).run()
+    return _deal(bins, works, ranks)
 
 
-def _whole_costs(lengths: Integers, cost: Cost) -> Integers:
+def _whole(costs: Costs) -> Integers:
     """Costs as integers, at least 1, so that sums are exact in any order."""
-    distinct, where = np.unique(lengths, return_inverse=True)
-    values = np.array([cost(int(length)) for length in distinct], dtype=np.float64)
-    if not (np.isfinite(values).all() and (values > 0).all()):
-        bad = int(distinct[~(np.isfinite(values) & (values > 0))][0])
-        raise UsageError("a cost is not a positive number", have=f"{cost(bad)} for {bad} tokens")
-    scale = _COST_SUM / (float(values.max(initial=1.0)) * max(len(lengths), 1))
-    return np.maximum(np.rint(values * scale), 1).astype(np.int64)[where]
+    good = np.isfinite(costs) & (costs > 0)
+    if not good.all():
+        bad = int(np.flatnonzero(~good)[0])
+        raise UsageError("a cost is not a positive number", have=f"{costs[bad]} for sequence {bad}")
+    scale = _COST_SUM / (float(costs.max(initial=1.0)) * max(len(costs), 1))
+    return np.maximum(np.rint(costs * scale), 1).astype(np.int64)
 
 
 def _even(lengths: Integers, costs: Integers, count: int, budget: int) -> list[list[int]] | None:

@@ -15,27 +15,29 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from burnish.data.balance import Cost, Integers, share_out, transformer_cost
+from burnish.data.balance import Integers, share_out, transformer_cost
 from burnish.errors import UsageError
 from burnish.parallel.layout import Layout
 from burnish.records import Batch, Example, MicroBatch
 
 _OPTIONAL = ("advantages", "old_logprobs", "ref_logprobs")
 _FILLER_TOKENS = 2
+_UNITS_PER_RANK = 8
+"""Examples with one prompt are parted where together they would be more than this share of a rank's tokens."""
 
 
 def make_batch(
     examples: Sequence[Example],
     layout: Layout,
     tokens_per_device: int,
-    cost: Cost | None = None,
     temperature: float = 1.0,
 ) -> Batch:
     """Pack examples into micro-batches of at most `tokens_per_device` tokens; this rank's share of them.
 
     Every rank gets the same number of micro-batches: as few as the budget allows, of about equal
-    `cost` (a function of a sequence's length in tokens; by default `transformer_cost`). With fewer
-    examples than micro-batches, what is missing is filled with two tokens that are not trained on.
+    cost. Neighbours with the same prompt stay together as far as that leaves the ranks balanced,
+    because an engine may compute their prompt once. With fewer examples than micro-batches, what is
+    missing is filled with two tokens that are not trained on.
     Tensors are on the CPU. `temperature` is passed on to the micro-batches. `num_tokens` is 0 when no token of any example is trained on.
 
     Raises `UsageError` for no examples, for one longer than the budget (with its index and length),
@@ -48,8 +50,7 @@ def make_batch(
     optional = [name for name in _OPTIONAL if _present(examples, name)]
     _check_aligned(examples, lengths, ["loss_mask", *optional])
     trained = _trained_tokens(examples, lengths)
-    assignment = share_out(lengths, cost or transformer_cost, layout.data_size, tokens_per_device)
-    mine = assignment[layout.data_rank]
+    mine = _assign(examples, lengths, layout, tokens_per_device)
     whole: dict[str, Any] = {
         "num_tokens": int(trained.sum()),
         "num_sequences": int(np.count_nonzero(trained)),
@@ -61,6 +62,44 @@ def make_batch(
         total_tokens=int(lengths.sum()),
         **whole,
     )
+
+
+def _assign(
+    examples: Sequence[Example], lengths: Integers, layout: Layout, budget: int
+) -> list[Integers]:
+    """This rank's micro-batches, as indices of their examples, ascending."""
+    prompts = [int(e.loss_mask.argmax()) if e.loss_mask.any() else 0 for e in examples]
+    fair = int(lengths.sum()) // (layout.data_size * _UNITS_PER_RANK)
+    units = _units(examples, prompts, lengths, min(fair, budget))
+    totals = [int(lengths[unit].sum()) for unit in units]
+    costs = [
+        sum(transformer_cost(int(n)) for n in lengths[unit])
+        - (len(unit) - 1) * transformer_cost(prompts[unit[0]])
+        for unit in units
+    ]
+    assignment = share_out(np.array(totals), np.array(costs), layout.data_size, budget)
+    return [
+        np.sort(np.concatenate([units[i] for i in items])) if len(items) else items
+        for items in assignment[layout.data_rank]
+    ]
+
+
+def _units(
+    examples: Sequence[Example], prompts: Sequence[int], lengths: Integers, limit: int
+) -> list[list[int]]:
+    """Runs of examples that begin with the same prompt, none of several examples over `limit` tokens."""
+    units: list[list[int]] = []
+    total = 0
+    for index, (example, prompt) in enumerate(zip(examples, prompts, strict=True)):
+        total += int(lengths[index])
+        if units and total <= limit and prompt == prompts[units[-1][0]]:
+            before = examples[units[-1][0]]
+            if np.array_equal(example.token_ids[:prompt], before.token_ids[:prompt]):
+                units[-1].append(index)
+                continue
+        units.append([index])
+        total = int(lengths[index])
+    return units
 
 
 def _check_lengths(lengths: Integers, budget: int) -> None:

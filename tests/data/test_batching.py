@@ -121,6 +121,39 @@ def test_values_of_reinforcement_learning_travel_along():
         assert getattr(filler, name).tolist() == [0, 0]
 
 
+def answers(prompt, *lengths):
+    """Examples with one prompt of ten tokens, whose answers are trained on."""
+    return [
+        replace(
+            example(10 + n, trained=n, start=100 * prompt),
+            token_ids=np.concatenate(
+                [np.arange(10) + 100 * prompt, np.full(n, 5000 + i, dtype=np.int64)]
+            ),
+        )
+        for i, n in enumerate(lengths)
+    ]
+
+
+def test_samples_of_a_prompt_stay_together():
+    examples = [e for prompt in range(16) for e in answers(prompt, 5, 9, 7, 3)]
+    for ranks in (1, 2):
+        parts = of_all_ranks(examples, ranks, 300)
+        homes = {
+            i: (rank, number)
+            for rank, part in enumerate(parts)
+            for number, micro in enumerate(part.examples)
+            for i in micro
+        }
+        assert sorted(homes) == list(range(64))
+        for prompt in range(16):
+            assert len({homes[4 * prompt + sample] for sample in range(4)}) == 1
+
+
+def test_a_group_is_parted_where_ranks_would_wait():
+    parts = of_all_ranks(answers(0, *[10] * 8), 4, 100)
+    assert [len(part.examples[0]) for part in parts] == [2, 2, 2, 2]
+
+
 def test_fillers_only_where_examples_run_out():
     parts = of_all_ranks([example(5), example(9), example(4)], 4, 100)
     assert sorted(part.examples[0][0] for part in parts) == [-1, 0, 1, 2]
