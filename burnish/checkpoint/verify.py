@@ -1,35 +1,107 @@
 """Whether the bytes on disk are those that were committed: every block against its hash.
 
-Without torch, in one block of memory. Readers of tensors use the same check on the blocks they
+Without torch, in two blocks of memory. Readers of tensors use the same check on the blocks they
 read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from burnish.checkpoint.committed import Committed, open_step
-from burnish.checkpoint.manifest import FileRecord, block_hash
+from burnish.checkpoint.manifest import MAX_BLOCK_BYTES, FileRecord, block_hash
 from burnish.errors import CorruptError
 from burnish.files.safetensors import Header, read_header
 from burnish.files.storage import File, LocalStorage, Storage
+
+_TENSORS = ".safetensors"
+_SHOWN = 5
+
+
+class DamagedBlock(CorruptError):
+    """A block of a step's file whose bytes are not those that were written."""
+
+    def __init__(
+        self, file: Path, start: int, stop: int, holds: tuple[str, ...], *, have: str, want: str
+    ) -> None:
+        shown = ", ".join(holds[:_SHOWN]) or "no tensor"
+        shown += f" and {len(holds) - _SHOWN} more" if len(holds) > _SHOWN else ""
+        super().__init__(
+            f"{file} is damaged: bytes {start} to {stop} are not those that were written",
+            have=f"{have}; they hold {shown}",
+            want=want,
+            do="use another checkpoint, and check the disk",
+        )
+        self.file = file
+        """Its path."""
+        self.start, self.stop = start, stop
+        """First byte of the block in the file, and one past the last."""
+        self.holds = holds
+        """The tensors that lie in it, and "the header" where it begins the file."""
+        self._hashes = (have, want)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep the parts when the error crosses a process boundary."""
+        return (_rebuild, (self.file, self.start, self.stop, self.holds, *self._hashes))
+
+
+def _rebuild(
+    file: Path, start: int, stop: int, holds: tuple[str, ...], have: str, want: str
+) -> DamagedBlock:
+    return DamagedBlock(file, start, stop, holds, have=have, want=want)
 
 
 def verify(path: Path, storage: Storage | None = None) -> Iterator[CorruptError]:
     """Read all of the step at `path`; yields an error per damaged block, naming file and tensors.
 
-    Raises `CorruptError` when COMMIT, manifest, state or the list of files is not in order.
+    A thread reads the next block while one is hashed. Raises `CorruptError` when COMMIT, manifest,
+    state or the list of files is not in order.
     """
     storage = storage or LocalStorage()
     step = open_step(path, storage)
-    for name, record in step.manifest.files.items():
-        with storage.open(path / name) as file:
-            for number in range(len(record.blocks)):
-                try:
-                    read_block(file, step, name, number)
-                except CorruptError as error:
-                    yield error
+    largest = max((record.block_bytes for record in step.manifest.files.values()), default=0)
+    largest = min(largest, MAX_BLOCK_BYTES, step.manifest.total_bytes)
+    buffers = [memoryview(bytearray(largest)) for _ in range(2)]
+    with ThreadPoolExecutor(1) as reader:
+        for name in step.manifest.files:
+            yield from _verify_file(step, name, storage, reader, buffers)
+
+
+def _verify_file(
+    step: Committed,
+    name: str,
+    storage: Storage,
+    reader: ThreadPoolExecutor,
+    buffers: list[memoryview],
+) -> Iterator[CorruptError]:
+    record = step.manifest.files[name]
+    ahead: list[tuple[int, memoryview, Future[str | None]]] = []
+    with storage.open(step.path / name) as file:
+        for number in range(len(record.blocks)):
+            data = buffers[number % 2][: _size(record, number)]
+            read = reader.submit(_fill, file, data, number * record.block_bytes)
+            ahead.append((number, data, read))
+            if len(ahead) == 2:
+                yield from _damage(step, name, *ahead.pop(0))
+        while ahead:
+            yield from _damage(step, name, *ahead.pop(0))
+
+
+def verify_quickly(path: Path, storage: Storage | None = None) -> Iterator[CorruptError]:
+    """Check what needs no reading of tensors: COMMIT, manifest, state, names, sizes and headers.
+
+    Yields and raises as `verify` does.
+    """
+    storage = storage or LocalStorage()
+    step = open_step(path, storage)
+    for name in step.manifest.files:
+        if name.endswith(_TENSORS):
+            try:
+                checked_header(step, name, storage)
+            except CorruptError as error:
+                yield error
 
 
 def read_block(
@@ -37,24 +109,12 @@ def read_block(
 ) -> memoryview:
     """A block of a step's file, checked against its hash, in `into` or memory of its own.
 
-    Raises `CorruptError` naming the file and the tensors that lie in the block.
+    Raises `DamagedBlock` naming the file and the tensors that lie in the block.
     """
     record = step.manifest.files[name]
-    start = number * record.block_bytes
-    size = min(record.block_bytes, record.size - start)
+    size = _size(record, number)
     data = memoryview(bytearray(size)) if into is None else into[:size]
-    try:
-        file.pread_into(data, start)
-        found = block_hash(data)
-    except EOFError as error:
-        found = str(error)
-    if found != record.blocks[number]:
-        raise CorruptError(
-            f"{step.path / name} is damaged: bytes {start} to {start + size} are not those that were written",
-            have=f"{found}; they hold {_tensors(step, name, start, start + size)}",
-            want=record.blocks[number],
-            do="use another checkpoint, and check the disk",
-        )
+    _check(step, name, number, data, _fill(file, data, number * record.block_bytes))
     return data
 
 
@@ -69,19 +129,57 @@ def checked_header(step: Committed, name: str, storage: Storage) -> Header:
     return read_header(step.path / name)
 
 
+def _fill(file: File, data: memoryview, start: int) -> str | None:
+    """Read into all of `data`; says where the file ends before."""
+    try:
+        file.pread_into(data, start)
+    except EOFError as error:
+        return str(error)
+    return None
+
+
+def _check(step: Committed, name: str, number: int, data: memoryview, ended: str | None) -> None:
+    """Raise `DamagedBlock` unless `data` is the block that was committed."""
+    record = step.manifest.files[name]
+    found = ended or block_hash(data)
+    if found != record.blocks[number]:
+        start = number * record.block_bytes
+        stop = start + len(data)
+        holds = _tensors(step, name, start, stop)
+        raise DamagedBlock(
+            step.path / name, start, stop, holds, have=found, want=record.blocks[number]
+        )
+
+
+def _damage(
+    step: Committed, name: str, number: int, data: memoryview, read: Future[str | None]
+) -> Iterator[CorruptError]:
+    """What is wrong with a block, once it has been read; that the disk could not read it, as well."""
+    try:
+        ended = read.result()
+    except OSError as error:
+        ended = str(error)
+    try:
+        _check(step, name, number, data, ended)
+    except CorruptError as error:
+        yield error
+
+
+def _size(record: FileRecord, number: int) -> int:
+    return min(record.block_bytes, record.size - number * record.block_bytes)
+
+
 def _blocks(size: int, record: FileRecord) -> int:
     return min(-(-size // record.block_bytes), len(record.blocks))
 
 
-def _tensors(step: Committed, name: str, start: int, stop: int) -> str:
+def _tensors(step: Committed, name: str, start: int, stop: int) -> tuple[str, ...]:
     """Which tensors lie in a range of a file, for a message."""
-    if not name.endswith(".safetensors"):
-        return "no tensor"
+    if not name.endswith(_TENSORS):
+        return ()
     try:
         header = read_header(step.path / name)
     except CorruptError:
-        return "the header"
+        return ("the header",)
     names = [e.name for e in header.entries.values() if e.begin < stop and start < e.end]
-    names = ["the header"] * (start < header.size) + names
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+    return (*["the header"] * (start < header.size), *names)

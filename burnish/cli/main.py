@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 
 from burnish import __version__
 from burnish.cli import settings
+from burnish.cli.ckpt import add_ckpt, run_ckpt
 from burnish.cli.run import run
 from burnish.config.keys import known_keys
 from burnish.errors import BurnishError, UsageError
@@ -31,6 +33,7 @@ Burnish post-trains language models: supervised fine-tuning and reinforcement le
   burnish eval  CONFIG|RUN_DIR [key=value ...]    measure on held-out data
   burnish config show CONFIG [key=value ...]      every setting, and where its value came from
   burnish config explain [KEY]                    what a setting means
+  burnish ckpt  ls|show|verify|pin|unpin          look at checkpoints, check and keep them
 
 CONFIG is a YAML file; key=value overrides one setting, as optim.lr=1e-6 or rollout.n=8.
 --dry-run checks everything and says what a run would do, without loading or writing anything:
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         _set_up_logging()
-        _dispatch(arguments)
+        return _dispatch(arguments)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except BurnishError as error:
@@ -63,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:  # noqa: BLE001 - the last frame: print the traceback and set the exit code
         traceback.print_exc()
         return 1
-    return 0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -101,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain = config_commands.add_parser("explain", description="Say what a setting means.")
     explain.add_argument("key", nargs="?", metavar="KEY", help="as rollout.n; none: the sections")
+    add_ckpt(commands)
     return parser
 
 
@@ -120,20 +123,23 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if options := [each for each in rest if each.startswith("-")]:
-        raise _unknown_option(options[0])
+        raise _unknown_option(options[0], arguments)
     if arguments.command is None:
         parser.print_help()
         raise SystemExit(UsageError.exit_code if argv else 0)
     if rest and not hasattr(arguments, "overrides"):
-        raise UsageError(f"unexpected {rest[0]}", have=rest[0], want="one KEY", do="leave it out")
+        raise UsageError(f"unexpected {rest[0]}", have=shlex.join(argv), do="leave it out")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
 
-def _unknown_option(option: str) -> UsageError:
+def _unknown_option(option: str, arguments: argparse.Namespace) -> UsageError:
     name, _, value = option.lstrip("-").partition("=")
     key = name.replace("-", "_")
+    if not hasattr(arguments, "overrides"):
+        do = f"see burnish {arguments.command or ''} --help".replace("  ", " ")
+        return UsageError(f"there is no option {option}", have=option, do=do)
     if key in known_keys():
         do = f"settings have no dashes: write {key}={value or 'VALUE'}"
     else:
@@ -141,13 +147,16 @@ def _unknown_option(option: str) -> UsageError:
     return UsageError(f"there is no option {option}", have=option, want="--dry-run", do=do)
 
 
-def _dispatch(arguments: argparse.Namespace) -> None:
+def _dispatch(arguments: argparse.Namespace) -> int:
+    if arguments.command == "ckpt":
+        return run_ckpt(arguments)
     if arguments.command != "config":
         run(arguments.command, arguments.config, arguments.overrides, dry_run=arguments.dry_run)
     elif arguments.config_command == "show":
         settings.show(arguments.config, arguments.overrides)
     else:
         settings.explain(arguments.key)
+    return 0
 
 
 def _set_up_logging() -> None:

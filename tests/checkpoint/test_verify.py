@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import os
 import shutil
 import subprocess
@@ -14,9 +16,9 @@ from hypothesis import strategies as st
 
 from burnish.checkpoint.committed import newest, open_step
 from burnish.checkpoint.load import CheckpointSource
-from burnish.checkpoint.verify import verify
+from burnish.checkpoint.verify import verify, verify_quickly
 from burnish.errors import CorruptError
-from burnish.files.storage import LocalStorage
+from burnish.files.storage import LocalFile, LocalStorage
 from burnish.parallel.layout import Layout
 
 LOCAL = LocalStorage()
@@ -209,3 +211,50 @@ print(seen)
 def test_newest_of_nothing_is_nothing(tmp_path):
     assert newest(tmp_path) is None
     assert newest(tmp_path / "absent") is None
+
+
+class UnreadableFile(LocalFile):
+    """A file on a disk with a bad sector at 5 MiB."""
+
+    def pread_into(self, buffer, offset):
+        if offset <= 5 << 20 < offset + len(buffer):
+            raise OSError(errno.EIO, "made to fail")
+        super().pread_into(buffer, offset)
+
+
+class UnreadableStorage(LocalStorage):
+    def open(self, path, *, write=False):
+        return UnreadableFile(os.open(path, os.O_RDONLY))
+
+
+def test_what_the_disk_cannot_read_is_named(tmp_path):
+    weights, slots = make_state(0, BIG_SHAPES)
+    path = save_once(
+        tmp_path, weights=shards_of(weights, Layout()), training=shards_of(slots, Layout())
+    )
+    found = list(verify(path, UnreadableStorage()))
+    names = sorted(error.file.name for error in found)
+    assert names == ["exp_avg.safetensors", "exp_avg_sq.safetensors"]
+    assert all("made to fail" in str(error) and "head.weight" in error.holds for error in found)
+
+
+def test_a_damaged_block_crosses_processes_whole(copied):
+    file = copied / "training" / "residual.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    [error] = verify(copied)
+    again = copy.copy(error)  # as pickling does
+    assert (str(again), again.file, again.holds) == (str(error), error.file, error.holds)
+    assert (again.start, again.stop) == (0, len(data))
+
+
+@pytest.mark.parametrize("at", [5, 40])
+def test_a_quick_look_finds_a_damaged_header(copied, at):
+    assert list(verify_quickly(copied)) == []
+    file = copied / "training" / "residual.safetensors"
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    [found] = verify_quickly(copied)
+    assert "residual.safetensors" in str(found)

@@ -1,0 +1,74 @@
+"""`burnish ckpt`: looking at checkpoints, checking and keeping them. The arguments and what becomes of them.
+
+Every command says what it did in lines for people, or with `--json` in one object on standard
+output. Exit codes are those of `burnish.errors`; a check that finds damage ends with 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from burnish.cli import ckpt_inspect, ckpt_keep
+
+Arguments = argparse.Namespace
+
+_WHERE = "RUN or RUN/checkpoints/step-N"
+
+
+def add_ckpt(commands: Any) -> None:
+    """Add `ckpt` and its own commands to the subparsers of the command line."""
+    ckpt = commands.add_parser("ckpt", description="Look at checkpoints, check and keep them.")
+    added = ckpt.add_subparsers(
+        dest="ckpt_command", metavar="ls|show|verify|pin|unpin", required=True
+    )
+
+    def add(name: str, description: str, metavar: str, help_: str) -> argparse.ArgumentParser:
+        parser: argparse.ArgumentParser = added.add_parser(name, description=description)
+        parser.add_argument("path", type=Path, metavar=metavar, help=help_)
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
+        return parser
+
+    add("ls", "List the steps of a run.", "RUN", "as runs/my-run")
+    show = add("show", "Say what is in a step.", "STEP", f"{_WHERE}; a run: its newest")
+    show.add_argument("--tensors", action="store_true", help="list every tensor")
+    verify = add(
+        "verify", "Check steps against their hashes.", "STEP", f"{_WHERE}; a run: all steps"
+    )
+    depth = verify.add_mutually_exclusive_group()
+    depth.add_argument("--full", action="store_true", help="read every byte (the default)")
+    depth.add_argument(
+        "--fast", action="store_true", help="names, sizes, small files and headers only"
+    )
+    pin = add("pin", "Keep a step whatever retention says.", "STEP", "RUN/checkpoints/step-N")
+    pin.add_argument("--reason", default="by hand", metavar="TEXT", help="shown by ls")
+    add("unpin", "Let retention decide on a step again.", "STEP", "RUN/checkpoints/step-N")
+
+
+def run_ckpt(arguments: Arguments) -> int:
+    """Run the command that was parsed; returns the exit code. Raises `BurnishError`s for all that is wrong."""
+
+    def say(line: str) -> None:
+        if not arguments.json:
+            print(line, flush=True)
+
+    report = _COMMANDS[arguments.ckpt_command](arguments, say)
+    if arguments.json:
+        print(json.dumps(report, ensure_ascii=False, indent=1))
+    if arguments.ckpt_command == "verify" and (error := ckpt_inspect.damage(report)):
+        raise error
+    return 0
+
+
+_Command = Callable[[Arguments, ckpt_inspect.Say], dict[str, Any]]
+
+_COMMANDS: dict[str, _Command] = {
+    "ls": lambda given, say: ckpt_inspect.list_steps(given.path, say),
+    "show": lambda given, say: ckpt_inspect.show_step(given.path, say, tensors=given.tensors),
+    "verify": lambda given, say: ckpt_inspect.verify_steps(given.path, say, fast=given.fast),
+    "pin": lambda given, say: ckpt_keep.pin(given.path, given.reason, say),
+    "unpin": lambda given, say: ckpt_keep.unpin(given.path, say),
+}

@@ -1,0 +1,206 @@
+"""`burnish ckpt ls`, `show` and `verify`: what is there, and whether it is what was saved. Without torch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from burnish.checkpoint.committed import (
+    INFLIGHT,
+    QUARANTINE,
+    TRASH,
+    Committed,
+    open_step,
+    step_paths,
+)
+from burnish.checkpoint.manifest import COMMIT
+from burnish.checkpoint.pins import read_pins
+from burnish.checkpoint.verify import DamagedBlock, checked_header, verify, verify_quickly
+from burnish.cli.ckpt_paths import one_step, steps_at, steps_directory
+from burnish.cli.columns import bytes_text, count_text, table
+from burnish.errors import BurnishError, CorruptError, IncompatibleError
+from burnish.files.safetensors import DTYPE_BITS, TensorEntry
+from burnish.files.storage import LocalStorage
+
+Say = Callable[[str], None]
+"""Prints a line for people; does nothing where JSON was asked for."""
+
+_LOCAL = LocalStorage()
+
+
+def list_steps(path: Path, say: Say) -> dict[str, Any]:
+    """Every step of a run: size, time, health, pin, and what else lies there."""
+    root = steps_directory(path)
+    pins = read_pins(root, _LOCAL)
+    steps = [_listed(step, pins.get(number)) for number, step in step_paths(root, _LOCAL).items()]
+    say(str(root))
+    rows = [("step", "size", "saved", "state", "pinned"), *map(_row, steps)]
+    for line in table(rows, right=2):
+        say(f"  {line}")
+    names = [entry.name for entry in _LOCAL.entries(root)]
+    beside = {
+        "unfinished": [name for name in names if name.startswith(INFLIGHT)],
+        QUARANTINE: [entry.name for entry in _LOCAL.entries(root / QUARANTINE)],
+        TRASH: [entry.name for entry in _LOCAL.entries(root / TRASH)],
+    }
+    for what, found in beside.items():
+        if found:
+            say(f"  {what}: {', '.join(found)}")
+    return {"path": str(root), "steps": steps, **beside}
+
+
+def show_step(path: Path, say: Say, *, tensors: bool) -> dict[str, Any]:
+    """One step: who wrote it, what is in it, where the run was; with `tensors` each of them."""
+    step = one_step(path)
+    sets = _sets(step)
+    facts = {
+        "step": step.step,
+        "healthy": step.healthy,
+        "pinned": read_pins(step.path.parent, _LOCAL).get(step.step),
+        "bytes": step.manifest.total_bytes,
+        "saved": _saved(step.path),
+        "version": step.commit.version,
+        "processes": step.manifest.world,
+        "uuid": step.commit.uuid,
+    }
+    size = bytes_text(step.manifest.total_bytes)
+    _say_section(
+        say, str(step.path), [(name, _word(v)) for name, v in (facts | {"bytes": size}).items()]
+    )
+    heads = ("set", "dtype", "tensors", "elements", "size")
+    _say_section(say, "tensors", [heads, *(_set_row(*each) for each in sets.items())])
+    _say_section(say, "state", [(name, json.dumps(value)) for name, value in step.state.items()])
+    counted = {name: {"tensors": len(found), "bytes": _size(found)} for name, found in sets.items()}
+    report = {"path": str(step.path), **facts, "sets": counted, "state": dict(step.state)}
+    if tensors:
+        for name, entries in sets.items():
+            _say_section(say, name, [(e.name, e.dtype, str(list(e.shape))) for e in entries])
+        report["tensors"] = {name: list(map(_tensor, entries)) for name, entries in sets.items()}
+    return report
+
+
+def verify_steps(path: Path, say: Say, *, fast: bool) -> dict[str, Any]:
+    """Check a step, or every step of a run; each problem is told as it is found."""
+    results = [_verified(step, say, fast) for step in steps_at(path)]
+    return {"full": not fast, "steps": results, "ok": all(result["ok"] for result in results)}
+
+
+def damage(report: dict[str, Any]) -> CorruptError | None:
+    """What `verify_steps` ends with, where it found anything."""
+    bad = [step["path"] for step in report["steps"] if not step["ok"]]
+    if not bad:
+        return None
+    problems = sum(len(step["problems"]) for step in report["steps"])
+    return CorruptError(
+        f"{count_text(len(bad), 'damaged step')}",
+        have=f"{count_text(problems, 'problem')} in {', '.join(bad)}",
+        want="the bytes that were committed",
+        do="use another step, and check the disk; resuming moves a damaged step aside by itself",
+    )
+
+
+def _verified(path: Path, say: Say, fast: bool) -> dict[str, Any]:
+    begun = time.perf_counter()
+    problems = []
+    for error in _problems(path, fast):
+        problems.append(_problem(path, error))
+        say(f"{error}")
+    seconds = time.perf_counter() - begun
+    size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    rate = "" if fast else f", {bytes_text(size / seconds)}/s"
+    verdict = count_text(len(problems), "problem") if problems else "whole"
+    say(f"{path}: {verdict} ({bytes_text(size)} in {seconds:.1f} s{rate})")
+    return {
+        "path": str(path),
+        "ok": not problems,
+        "bytes": size,
+        "seconds": seconds,
+        "problems": problems,
+    }
+
+
+def _problems(path: Path, fast: bool) -> Iterator[BurnishError]:
+    try:
+        yield from (verify_quickly if fast else verify)(path)
+    except (CorruptError, IncompatibleError) as error:
+        yield error
+
+
+def _problem(path: Path, error: BurnishError) -> dict[str, Any]:
+    """A problem as JSON."""
+    found: dict[str, Any] = {"problem": error.problem, "have": error.have, "want": error.want}
+    if isinstance(error, DamagedBlock):
+        found["file"] = error.file.relative_to(path).as_posix()
+        found |= {"start": error.start, "stop": error.stop, "tensors": list(error.holds)}
+    return {
+        name: value if isinstance(value, int | list) else str(value)
+        for name, value in found.items()
+    }
+
+
+def _listed(path: Path, reason: str | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"path": str(path), "pinned": reason}
+    try:
+        step = open_step(path, _LOCAL)
+    except (CorruptError, IncompatibleError) as error:
+        return {**found, "step": int(path.name.removeprefix("step-")), "problem": error.problem}
+    size, saved = step.manifest.total_bytes, _saved(path)
+    return {**found, "step": step.step, "bytes": size, "saved": saved, "healthy": step.healthy}
+
+
+def _row(step: dict[str, Any]) -> tuple[str, ...]:
+    if "problem" in step:
+        return (str(step["step"]), "", "", f"damaged: {step['problem']}", step["pinned"] or "")
+    state = "healthy" if step["healthy"] else "unhealthy"
+    size = bytes_text(step["bytes"])
+    return (str(step["step"]), size, step["saved"], state, step["pinned"] or "")
+
+
+def _say_section(say: Say, title: str, rows: list[tuple[str, ...]]) -> None:
+    say(title)
+    for line in table(rows):
+        say(f"  {line}")
+
+
+def _word(value: object) -> str:
+    """A fact as people read it."""
+    if value is None or isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)
+
+
+def _saved(path: Path) -> str:
+    """When a step was committed, by its file."""
+    seconds = (path / COMMIT).stat().st_mtime
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def _sets(step: Committed) -> dict[str, list[TensorEntry]]:
+    """The tensors of each set ("model", "training/exp_avg", ...), from checked headers."""
+    sets: dict[str, list[TensorEntry]] = {}
+    for name in sorted(step.manifest.files):
+        directory, _, file = name.rpartition("/")
+        if file.endswith(".safetensors"):
+            stem = file.removesuffix(".safetensors").partition("-")[0]
+            key = directory if directory.endswith(stem) else f"{directory}/{stem}"
+            entries = checked_header(step, name, _LOCAL).entries.values()
+            sets.setdefault(key, []).extend(entries)
+    return sets
+
+
+def _set_row(name: str, entries: list[TensorEntry]) -> tuple[str, ...]:
+    dtypes = ", ".join(sorted({entry.dtype for entry in entries}))
+    elements = sum((e.end - e.begin) * 8 // DTYPE_BITS[e.dtype] for e in entries)
+    return (name, dtypes, f"{len(entries):,}", f"{elements:,}", bytes_text(_size(entries)))
+
+
+def _size(entries: list[TensorEntry]) -> int:
+    return sum(entry.end - entry.begin for entry in entries)
+
+
+def _tensor(entry: TensorEntry) -> dict[str, Any]:
+    return {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape)}

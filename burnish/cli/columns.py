@@ -1,0 +1,29 @@
+"""Numbers and columns as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+
+def bytes_text(size: float) -> str:
+    """Bytes in the unit that leaves one to three digits before the point: "12.3 MB"."""
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = min((len(str(int(size))) - 1) // 3, len(units) - 1)
+    return f"{size / 1000**power:.{1 if power else 0}f} {units[power]}"
+
+
+def count_text(number: int, noun: str) -> str:
+    """A number and its noun: "1 step", "2 steps"."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def table(rows: Sequence[Sequence[str]], right: int = 0) -> Iterator[str]:
+    """Lines with the columns of `rows` under each other, the first `right` of them to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index < right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()

@@ -1,0 +1,250 @@
+"""The commands that look at checkpoints and keep them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints_for_tests import BIG_SHAPES, make_state, save_once, shards_of
+
+from burnish.cli.main import main
+from burnish.parallel.layout import Layout
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's directory with two steps, the second unhealthy."""
+    run = tmp_path_factory.mktemp("made") / "run"
+    weights, slots = make_state(0, BIG_SHAPES)
+    save_once(
+        run / "checkpoints",
+        1,
+        weights=shards_of(weights, Layout()),
+        training=shards_of(slots, Layout()),
+    )
+    save_once(run / "checkpoints", 2, healthy=False)
+    return run
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def ckpt(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    code = main(["ckpt", *map(str, argv)])
+    written = capsys.readouterr()
+    return code, written.out, written.err
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, Any]:
+    code, out, _ = ckpt(capsys, *argv, "--json")
+    return code, json.loads(out)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def step_of(run: Path, number: int) -> Path:
+    return run / "checkpoints" / f"step-{number:08d}"
+
+
+@pytest.mark.parametrize("below", ["", "checkpoints"])
+def test_ls(run: Path, below: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints/.inflight-00000003.abc").mkdir()
+    code, found = as_json(capsys, "ls", run / below)
+    assert code == 0
+    assert [(s["step"], s["healthy"], s["pinned"]) for s in found["steps"]] == [
+        (1, True, None),
+        (2, False, None),
+    ]
+    whole = sum(p.stat().st_size for p in step_of(run, 1).rglob("*") if p.is_file())
+    assert 0 < whole - found["steps"][0]["bytes"] < 10_000  # less COMMIT and manifest
+    assert found["unfinished"] == [".inflight-00000003.abc"]
+    _, out, _ = ckpt(capsys, "ls", run / below)
+    lines = out.splitlines()
+    assert lines[1].split() == ["step", "size", "saved", "state", "pinned"]
+    assert [line.split()[0] for line in lines[2:4]] == ["1", "2"]
+    assert lines[3].endswith("unhealthy")
+
+
+def test_ls_names_what_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(step_of(run, 1) / "COMMIT", 30)
+    code, out, _ = ckpt(capsys, "ls", run)
+    assert code == 0
+    assert "damaged" in out.splitlines()[2]
+    assert "COMMIT" in as_json(capsys, "ls", run)[1]["steps"][0]["problem"]
+
+
+def test_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = as_json(capsys, "show", step_of(run, 1), "--tensors")
+    assert code == 0
+    assert found["step"] == 1
+    assert found["state"] == {"step": 1, "cursor": 5}
+    assert found["sets"].keys() == {
+        "model", "training/residual", "training/exp_avg", "training/exp_avg_sq",
+    }  # fmt: skip
+    model = {each["name"]: each for each in found["tensors"]["model"]}
+    assert {name: tuple(each["shape"]) for name, each in model.items()} == BIG_SHAPES
+    assert {each["dtype"] for each in model.values()} == {"BF16"}
+    _, out, _ = ckpt(capsys, "show", step_of(run, 1))
+    assert "training/exp_avg_sq" in out
+    assert "head.weight" not in out
+    assert "head.weight" in ckpt(capsys, "show", step_of(run, 1), "--tensors")[1]
+
+
+def test_a_run_stands_for_its_newest_healthy_step(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert as_json(capsys, "show", run)[1]["step"] == 1
+
+
+@pytest.mark.parametrize("options", [[], ["--full"], ["--fast"]])
+def test_verify_of_what_is_whole(
+    run: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = as_json(capsys, "verify", run, *options)
+    assert code == 0
+    assert found["ok"]
+    assert found["full"] is ("--fast" not in options)
+    assert [Path(step["path"]).name for step in found["steps"]] == [
+        "step-00000001",
+        "step-00000002",
+    ]
+    code, out, err = ckpt(capsys, "verify", *options, step_of(run, 1))
+    assert (code, err) == (0, "")
+    assert "step-00000001: whole" in out
+
+
+def test_verify_names_file_and_tensors_of_every_bad_block(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(step_of(run, 1) / "training/exp_avg.safetensors", 6 << 20)
+    flip(step_of(run, 1) / "training/exp_avg.safetensors", 1 << 20)
+    flip(step_of(run, 1) / "model/config.json", 3)
+    code, found = as_json(capsys, "verify", step_of(run, 1))
+    assert code == 3
+    assert not found["ok"]
+    problems = found["steps"][0]["problems"]
+    assert {(p["file"], p["start"]) for p in problems} == {
+        ("training/exp_avg.safetensors", 0),
+        ("training/exp_avg.safetensors", 4 << 20),
+        ("model/config.json", 0),
+    }
+    named = {p["start"]: p["tensors"] for p in problems if p["file"].startswith("training")}
+    assert named[4 << 20] == ["head.weight"]
+    assert "the header" in named[0]
+    code, out, err = ckpt(capsys, "verify", step_of(run, 1))
+    assert code == 3
+    assert out.count("is damaged: bytes") == 3
+    assert err.startswith("error: 1 damaged step\n  have: 3 problems")
+
+
+def test_a_fast_verify_reads_no_tensors(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(step_of(run, 1) / "training/exp_avg.safetensors", 6 << 20)
+    assert ckpt(capsys, "verify", "--fast", run)[0] == 0
+    flip(step_of(run, 1) / "training/exp_avg.safetensors", 20)
+    assert ckpt(capsys, "verify", "--fast", run)[0] == 3
+
+
+def test_verify_goes_on_to_the_next_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (step_of(run, 1) / "state.json").unlink()
+    code, found = as_json(capsys, "verify", run)
+    assert code == 3
+    assert [step["ok"] for step in found["steps"]] == [False, True]
+    assert "state.json is missing" in found["steps"][0]["problems"][0]["problem"]
+
+
+def test_pin_and_unpin(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = step_of(run, 1)
+    assert ckpt(capsys, "pin", step, "--reason", "for the paper")[0] == 0
+    assert json.loads((run / "checkpoints/pins.json").read_text()) == {
+        "format": 1,
+        "pins": {"1": "for the paper"},
+    }
+    assert "for the paper" in ckpt(capsys, "ls", run)[1]
+    assert as_json(capsys, "show", step)[1]["pinned"] == "for the paper"
+    assert as_json(capsys, "pin", step)[1] == {
+        "path": str(step), "step": 1, "pinned": "by hand", "before": "for the paper",
+    }  # fmt: skip
+    shutil.rmtree(step)  # a pin can be taken back when the step is gone
+    assert ckpt(capsys, "unpin", step)[0] == 0
+    code, _, err = ckpt(capsys, "unpin", step)
+    assert code == 5
+    assert "not pinned" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "facts"),
+    [
+        (["ls", "nowhere"], 5, ["there is no nowhere", "run"]),
+        (["ls", "."], 5, ["holds no checkpoints", "runs/NAME"]),
+        (["show", "run/config.yaml"], 5, ["there is no run/config.yaml"]),
+        (["show", "empty"], 5, ["empty has no committed step"]),
+        (["verify", "empty"], 5, ["empty has no committed step"]),
+        (["pin", "run"], 2, ["run is not a step", "RUN/checkpoints/step-N"]),
+        (["pin", "run/checkpoints/step-00000007"], 5, ["there is no step", "step-00000001"]),
+        (["unpin", "run/checkpoints/step-00000001"], 5, ["is not pinned", "no pins"]),
+        (["unpin", "nowhere/step-00000001"], 5, ["there is no nowhere"]),
+        (["verify", "run", "--fast", "--full"], 2, ["not allowed with"]),
+        (["verify"], 2, ["required: STEP"]),
+        (["verify", "run", "also"], 2, ["unexpected also"]),
+        (["verify", "run", "--deep"], 2, ["no option --deep", "burnish ckpt --help"]),
+        ([], 2, ["required: ls|show"]),
+    ],
+)
+def test_mistakes(
+    run: Path,
+    argv: list[str],
+    code: int,
+    facts: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(run.parent)
+    Path("empty/checkpoints").mkdir(parents=True)
+    found, out, err = ckpt(capsys, *argv)
+    assert found == code
+    assert out == ""
+    for fact in facts:
+        assert fact in err
+
+
+def test_damaged_pins_are_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints/pins.json").write_text("{")
+    for argv in (["ls", run], ["pin", step_of(run, 1)], ["unpin", step_of(run, 1)]):
+        code, _, err = ckpt(capsys, *argv)
+        assert code == 3
+        assert "every step counts as pinned" in err
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "pin", "unpin"])
+def test_it_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ckpt(capsys, command, "--help")[0] == 0
+
+
+def test_looking_loads_no_torch(run: Path) -> None:
+    program = (
+        "import sys; from burnish.cli.main import main\n"
+        "run, step = sys.argv[1:]\n"
+        "for argv in (['ls', run], ['show', step], ['verify', run], ['verify', '--fast', run],\n"
+        "             ['pin', step], ['unpin', step]):\n"
+        "    assert main(['ckpt', *argv]) == 0, argv\n"
+        "assert not {'torch', 'numpy', 'transformers', 'datasets'} & set(sys.modules)"
+    )
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    subprocess.run(
+        [sys.executable, "-c", program, run, step_of(run, 1)],
+        check=True,
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
