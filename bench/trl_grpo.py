@@ -66,12 +66,18 @@ class TakeTurns(TrainerCallback):
     def on_step_begin(self, *arguments: Any, **options: Any) -> None:
         """Wait for a question."""
         self._model.wanted = torch.tensor(TURNS.next()["lengths"])
-        self._start = self._clock()
+        self._start = self._now()
 
     def on_step_end(self, *arguments: Any, **options: Any) -> None:
         """Answer it."""
-        seconds = self._clock() - self._start
+        seconds = self._now() - self._start
         TURNS.answer(seconds=seconds, tokens=int(self._model.wanted.sum()))
+
+    def _now(self) -> float:
+        """The clock's time when the device has done what it was given."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return self._clock()
 
 
 def trainer(settings: dict[str, Any]) -> GRPOTrainer:

@@ -17,8 +17,17 @@ EOS = 1
 SIZES: dict[str, dict[str, int]] = {
     "5m": {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4},
     "30m": {"hidden_size": 640, "intermediate_size": 1664, "num_attention_heads": 10},
+    "0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+    },
 }
-"""Shapes that differ; 6 layers of 64-wide heads, two heads to a key head, tied embeddings of 4096 words in all."""
+"""Shapes; where they do not say otherwise 6 layers of 64-wide heads and 4096 words. Two heads to a key head and tied embeddings in all."""
 
 
 def model_config(size: str) -> dict[str, Any]:
@@ -39,9 +48,9 @@ def model_config(size: str) -> dict[str, Any]:
     }
 
 
-def write_tokenizer(directory: Path) -> None:
-    """One token per word: <pad>, <eos>, w2 ... w4095."""
-    names = ["<pad>", "<eos>", *(f"w{number}" for number in range(2, VOCABULARY))]
+def write_tokenizer(directory: Path, vocabulary: int = VOCABULARY) -> None:
+    """One token per word: <pad>, <eos>, w2 and so on."""
+    names = ["<pad>", "<eos>", *(f"w{number}" for number in range(2, vocabulary))]
     words = {name: number for number, name in enumerate(names)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
