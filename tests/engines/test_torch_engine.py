@@ -216,3 +216,21 @@ def test_an_engine_describes_the_whole_of_its_state_once(tmp_path: Path, alone: 
     assert {s.spec.name for s in weights} == set(saved) - {"lm_head.weight"}
     names = [s.spec.name for s in engine.shards(Part.TRAINING)]
     assert len(names) == len(set(names)) == 2 * len(weights)
+
+
+@pytest.mark.parametrize("part", Part)
+def test_parking_on_a_cpu_moves_nothing_and_the_engine_works_inside(
+    tmp_path: Path, alone: Layout, part: Part
+) -> None:
+    path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
+    parked, other = (make_engine(alone, path) for _ in range(2))
+    places = [shard.tensor.data_ptr() for shard in parked.shards(part)]
+    with parked.parked(part):
+        assert [shard.tensor.data_ptr() for shard in parked.shards(part)] == places
+        inside = train(parked, make_examples(VOCAB), 3)
+    assert inside["losses"] == train(other, make_examples(VOCAB), 3)["losses"]
+    for each in Part:
+        for mine, theirs in zip(parked.shards(each), other.shards(each), strict=True):
+            assert torch.equal(mine.tensor, theirs.tensor)
+    with pytest.raises(InterruptedError), parked.parked(part):
+        raise InterruptedError
