@@ -12,10 +12,11 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from burnish.checkpoint.committed import TRASH, open_step, read_commit, step_paths
 from burnish.checkpoint.pins import holding_pins
+from burnish.config.schema import CheckpointConfig
 from burnish.errors import CorruptError, IncompatibleError
 from burnish.files.durable import move_aside
 from burnish.files.storage import Storage
@@ -84,6 +85,13 @@ class Retention:
     keep_best: Best | None = None
     """Keep the best by a metric."""
 
+    @classmethod
+    def of(cls, config: CheckpointConfig) -> Self:
+        """What a run's configuration says."""
+        which = config.keep_best
+        kept = Best(which.metric, which.mode, which.count) if which.metric and which.mode else None
+        return cls(config.keep_last, config.keep_every, kept)
+
     def outlived(self, steps: Collection[Facts], pins: Iterable[int] = ()) -> list[int]:
         """The steps that may go, oldest first. Pure.
 
@@ -104,7 +112,7 @@ class Retention:
         """
         try:
             with holding_pins(root, storage) as pins:
-                gone = self.outlived(self._facts(root, storage), pins)
+                gone = self.outlived(self.facts(root, storage), pins)
                 paths = step_paths(root, storage)
                 aside = [move_aside(storage, paths[step], root / TRASH) for step in gone]
         except CorruptError as error:
@@ -114,7 +122,8 @@ class Retention:
             storage.remove(path)
         return gone
 
-    def _facts(self, root: Path, storage: Storage) -> list[Facts]:
+    def facts(self, root: Path, storage: Storage) -> list[Facts]:
+        """What the predicates ask of the steps below `root`; those that cannot be read are named in the log."""
         found = []
         for path in step_paths(root, storage).values():
             try:

@@ -23,7 +23,7 @@ def add_ckpt(commands: Any) -> None:
     """Add `ckpt` and its own commands to the subparsers of the command line."""
     ckpt = commands.add_parser("ckpt", description="Look at checkpoints, check and keep them.")
     added = ckpt.add_subparsers(
-        dest="ckpt_command", metavar="ls|show|verify|pin|unpin", required=True
+        dest="ckpt_command", metavar="ls|show|verify|pin|unpin|gc", required=True
     )
 
     def add(name: str, description: str, metavar: str, help_: str) -> argparse.ArgumentParser:
@@ -46,6 +46,8 @@ def add_ckpt(commands: Any) -> None:
     pin = add("pin", "Keep a step whatever retention says.", "STEP", "RUN/checkpoints/step-N")
     pin.add_argument("--reason", default="by hand", metavar="TEXT", help="shown by ls")
     add("unpin", "Let retention decide on a step again.", "STEP", "RUN/checkpoints/step-N")
+    gc = add("gc", "Remove what the run's configuration does not keep.", "RUN", "as runs/my-run")
+    gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 
 
 def run_ckpt(arguments: Arguments) -> int:
@@ -71,4 +73,5 @@ _COMMANDS: dict[str, _Command] = {
     "verify": lambda given, say: ckpt_inspect.verify_steps(given.path, say, fast=given.fast),
     "pin": lambda given, say: ckpt_keep.pin(given.path, given.reason, say),
     "unpin": lambda given, say: ckpt_keep.unpin(given.path, say),
+    "gc": lambda given, say: ckpt_keep.collect_garbage(given.path, say, dry_run=given.dry_run),
 }

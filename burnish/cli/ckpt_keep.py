@@ -1,17 +1,23 @@
-"""`burnish ckpt pin` and `unpin`: which steps stay. Without torch."""
+"""`burnish ckpt pin`, `unpin` and `gc`: which steps stay. Without torch."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from burnish.checkpoint.committed import step_paths
+from burnish.checkpoint.committed import TRASH, step_paths
+from burnish.checkpoint.leftovers import clear, leftovers
 from burnish.checkpoint.pins import holding_pins
+from burnish.checkpoint.retention import Retention
 from burnish.cli.ckpt_inspect import Say
-from burnish.cli.ckpt_paths import is_step
+from burnish.cli.ckpt_paths import is_step, steps_directory
+from burnish.cli.columns import bytes_text, count_text
+from burnish.config.load import load_config
 from burnish.errors import MissingError, UsageError
-from burnish.files.durable import naming_failures
+from burnish.files.durable import move_aside, naming_failures
+from burnish.files.lease import Lease
 from burnish.files.storage import LocalStorage
 
 _LOCAL = LocalStorage()
@@ -44,6 +50,50 @@ def unpin(path: Path, say: Say) -> dict[str, Any]:
     return {"path": str(path), "step": step, "pinned": None, "before": before}
 
 
+def collect_garbage(path: Path, say: Say, *, dry_run: bool) -> dict[str, Any]:
+    """Remove the steps that the run's configuration does not keep, and what killed processes left.
+
+    Refuses a directory that a run is using: the run does this by itself. What is in `quarantine/`
+    is left to people.
+    """
+    root = steps_directory(path)
+    retention = _retention(root)
+    with naming_failures(f"{root} could not be cleared"), Lease(root / ".lease"):
+        rest = leftovers(root, _LOCAL)
+        freed = sum(map(_size, rest))
+        if not dry_run:
+            clear(root, _LOCAL)
+        with holding_pins(root, _LOCAL) as pins:
+            gone = _outlived(retention, root, pins)
+            freed += sum(map(_size, gone))
+            aside = [] if dry_run else [move_aside(_LOCAL, step, root / TRASH) for step in gone]
+        for each in aside:
+            _LOCAL.remove(each)
+        kept = [str(step) for step in step_paths(root, _LOCAL).values() if step not in gone]
+    removed = [str(each) for each in [*rest, *gone]]
+    for name in removed:
+        say(f"{'would remove' if dry_run else 'removed'} {name}")
+    if retention is None:
+        say(f"all steps are kept: no {root.parent / 'config.yaml'} says which may go")
+    would = "would be " if dry_run else ""
+    say(f"{bytes_text(freed)} {would}freed, {count_text(len(kept), 'step')} kept")
+    return {"path": str(root), "dry_run": dry_run, "removed": removed, "kept": kept, "bytes": freed}
+
+
+def _retention(root: Path) -> Retention | None:
+    """What the run's configuration says; None where there is no configuration."""
+    config = root.parent / "config.yaml"
+    return Retention.of(load_config(config).config.checkpoint) if config.is_file() else None
+
+
+def _outlived(retention: Retention | None, root: Path, pins: Iterable[int]) -> list[Path]:
+    """The steps that may go; none where nothing says which."""
+    if retention is None:
+        return []
+    paths = step_paths(root, _LOCAL)
+    return [paths[step] for step in retention.outlived(retention.facts(root, _LOCAL), pins)]
+
+
 def _step_of(path: Path) -> tuple[Path, int]:
     match = _STEP.fullmatch(path.name)
     if not match:
@@ -55,3 +105,7 @@ def _step_of(path: Path) -> tuple[Path, int]:
 
 def _steps(root: Path) -> str:
     return ", ".join(step.name for step in step_paths(root, _LOCAL).values()) or "none"
+
+
+def _size(path: Path) -> int:
+    return sum(each.lstat().st_size for each in [path, *path.rglob("*")] if each.is_file())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from burnish.cli.columns import bytes_text, count_text
 from burnish.cli.inputs import committed_steps, data_files
 from burnish.config.check import Command
 from burnish.config.schema import RunConfig, SamplingConfig
@@ -21,13 +22,16 @@ def _rows(
     config: RunConfig, command: Command, world: int, run_dir: Path | None
 ) -> Iterator[tuple[str, str]]:
     yield "model", _model(config, run_dir)
-    yield "engine", f"{config.engine.kind}, {config.engine.precision}, {_count(world, 'process')}"
+    yield (
+        "engine",
+        f"{config.engine.kind}, {config.engine.precision}, {count_text(world, 'process')}",
+    )
     if command != "eval":
         yield "train on", _files(config.data.train)
     if command == "eval" or config.evaluation.every:
         yield "validate on", _files(config.data.validation)
     if command == "sft":
-        yield "step", f"{_count(config.batch.examples, 'example')}"
+        yield "step", f"{count_text(config.batch.examples, 'example')}"
     if command == "rl":
         yield from _rl_rows(config)
     if command == "eval" and config.reward.functions:
@@ -44,8 +48,8 @@ def _rl_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
     batch, rollout, algorithm = config.batch, config.rollout, config.algorithm
     yield (
         "step",
-        f"{_count(batch.prompts, 'prompt')} × {_count(rollout.n, 'completion')} = "
-        f"{batch.prompts * rollout.n} sequences, {_count(batch.minibatches, 'optimizer step')}",
+        f"{count_text(batch.prompts, 'prompt')} × {count_text(rollout.n, 'completion')} = "
+        f"{batch.prompts * rollout.n} sequences, {count_text(batch.minibatches, 'optimizer step')}",
     )
     prompt = config.data.max_prompt_length
     yield (
@@ -66,11 +70,15 @@ def _rl_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _training_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
     optim, checkpoint = config.optim, config.checkpoint
-    warmup = f", {_count(optim.warmup_steps, 'step')} of warm-up" if optim.warmup_steps else ""
+    warmup = f", {count_text(optim.warmup_steps, 'step')} of warm-up" if optim.warmup_steps else ""
     yield "learning rate", f"{optim.lr:g}, {optim.schedule}{warmup}"
-    length = _count(config.steps, "step") if config.steps else _count(config.epochs, "epoch")
+    length = (
+        count_text(config.steps, "step") if config.steps else count_text(config.epochs, "epoch")
+    )
     yield "length", length
-    every = f"every {_count(checkpoint.save_every, 'step')} and " if checkpoint.save_every else ""
+    every = (
+        f"every {count_text(checkpoint.save_every, 'step')} and " if checkpoint.save_every else ""
+    )
     kept = [f"the last {checkpoint.keep_last}"]
     kept += [f"every {checkpoint.keep_every} steps"] if checkpoint.keep_every else []
     best = checkpoint.keep_best
@@ -102,15 +110,4 @@ def _sampling(sampling: SamplingConfig) -> str:
 def _files(paths: list[str]) -> str:
     files = [file for path in paths for file in data_files(path)]
     size = sum(file.stat().st_size for file in files)
-    return f"{', '.join(paths)} ({_count(len(files), 'file')}, {_bytes(size)})"
-
-
-def _bytes(size: int) -> str:
-    units = ("B", "kB", "MB", "GB", "TB")
-    power = min((len(str(size)) - 1) // 3, len(units) - 1)
-    return f"{size / 1000**power:.{1 if power else 0}f} {units[power]}"
-
-
-def _count(number: int, noun: str) -> str:
-    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"
+    return f"{', '.join(paths)} ({count_text(len(files), 'file')}, {bytes_text(size)})"

@@ -20,11 +20,11 @@ from burnish.checkpoint.committed import Committed, step_name
 from burnish.checkpoint.directory import Checkpoints, Resumed
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import STATE
-from burnish.checkpoint.retention import Best, Retention
+from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents
 from burnish.config.identity import require_same_run
 from burnish.config.load import dump_yaml, load_config
-from burnish.config.schema import CheckpointConfig, RunConfig
+from burnish.config.schema import RunConfig
 from burnish.engines.base import Engine, Part
 from burnish.errors import IncompatibleError, StoppedError, UsageError
 from burnish.models.flops import ModelFlops
@@ -32,7 +32,6 @@ from burnish.models.loading import save_model_assets
 from burnish.parallel.collectives import agree, same_on_all_ranks
 from burnish.parallel.device import device_name, peak_flops, peak_memory
 from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Shard
 from burnish.records import Batch, Rollout
 from burnish.tracking.atomic import discard_leftovers
 from burnish.tracking.console import ConsoleTracker
@@ -110,7 +109,7 @@ class Run:
         self.checkpoints = Checkpoints(
             self.directory.checkpoints,
             layout,
-            retention=_retention(config.checkpoint),
+            retention=Retention.of(config.checkpoint),
             reserve_bytes=int(config.checkpoint.reserve_gb * 1e9),
         )
         self.position = Position()
@@ -199,13 +198,13 @@ class Run:
         if self._saved_step == self.position.step:
             return
         hf_config, tokenizer = self._foundation.hf_config, self._foundation.tokenizer
-        weights = list(self._engine.shards(Part.WEIGHTS))
         contents = Contents(
-            weights=weights,
+            weights=list(self._engine.shards(Part.WEIGHTS)),
             training=list(self._engine.shards(Part.TRAINING)),
             state=asdict(self.position),
             write_assets=lambda path: save_model_assets(hf_config, tokenizer, path, torch.bfloat16),
-            healthy=self._finite_loss and _all_finite(weights),
+            healthy=self._finite_loss,
+            check_finite=True,
         )
         with self.spans("save"):
             self.checkpoints.save(self.position.step, contents)
@@ -340,12 +339,6 @@ def _position(step: Committed) -> Position:
     return Position(**step.state)
 
 
-def _retention(config: CheckpointConfig) -> Retention:
-    which = config.keep_best
-    best = Best(which.metric, which.mode, which.count) if which.metric and which.mode else None
-    return Retention(config.keep_last, config.keep_every, best)
-
-
 def _check_metric(metric: str | None, measured: Mapping[str, float]) -> None:
     """Refuse a metric to keep checkpoints by that the validation does not give."""
     if metric is not None and metric not in measured:
@@ -355,9 +348,3 @@ def _check_metric(metric: str | None, measured: Mapping[str, float]) -> None:
             want="one of them",
             do="set checkpoint.keep_best.metric to one of them",
         )
-
-
-def _all_finite(shards: Sequence[Shard]) -> bool:
-    """Whether no weight of this rank is NaN or infinite; one wait for the device."""
-    largest = [torch.linalg.vector_norm(shard.tensor, torch.inf) for shard in shards]
-    return not largest or bool(torch.stack(largest).isfinite().all())

@@ -14,6 +14,7 @@ import pytest
 from checkpoints_for_tests import BIG_SHAPES, make_state, save_once, shards_of
 
 from burnish.cli.main import main
+from burnish.files.lease import Lease
 from burnish.parallel.layout import Layout
 
 
@@ -227,17 +228,18 @@ def test_damaged_pins_are_said(run: Path, capsys: pytest.CaptureFixture[str]) ->
         assert "every step counts as pinned" in err
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify", "pin", "unpin"])
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "pin", "unpin", "gc"])
 def test_it_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ckpt(capsys, command, "--help")[0] == 0
 
 
 def test_looking_loads_no_torch(run: Path) -> None:
+    (run / "config.yaml").write_text("checkpoint: {keep_last: 2}\n")
     program = (
         "import sys; from burnish.cli.main import main\n"
         "run, step = sys.argv[1:]\n"
         "for argv in (['ls', run], ['show', step], ['verify', run], ['verify', '--fast', run],\n"
-        "             ['pin', step], ['unpin', step]):\n"
+        "             ['pin', step], ['unpin', step], ['gc', run]):\n"
         "    assert main(['ckpt', *argv]) == 0, argv\n"
         "assert not {'torch', 'numpy', 'transformers', 'datasets'} & set(sys.modules)"
     )
@@ -248,3 +250,77 @@ def test_looking_loads_no_torch(run: Path) -> None:
         capture_output=True,
         env=os.environ | {"PYTHONPATH": path},
     )
+
+
+@pytest.fixture
+def long_run(tmp_path: Path) -> Path:
+    """A run of five steps that its configuration keeps two of, with what a killed process left."""
+    run = tmp_path / "long"
+    for step in range(1, 6):
+        save_once(run / "checkpoints", step, healthy=step != 4)
+    (run / "config.yaml").write_text("checkpoint: {keep_last: 2}\n")
+    for name in (".inflight-00000006.abc/model", "trash/step-00000000", "quarantine/step-00000000"):
+        (run / "checkpoints" / name).mkdir(parents=True)
+        (run / "checkpoints" / name / "x").write_bytes(bytes(1000))
+    return run
+
+
+def names(paths: list[str]) -> list[str]:
+    return [Path(path).name for path in paths]
+
+
+def test_gc_removes_what_nothing_keeps(long_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ckpt(capsys, "pin", step_of(long_run, 1))[0] == 0
+    before = sorted(long_run.rglob("*"))
+    code, planned = as_json(capsys, "gc", long_run, "--dry-run")
+    assert code == 0
+    assert sorted(names(planned["removed"])) == [
+        ".inflight-00000006.abc", "step-00000000", "step-00000002",
+    ]  # fmt: skip
+    assert set(long_run.rglob("*")) - set(before) <= {long_run / "checkpoints/.lease"}
+    assert set(before) <= set(long_run.rglob("*"))
+    code, done = as_json(capsys, "gc", long_run)
+    assert code == 0
+    assert done == planned | {"dry_run": False}
+    assert done["bytes"] > 2000
+    kept = ["step-00000001", "step-00000003", "step-00000004", "step-00000005"]
+    assert names(done["kept"]) == kept
+    left = {path.name for path in (long_run / "checkpoints").iterdir() if path.is_dir()}
+    assert left == {*kept, "trash", "quarantine"}
+    assert list((long_run / "checkpoints/trash").iterdir()) == []
+    assert "0 B freed, 4 steps kept" in ckpt(capsys, "gc", long_run)[1]
+
+
+def test_gc_says_what_it_would_do(long_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = ckpt(capsys, "gc", long_run, "--dry-run")
+    assert "would remove" in out
+    assert "would be freed, 3 steps kept" in out
+
+
+def test_gc_without_a_configuration_keeps_all_steps(
+    long_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (long_run / "config.yaml").unlink()
+    code, out, _ = ckpt(capsys, "gc", long_run)
+    assert code == 0
+    assert "all steps are kept" in out
+    assert len(as_json(capsys, "ls", long_run)[1]["steps"]) == 5
+
+
+def test_gc_refuses_a_run_that_is_going_on(
+    long_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Lease(long_run / "checkpoints/.lease"):
+        code, _, err = ckpt(capsys, "gc", long_run)
+    assert code == 1
+    assert "another run is using" in err
+    assert len(as_json(capsys, "ls", long_run)[1]["steps"]) == 5
+
+
+def test_gc_removes_no_step_while_pins_are_damaged(
+    long_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (long_run / "checkpoints/pins.json").write_text("{}")
+    assert ckpt(capsys, "gc", long_run)[0] == 3
+    (long_run / "checkpoints/pins.json").unlink()
+    assert len(as_json(capsys, "ls", long_run)[1]["steps"]) == 5

@@ -1,0 +1,27 @@
+"""What killed processes leave in `checkpoints/`: directories half written, and half removed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from burnish.checkpoint.committed import INFLIGHT, TRASH
+from burnish.files.durable import discard
+from burnish.files.storage import Storage
+
+
+def leftovers(root: Path, storage: Storage) -> list[Path]:
+    """What lies below `root` that no step is made of; being written or removed, where somebody holds its lease."""
+    trash = [root / TRASH / entry.name for entry in storage.entries(root / TRASH)]
+    names = [entry.name for entry in storage.entries(root)]
+    return trash + [root / name for name in names if name.startswith(INFLIGHT)]
+
+
+def clear(root: Path, storage: Storage) -> list[Path]:
+    """Remove them, for one who holds the lease; returns what was there."""
+    found = leftovers(root, storage)
+    for path in found:
+        if path.parent.name == TRASH:
+            storage.remove(path)
+        else:
+            discard(storage, path, root / TRASH)
+    return found
