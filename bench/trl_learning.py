@@ -1,7 +1,7 @@
 """The peer of `bench.learning`: a whole run of TRL's GRPOTrainer, asked for by its settings. Runs under the peer's Python.
 
 One question, after `{}`: `model`, `train` (path of JSON Lines with `prompt` and `answer`), `prompts`,
-`samples`, `max_tokens`, `lr`, `schedule`, `warmup`, `steps`, `seed`, `output` (a directory). The answer has
+`samples`, `max_tokens`, `lr`, `warmup`, `steps`, `seed`, `output` (a directory). The answer has
 `rewards`, the mean of each step.
 """
 
@@ -35,7 +35,7 @@ def learn(settings: dict[str, Any]) -> list[float]:
         num_generations=settings["samples"],
         max_completion_length=settings["max_tokens"],
         learning_rate=settings["lr"],
-        lr_scheduler_type=settings["schedule"],
+        lr_scheduler_type="constant_with_warmup",
         warmup_steps=settings["warmup"],
         beta=0.0,
         max_steps=settings["steps"],
