@@ -216,7 +216,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
 
 
 _OWN = ("COMMIT", "manifest.json", "state.json")
-# Files that hold an id of the checkpoint, or the numbers of a validation that was interrupted.
+# Files that hold an id of the checkpoint, or what was not logged when it was saved.
 
 
 def outcome(run: Path) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def outcome(run: Path) -> dict[str, Any]:
     kept = [p for p in newest.rglob("*") if p.is_file() and p.name not in _OWN]
     files = [*kept, *(run / "rollouts").glob("*")]
     state = json.loads((newest / "state.json").read_text())
-    del state["unlogged"], state["measured"]
+    del state["unlogged"], state["unvalidated"], state["measured"]
     return {
         "metrics": json.dumps(metrics(run), sort_keys=True),  # NaN equals NaN here
         "state": state,

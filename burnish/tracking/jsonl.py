@@ -102,6 +102,12 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return rows
 
 
+def logged_values(path: Path, step: int) -> dict[str, float]:
+    """What the file says of a step, without `step`; empty where it says nothing of it."""
+    rows = [row for row in read_metrics(path) if row["step"] == step]
+    return {name: value for name, value in rows[-1].items() if name != "step"} if rows else {}
+
+
 def number(value: float | str) -> float:
     """What `json_number` wrote, as a number."""
     return float(value) if isinstance(value, str) else value

@@ -35,7 +35,7 @@ from burnish.parallel.layout import Layout
 from burnish.records import Batch, Rollout
 from burnish.tracking.atomic import discard_leftovers
 from burnish.tracking.console import ConsoleTracker
-from burnish.tracking.jsonl import JsonlTracker, json_number, number
+from burnish.tracking.jsonl import JsonlTracker, json_number, logged_values, number
 from burnish.tracking.metrics import Stats
 from burnish.tracking.progress import Progress
 from burnish.tracking.report import State, write_report
@@ -71,7 +71,9 @@ class Position:
     measured: Mapping[str, float | str] | None = None
     """What the validation after this step measured, by which the best steps are kept; None where none was due or done."""
     unlogged: Mapping[str, float | str] | None = None
-    """What the last step measured, where its validation was interrupted and is still to be done."""
+    """The last step's line of metrics as far as it is known; None once it is logged, which is after its save."""
+    unvalidated: bool = False
+    """Whether the last step's validation was interrupted and is still to be done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +137,24 @@ class Run:
         return resumed
 
     def start(self) -> None:
-        """Open the sinks, and validate before the first step where that is asked for. Collective."""
+        """Open the sinks, and validate before the first step where that is asked for. Collective.
+
+        Resuming logs the last step where a kill came before that, and again what was logged of it already.
+        """
+        logged: dict[str, float] = {}
         with agree(self.layout):
             if self.layout.is_main:
+                logged = logged_values(self.directory.metrics, self.position.step)
                 discard_leftovers(self.directory.root)
                 discard_leftovers(self.directory.rollouts)
                 discard_rollouts_after(self.directory.rollouts, self.position.step)
                 self._trackers = Trackers(self._sinks())
+        self.spans.take()
         left = self.position.unlogged
-        if left is not None:
-            self._record({name: number(value) for name, value in left.items()}, validate=True)
+        if left is not None and not self.position.unvalidated:
+            self._log(logged or _numbers(left))
+        elif left is not None:
+            self._record(_numbers(left), validate=True)
         elif self.position.step == 0 and self.validate and self.config.evaluation.before:
             self._record({}, validate=True)
         self.spans.take()
@@ -167,9 +177,11 @@ class Run:
         timing = self.spans.take()
         values = stats.values_by_name() | self._throughput(work, timing) | timing
         self._finite_loss = all(math.isfinite(v) for n, v in values.items() if n.endswith("/loss"))
-        self._record(values, validate=self._is_due(self.config.evaluation.every))
-        if self._is_due(self.config.checkpoint.save_every):
-            self.save()
+        save = self._is_due(self.config.checkpoint.save_every)
+        last = self.position.step == self._total_steps
+        due = self._is_due(self.config.evaluation.every)
+        self._record(values, validate=due, save=save or last)
+        if save:
             self._report("running")
 
     def complete(self) -> None:
@@ -247,23 +259,34 @@ class Run:
         step = self.position.step
         return every > 0 and (step % every == 0 or step == self._total_steps)
 
-    def _record(self, values: Mapping[str, float], *, validate: bool) -> None:
-        """Log what the step that is done measured, with the numbers of its validation where that is due.
+    def _record(self, values: Mapping[str, float], *, validate: bool, save: bool = False) -> None:
+        """Validate and save where that is due; then log what the step measured, the time of both included.
 
-        A signal before the validation is done leaves `values` in the position; resuming begins here again.
+        Until it is logged, the line is in the position: a signal before the validation is done, or a kill
+        after the save, loses nothing, for resuming begins here again.
         """
-        measured: dict[str, float] = {}
-        if validate and self.validate:
-            left = {name: json_number(value) for name, value in values.items()}
-            self.position = replace(self.position, unlogged=left)
+        validation = self.validate if validate else None
+        self._leave(values)
+        if validation is not None:
+            self.position = replace(self.position, unvalidated=True)
             self.check_stop()
             with self.spans("validate"):
-                measured = self.validate()
+                measured = validation()
             _check_metric(self.config.checkpoint.keep_best.metric, measured)
-            kept = {name: json_number(value) for name, value in measured.items()}
-            self.position = replace(self.position, measured=kept)
-        self.position = replace(self.position, unlogged=None)
-        self._trackers.log(self.position.step, {**values, **measured})
+            values = {**_added(values, self.spans.take()), **measured}
+            self._leave(values)
+            self.position = replace(self.position, measured=_json(measured), unvalidated=False)
+        if save:
+            self.save()
+        self._log(_added(values, self.spans.take()))
+
+    def _leave(self, values: Mapping[str, float]) -> None:
+        """Keep the line in the position."""
+        self.position = replace(self.position, unlogged=_json(values))
+
+    def _log(self, values: Mapping[str, float]) -> None:
+        self._trackers.log(self.position.step, values)
+        self.position = replace(self.position, unlogged=None, unvalidated=False)
 
     def _sinks(self) -> Iterator[Tracker]:
         step, unlogged = self.position.step, self.position.unlogged is not None
@@ -337,6 +360,19 @@ def _position(step: Committed) -> Position:
             do="resume with the version of Burnish that wrote it",
         )
     return Position(**step.state)
+
+
+def _added(values: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
+    """The numbers with these seconds added to those of the same names."""
+    return {**values, **{name: values.get(name, 0.0) + more for name, more in seconds.items()}}
+
+
+def _json(values: Mapping[str, float]) -> dict[str, float | str]:
+    return {name: json_number(value) for name, value in values.items()}
+
+
+def _numbers(values: Mapping[str, float | str]) -> dict[str, float]:
+    return {name: number(value) for name, value in values.items()}
 
 
 def _check_metric(metric: str | None, measured: Mapping[str, float]) -> None:

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.errors import CorruptError
-from burnish.tracking.jsonl import JsonlTracker, json_number, number, read_metrics
+from burnish.tracking.jsonl import (
+    JsonlTracker,
+    json_number,
+    logged_values,
+    number,
+    read_metrics,
+)
 
 
 class TestJsonlTracker(RecordContract):
@@ -63,3 +69,14 @@ def test_a_line_that_is_no_step_is_named(tmp_path: Path, line: str) -> None:
     for use in (lambda: read_metrics(path), lambda: JsonlTracker(path, resume_step=1)):
         with pytest.raises(CorruptError, match=r"metrics\.jsonl has a line"):
             use()
+
+
+def test_what_is_said_of_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert logged_values(path, 0) == {}
+    path.write_text('{"step": 0, "a": 1}\n{"step": 1, "a": "NaN", "b": 2.5}\n{"step": 2, "a')
+    assert logged_values(path, 0) == {"a": 1.0}
+    assert logged_values(path, 2) == {}
+    found = logged_values(path, 1)
+    assert math.isnan(found.pop("a"))
+    assert found == {"b": 2.5}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import signal
 
 import pytest
 import torch
-from training_files import burnish, done, metrics
+from training_files import At, burnish, done, metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.checkpoint.committed import committed
+from burnish.tracking.jsonl import read_metrics
 
 
 def test_sft_learns_and_its_model_is_a_plain_one_that_answers_alike(work):
@@ -50,6 +52,46 @@ def test_what_a_run_leaves_behind(work):
         }
         assert names == wanted | ({"rollouts"} if kind == "rl" else set())
         assert list((run / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("save_every", [0, 2])
+def test_a_step_is_logged_with_the_time_of_its_own_validation_and_save(work, save_every):
+    run = done(
+        work, "sft", "sft.yaml", f"name=timed_{save_every}", "steps=5", "evaluation.every=3",
+        f"checkpoint.save_every={save_every}",
+    )  # fmt: skip
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(6))
+    validated = [row["step"] for row in rows if "timing_s/validate" in row]
+    assert validated == [row["step"] for row in rows if "val/loss" in row] == [0, 3, 5]
+    saved = [row["step"] for row in rows if "timing_s/save" in row]
+    assert saved == ([2, 4, 5] if save_every else [5])
+    for row in rows:
+        parts = [row.get(f"timing_s/{part}", 0.0) for part in ("update", "validate", "save")]
+        assert sum(parts) <= row["timing_s/step"]
+
+
+def test_a_line_killed_before_it_is_logged_is_not_lost_and_one_logged_is_kept(work):
+    argv = ["sft", "sft.yaml", "name=line", "steps=3", "checkpoint.save_every=1"]
+    run = work / "runs/line"
+    log = "burnish.tracking.jsonl:JsonlTracker.log"
+    code, output = burnish(work, *argv, at=At(log, 3, signal.SIGKILL))  # steps 0, 1, 2
+    assert code == -signal.SIGKILL, output
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]
+    step = "burnish.engines.torch_engine:TorchEngine.optim_step"
+    for _ in range(2):
+        burnish(work, *argv, at=At(step, 1, signal.SIGKILL))
+        rows = read_metrics(run / "metrics.jsonl")
+        assert [row["step"] for row in rows] == [0, 1, 2]
+        assert rows[2]["timing_s/update"] > 0
+    assert "timing_s/save" in rows[1]
+    assert "timing_s/save" not in rows[2]  # it was killed before that was known
+    done(work, *argv)
+    finished = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in finished] == [0, 1, 2, 3]
+    assert json.dumps(finished[:3]) == json.dumps(rows)
+    done(work, *argv)
+    assert json.dumps(read_metrics(run / "metrics.jsonl")) == json.dumps(finished)
 
 
 def test_the_reference_is_the_initial_model(work):
