@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -183,3 +184,50 @@ def save_forever(root, first, fail_at, pipe):
             checkpoints.save(step, contents_of(*make_state(step)))
             pipe.send(step)
             step += 1
+
+
+class SlowStorage(LocalStorage):
+    """A disk on which every block takes a while, long enough to do something in its middle."""
+
+    def __init__(self, seconds=0.2):
+        self.seconds = seconds
+
+    def open(self, path, *, write=False):
+        file = super().open(path, write=write)
+        return SlowFile(file, self.seconds) if write else file
+
+
+class SlowFile:
+    def __init__(self, file, seconds):
+        self.file, self.seconds = file, seconds
+
+    def pwrite(self, data, offset):
+        time.sleep(self.seconds)
+        self.file.pwrite(data, offset)
+
+    def sync(self):
+        self.file.sync()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.__exit__(*error)
+
+
+def save_in_background_forever(root, pipe):
+    """Tell the writer's process id, then begin one save after the other."""
+    torch.set_num_threads(1)
+    with Checkpoints(
+        root, Layout(), background_timeout=30, storage=SlowStorage(0.05)
+    ) as checkpoints:
+        pipe.send(writer_pid(checkpoints))
+        for step in range(1, 1000):
+            checkpoints.begin_save(step, contents_of(*make_state(step)))
+            pipe.send(step)
+            assert checkpoints.finished(wait=True).error is None
+
+
+def writer_pid(checkpoints):
+    """The process that saves in the background."""
+    return checkpoints._background._writer._process.pid

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from burnish.checkpoint.background import BackgroundSaver, Finished
 from burnish.checkpoint.committed import (
     INFLIGHT,
     QUARANTINE,
@@ -20,13 +21,17 @@ from burnish.checkpoint.committed import (
 )
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.save import Contents, save_step
+from burnish.checkpoint.save import Contents
+from burnish.checkpoint.saver import Saver
 from burnish.errors import BurnishError, CorruptError
 from burnish.files.durable import discard, move_aside, naming_failures
 from burnish.files.lease import Lease
 from burnish.files.storage import LocalStorage, Storage
 from burnish.parallel.collectives import agree, gather_objects, same_on_all_ranks
 from burnish.parallel.layout import Layout
+
+_PATIENCE_SECONDS = 30.0
+# For a save in flight when a run ends with an error.
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +51,8 @@ class Checkpoints:
 
     `retention` says which steps are kept; `reserve_bytes` of the disk stay free. Entering clears
     what a killed run left half written; raises `BurnishError` when another run holds the directory.
+    With `background_timeout`, in seconds, every rank has a process beside it for `begin_save`, and
+    these wait so long for each other.
     """
 
     def __init__(
@@ -55,24 +62,31 @@ class Checkpoints:
         *,
         retention: Retention | None = None,
         reserve_bytes: int = 0,
+        background_timeout: float | None = None,
         storage: Storage | None = None,
     ) -> None:
         self._root = root
         self._layout = layout
-        self._retention = retention or Retention()
-        self._reserve_bytes = reserve_bytes
         self._storage = storage or LocalStorage()
+        self._saver = Saver(root, layout, self._storage, retention or Retention(), reserve_bytes)
+        self._background_timeout = background_timeout
+        self._background: BackgroundSaver | None = None
         self._held = ExitStack()
 
     def __enter__(self) -> Self:
         """Take the lease and clear leftovers."""
+        held: tuple[int, ...] = ()
         try:
             with agree(self._layout), naming_failures(f"{self._root} cannot be used"):
                 if self._layout.is_main:
-                    self._held.enter_context(Lease(self._root / ".lease"))
+                    lease = self._held.enter_context(Lease(self._root / ".lease"))
+                    self._saver = replace(self._saver, token=lease.token)
                     self._clear()
+                    held = (lease.fileno(),)
+                if self._background_timeout is not None:
+                    self._background = BackgroundSaver(self._saver, self._background_timeout, held)
         except BaseException:
-            self._held.close()
+            self._close()
             raise
         return self
 
@@ -82,22 +96,36 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give the lease back."""
+        """Give the lease back, after a while for a save in flight."""
+        self._close(_PATIENCE_SECONDS)
+
+    def _close(self, patience_seconds: float = 0.0) -> None:
+        if self._background is not None:
+            self._background.close(patience_seconds)
+            self._background = None
         self._held.close()
 
     def save(self, step: int, contents: Contents) -> Path:
         """Commit a step and remove those that need no longer be kept; returns its directory.
 
-        An error on any rank is raised on every rank and leaves earlier steps untouched.
+        An error on any rank is raised on every rank and leaves earlier steps untouched. Whoever
+        uses `begin_save` asks `finished(wait=True)` first.
         """
-        path = save_step(
-            self._root, step, contents, self._layout, self._storage, self._reserve_bytes
-        )
-        failed = f"step {step} is committed, but older steps could not be removed"
-        with agree(self._layout), naming_failures(failed):
-            if self._layout.is_main:
-                self._retention.apply(self._root, self._storage)
-        return path
+        return self._saver.save(step, contents)
+
+    def begin_save(self, step: int, contents: Contents) -> None:
+        """Have a step committed while training goes on; returns when the contents may change.
+
+        An error in copying is raised on every rank; how the rest went is told by `finished`, which
+        has to be asked before the next save. Raises `ValueError` without a `background_timeout`.
+        """
+        if self._background is None:
+            raise ValueError("these checkpoints have no process to save in the background")
+        self._background.begin(step, contents)
+
+    def finished(self, *, wait: bool) -> Finished | None:
+        """How the save in the background went, the same on every rank, once; None while it is under way, or when there is none."""
+        return None if self._background is None else self._background.finished(wait=wait)
 
     def resume(self, load: Callable[[Committed, CheckpointSource], None]) -> Resumed | None:
         """Load the newest step that can be; None when nothing was ever committed here.

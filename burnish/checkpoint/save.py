@@ -62,8 +62,35 @@ class Contents:
     """Writes what makes `model/` a Hugging Face directory (config.json, tokenizer files) into the directory it is given."""
     healthy: bool = True
     """False when losses or weights are not finite; one rank's False counts for all."""
+    check_finite: bool = False
+    """Look through the weights as well, and count the step as unhealthy where one is not finite."""
     split: bool = True
     """Store fp32 weights as a bf16 model and a residual. False: as an fp32 model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assets:
+    """The small files of a Hugging Face directory, in memory; a `Contents.write_assets`."""
+
+    files: Mapping[str, bytes]
+    """By path below the directory, with forward slashes."""
+
+    @classmethod
+    def written_by(cls, write_assets: Callable[[Path], None]) -> Assets:
+        """What the function writes into a directory."""
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
+            write_assets(directory)
+            paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+            files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
+        return cls(files)
+
+    def __call__(self, directory: Path) -> None:
+        """Write them."""
+        for name, data in self.files.items():
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +118,28 @@ class _Told:
 
 
 def save_step(
-    root: Path, step: int, contents: Contents, layout: Layout, storage: Storage, reserve_bytes: int
+    root: Path,
+    step: int,
+    contents: Contents,
+    layout: Layout,
+    storage: Storage,
+    reserve_bytes: int,
+    fence: Callable[[], None] | None = None,
 ) -> Path:
     """Write and commit a step below `root`; returns its directory. Collective.
 
-    An error on any rank is raised on every rank, and leaves what was committed before untouched.
+    `fence` is called on rank 0 before the step is sealed. An error on any rank, what `fence` raises
+    included, is raised on every rank, and leaves what was committed before untouched.
     Raises `BurnishError` when the step exists, when the disk has not `reserve_bytes` more room than
     is needed (before anything is written), or when writing fails.
     """
     with agree(layout):
         held = list(_held(contents))
+        finite = not contents.check_finite or _all_finite(contents.weights)
     mine = _Told(
         step,
         uuid.uuid4().hex,
-        contents.healthy,
+        contents.healthy and finite,
         accelerator_of([*contents.weights, *contents.training]),
         [each.piece for each in held],
     )
@@ -120,7 +155,7 @@ def save_step(
         with agree(layout), naming_failures(what):
             if layout.is_main:
                 small |= _small_files(contents)
-                _check_new(root, step, storage)
+                check_new(root, step, storage)
                 needed = sum(file.size for file in files) + sum(map(len, small.values()))
                 _check_room(root, step, needed, reserve_bytes, storage)
                 _lay_out(inflight, files, small, storage)
@@ -131,6 +166,8 @@ def save_step(
                 records = _records(files, all_hashes) | {p: record_of(d) for p, d in small.items()}
                 manifest = Manifest(name, step, layout.world, records)
                 healthy = all(theirs.healthy for theirs in told)
+                if fence is not None:
+                    fence()
                 _commit(inflight, root / step_name(step), manifest, healthy, storage)
     except BaseException:
         if layout.is_main:
@@ -192,17 +229,19 @@ def _small_files(contents: Contents) -> dict[str, bytes]:
             have=f"{len(state)} bytes",
             want=f"{STATE_LIMIT} bytes at most",
         )
-    small = {STATE: state}
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        contents.write_assets(directory)
-        for path in sorted(directory.rglob("*")):
-            if path.is_file():
-                small[f"{_MODEL}/{path.relative_to(directory).as_posix()}"] = path.read_bytes()
-    return small
+    assets = Assets.written_by(contents.write_assets)
+    return {STATE: state, **{f"{_MODEL}/{name}": data for name, data in assets.files.items()}}
 
 
-def _check_new(root: Path, step: int, storage: Storage) -> None:
+def _all_finite(shards: Sequence[Shard]) -> bool:
+    """Whether no weight of this rank is NaN or infinite; one wait for the device."""
+    tensors = [shard.tensor.detach() for shard in shards if shard.tensor.numel()]
+    largest = [torch.linalg.vector_norm(tensor, torch.inf) for tensor in tensors]
+    return not largest or bool(torch.stack(largest).isfinite().all())
+
+
+def check_new(root: Path, step: int, storage: Storage) -> None:
+    """Raise `BurnishError` when there is a step of this number."""
     if any(entry.name == step_name(step) for entry in storage.entries(root)):
         raise BurnishError(
             f"step {step} exists already",

@@ -83,7 +83,10 @@ def _training_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
     kept += [f"every {checkpoint.keep_every} steps"] if checkpoint.keep_every else []
     best = checkpoint.keep_best
     kept += [f"the best {best.count} by {best.metric}"] if best.metric else []
-    yield "checkpoints", f"{every}at the end, {', '.join(kept)} kept"
+    yield (
+        "checkpoints",
+        f"{every}at the end, {', '.join(kept)} kept{', in the background' if checkpoint.background else ''}",
+    )
     directory = Path(config.output_dir) / config.name
     saved = committed_steps(directory)
     yield "writes", f"{directory}{f', which continues from {saved[-1].name}' if saved else ''}"

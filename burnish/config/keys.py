@@ -21,6 +21,7 @@ from burnish.config.schema import RunConfig, Section
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "adv_estimator": "algorithm.advantage",
+        "async_save": "checkpoint.background",
         "beta": "algorithm.kl.coef",
         "clip_ratio_high": "algorithm.clip_high",
         "clip_ratio_low": "algorithm.clip_low",

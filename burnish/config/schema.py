@@ -273,6 +273,8 @@ class CheckpointConfig(Section):
     """Keep every step that this divides; 0: none."""
     keep_best: KeepBestConfig = Field(default_factory=KeepBestConfig)
     """Keep the best by a metric."""
+    background: bool = False
+    """Save while training goes on: it waits only until weights and optimizer state are copied to host memory, which each process needs once more for that. The last save of a run is waited for."""
     reserve_gb: float = Field(0.1, ge=0)
     """Disk space that must stay free after a save, in GB."""
 

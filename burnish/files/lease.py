@@ -1,4 +1,9 @@
-"""One writer per directory: a lock that the system takes away when its holder dies."""
+"""One writer per directory: a lock that the system takes away when its holder dies, and a number that grows.
+
+The lock keeps a second run out. The number is for what a lock cannot do: a file system may lose
+locks (some network mounts), and a holder that was cut off may come back after another has begun. So
+whoever is about to make something final looks whether the file still carries its own number.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +11,57 @@ import fcntl
 import json
 import os
 import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from burnish.errors import BurnishError
+
+_LIMIT = 4096
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """The right to write that one holder of a lease has, for as long as no other has taken it."""
+
+    path: Path
+    """The lease's file."""
+    number: int
+    """Greater than that of every holder before."""
+
+    def check(self) -> None:
+        """Raise `BurnishError` when another has become the holder since."""
+        try:
+            current = _parse(self.path.read_bytes()[:_LIMIT]).get("token")
+        except OSError as error:
+            current = str(error)
+        if current != self.number:
+            raise BurnishError(
+                f"this run no longer has {self.path.parent} to itself",
+                have=f"lease number {current}",
+                want=f"lease number {self.number}",
+                do="see which other run was started in this directory",
+            )
 
 
 class Lease:
     """Exclusive use of a directory, held from entering to leaving the block.
 
     A `flock` on a file in the directory: the lock is the file system's, so a killed process leaves
-    nothing behind that has to be cleared; what the file says (process, host) is for people.
+    nothing behind that has to be cleared. The holder may hand the descriptor on to a process that
+    works for it; then the lock lasts until that one has ended too, and whoever comes after a holder
+    that died waits `patience_seconds` for it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, patience_seconds: float = 60.0) -> None:
         self._path = path
+        self._patience = patience_seconds
         self._descriptor: int | None = None
+        self._number = 0
 
     def __enter__(self) -> Self:
         """Take it, or raise `BurnishError` that names the holder."""
@@ -30,21 +69,50 @@ class Lease:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(self._path, flags, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip()
+            self._lock(descriptor)
+            before = _parse(os.pread(descriptor, _LIMIT, 0)).get("token")
+            # The clock makes up for a number that was lost with the file.
+            self._number = max(before + 1 if type(before) is int else 0, time.time_ns())
+            me = {"pid": os.getpid(), "host": socket.gethostname(), "token": self._number}
+            text = json.dumps(me).encode()
+            os.pwrite(descriptor, text, 0)
+            os.ftruncate(descriptor, len(text))
+            os.fsync(descriptor)
+        except BaseException:
             os.close(descriptor)
-            raise BurnishError(
-                f"another run is using {self._path.parent}",
-                have=holder or "a process that has not said its name yet",
-                want="one run at a time in a directory",
-                do="wait for it to end, or give this run another name",
-            ) from error
-        holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, holder.encode(), 0)
+            raise
         self._descriptor = descriptor
         return self
+
+    @property
+    def token(self) -> Token:
+        """What its holder shows before it makes something final."""
+        return Token(self._path, self._number)
+
+    def fileno(self) -> int:
+        """The descriptor that holds the lock. Raises `ValueError` outside the block."""
+        if self._descriptor is None:
+            raise ValueError("the lease is not held")
+        return self._descriptor
+
+    def _lock(self, descriptor: int) -> None:
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                text = os.pread(descriptor, _LIMIT, 0)
+                if _is_dead(_parse(text)) and time.monotonic() < deadline:
+                    time.sleep(_LOOK_SECONDS)
+                    continue
+                holder = text.decode(errors="replace").strip()
+                raise BurnishError(
+                    f"another run is using {self._path.parent}",
+                    have=holder or "a process that has not said its name yet",
+                    want="one run at a time in a directory",
+                    do="wait for it to end, or give this run another name",
+                ) from error
+            return
 
     def __exit__(
         self,
@@ -56,3 +124,25 @@ class Lease:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    """What a lease's file says; nothing where it is empty or half written."""
+    with suppress(ValueError):
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def _is_dead(said: dict[str, Any]) -> bool:
+    """Whether the holder was a process of this machine that is gone: one that works for it has the lock still."""
+    if said.get("host") != socket.gethostname() or type(said.get("pid")) is not int:
+        return False
+    try:
+        os.kill(said["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        return False
+    return False

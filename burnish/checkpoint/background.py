@@ -1,0 +1,225 @@
+"""Saving while training goes on: the training process's side.
+
+`begin` copies the step's contents and hands them to the writer (`burnish.checkpoint.writer`), a
+process that is started again when it has died. One save is in flight at most. How it went is the
+same news on every rank: one that failed anywhere has failed, is cleared away, and leaves the step
+before as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from burnish.checkpoint.committed import INFLIGHT, TRASH, open_step, step_name
+from burnish.checkpoint.save import Assets, Contents, check_new
+from burnish.checkpoint.saver import Saver
+from burnish.checkpoint.staging import Memory, stage
+from burnish.checkpoint.writer import Answer, Job, Meeting
+from burnish.errors import BurnishError, CorruptError
+from burnish.files.durable import discard, naming_failures
+from burnish.parallel.collectives import agree, gather_objects
+from burnish.parallel.environment import place_of
+
+_LOOK_SECONDS = 0.05
+# Between two questions of waiting ranks to each other.
+_KILL_SECONDS = 10.0
+# How long a writer that was killed may take to go: the system lets it finish what it has begun on a disk.
+_CODE = "import sys; sys.path[:] = {path!r}; from burnish.checkpoint.writer import serve; serve({pipe}, {memory}, {parent})"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a save in the background went."""
+
+    step: int
+    """Which one."""
+    error: BurnishError | None
+    """None when it is committed."""
+
+
+class BackgroundSaver:
+    """One rank's writer and the memory it reads from. All methods but `close` are collective.
+
+    `timeout_seconds` bounds how long the writers wait for each other. `keep_open` are descriptors
+    that the writer holds as long as it lives.
+    """
+
+    def __init__(
+        self, saver: Saver, timeout_seconds: float, keep_open: tuple[int, ...] = ()
+    ) -> None:
+        self._saver = saver
+        self._timeout = timeout_seconds
+        self._keep_open = keep_open
+        self._memory = Memory.make()
+        self._assets: Assets | None = None
+        self._store: TCPStore | None = None
+        self._jobs = 0
+        self._step: int | None = None
+        self._answer: Answer | None = None
+        self._writer = _Writer(saver, self._memory, keep_open)
+
+    def begin(self, step: int, contents: Contents) -> None:
+        """Copy the contents and have them written; returns when they may change.
+
+        Raises on every rank when copying fails on any, or when the step exists. There must be no save in flight. The files
+        that `contents.write_assets` writes are taken to be the same for every step.
+        """
+        if self._step is not None:
+            raise ValueError(f"step {self._step} is still being saved")
+        with agree(self._saver.layout), naming_failures(f"step {step} could not be copied"):
+            if self._saver.layout.is_main:
+                check_new(self._saver.root, step, self._saver.storage)
+            staged = stage(contents, self._memory, self._kept_assets(contents.write_assets))
+        job = Job(step, staged, self._meeting())
+        if not self._writer.send(job):
+            _log.warning("the process that writes checkpoints had died and is started again")
+            self._writer.kill()
+            self._writer = _Writer(self._saver, self._memory, self._keep_open)
+            self._writer.send(job)
+        self._step = step
+
+    def finished(self, *, wait: bool) -> Finished | None:
+        """How the save in flight went, once; None while it is under way, or when there is none."""
+        if self._step is None:
+            return None
+        while True:
+            if self._answer is None:
+                self._answer = self._writer.answer(_LOOK_SECONDS if wait else 0.0)
+            told = gather_objects(self._answer, self._saver.layout)
+            failed = [answer for answer in told if isinstance(answer, BurnishError)]
+            if failed or None not in told:
+                break
+            if not wait:
+                return None
+        step, self._step, self._answer = self._step, None, None
+        if failed and not self._survived(step, told):
+            return Finished(step, failed[0])
+        return Finished(step, None)
+
+    def close(self, patience_seconds: float = 0.0) -> None:
+        """End the writer, after a while for what is in flight. Not collective."""
+        if self._step is not None and self._answer is None:
+            answer = self._writer.answer(patience_seconds)
+            if not isinstance(answer, Path):
+                _log.error("step %d is not committed: %s", self._step, answer or "it took too long")
+        self._writer.kill()
+        self._memory.close()
+
+    def _survived(self, step: int, told: list[Answer | None]) -> bool:
+        """Put an end to a save that failed somewhere; whether the step has been committed all the same.
+
+        A writer that waits for one that is dead, or hangs, is killed, and is started again.
+        """
+        layout, storage, root = self._saver.layout, self._saver.storage, self._saver.root
+        if told[layout.rank] is None or not self._writer.is_alive():
+            self._writer.kill()
+            self._writer = _Writer(self._saver, self._memory, self._keep_open)
+        committed = False
+        with agree(layout):  # all writers have ended
+            pass
+        if layout.is_main:
+            with suppress(CorruptError, OSError):
+                committed = bool(open_step(root / step_name(step), storage))
+            with suppress(OSError):
+                for entry in storage.entries(root):
+                    if entry.name.startswith(f"{INFLIGHT}{step:08d}."):
+                        discard(storage, root / entry.name, root / TRASH)
+        return gather_objects(committed, layout)[0]
+
+    def _kept_assets(self, write_assets: Callable[[Path], None]) -> Assets:
+        """What rank 0 writes beside the tensors, from the first save on."""
+        if self._assets is None:
+            is_main = self._saver.layout.is_main
+            self._assets = Assets.written_by(write_assets) if is_main else Assets({})
+        return self._assets
+
+    def _meeting(self) -> Meeting | None:
+        layout = self._saver.layout
+        if layout.world == 1:
+            return None
+        if self._store is None and layout.is_main:
+            host = _address(layout.local_world == layout.world)
+            patience = timedelta(seconds=self._timeout)
+            self._store = TCPStore(host, 0, layout.world, True, patience, False)
+        mine = (self._store.host, self._store.port) if self._store else None
+        host, port = next(each for each in gather_objects(mine, layout) if each)
+        self._jobs += 1
+        return Meeting(host, port, f"job-{self._jobs}", self._timeout)
+
+
+def _address(local: bool) -> str:
+    """How the other ranks reach this machine, which is that of rank 0."""
+    return "127.0.0.1" if local else place_of(os.environ).host or socket.gethostname()
+
+
+class _Writer:
+    """The process, and this end of the pipe."""
+
+    def __init__(self, saver: Saver, memory: Memory, keep_open: tuple[int, ...]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            pipe = theirs.fileno()
+            code = _CODE.format(
+                path=[os.path.abspath(each) for each in sys.path],
+                pipe=pipe,
+                memory=memory.descriptor,
+                parent=os.getpid(),
+            )
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(pipe, memory.descriptor, *keep_open),
+            )
+        self._pipe = Connection(ours.detach())
+        self.send(saver)
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def send(self, message: Saver | Job) -> bool:
+        """Whether it could be sent to."""
+        try:
+            self._pipe.send(message)
+        except OSError:
+            return False
+        return True
+
+    def answer(self, seconds: float) -> Answer | None:
+        """What came of the job, waiting so long; None while it is under way."""
+        try:
+            if not self._pipe.poll(seconds):
+                return None
+            answer: Answer = self._pipe.recv()
+        except (EOFError, OSError):
+            return BurnishError(
+                "the process that writes checkpoints died",
+                have=f"exit status {self._process.wait()}",
+                do="look for what ended it: a signal, the out-of-memory killer, a crash",
+            )
+        return answer
+
+    def kill(self) -> None:
+        """End it, whatever it is doing."""
+        self._pipe.close()
+        self._process.kill()
+        try:
+            self._process.wait(_KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            _log.warning(
+                "the process that writes checkpoints hangs in the system: pid %d", self._process.pid
+            )

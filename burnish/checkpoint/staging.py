@@ -1,0 +1,184 @@
+"""A copy of what a step holds, in host memory that another process sees too.
+
+Copying is the only time that training waits for a save in the background. The memory is kept
+between saves, so that from the second save on copying is all there is: no page is taken from the
+system again. It is a file without a name that the other process maps by its descriptor. Left out:
+who writes it to a disk (`burnish.checkpoint.background`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.checkpoint.save import Contents
+from burnish.parallel.boxes import Box
+from burnish.parallel.shards import Shard, TensorSpec
+from burnish.parallel.transfer import accelerator_of
+
+_ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a shard's elements lie in the memory."""
+
+    spec: TensorSpec
+    """The whole tensor."""
+    box: Box
+    """Which part of it."""
+    dtype: torch.dtype
+    """Element type in the memory."""
+    start: int
+    """First byte."""
+
+    @property
+    def stop(self) -> int:
+        """One past the last byte."""
+        return self.start + self.box.elements * self.dtype.itemsize
+
+    def shard(self, memory: Tensor) -> Shard:
+        """The shard as a view of the memory."""
+        flat = memory[self.start : self.stop].view(self.dtype)
+        return Shard(self.spec, self.box, flat.view(self.box.sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The contents of a step without its tensors, which lie in a `Memory`: small, and sent as it is."""
+
+    weights: Sequence[Slot]
+    """Of `Contents.weights`."""
+    training: Sequence[Slot]
+    """Of `Contents.training`."""
+    state: Mapping[str, Any]
+    """The same as in `Contents`."""
+    write_assets: Callable[[Path], None]
+    """The same, and to be sent."""
+    healthy: bool
+    """The same."""
+    check_finite: bool
+    """The same."""
+    split: bool
+    """The same."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory that it takes."""
+        return max((slot.stop for slot in [*self.weights, *self.training]), default=0)
+
+    def contents(self, memory: Tensor) -> Contents:
+        """The contents, with shards that are views of the memory."""
+        return Contents(
+            weights=[slot.shard(memory) for slot in self.weights],
+            training=[slot.shard(memory) for slot in self.training],
+            state=self.state,
+            write_assets=self.write_assets,
+            healthy=self.healthy,
+            check_finite=self.check_finite,
+            split=self.split,
+        )
+
+
+class Memory:
+    """Bytes that are shared by a descriptor and grow when more are asked for."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+
+    @classmethod
+    def make(cls) -> Memory:
+        """New memory, without a name, that goes when its last user has gone."""
+        if hasattr(os, "memfd_create"):
+            return cls(os.memfd_create("burnish-staging", os.MFD_CLOEXEC))
+        with tempfile.TemporaryFile() as file:
+            return cls(os.dup(file.fileno()))
+
+    def take(self, size: int, *, pin: bool = False) -> Tensor:
+        """The first `size` bytes, in the same place as before where they were enough. Raises `OSError` when there is no room.
+
+        `pin` has the system keep them in place for the accelerator to copy into.
+        """
+        if size > self._bytes.numel():
+            self._release()
+            if os.fstat(self.descriptor).st_size < size:
+                _allocate(self.descriptor, size)
+            mapped = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
+            self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        if pin and not self._pinned:
+            self._pinned = _pin(self._bytes)
+        return self._bytes[:size]
+
+    def close(self) -> None:
+        """Give it back."""
+        self._release()
+        os.close(self.descriptor)
+
+    def _release(self) -> None:
+        if self._pinned:
+            _cuda().cudaHostUnregister(self._bytes.data_ptr())
+            self._pinned = False
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+
+def stage(contents: Contents, memory: Memory, write_assets: Callable[[Path], None]) -> Staged:
+    """Copy the shards into the memory; when this returns, they may change.
+
+    `write_assets` takes the place of the contents' own. Raises `OSError` when there is not enough memory.
+    """
+    weights, end = _slots(contents.weights, 0)
+    training, end = _slots(contents.training, end)
+    shards = [*contents.weights, *contents.training]
+    device = accelerator_of(shards)
+    room = memory.take(end, pin=device is not None and device.type == "cuda")
+    with torch.no_grad():
+        for shard, slot in zip(shards, [*weights, *training], strict=True):
+            slot.shard(room).tensor.copy_(shard.tensor, non_blocking=True)
+    if device is not None:
+        torch.accelerator.synchronize(device)
+    return Staged(
+        weights,
+        training,
+        dict(contents.state),
+        write_assets,
+        contents.healthy,
+        contents.check_finite,
+        contents.split,
+    )
+
+
+def _slots(shards: Iterable[Shard], start: int) -> tuple[list[Slot], int]:
+    """A place for each shard from a byte on, and where they end."""
+    slots = []
+    for shard in shards:
+        slots.append(Slot(shard.spec, shard.box, shard.tensor.dtype, start))
+        start = -(-slots[-1].stop // _ALIGN) * _ALIGN
+    return slots, start
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Take the pages at once, so that a lack of memory is an error here and no signal later."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        os.ftruncate(descriptor, size)
+
+
+def _pin(memory: Tensor) -> bool:
+    """Register with CUDA; where that is refused, copies are slower and as right."""
+    size = memory.numel()
+    return size > 0 and int(_cuda().cudaHostRegister(memory.data_ptr(), size, 0)) == 0
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,0 +1,281 @@
+"""Saving while training goes on: the same files as otherwise, and nothing lost when the writer fails, hangs or dies."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints_for_tests import (
+    BIG_SHAPES,
+    FaultyStorage,
+    SlowStorage,
+    contents_of,
+    fill_and_compare,
+    make_state,
+    save_in_background_forever,
+    save_once,
+    writer_pid,
+)
+from distributed import run_ranks
+
+from burnish.checkpoint.committed import committed
+from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.staging import Memory, stage
+from burnish.checkpoint.verify import verify
+from burnish.errors import BurnishError
+from burnish.parallel.layout import Layout
+
+
+def opened(root, layout=None, storage=None, keep_last=9, timeout=30.0):
+    return Checkpoints(
+        root,
+        layout or Layout(),
+        retention=Retention(keep_last),
+        background_timeout=timeout,
+        storage=storage,
+    )
+
+
+def steps_in(root):
+    assert not any(list(verify(step.path)) for step in committed(root))
+    return [step.step for step in committed(root)]
+
+
+def leftovers(root):
+    return [path.name for path in root.iterdir() if "inflight" in path.name]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The same state saved the plain way."""
+    root = tmp_path_factory.mktemp("plain")
+    weights, slots = make_state(3, BIG_SHAPES)
+    with Checkpoints(root, Layout()) as checkpoints:
+        checkpoints.save(1, contents_of(weights, slots))
+    return committed(root)[0].manifest.files
+
+
+def save_changing(layout, root):
+    """Save in the background, and change everything as soon as that is allowed."""
+    weights, slots = make_state(3, BIG_SHAPES)
+    with opened(Path(root), layout) as checkpoints:
+        checkpoints.begin_save(1, contents_of(weights, slots, layout))
+        for tensor in [*weights.values(), *slots.values()]:
+            tensor.fill_(-7)
+        finished = checkpoints.finished(wait=True)
+    return finished.step, finished.error
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_files_are_those_of_a_plain_save_though_training_goes_on(tmp_path, saved, world):
+    assert run_ranks(save_changing, world, str(tmp_path)) == [(1, None)] * world
+    [step] = committed(tmp_path)
+    assert step.manifest.files == saved
+    assert step.manifest.world == world
+    fill_and_compare(CheckpointSource(step, Layout()), *make_state(3, BIG_SHAPES), Layout())
+
+
+def test_one_at_a_time_and_told_once(tmp_path):
+    with opened(tmp_path, storage=SlowStorage()) as checkpoints:
+        assert checkpoints.finished(wait=True) is None
+        checkpoints.begin_save(1, contents_of(*make_state(1)))
+        assert checkpoints.finished(wait=False) is None  # training goes on meanwhile
+        with pytest.raises(ValueError, match="step 1 is still being saved"):
+            checkpoints.begin_save(2, contents_of(*make_state(2)))
+        assert checkpoints.finished(wait=True).step == 1
+        assert checkpoints.finished(wait=True) is None
+        checkpoints.begin_save(2, contents_of(*make_state(2)))
+        assert checkpoints.finished(wait=True).error is None
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_older_steps_go_in_the_background_too(tmp_path):
+    with opened(tmp_path, keep_last=1) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.begin_save(step, contents_of(*make_state(step)))
+            assert checkpoints.finished(wait=True).error is None
+    assert steps_in(tmp_path) == [3]
+
+
+def test_weights_that_are_not_finite_mark_the_step(tmp_path):
+    with opened(tmp_path) as checkpoints:  # make_state has infinities
+        checkpoints.begin_save(1, contents_of(*make_state(1), check_finite=True))
+        assert checkpoints.finished(wait=True).error is None
+    assert [step.healthy for step in committed(tmp_path)] == [False]
+
+
+def test_without_a_process_for_it(tmp_path):
+    with Checkpoints(tmp_path, Layout()) as checkpoints:
+        with pytest.raises(ValueError, match="no process"):
+            checkpoints.begin_save(1, contents_of(*make_state(1)))
+        assert checkpoints.finished(wait=True) is None
+
+
+def test_a_save_in_flight_is_waited_for_at_the_end(tmp_path):
+    with suppress(ZeroDivisionError), opened(tmp_path, storage=SlowStorage()) as checkpoints:
+        checkpoints.begin_save(1, contents_of(*make_state(1)))
+        raise ZeroDivisionError
+    assert steps_in(tmp_path) == [1]
+
+
+def test_an_error_of_the_disk_is_told_and_the_next_save_works(tmp_path):
+    save_once(tmp_path, 1)
+    storage = FaultyStorage(fail_at=9, lasting=False)
+    with opened(tmp_path, storage=storage) as checkpoints:
+        checkpoints.begin_save(2, contents_of(*make_state(2)))
+        finished = checkpoints.finished(wait=True)
+        assert finished.step == 2
+        assert "step 2 could not be saved" in str(finished.error)
+        assert "made to fail" in str(finished.error)
+        assert steps_in(tmp_path) == [1]
+        assert leftovers(tmp_path) == []
+        checkpoints.begin_save(3, contents_of(*make_state(3)))
+        assert checkpoints.finished(wait=True).error is None
+    assert steps_in(tmp_path) == [1, 3]
+
+
+def test_a_step_that_exists_is_refused_at_once(tmp_path):
+    save_once(tmp_path, 1)
+    with opened(tmp_path) as checkpoints, pytest.raises(BurnishError, match="exists already"):
+        checkpoints.begin_save(1, contents_of(*make_state(1)))
+
+
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_a_writer_that_is_killed_is_started_again(tmp_path, moment):
+    with opened(tmp_path, storage=SlowStorage()) as checkpoints:
+        if moment == "before":
+            os.kill(writer_pid(checkpoints), signal.SIGKILL)
+            time.sleep(0.2)
+        else:
+            checkpoints.begin_save(1, contents_of(*make_state(1)))
+            while not leftovers(tmp_path):
+                time.sleep(0.01)
+            os.kill(writer_pid(checkpoints), signal.SIGKILL)
+            finished = checkpoints.finished(wait=True)
+            assert "died" in str(finished.error)
+            assert "-9" in str(finished.error)
+            assert (steps_in(tmp_path), leftovers(tmp_path)) == ([], [])
+        checkpoints.begin_save(2, contents_of(*make_state(2)))
+        assert checkpoints.finished(wait=True).error is None
+    assert steps_in(tmp_path) == [2]
+
+
+def test_signals_to_the_whole_group_leave_the_writer_alone(tmp_path):
+    with opened(tmp_path, storage=SlowStorage()) as checkpoints:
+        checkpoints.begin_save(1, contents_of(*make_state(1)))
+        while not leftovers(tmp_path):
+            time.sleep(0.01)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(writer_pid(checkpoints), number)
+        assert checkpoints.finished(wait=True).error is None
+    assert steps_in(tmp_path) == [1]
+
+
+class HangingStorage(SlowStorage):
+    """A disk that does not come back."""
+
+    def __init__(self):
+        super().__init__(600)
+
+
+def lose_a_writer(layout, root, how, victim):
+    storage = HangingStorage() if how == "hang" and layout.rank == victim else SlowStorage(0.1)
+    if how == "full" and layout.rank == victim:
+        storage = FaultyStorage(fail_at=2, lasting=False)
+    timeout = 4.0 if how == "hang" else 30.0
+    weights, slots = make_state(1, BIG_SHAPES)
+    with opened(Path(root), layout, storage, timeout=timeout) as checkpoints:
+        checkpoints.begin_save(1, contents_of(weights, slots, layout))
+        if how == "kill" and layout.rank == victim:
+            while not list(Path(root).glob(".inflight*/training/*")):
+                time.sleep(0.01)
+            os.kill(writer_pid(checkpoints), signal.SIGKILL)
+        first = checkpoints.finished(wait=True)
+        left = leftovers(Path(root))
+        if how == "hang":
+            return first.step, str(first.error), left
+        checkpoints.begin_save(2, contents_of(weights, slots, layout))
+        second = checkpoints.finished(wait=True)
+    assert second.error is None, second.error
+    return first.step, str(first.error), left
+
+
+@pytest.mark.parametrize(
+    ("how", "victim"), [("kill", 0), ("kill", 1), ("full", 0), ("full", 1), ("hang", 1)]
+)
+def test_what_fails_on_one_rank_has_failed_on_all(tmp_path, how, victim):
+    told = run_ranks(lose_a_writer, 2, str(tmp_path), how, victim)
+    assert [step for step, _, _ in told] == [1, 1]
+    assert told[0][1] == told[1][1] != "None"
+    assert [left for _, _, left in told] == [[], []]
+    assert steps_in(tmp_path) == ([] if how == "hang" else [2])
+
+
+def is_alive(pid):
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_a_writer_ends_with_its_run_and_the_directory_is_free_again(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "burnish.checkpoint.directory"])
+    pipe, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=save_in_background_forever, args=(tmp_path, theirs))
+    process.start()
+    theirs.close()
+    pid, step = pipe.recv(), pipe.recv()
+    while step < 3:
+        step = pipe.recv()
+    assert is_alive(pid)
+    process.kill()
+    process.join()
+    with opened(tmp_path) as checkpoints:  # waits for the writer, should that still be there
+        assert not is_alive(pid)
+        resumed = checkpoints.resume(lambda step, source: None)
+        assert resumed.step.step in (2, 3)
+        assert leftovers(tmp_path) == []
+
+
+def test_a_run_that_lost_its_lease_commits_nothing(tmp_path):
+    with opened(tmp_path) as checkpoints:
+        (tmp_path / ".lease").write_text(json.dumps({"pid": 1, "host": "another", "token": 9}))
+        checkpoints.begin_save(1, contents_of(*make_state(1)))
+        assert "no longer has" in str(checkpoints.finished(wait=True).error)
+        with pytest.raises(BurnishError, match="lease number 9"):
+            checkpoints.save(1, contents_of(*make_state(1)))
+    assert (steps_in(tmp_path), leftovers(tmp_path)) == ([], [])
+
+
+def test_the_memory_is_kept_between_saves():
+    memory = Memory.make()
+    contents = contents_of(*make_state(1))
+    stage(contents, memory, lambda path: None)
+    before = memory.take(1).data_ptr()
+    staged = stage(contents, memory, lambda path: None)
+    assert memory.take(staged.size).data_ptr() == before
+    bigger = stage(contents_of(*make_state(1, BIG_SHAPES)), memory, lambda path: None)
+    again = bigger.contents(memory.take(bigger.size))
+    shapes = {shard.spec.name: tuple(shard.tensor.shape) for shard in again.weights}
+    assert shapes == {name: tuple(shape) for name, shape in BIG_SHAPES.items()}
+    memory.close()
+
+
+def test_what_another_process_maps_is_the_same_memory():
+    memory = Memory.make()
+    memory.take(1000).copy_(torch.arange(1000) % 251)
+    other = Memory(os.dup(memory.descriptor))
+    assert torch.equal(other.take(1000), memory.take(1000))
+    memory.take(5000)[4999] = 3
+    assert other.take(5000)[4999] == 3
+    other.close()
+    memory.close()
