@@ -1,7 +1,9 @@
 """`burnish ckpt`: looking at checkpoints, checking and keeping them. The arguments and what becomes of them.
 
 Every command says what it did in lines for people, or with `--json` in one object on standard
-output. Exit codes are those of `burnish.errors`; a check that finds damage ends with 3.
+output. Exit codes are those of `burnish.errors`; a check that finds damage ends with 3, a
+comparison that finds a difference with 1, as `diff` does. torch is loaded only by commands that
+look into tensors.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from burnish.cli import ckpt_inspect, ckpt_keep
 Arguments = argparse.Namespace
 
 _WHERE = "RUN or RUN/checkpoints/step-N"
+_EITHER = f"{_WHERE} or a Hugging Face directory"
 
 
 def add_ckpt(commands: Any) -> None:
     """Add `ckpt` and its own commands to the subparsers of the command line."""
     ckpt = commands.add_parser("ckpt", description="Look at checkpoints, check and keep them.")
     added = ckpt.add_subparsers(
-        dest="ckpt_command", metavar="ls|show|verify|pin|unpin|gc", required=True
+        dest="ckpt_command", metavar="ls|show|verify|diff|pin|unpin|gc", required=True
     )
 
     def add(name: str, description: str, metavar: str, help_: str) -> argparse.ArgumentParser:
@@ -43,6 +46,10 @@ def add_ckpt(commands: Any) -> None:
     depth.add_argument(
         "--fast", action="store_true", help="names, sizes, small files and headers only"
     )
+    diff = add(
+        "diff", "Compare two steps tensor by tensor; exit code 1 where they differ.", "A", _EITHER
+    )
+    diff.add_argument("other", type=Path, metavar="B", help="the same")
     pin = add("pin", "Keep a step whatever retention says.", "STEP", "RUN/checkpoints/step-N")
     pin.add_argument("--reason", default="by hand", metavar="TEXT", help="shown by ls")
     add("unpin", "Let retention decide on a step again.", "STEP", "RUN/checkpoints/step-N")
@@ -62,7 +69,13 @@ def run_ckpt(arguments: Arguments) -> int:
         print(json.dumps(report, ensure_ascii=False, indent=1))
     if arguments.ckpt_command == "verify" and (error := ckpt_inspect.damage(report)):
         raise error
-    return 0
+    return 0 if report.get("same", True) else 1
+
+
+def _diff(given: Arguments, say: ckpt_inspect.Say) -> dict[str, Any]:
+    from burnish.cli import ckpt_tensors
+
+    return ckpt_tensors.diff(given.path, given.other, say)
 
 
 _Command = Callable[[Arguments, ckpt_inspect.Say], dict[str, Any]]
@@ -71,6 +84,7 @@ _COMMANDS: dict[str, _Command] = {
     "ls": lambda given, say: ckpt_inspect.list_steps(given.path, say),
     "show": lambda given, say: ckpt_inspect.show_step(given.path, say, tensors=given.tensors),
     "verify": lambda given, say: ckpt_inspect.verify_steps(given.path, say, fast=given.fast),
+    "diff": _diff,
     "pin": lambda given, say: ckpt_keep.pin(given.path, given.reason, say),
     "unpin": lambda given, say: ckpt_keep.unpin(given.path, say),
     "gc": lambda given, say: ckpt_keep.collect_garbage(given.path, say, dry_run=given.dry_run),

@@ -228,7 +228,7 @@ def test_damaged_pins_are_said(run: Path, capsys: pytest.CaptureFixture[str]) ->
         assert "every step counts as pinned" in err
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify", "pin", "unpin", "gc"])
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "pin", "unpin", "gc", "diff"])
 def test_it_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ckpt(capsys, command, "--help")[0] == 0
 
@@ -324,3 +324,44 @@ def test_gc_removes_no_step_while_pins_are_damaged(
     assert ckpt(capsys, "gc", long_run)[0] == 3
     (long_run / "checkpoints/pins.json").unlink()
     assert len(as_json(capsys, "ls", long_run)[1]["steps"]) == 5
+
+
+def test_diff_says_how_far_apart(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (save_once(run / "checkpoints", step, seed=seed) for step, seed in ((7, 0), (8, 1)))
+    code, out, err = ckpt(capsys, "diff", a, a)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[2:] == ["tensors equal: 15"]
+    code, out, _ = ckpt(capsys, "diff", a, b)
+    assert code == 1
+    [line] = [line for line in out.splitlines() if "exp_avg/layers.0.up.weight" in line]
+    assert "384 of 384 elements, at most" in line
+    assert out.splitlines()[-1] == "tensors differs: 12, equal: 3"
+    code, found = as_json(capsys, "diff", a, b)
+    assert code == 1
+    assert not found["same"]
+    assert found["counts"] == {"differs": 12, "equal": 3}
+    tensors = {each["tensor"]: each for each in found["tensors"]}
+    assert tensors["model/embed.weight"]["a"] == {"dtype": "float32", "shape": [37, 16]}
+    assert tensors["model/embed.weight"]["max_ulp"] > 0
+    assert tensors["model/layers.0.none"]["verdict"] == "equal"
+
+
+def test_diff_with_a_hugging_face_directory(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = step_of(run, 1)
+    code, found = as_json(capsys, "diff", step, step / "model")
+    assert code == 1
+    tensors = {each["tensor"]: each for each in found["tensors"]}
+    assert tensors["model/head.weight"]["max_ulp"] <= 1  # of bf16, ties-up against ties-to-even
+    assert 0 < tensors["model/head.weight"]["max_relative"] < 0.004
+    assert tensors["exp_avg/head.weight"]["verdict"] == "only in A"
+    _, out, _ = ckpt(capsys, "diff", step, step / "model")
+    assert "exp_avg/head.weight  only in A" in out
+
+
+def test_diff_reads_nothing_that_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(step_of(run, 1) / "training/exp_avg.safetensors", 6 << 20)
+    code, _, err = ckpt(capsys, "diff", step_of(run, 1), step_of(run, 1))
+    assert code == 3
+    assert "exp_avg.safetensors is damaged" in err
+    assert "head.weight" in err
+    assert ckpt(capsys, "diff", run, run / "nowhere")[0] == 5

@@ -1,0 +1,147 @@
+"""How far apart two sets of tensors are, tensor by tensor, in a bounded amount of memory.
+
+A ulp is the distance to the next number of the dtype: two numbers are as many ulp apart as there
+are steps from one to the other (+0 and -0 are the same place). Where the dtypes differ, ulp are
+those of the coarser one, and the rest is computed in fp64, which holds both exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from burnish.checkpoint.streams import Described, TensorStream, chunks
+
+Verdict = Literal["equal", "differs", "only in A", "only in B", "another shape", "another kind"]
+"""What is said of a tensor; "another kind": numbers of the one are none of the other, as integers and floats."""
+
+_CHUNK = 1 << 14  # elements: temporaries that stay in a processor's cache, and in malloc's
+_TINIEST = 5e-324
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(slots=True)
+class Distance:
+    """How far apart the elements of two tensors are."""
+
+    different: int = 0
+    """Elements with other bits (in fp64 where the dtypes differ)."""
+    max_ulp: int = 0
+    """Most ulp between two finite elements; for integers, the largest difference."""
+    max_relative: float = 0.0
+    """Largest |a - b| / max(|a|, |b|) of two finite elements."""
+    max_absolute: float = 0.0
+    """Largest |a - b| of two finite elements."""
+    nonfinite: int = 0
+    """Different elements of which one or both are NaN or infinite; they count in no maximum."""
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """Take in more elements, one-dimensional and equally many."""
+        if a.dtype.is_complex and b.dtype.is_complex:
+            a, b = torch.view_as_real(a).flatten(), torch.view_as_real(b).flatten()
+        differing = _differing(a, b)
+        count = int(differing.count_nonzero())
+        if not count:
+            return
+        self.different += count
+        x, y = a.to(torch.float64), b.to(torch.float64)
+        finite = x.isfinite() & y.isfinite()
+        if not bool(finite.all()):
+            self.nonfinite += int((differing & ~finite).count_nonzero())
+            a, b, x, y = a[finite], b[finite], x[finite], y[finite]
+        if not len(a):
+            return
+        apart = (x - y).abs_()
+        largest = torch.maximum(x.abs_(), y.abs_()).clamp_(min=_TINIEST)
+        self.max_ulp = max(self.max_ulp, _ulp(a, b))
+        self.max_absolute = max(self.max_absolute, float(apart.max()))
+        self.max_relative = max(self.max_relative, float(apart.div_(largest).max()))
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A tensor of A beside the one of the same key of B."""
+
+    key: str
+    """Its set and name, as `model/lm_head.weight` or `exp_avg/lm_head.weight`."""
+    verdict: Verdict
+    """What was found."""
+    a: Described | None
+    """Its dtype and shape in A."""
+    b: Described | None
+    """The same in B."""
+    distance: Distance | None = None
+    """How far apart, where the verdict is "equal" or "differs"."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values; infinite distances as null."""
+        sides = {
+            name: side and {"dtype": str(side.dtype).partition(".")[2], "shape": list(side.shape)}
+            for name, side in (("a", self.a), ("b", self.b))
+        }
+        distance = asdict(self.distance) if self.distance else {}
+        plain = {name: value if math.isfinite(value) else None for name, value in distance.items()}
+        return {"tensor": self.key, "verdict": self.verdict, **sides, **plain}
+
+
+def compare(a: TensorStream, b: TensorStream) -> Iterator[Compared]:
+    """Every tensor of A and B, in the order of A's files, then what only B has. Raises what reading raises."""
+    for key, mine in a.tensors.items():
+        theirs = b.tensors.get(key)
+        if theirs is None:
+            yield Compared(key, "only in A", mine, None)
+        elif theirs.shape != mine.shape:
+            yield Compared(key, "another shape", mine, theirs)
+        elif _kind(mine.dtype) != _kind(theirs.dtype):
+            yield Compared(key, "another kind", mine, theirs)
+        else:
+            distance = Distance()
+            for span in chunks(mine.elements, _CHUNK):
+                distance.add(a.read(key, *span), b.read(key, *span))
+            verdict: Verdict = "differs" if distance.different else "equal"
+            yield Compared(key, verdict, mine, theirs, distance)
+    for key, theirs in b.tensors.items():
+        if key not in a.tensors:
+            yield Compared(key, "only in B", None, theirs)
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, torch.dtype | None]:
+    """What has to agree for numbers to be compared: any two floating-point dtypes do, others only with themselves."""
+    floats = dtype.is_floating_point
+    return floats, dtype.is_complex, None if floats else dtype
+
+
+def _differing(a: Tensor, b: Tensor) -> Tensor:
+    """Which elements differ: in their bits, or in value where the dtypes differ (NaN is NaN)."""
+    if a.dtype == b.dtype:
+        kind = _BITS[a.dtype.itemsize]
+        return a.view(kind) != b.view(kind)
+    x, y = a.to(torch.float64), b.to(torch.float64)
+    return (x != y) & ~(x.isnan() & y.isnan())
+
+
+def _ulp(a: Tensor, b: Tensor) -> int:
+    """Most steps between the elements of two finite tensors."""
+    if not a.dtype.is_floating_point:
+        return int((a.to(torch.float64) - b.to(torch.float64)).abs().max())
+    if a.dtype != b.dtype:
+        coarser = max(a.dtype, b.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        a, b = a.to(coarser), b.to(coarser)
+    x, y = _steps(a), _steps(b)
+    apart = (x - y).abs_()
+    if a.dtype.itemsize == 8:  # from one side of zero to the other may be more than int64 holds
+        across = x.abs().to(torch.float64) + y.abs().to(torch.float64)
+        apart = torch.where((x < 0) == (y < 0), apart.to(torch.float64), across)
+    return int(apart.max())
+
+
+def _steps(x: Tensor) -> Tensor:
+    """How many steps each element is above zero, as int64: the bits of a float are in the order of its magnitude."""
+    kind = _BITS[x.dtype.itemsize]
+    bits = x.view(kind).to(torch.int64)
+    return torch.where(bits >= 0, bits, torch.iinfo(kind).min - bits)

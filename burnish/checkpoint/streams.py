@@ -1,0 +1,279 @@
+"""Tensors on disk read from the first element to the last, in pieces: for tools that hold no model.
+
+A step's blocks are checked as they are read, and weights that were split are given exact, as fp32.
+Left out: reading a part of many tensors onto many ranks (`burnish.checkpoint.load`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from burnish.checkpoint.committed import Committed
+from burnish.checkpoint.dtypes import BY_NAME
+from burnish.checkpoint.split import add_residual
+from burnish.checkpoint.verify import checked_header, read_block
+from burnish.errors import CorruptError, IncompatibleError, MissingError
+from burnish.files.safetensors import Header, TensorEntry, read_header
+from burnish.files.storage import File, LocalStorage, Storage
+
+SUFFIX = ".safetensors"
+"""Ends the names of tensor files."""
+INDEX = "model.safetensors.index.json"
+"""Which tensor is in which file of a Hugging Face directory."""
+
+_BLOCKS_HELD = 3
+_INDEX_LIMIT = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What is known of a tensor without reading it."""
+
+    dtype: torch.dtype
+    """As `read` gives it."""
+    shape: tuple[int, ...]
+    """Its shape."""
+
+    @property
+    def elements(self) -> int:
+        """How many."""
+        return prod(self.shape)
+
+
+class TensorStream(Protocol):
+    """Tensors by key (`model/NAME`, `exp_avg/NAME`), read in pieces of any size. A context manager."""
+
+    path: Path
+    tensors: Mapping[str, Described]
+
+    def read(self, key: str, start: int, stop: int) -> Tensor:
+        """The elements from `start` to `stop` in C order, one-dimensional, in memory of their own."""
+
+    def __enter__(self) -> Self:
+        """The stream itself."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the files."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    file: str
+    """Its name below the directory."""
+    entry: TensorEntry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return BY_NAME[self.entry.dtype]
+
+
+class _Files:
+    """The files of a directory, each opened once, by name."""
+
+    def __init__(self, directory: Path, storage: Storage | None) -> None:
+        self.path = directory
+        self._storage = storage or LocalStorage()
+        self._opened = ExitStack()
+        self._files: dict[str, File] = {}
+
+    def _file(self, name: str) -> File:
+        if name not in self._files:
+            opened = self._storage.open(self.path / name)
+            self._files[name] = self._opened.enter_context(opened)
+        return self._files[name]
+
+    def __enter__(self) -> Self:
+        """The stream itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the files."""
+        self._opened.close()
+
+
+class DirectoryTensors(_Files):
+    """The weights of a Hugging Face directory; a `TensorStream` that checks headers and nothing else.
+
+    Raises `MissingError` for a directory without safetensors or that lacks one of its files,
+    `CorruptError` for a file that is not what it says, `IncompatibleError` for an unknown dtype.
+    """
+
+    def __init__(self, directory: Path, storage: Storage | None = None) -> None:
+        super().__init__(directory, storage)
+        headers = [(name, read_header(directory / name)) for name in model_files(directory)]
+        self._places = _places(directory, [("model", *each) for each in headers])
+        self.tensors: Mapping[str, Described] = {
+            key: Described(place.dtype, place.entry.shape) for key, place in self._places.items()
+        }
+
+    def read(self, key: str, start: int, stop: int) -> Tensor:
+        """See `TensorStream.read`."""
+        place = self._places[key]
+        result = torch.empty(stop - start, dtype=place.dtype)
+        offset = place.entry.begin + start * place.dtype.itemsize
+        try:
+            self._file(place.file).pread_into(_memory(result), offset)
+        except EOFError as error:
+            raise CorruptError(f"{self.path / place.file} became shorter", have=error) from error
+        return result
+
+
+class StepTensors(_Files):
+    """All tensors of a committed step; a `TensorStream` that holds a few blocks.
+
+    Reading raises `DamagedBlock` for a block that is not what was written. Opening raises as
+    `DirectoryTensors` does.
+    """
+
+    def __init__(self, step: Committed, storage: Storage | None = None) -> None:
+        super().__init__(step.path, storage)
+        self._step = step
+        self._blocks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        headers = [
+            (_prefix(name), name, checked_header(step, name, self._storage))
+            for name in sorted(step.manifest.files)
+            if name.endswith(SUFFIX)
+        ]
+        self._places = _places(step.path, headers)
+        self._residuals = _residuals(self._places)
+        hidden = set(self._residuals.values())
+        self.tensors: Mapping[str, Described] = {
+            key: Described(
+                torch.float32 if key in self._residuals else place.dtype, place.entry.shape
+            )
+            for key, place in self._places.items()
+            if key not in hidden
+        }
+
+    def read(self, key: str, start: int, stop: int) -> Tensor:
+        """See `TensorStream.read`; fp32 where the weight was split."""
+        stored = self._read(key, start, stop)
+        if key not in self._residuals:
+            return stored
+        exact = stored.to(torch.float32)
+        add_residual(exact, self._read(self._residuals[key], start, stop))
+        return exact
+
+    def read_rounded(self, key: str, start: int, stop: int) -> Tensor:
+        """As `model/` holds it."""
+        return self._read(key, start, stop)
+
+    def _read(self, key: str, start: int, stop: int) -> Tensor:
+        place = self._places[key]
+        result = torch.empty(stop - start, dtype=place.dtype)
+        target = _memory(result)
+        size = self._step.manifest.files[place.file].block_bytes
+        position = place.entry.begin + start * place.dtype.itemsize
+        while target:
+            number, offset = divmod(position, size)
+            data = self._block(place.file, number)[offset : offset + len(target)]
+            target[: len(data)] = data
+            target, position = target[len(data) :], position + len(data)
+        return result
+
+    def _block(self, name: str, number: int) -> memoryview:
+        key = (name, number)
+        if key in self._blocks:
+            self._blocks.move_to_end(key)
+            return self._blocks[key]
+        if len(self._blocks) == _BLOCKS_HELD:
+            self._blocks.popitem(last=False)
+        self._blocks[key] = read_block(self._file(name), self._step, name, number)
+        return self._blocks[key]
+
+
+def model_files(directory: Path) -> list[str]:
+    """Names of the safetensors files that make up a Hugging Face directory's model.
+
+    Raises `MissingError` and `CorruptError` naming the directory or its index.
+    """
+    index = directory / INDEX
+    if index.is_file():
+        try:
+            if index.stat().st_size > _INDEX_LIMIT:
+                raise ValueError(f"more than {_INDEX_LIMIT} bytes")
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CorruptError(f"{index} is not an index of weights", have=error) from error
+    else:
+        names = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
+    wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if wrong:
+        raise CorruptError(f"{index} names files outside its directory", have=wrong[0])
+    absent = [name for name in names if not (directory / name).is_file()]
+    if absent or not names:
+        raise MissingError(
+            f"{directory} lacks {absent[0] if absent else 'weights'}",
+            have=", ".join(sorted(p.name for p in directory.glob("*"))[:8]) or "nothing",
+            want=f"a Hugging Face directory with *{SUFFIX}",
+        )
+    return names
+
+
+def chunks(elements: int, size: int) -> Iterator[tuple[int, int]]:
+    """The ranges of at most `size` that make up so many elements."""
+    for start in range(0, elements, size):
+        yield start, min(start + size, elements)
+
+
+def _places(directory: Path, headers: list[tuple[str, str, Header]]) -> dict[str, _Place]:
+    """Tensors by key, in the order of their bytes. Checks dtypes, and that none is there twice."""
+    places: dict[str, _Place] = {}
+    for prefix, name, header in headers:
+        for entry in header.entries.values():
+            key = f"{prefix}/{entry.name}"
+            if key in places:
+                both = f"{places[key].file} and {name}"
+                raise CorruptError(f"tensor {key} is in two files of {directory}", have=both)
+            if entry.dtype not in BY_NAME:
+                raise IncompatibleError(
+                    f"tensor {entry.name} in {directory / name} has a dtype that is not handled",
+                    have=entry.dtype,
+                    want=", ".join(BY_NAME),
+                )
+            places[key] = _Place(name, entry)
+    return places
+
+
+def _prefix(name: str) -> str:
+    """The part of a key before the tensor's name: "model", "exp_avg", "critic/model", ..."""
+    *role, kind, file = name.split("/")
+    stem = file.removesuffix(SUFFIX).partition("-")[0]
+    return "/".join([*role, kind if kind == "model" else stem])
+
+
+def _residuals(places: Mapping[str, _Place]) -> dict[str, str]:
+    """For the key of each weight that was split, the key of what `model/` lacks of it."""
+    found = {}
+    for key, place in places.items():
+        prefix = key.removesuffix(f"/{place.entry.name}")
+        weight = f"{prefix.removesuffix('residual')}model/{place.entry.name}"
+        if prefix.rpartition("/")[2] == "residual" and weight in places:
+            found[weight] = key
+    return found
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """A tensor's bytes."""
+    return memoryview(tensor.view(torch.uint8).numpy().data).cast("B")
