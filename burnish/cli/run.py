@@ -13,7 +13,7 @@ from pathlib import Path
 from burnish.cli.inputs import committed_steps, require_inputs
 from burnish.cli.summary import summary
 from burnish.config.check import Command, check
-from burnish.config.identity import require_same_run
+from burnish.config.identity import require_may_resume, require_same_run
 from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
 from burnish.errors import MissingError, UsageError
@@ -66,18 +66,12 @@ def _config_file(path: str, run_dir: Path | None) -> Path:
 
 
 def _require_own_directory(config: RunConfig) -> None:
+    """What opening the run refuses too, here without torch."""
     directory = Path(config.output_dir) / config.name
     recorded = directory / "config.yaml"
     if recorded.is_file():
         require_same_run(directory, load_config(recorded).config, config)
-    saved = committed_steps(directory)
-    if saved and config.resume == "never":
-        raise UsageError(
-            f"{directory} holds checkpoints, and resume is never",
-            have=f"{len(saved)}, the newest {saved[-1].name}",
-            want="a directory without checkpoints",
-            do="set resume=auto to continue, or name=NAME to begin another run",
-        )
+    require_may_resume(directory, [path.name for path in committed_steps(directory)], config)
 
 
 def _start(config: RunConfig, command: Command, run_dir: Path | None) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""Whether two configurations describe the same run.
+"""Whether two configurations describe the same run, and whether it may be continued.
 
 A run directory is continued only by the configuration that began it. Some settings may differ all
 the same, because they change how fast, how long or how visibly a run works, and not what each of
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from burnish.config.schema import RunConfig, Section
-from burnish.errors import IncompatibleError
+from burnish.errors import IncompatibleError, UsageError
 
 MAY_CHANGE = frozenset(
     {
@@ -88,6 +88,20 @@ def require_same_run(run_dir: Path, recorded: RunConfig, config: RunConfig) -> N
         want="the configuration that began this run",
         do="give this run a name of its own with name=NAME, or restore the settings above",
     )
+
+
+def require_may_resume(run_dir: Path, steps: Sequence[str], config: RunConfig) -> None:
+    """Refuse a run directory that holds `steps` (their names, oldest first) where `resume` is never.
+
+    Raises `UsageError`.
+    """
+    if steps and config.resume == "never":
+        raise UsageError(
+            f"{run_dir} holds checkpoints, and resume is never",
+            have=f"{len(steps)}, the newest {steps[-1]}",
+            want="a directory without checkpoints",
+            do="set resume=auto to continue, or name=NAME to begin another run",
+        )
 
 
 def _table(found: list[Difference]) -> str:

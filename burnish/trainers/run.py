@@ -16,17 +16,18 @@ from pathlib import Path
 
 import torch
 
-from burnish.checkpoint.committed import Committed, step_name
+from burnish.checkpoint.committed import Committed, step_name, step_paths
 from burnish.checkpoint.directory import Checkpoints, Resumed
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import STATE
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents
-from burnish.config.identity import require_same_run
+from burnish.config.identity import require_may_resume, require_same_run
 from burnish.config.load import dump_yaml, load_config
 from burnish.config.schema import RunConfig
 from burnish.engines.base import Engine, Part
 from burnish.errors import IncompatibleError, StoppedError, UsageError
+from burnish.files.storage import LocalStorage
 from burnish.models.flops import ModelFlops
 from burnish.models.loading import save_model_assets
 from burnish.parallel.collectives import agree, same_on_all_ranks
@@ -313,15 +314,16 @@ def open_run(
 ) -> Iterator[Run]:
     """The run that `config` names, inside the block; a signal in it commits a checkpoint and raises `StoppedError`.
 
-    Refuses, before anything is loaded, a run directory that belongs to another configuration or
-    `trainer` ("sft", "rl"), and ranks that were given different configurations.
+    Refuses, before anything is loaded, a run directory that is in use, that belongs to another
+    configuration or `trainer` ("sft", "rl"), or that holds steps where `resume` is never, and ranks
+    that were given different configurations. A directory that is refused stays as it is.
     """
     with catch_signals() as stopper:
         run = Run(config, layout, device, stopper)
         same_on_all_ranks(dump_yaml(config), "the configuration", layout)
-        with agree(layout):
-            _claim(run, trainer)
         with run.checkpoints, closing(run):
+            with agree(layout):
+                _claim(run, trainer)
             try:
                 yield run
             except StopRequested as request:
@@ -329,7 +331,7 @@ def open_run(
 
 
 def _claim(run: Run, trainer: str) -> None:
-    """Make the directory ours, or refuse it when it holds another run."""
+    """Make the directory, whose lease is ours, this run's; or refuse it."""
     directory = run.directory
     before = directory.read_environment().get("trainer", trainer)
     if before != trainer:
@@ -341,6 +343,8 @@ def _claim(run: Run, trainer: str) -> None:
         )
     if directory.config.exists():
         require_same_run(directory.root, load_config(directory.config).config, run.config)
+    steps = step_paths(directory.checkpoints, LocalStorage()).values()
+    require_may_resume(directory.root, [path.name for path in steps], run.config)
     if run.layout.is_main:
         directory.create()
         directory.write_config(dump_yaml(run.config))

@@ -1,0 +1,72 @@
+"""Opening a run's directory, as a caller of the library does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from burnish.config.schema import RunConfig
+from burnish.errors import BurnishError, IncompatibleError, UsageError
+from burnish.files.lease import Lease
+from burnish.parallel.layout import Layout
+from burnish.trainers.run import open_run
+
+
+def config_in(root: Path, **changes: object) -> RunConfig:
+    return RunConfig.model_validate({"output_dir": str(root), "name": "run", **changes})
+
+
+def open_and_close(config: RunConfig, trainer: str = "sft") -> None:
+    with open_run(config, trainer, Layout(), torch.device("cpu")):
+        pass
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """What identifies the run; the lease's file is not looked at."""
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+def test_a_directory_in_use_stays_as_it_is(tmp_path: Path) -> None:
+    open_and_close(config_in(tmp_path))
+    before = contents(tmp_path / "run")
+    assert before.keys() == {"config.yaml", "environment.json"}
+    with (
+        Lease(tmp_path / "run/checkpoints/.lease"),
+        pytest.raises(BurnishError, match="another run is using"),
+    ):
+        open_and_close(config_in(tmp_path, steps=7))
+    assert contents(tmp_path / "run") == before
+    open_and_close(config_in(tmp_path, steps=7))
+    assert contents(tmp_path / "run")["config.yaml"] != before["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "trainer", "error"),
+    [
+        ({"seed": 3}, "sft", IncompatibleError),
+        ({}, "rl", IncompatibleError),
+        ({"resume": "never"}, "sft", UsageError),
+    ],
+)
+def test_a_directory_that_is_refused_stays_as_it_is(
+    tmp_path: Path, changes: dict[str, object], trainer: str, error: type[BurnishError]
+) -> None:
+    open_and_close(config_in(tmp_path))
+    (tmp_path / "run/checkpoints/step-00000003").mkdir()
+    before = contents(tmp_path / "run")
+    with pytest.raises(error):
+        open_and_close(config_in(tmp_path, **changes), trainer)
+    assert contents(tmp_path / "run") == before
+
+
+def test_never_resuming_refuses_a_directory_with_steps_and_no_other(tmp_path: Path) -> None:
+    never = config_in(tmp_path, resume="never")
+    open_and_close(never)
+    open_and_close(never)
+    (tmp_path / "run/checkpoints/step-00000003").mkdir()
+    with pytest.raises(UsageError, match="resume is never") as refused:
+        open_and_close(never)
+    assert "step-00000003" in str(refused.value)
+    open_and_close(config_in(tmp_path))
