@@ -3,7 +3,7 @@
 Written as a chain of tensor operations they move every activation through memory a dozen times and
 keep most of the intermediate ones for the backward pass. Here they are one function that keeps its
 input only, computes in fp32 whatever the dtype of its input, rounds once at the end, and on a CPU
-works through the rows in blocks that stay in the core's cache.
+works through the rows in blocks that stay in the core's cache. Elsewhere the norm is torch's own.
 
     RMSNorm(x) = x r w,  r = (mean x² + ε)^(-1/2)          Zhang & Sennrich, arXiv 1910.07467
     rotate(x)  = x cos + swap(x) sin                       Su et al., arXiv 2104.09864
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from burnish.models.attention import attention_forward
@@ -160,6 +161,10 @@ def _norm_rotate(
     rows: Tensor, weight: Tensor | None, epsilon: float, rotation: tuple[Tensor, Tensor] | None
 ) -> Tensor:
     """RMSNorm of `rows` [T, ..., n] where there is a weight, then rotation where there is one."""
+    if rows.device.type != "cpu" and weight is not None:  # torch has one kernel for the norm there
+        rows, weight = functional.rms_norm(rows, weight.shape, weight, epsilon), None
+        if rotation is None:
+            return rows
     if torch.is_grad_enabled() or _block_length(rows) < len(rows):
         result: Tensor = _NormRotate.apply(rows, weight, epsilon, *(rotation or (None, None)))  # type: ignore[no-untyped-call]
         return result
