@@ -65,6 +65,9 @@ def nan(completions, **columns):
 def short(completions, **columns):
     return [1.0]
 
+def needs_level(completions, level, **columns):
+    return [float(each) for each in level]
+
 def same(completions, **columns):
     return [1.0] * len(completions)
 """

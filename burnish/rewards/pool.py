@@ -73,12 +73,15 @@ class RewardPool:
             here = loaded.get(each.function)
             self._functions.append(_Function(part, each, known, here, index))
 
-    def check_columns(self, columns: Collection[str]) -> None:
-        """Raise `MissingError` if the data, which has `columns`, lacks one that a function cannot be called without."""
+    def check_columns(self, columns: Collection[str], setting: str) -> None:
+        """Raise `MissingError` if data with `columns` lack one that a function cannot be called without.
+
+        `setting` names the data (`data.train`) in the error.
+        """
         for function in self._functions:
             for column in sorted(function.signature.columns - set(columns)):
                 raise MissingError(
-                    f"The reward function {function.config.function!r} needs a column that the data lacks.",
+                    f"The reward function {function.config.function!r} needs a column that {setting} lacks.",
                     have=f"columns {sorted(columns)}",
                     want=column,
                     do="rename the parameter or the column, or give a value in the function's kwargs",

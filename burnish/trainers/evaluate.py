@@ -16,6 +16,7 @@ from burnish.algorithms.evaluation import evaluation_stats
 from burnish.checkpoint.committed import newest
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
+from burnish.data.tasks import PromptDataset
 from burnish.engines.base import Engine, Part
 from burnish.errors import MissingError, StoppedError
 from burnish.launch.run import launch
@@ -42,12 +43,26 @@ from burnish.trainers.setup import (
 from burnish.trainers.signals import Stopper, StopRequested, catch_signals, check_stop
 
 
-def prompt_validation(foundation: Foundation, collector: Collector) -> Validation | None:
-    """Answers held-out prompts with the generator's current weights and scores the answers; None without such data."""
-    config = foundation.config
-    if not config.data.validation:
+def held_out_prompts(foundation: Foundation, pool: RewardPool) -> PromptDataset | None:
+    """The held-out prompts; None where the configuration names none.
+
+    Raises `MissingError` when they lack a column that a reward function needs.
+    """
+    paths = foundation.config.data.validation
+    if not paths:
         return None
-    dataset = prompt_dataset(foundation, config.data.validation, "data.validation")
+    dataset = prompt_dataset(foundation, paths, "data.validation")
+    pool.check_columns(dataset.rows.columns, "data.validation")
+    return dataset
+
+
+def prompt_validation(
+    foundation: Foundation, collector: Collector, dataset: PromptDataset | None
+) -> Validation | None:
+    """Answers held-out prompts with the generator's current weights and scores the answers; None without such data."""
+    if dataset is None:
+        return None
+    config = foundation.config
     prompts = dataset[: config.evaluation.prompts or len(dataset)]
     seed = derive_seed(config.seed, "validation")
     how = sampling(config, config.evaluation, seed % 2**63, step=0)
@@ -127,20 +142,25 @@ def _measured(
     progress = Progress(config.tracking.progress and layout.is_main)
     with progress.phase("evaluate"):
         foundation = lay_foundation(config)
-        engine = make_engine(foundation, None, layout, device)
-        engine.load(foundation.source, Part.WEIGHTS)
-        if not config.reward.functions:
-            validate = example_validation(
-                foundation, engine, device, lambda: check_stop(stopper, layout)
-            )
-            values = validate() if validate else {}
-        else:
+        if config.reward.functions:
             with RewardPool(config.reward) as pool:
+                held_out = held_out_prompts(foundation, pool)
+                engine = _loaded(foundation, layout, device)
                 collector = make_collector(foundation, pool, layout, device, stopper, progress)
                 collector.generator.load_weights(engine.shards(Part.WEIGHTS), version=0)
-                answer = prompt_validation(foundation, collector)
-                values = answer() if answer else {}
-    return values
+                validate = prompt_validation(foundation, collector, held_out)
+                return validate() if validate else {}
+        engine = _loaded(foundation, layout, device)
+        validate = example_validation(
+            foundation, engine, device, lambda: check_stop(stopper, layout)
+        )
+        return validate() if validate else {}
+
+
+def _loaded(foundation: Foundation, layout: Layout, device: torch.device) -> Engine:
+    engine = make_engine(foundation, None, layout, device)
+    engine.load(foundation.source, Part.WEIGHTS)
+    return engine
 
 
 def _newest_model(run_directory: Path) -> Path:

@@ -26,7 +26,7 @@ from burnish.rewards.overview import rollout_stats
 from burnish.rewards.pool import RewardPool
 from burnish.tracking.metrics import Stats
 from burnish.trainers.collect import Collector
-from burnish.trainers.evaluate import prompt_validation
+from burnish.trainers.evaluate import held_out_prompts, prompt_validation
 from burnish.trainers.policy_update import Policy, minibatches, token_advantages
 from burnish.trainers.run import Run, Work, open_run
 from burnish.trainers.setup import (
@@ -50,7 +50,8 @@ def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
             foundation = lay_foundation(config)
             bar.advance()
             dataset = prompt_dataset(foundation, config.data.train, "data.train")
-            pool.check_columns(dataset.rows.columns)
+            pool.check_columns(dataset.rows.columns, "data.train")
+            held_out = held_out_prompts(foundation, pool)
             bar.advance()
             total = config.steps or math.ceil(len(dataset) * config.epochs / config.batch.prompts)
             policy = _policy(foundation, run, total)
@@ -59,7 +60,7 @@ def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
             collector.generator.load_weights(policy.engine.shards(Part.WEIGHTS), run.position.step)
             loader = Loader(len(dataset), config.seed, config.data.shuffle, run.position.cursor)
             loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
-            run.validate = prompt_validation(foundation, collector)
+            run.validate = prompt_validation(foundation, collector, held_out)
             bar.advance()
         run.start()
         for step in run.steps():

@@ -307,10 +307,11 @@ def test_a_module_that_hangs(tmp_path: Path, monkeypatch) -> None:
 
 def test_a_column_that_the_data_lacks(make_pool, make_rollout) -> None:
     pool = make_pool("exact_match", "needs_level")
-    pool.check_columns(["level", "answer"])
+    pool.check_columns(["level", "answer"], "data.train")
     with pytest.raises(MissingError) as caught:
-        pool.check_columns(["answer"])
+        pool.check_columns(["answer"], "data.validation")
     assert "want: level" in str(caught.value)
+    assert "data.validation lacks" in str(caught.value)
     (scored,) = pool.score([make_rollout(columns={"level": 3})])
     assert scored.reward_parts["needs_level"] == 3
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 
 import pytest
 from safetensors.torch import load_file, save_file
-from training_files import burnish, done, make_files, metrics, write_rows
+from training_files import At, burnish, done, make_files, metrics, write_rows
 
 from burnish.checkpoint.committed import committed
 
@@ -35,7 +36,13 @@ def work(tmp_path_factory):
     (root / "broken.jsonl").write_text('{"prompt": "1", "completion": "1"}\n{"prompt": \n')
     write_rows(root / "columns.jsonl", [{"wort": "1", "reply": "2"}])
     write_rows(root / "mixed.jsonl", [{"prompt": "1" * n, "answer": "1"} for n in (2, 3, 9, 12)])
+    rows = [{"prompt": "1", "answer": "1", "level": 1}] * 4
+    write_rows(root / "level.jsonl", rows)
+    write_rows(root / "no_level.jsonl", [{"prompt": "1", "answer": "1"}] * 4)
     return root
+
+
+LEVEL = "reward.functions=[{function: 'rewards.py:needs_level'}]"
 
 
 @pytest.mark.parametrize(
@@ -51,6 +58,7 @@ def work(tmp_path_factory):
         ("sft", ["data.train=[broken.jsonl]"], 2, ["broken.jsonl", "2"]),
         ("sft", ["data.train=[columns.jsonl]"], 5, ["wort", "reply"]),
         ("rl", ["data.train=[columns.jsonl]"], 5, ["wort", "reply"]),
+        ("rl", [LEVEL, "data.train=[no_level.jsonl]", "data.validation=[level.jsonl]"], 5, ["needs_level", "data.train lacks", "level"]),
         ("rl", ["data.train=[mixed.jsonl]", "data.max_prompt_length=8", "data.overlong=error"], 2, ["9 tokens", "at most 8"]),
         ("sft", ["checkpoint.reserve_gb=1e9"], 1, ["no room", "checkpoint.reserve_gb"]),
     ],
@@ -58,13 +66,28 @@ def work(tmp_path_factory):
 def test_mistakes_end_the_run(work, command, overrides, code, facts):
     name = [] if any(each.startswith("name=") for each in overrides) else ["name=mistake"]
     shutil.rmtree(work / "runs/mistake", ignore_errors=True)
-    ended, output = burnish(work, command, f"{command}.yaml", "steps=1", *name, *overrides)
+    ended, output = burnish(
+        work, command, "sft.yaml" if command == "sft" else "rl.yaml", "steps=1", *name, *overrides
+    )
     assert ended == code, output
     said = output.partition("error: ")[2]
     for fact in facts:
         assert fact in said, output
     assert "Traceback" not in output
     assert not list((work / "runs/mistake").glob("checkpoints/step-*"))
+
+
+@pytest.mark.parametrize(("command", "module"), [("rl", "rl"), ("eval", "evaluate")])
+def test_held_out_data_without_a_column_are_refused_before_the_model_is_loaded(
+    work, command, module
+):
+    code, output = burnish(
+        work, command, "rl.yaml", "name=lacks", LEVEL, "data.train=[level.jsonl]", "data.validation=[no_level.jsonl]",
+        at=At(f"burnish.trainers.{module}:make_engine", 1, signal.SIGKILL),
+    )  # fmt: skip
+    assert code == 5, output
+    assert "needs_level" in output
+    assert "data.validation lacks" in output
 
 
 def test_a_full_disk_leaves_the_step_before(work):
