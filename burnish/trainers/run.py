@@ -114,6 +114,9 @@ class Run:
             layout,
             retention=Retention.of(config.checkpoint),
             reserve_bytes=int(config.checkpoint.reserve_gb * 1e9),
+            background_timeout=config.distributed.timeout_seconds
+            if config.checkpoint.background
+            else None,
         )
         self.position = Position()
         self.spans = Spans()
@@ -168,6 +171,7 @@ class Run:
 
     def finish(self, stats: Stats, *, cursor: int, work: Work) -> None:
         """A step is done: validate, log and save where it is time. Collective."""
+        self._hear_of_saving(wait=False)
         self.position = Position(
             step=self.position.step + 1,
             cursor=cursor,
@@ -206,12 +210,31 @@ class Run:
             ):
                 write_rollouts(self.directory.rollouts, step, rollouts, advantages)
 
-    def save(self) -> None:
-        """Commit the current position, unless it is committed already. Collective."""
-        if self._saved_step == self.position.step:
+    def save(self, *, background: bool = False) -> None:
+        """Commit the current position, unless it is committed already; in the background, only begin to. Collective."""
+        with self.spans("save"):
+            self._hear_of_saving(wait=True)
+            if self._saved_step == self.position.step:
+                return
+            if background:
+                self.checkpoints.begin_save(self.position.step, self._contents())
+                return
+            self.checkpoints.save(self.position.step, self._contents())
+        self._saved_step = self.position.step
+
+    def _hear_of_saving(self, *, wait: bool) -> None:
+        """Note how the save in the background went. One that failed is said loudly and stops nothing. Collective."""
+        finished = self.checkpoints.finished(wait=wait)
+        if finished is None:
             return
+        if finished.error is None:
+            self._saved_step = finished.step
+        elif self.layout.is_main:
+            log.error("STEP %d IS NOT SAVED; training goes on. %s", finished.step, finished.error)
+
+    def _contents(self) -> Contents:
         hf_config, tokenizer = self._foundation.hf_config, self._foundation.tokenizer
-        contents = Contents(
+        return Contents(
             weights=list(self._engine.shards(Part.WEIGHTS)),
             training=list(self._engine.shards(Part.TRAINING)),
             state=asdict(self.position),
@@ -219,9 +242,6 @@ class Run:
             healthy=self._finite_loss,
             check_finite=True,
         )
-        with self.spans("save"):
-            self.checkpoints.save(self.position.step, contents)
-        self._saved_step = self.position.step
 
     def stopped(self, request: StopRequested) -> StoppedError:
         """Commit what there is, and what to raise then. Collective."""
@@ -278,7 +298,7 @@ class Run:
             self._leave(values)
             self.position = replace(self.position, measured=_json(measured), unvalidated=False)
         if save:
-            self.save()
+            self.save(background=self.config.checkpoint.background)
         self._log(_added(values, self.spans.take()))
 
     def _leave(self, values: Mapping[str, float]) -> None:

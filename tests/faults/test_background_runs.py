@@ -1,0 +1,143 @@
+"""Runs that save in the background, killed and stopped: they come to the same end as one that saves and is left in peace."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from training_files import At, Command, burnish, done, make_files, outcome, ranks
+
+from burnish.checkpoint.committed import committed
+from burnish.checkpoint.verify import verify
+
+KINDS = {"sft": ["sft", "sft.yaml"], "rl": ["rl", "rl.yaml"]}
+SAVING = ["checkpoint.save_every=1", "checkpoint.background=true"]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("background"))
+
+
+@pytest.fixture(scope="module")
+def in_peace(work):
+    """What runs without background saves come to, by kind and number of processes."""
+    return {
+        (kind, world): outcome(done(work, *argv, f"name=peace_{kind}_{world}", world=world))
+        for kind, argv in KINDS.items()
+        for world in (1, 2)
+    }
+
+
+def wait_for_a_step(command):
+    while "\nstep " not in f"\n{command.output}" and command.is_running():
+        time.sleep(0.01)
+
+
+def children(pid):
+    """The processes that a process has started and that have not ended."""
+    with suppress(OSError):
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_killed_at_random_moments(work, in_peace, kind, world):
+    moments = random.Random(f"{kind} {world}")
+    argv = [*KINDS[kind], f"name=random_{kind}_{world}", *SAVING]
+    for _ in range(4 // world):
+        started = ranks(work, argv, world)
+        wait_for_a_step(started[0])
+        time.sleep(moments.uniform(0, 0.4))
+        victim = moments.randrange(world)
+        started[victim].send(signal.SIGKILL)
+        codes = [each.wait() for each in started]
+        assert codes[victim] in (-signal.SIGKILL, 0), started[victim].output
+    run = done(work, *argv, world=world)
+    assert outcome(run) == in_peace[kind, world]
+    assert not any(list(verify(step.path)) for step in committed(run / "checkpoints"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_chosen_moments(work, in_peace, kind):
+    places = [
+        ("burnish.checkpoint.background:stage", 1),
+        ("burnish.checkpoint.background:BackgroundSaver.begin", 2),
+        ("burnish.trainers.run:write_report", 1),
+        ("burnish.checkpoint.background:BackgroundSaver.finished", 4),
+        ("burnish.checkpoint.background:_Writer.kill", 1),
+    ]
+    argv = [*KINDS[kind], f"name=chosen_{kind}", *SAVING]
+    for place, nth in places:
+        code, output = burnish(work, *argv, at=At(place, nth, signal.SIGKILL))
+        assert code == -signal.SIGKILL, output
+    assert outcome(done(work, *argv)) == in_peace[kind, 1]
+
+
+def test_stopped_by_a_signal(work, in_peace):
+    number = signal.SIGTERM
+    argv = [*KINDS["sft"], "name=stopped", *SAVING]
+    run = work / "runs/stopped"
+    before = 0
+    for place, nth in [
+        ("burnish.checkpoint.background:BackgroundSaver.begin", 1),
+        ("burnish.checkpoint.background:stage", 2),
+        ("burnish.engines.torch_engine:TorchEngine.forward_backward", 2),
+        ("burnish.checkpoint.background:BackgroundSaver.finished", 2),
+    ]:
+        code, output = burnish(work, *argv, at=At(place, nth, number))
+        assert code == 128 + number, output
+        step = committed(run / "checkpoints")[-1].step
+        assert f"stopped by {number.name}: step {step} is committed in runs/{run.name}" in output
+        assert before <= step <= before + nth
+        before = step
+    assert outcome(done(work, *argv)) == in_peace["sft", 1]
+
+
+def test_a_signal_to_all_processes_of_the_run(work):
+    """As a terminal's Ctrl-C or Slurm's SIGTERM: the writer gets it too."""
+    argv = [*KINDS["sft"], "name=group", "steps=5000", *SAVING]
+    command = Command(work, argv)
+    wait_for_a_step(command)
+    for pid in (*children(command.pid), command.pid):
+        os.kill(pid, signal.SIGTERM)
+    assert command.wait(60) == 128 + signal.SIGTERM, command.output
+    assert "is committed in runs/group" in command.output
+    assert "NOT SAVED" not in command.output
+    assert list((work / "runs/group/checkpoints").glob(".inflight*")) == []
+
+
+def test_a_writer_that_is_killed_again_and_again_stops_nothing(work, in_peace):
+    moments = random.Random(5)
+    argv = [*KINDS["sft"], "name=writers", "steps=60", *SAVING]
+    command = Command(work, argv)
+    wait_for_a_step(command)
+    killed = 0
+    while command.is_running():
+        for pid in children(command.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+        time.sleep(moments.uniform(0.1, 3))
+    assert command.wait() == 0, command.output
+    assert killed
+    assert "started again" in command.output or "NOT SAVED" in command.output
+    peace = outcome(done(work, *KINDS["sft"], "name=long_peace", "steps=60"))
+    assert outcome(work / "runs/writers") == peace
+
+
+def test_a_full_disk_is_said_and_training_goes_on_to_where_it_has_to_be_saved(work):
+    argv = [*KINDS["sft"], "name=full", *SAVING, "checkpoint.reserve_gb=1e9"]
+    code, output = burnish(work, *argv)
+    assert code == 1, output
+    assert "STEP 1 IS NOT SAVED; training goes on" in output
+    assert "no room" in output
+    assert "\nstep  6/6" in output or "step 6/6" in output
+    assert list((work / "runs/full/checkpoints").glob("step-*")) == []
+    done(work, *argv[:-1])
