@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,6 @@ import torch
 from burnish.checkpoint.committed import Committed, step_name, step_paths
 from burnish.checkpoint.directory import Checkpoints, Resumed
 from burnish.checkpoint.load import CheckpointSource
-from burnish.checkpoint.manifest import STATE
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents
 from burnish.config.identity import require_may_resume, require_same_run
@@ -46,6 +45,7 @@ from burnish.tracking.spans import Spans
 from burnish.tracking.tensorboard import TensorBoardTracker
 from burnish.tracking.throughput import throughput
 from burnish.tracking.trackers import Tracker, Trackers
+from burnish.trainers.position import Position, position_of
 from burnish.trainers.setup import Foundation, compute_dtype
 from burnish.trainers.signals import Stopper, StopRequested, catch_signals, check_stop
 
@@ -53,28 +53,6 @@ log = logging.getLogger("burnish")
 
 Validation = Callable[[], dict[str, float]]
 """Validates the current weights: `val/...`, the same numbers on every rank. Collective."""
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """How far a run is; all that resuming needs beside the tensors."""
-
-    step: int = 0
-    """Steps finished."""
-    cursor: int = 0
-    """Samples taken from the data, over all epochs."""
-    tokens: int = 0
-    """Tokens trained on."""
-    optimizer_steps: int = 0
-    """Updates made; skipped ones not counted."""
-    skipped_in_a_row: int = 0
-    """Updates skipped, for a gradient that was not finite, since the last one made."""
-    measured: Mapping[str, float | str] | None = None
-    """What the validation after this step measured, by which the best steps are kept; None where none was due or done."""
-    unlogged: Mapping[str, float | str] | None = None
-    """The last step's line of metrics as far as it is known; None once it is logged, which is after its save."""
-    unvalidated: bool = False
-    """Whether the last step's validation was interrupted and is still to be done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +237,7 @@ class Run:
 
     def _load(self, step: Committed, source: CheckpointSource) -> None:
         """Make the engine and the position those of a committed step."""
-        position = _position(step)
+        position = position_of(step)
         self._engine.load(source, Part.WEIGHTS)
         self._engine.load(source, Part.TRAINING)
         self.position = position
@@ -370,20 +348,6 @@ def _claim(run: Run, trainer: str) -> None:
         directory.write_config(dump_yaml(run.config))
         found = environment(device_name(run.device), run.layout.world)
         directory.write_environment({"trainer": trainer, **found})
-
-
-def _position(step: Committed) -> Position:
-    """The position in a step's state.json. Raises `IncompatibleError` where that says something unknown."""
-    known = [field.name for field in fields(Position)]
-    unknown = step.state.keys() - set(known)
-    if unknown:
-        raise IncompatibleError(
-            f"{step.path / STATE} was not written by this trainer",
-            have=", ".join(sorted(unknown)),
-            want=", ".join(known),
-            do="resume with the version of Burnish that wrote it",
-        )
-    return Position(**step.state)
 
 
 def _added(values: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
