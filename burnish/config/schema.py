@@ -63,6 +63,8 @@ class EngineConfig(Section):
     """Stop the run after this many non-finite gradient norms in a row."""
     reshard_after_forward: bool = True
     """Free each layer's gathered weights between forward and backward: less memory, one more gather."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """What the backward pass computes again instead of keeping it: nothing; whole layers; within layers all but matrix products and attention."""
     logprob_chunk: int = Field(2048, ge=1)
     """Tokens whose logits exist in fp32 at one time."""
 
@@ -173,7 +175,7 @@ class RewardConfig(Section):
     functions: list[RewardFunctionConfig] = Field(default_factory=list)
     """The functions; their weighted sum is the reward."""
     timeout_seconds: float = Field(30.0, gt=0)
-    """Deadline of each call. A call that misses it counts as an error on its rollouts."""
+    """Deadline of each call. A call that misses it counts as an error on its rollouts; a function that misses it again and again is not called for the rest of the step."""
     workers: int = Field(4, ge=1)
     """Calls made at one time, per process."""
     on_error: float = 0.0

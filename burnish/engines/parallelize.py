@@ -1,18 +1,43 @@
 """Parallelism applied from outside, in one function and a fixed order, to a model that knows nothing of ranks.
 
-Left out so far: tensor and sequence parallelism, activation checkpointing, compilation; they come
-before `fully_shard`, in that order.
+Left out so far: tensor and sequence parallelism, compilation; they come before `fully_shard`.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
+from transformers import PreTrainedModel
 
 from burnish.config.schema import EngineConfig
+from burnish.models.scorer import Scorer
 from burnish.parallel.layout import Layout
+
+CheckpointKind = Literal["none", "full", "selective"]
+
+_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+) | {torch.ops.torch_attn._varlen_attn}
+"""Operators whose results selective checkpointing keeps."""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -26,14 +51,33 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return list(max(outer, key=lambda modules: len(modules), default=[]))
 
 
-def parallelize(
-    scorer: nn.Module, config: EngineConfig, layout: Layout, device: torch.device
-) -> None:
+def checkpoint_activations(model: PreTrainedModel, kind: CheckpointKind) -> None:
+    """Keep less for the backward pass, which computes it again (Chen et al., arXiv 1604.06174).
+
+    full keeps the input of each decoder layer. selective keeps also what matrix products and
+    attention gave, so that only cheap operations run twice. Nothing random is in a layer, so no
+    random state is kept.
+    """
+    if kind == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if kind == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    model.gradient_checkpointing_enable(options)
+
+
+def _keep_products(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) -> Any:
+    kept = op.overloadpacket in _PRODUCTS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def parallelize(scorer: Scorer, config: EngineConfig, layout: Layout, device: torch.device) -> None:
     """Shard `scorer` (still on meta) over all processes with FSDP2, one group per decoder layer.
 
     Main weights stay in the dtype they have; compute happens in bf16 where `config.precision` says
     so; gradients are summed (not averaged) over ranks in fp32.
     """
+    checkpoint_activations(scorer.model, config.activation_checkpointing)
     mesh = init_device_mesh(device.type, (layout.world,), mesh_dim_names=("data",))
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.precision == "bf16" else None,

@@ -1,8 +1,8 @@
 """The PyTorch engine: FSDP2 on any number of processes, one included.
 
 Main weights and optimizer slots are fp32; compute is bf16 or fp32. One process runs the very same
-code over a mesh of one. Left out so far: tensor, sequence and context parallelism, offload,
-activation checkpointing and compilation.
+code over a mesh of one. Left out so far: tensor, sequence and context parallelism, offload
+and compilation.
 """
 
 from __future__ import annotations

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contracts.engine import assert_relative, cut, loss, make_examples, train
+from distributed import run_ranks
+from tiny import VOCAB, save_tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
+
+from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.engines.base import Part
+from burnish.engines.torch_engine import TorchEngine
+from burnish.models.sources import SafetensorsSource
+from burnish.parallel.layout import Layout
+
+CPU = torch.device("cpu")
+KINDS = ("none", "full", "selective")
+
+
+def make_engine(layout: Layout, path: Path, kind: str) -> TorchEngine:
+    config = EngineConfig(precision="fp32", logprob_chunk=5, activation_checkpointing=kind)
+    hf_config = AutoConfig.from_pretrained(path)
+    engine = TorchEngine(hf_config, config, OptimConfig(), layout=layout, device=CPU)
+    engine.load(SafetensorsSource(path), Part.WEIGHTS)
+    return engine
+
+
+def train_rank(layout: Layout, path: Path, kind: str) -> dict[str, Any]:
+    return train(make_engine(layout, path, kind), make_examples(VOCAB), 3)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe"])
+def test_computing_again_changes_nothing(tmp_path: Path, family: str) -> None:
+    path = save_tiny(tmp_path / "m", family, torch.float32)
+    for world in (1, 2):
+        plain, *others = (run_ranks(train_rank, world, path, kind) for kind in KINDS)
+        for ranks in others:
+            for found, wanted in zip(ranks, plain, strict=True):
+                assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
+                for ours, theirs in zip(found["weights"], wanted["weights"], strict=True):
+                    assert_relative(ours[2], theirs[2], 1e-6, ours[0])
+
+
+class CountProducts(TorchDispatchMode):
+    """How many matrix products, attentions and activations were computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.found[name] = self.found.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def count(layout: Layout, path: Path, kind: str) -> tuple[dict[str, int], int]:
+    engine = make_engine(layout, path, kind)
+    batch = cut(make_examples(VOCAB), layout, 6)
+    kept = 0
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += tensor.nbytes
+        return tensor
+
+    with CountProducts() as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        engine.forward_backward(batch, loss)
+    return counter.found, kept
+
+
+def test_what_is_computed_twice(tmp_path: Path) -> None:
+    """In full all of a layer but its last product, whose result the backward pass does not need; in selective the activation."""
+    path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
+    layers = AutoConfig.from_pretrained(path).num_hidden_layers
+    ranks = {kind: run_ranks(count, 1, path, kind)[0] for kind in KINDS}
+    found = {kind: counts for kind, (counts, _) in ranks.items()}
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    calls = found["none"][attention]
+    assert found["selective"][attention] == calls
+    assert found["full"][attention] == 2 * calls
+    assert found["selective"]["mm"] == found["none"]["mm"]
+    assert found["full"]["mm"] == found["none"]["mm"] + 6 * layers
+    for kind in ("full", "selective"):
+        assert found[kind]["silu"] == 2 * found["none"]["silu"] == 2 * layers
+    assert ranks["full"][1] < ranks["none"][1] / 2
