@@ -27,6 +27,7 @@ MAY_CHANGE = frozenset(
         "resume",
         "model.trust_remote_code",
         "engine.max_skipped_steps",
+        "engine.activation_checkpointing",
         "engine.reshard_after_forward",
         "engine.logprob_chunk",
         "data.validation",
