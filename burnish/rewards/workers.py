@@ -10,11 +10,12 @@ the main script again, torch and all, and whose fork copies a process that may h
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from burnish.rewards.load import Signature
 
 START_SECONDS = 120.0
 """How long a worker may take to import the reward functions' modules."""
+BORNE_TIMEOUTS = 8
+"""How many calls of one function may miss their deadline in a row, beside one per worker, before it is taken to hang."""
 _CLOSE_SECONDS = 1.0
 
 
@@ -74,19 +77,30 @@ class Workers:
         """The answers to `calls`, in their order, whatever the order they were made in.
 
         A call that misses its deadline, or whose worker dies, is answered with that as the error.
+        A function of which `BORNE_TIMEOUTS` more calls than there are workers miss it in a row, without
+        an answer in between, is not called again in this run: its other calls get an error at
+        once. So a function that always hangs costs `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds, rounded
+        up to whole time-outs. Calls are made in a random order, so that those a function
+        hangs on, such as all samples of one prompt, do not come in a row.
         """
         answers: dict[int, list[Answer]] = {}
-        waiting = deque(range(len(calls)))
+        waiting = deque(random.Random(0).sample(range(len(calls)), len(calls)))
+        missed: Counter[int] = Counter()
         try:
             while len(answers) < len(calls):
                 self._hand_out(calls, waiting)
                 for worker in self._heard_from():
-                    answers |= self._take_answer(worker, calls)
+                    heard = self._take_answer(worker, calls)
+                    for i in heard:
+                        del missed[calls[i].function]
+                    answers |= heard
                 for worker in self._overdue():
                     if not worker.ready:
                         raise self._not_started(f"still importing after {START_SECONDS:g} s")
-                    text = f"no answer within {self._timeout:g} s"
-                    answers |= self._give_up(worker, calls, text)
+                    late = self._give_up(worker, calls, f"no answer within {self._timeout:g} s")
+                    missed.update(calls[i].function for i in late)
+                    answers |= late
+                answers |= self._given_up(calls, waiting, missed)
         except BaseException:
             # Whoever interrupts this must not find late answers here at the next call.
             for worker in [w for w in self._workers if not w.idle]:
@@ -101,6 +115,21 @@ class Workers:
         for worker in self._workers:
             worker.end(_CLOSE_SECONDS)
         self._workers = []
+
+    def _given_up(
+        self, calls: Sequence[Call], waiting: deque[int], missed: Counter[int]
+    ) -> dict[int, list[Answer]]:
+        """Takes the calls of functions that hang out of `waiting`; their answers."""
+        hanging = {f for f, n in missed.items() if n >= self._limit + BORNE_TIMEOUTS}
+        given_up = [i for i in waiting if calls[i].function in hanging]
+        for i in given_up:
+            waiting.remove(i)
+        text = "not called: {} calls in a row had no answer within {:g} s"
+        return {
+            i: [Answer(None, text.format(missed[calls[i].function], self._timeout))]
+            * calls[i].count
+            for i in given_up
+        }
 
     def _hand_out(self, calls: Sequence[Call], waiting: deque[int]) -> None:
         for worker in [w for w in self._workers if w.idle]:

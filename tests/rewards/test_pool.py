@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -198,6 +199,33 @@ def test_a_pattern_that_backtracks_for_ever_meets_its_deadline(make_pool, texts)
     hangs, matches = pool.score(texts("a" * 60, "aab"))
     assert hangs.reward_error == "regex: no answer within 0.5 s"
     assert matches.reward == 1
+
+
+def test_a_function_that_hangs_on_everything_is_given_up(make_pool, texts, monkeypatch) -> None:
+    monkeypatch.setattr("burnish.rewards.workers.BORNE_TIMEOUTS", 2)
+    pool = make_pool("temper", "score", timeout_seconds=0.2, workers=2, on_error=-1.0)
+    scored = pool.score(texts(*["sleep"] * 40))
+    errors = [rollout.reward_error for rollout in scored]
+    late = errors.count("temper: no answer within 0.2 s")
+    assert 4 <= late <= 5  # another may be under way when the fourth is late
+    given_up = re.compile(r"temper: not called: [45] calls in a row had no answer within 0\.2 s")
+    assert sum(given_up.fullmatch(error) is not None for error in errors) == 40 - late
+    assert {rollout.reward_parts["temper"] for rollout in scored} == {-1.0}
+    assert {rollout.reward_parts["score"] for rollout in scored} == {
+        0.0
+    }  # the other function goes on
+    assert [r.reward_error for r in pool.score(texts("fine"))] == [None]  # and it is tried again
+
+
+def test_a_function_that_hangs_on_all_samples_of_a_prompt_is_not_given_up(
+    make_pool, texts, monkeypatch
+) -> None:
+    monkeypatch.setattr("burnish.rewards.workers.BORNE_TIMEOUTS", 2)
+    pool = make_pool("temper", timeout_seconds=0.2, workers=1)
+    scored = pool.score(texts(*["fine"] * 4, *["sleep"] * 4, *["fine"] * 8))
+    errors = [rollout.reward_error for rollout in scored]
+    late = "temper: no answer within 0.2 s"
+    assert errors == [None] * 4 + [late] * 4 + [None] * 8
 
 
 def test_answers_keep_the_order_of_rollouts(make_pool, texts) -> None:
