@@ -26,7 +26,7 @@ def add_ckpt(commands: Any) -> None:
     """Add `ckpt` and its own commands to the subparsers of the command line."""
     ckpt = commands.add_parser("ckpt", description="Look at checkpoints, check and keep them.")
     added = ckpt.add_subparsers(
-        dest="ckpt_command", metavar="ls|show|verify|diff|pin|unpin|gc", required=True
+        dest="ckpt_command", metavar="ls|show|verify|diff|export|pin|unpin|gc", required=True
     )
 
     def add(name: str, description: str, metavar: str, help_: str) -> argparse.ArgumentParser:
@@ -50,6 +50,12 @@ def add_ckpt(commands: Any) -> None:
         "diff", "Compare two steps tensor by tensor; exit code 1 where they differ.", "A", _EITHER
     )
     diff.add_argument("other", type=Path, metavar="B", help="the same")
+    export = add(
+        "export", "Write a plain Hugging Face directory.", "STEP", f"{_WHERE}; a run: its newest"
+    )
+    export.add_argument("target", type=Path, metavar="DIRECTORY", help="is made")
+    export.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
+    export.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="size of a file")
     pin = add("pin", "Keep a step whatever retention says.", "STEP", "RUN/checkpoints/step-N")
     pin.add_argument("--reason", default="by hand", metavar="TEXT", help="shown by ls")
     add("unpin", "Let retention decide on a step again.", "STEP", "RUN/checkpoints/step-N")
@@ -78,6 +84,12 @@ def _diff(given: Arguments, say: ckpt_inspect.Say) -> dict[str, Any]:
     return ckpt_tensors.diff(given.path, given.other, say)
 
 
+def _export(given: Arguments, say: ckpt_inspect.Say) -> dict[str, Any]:
+    from burnish.cli import ckpt_tensors
+
+    return ckpt_tensors.export_step(given.path, given.target, given.dtype, given.shard_gb, say)
+
+
 _Command = Callable[[Arguments, ckpt_inspect.Say], dict[str, Any]]
 
 _COMMANDS: dict[str, _Command] = {
@@ -85,6 +97,7 @@ _COMMANDS: dict[str, _Command] = {
     "show": lambda given, say: ckpt_inspect.show_step(given.path, say, tensors=given.tensors),
     "verify": lambda given, say: ckpt_inspect.verify_steps(given.path, say, fast=given.fast),
     "diff": _diff,
+    "export": _export,
     "pin": lambda given, say: ckpt_keep.pin(given.path, given.reason, say),
     "unpin": lambda given, say: ckpt_keep.unpin(given.path, say),
     "gc": lambda given, say: ckpt_keep.collect_garbage(given.path, say, dry_run=given.dry_run),

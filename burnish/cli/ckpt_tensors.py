@@ -1,15 +1,29 @@
-"""`burnish ckpt diff`: what looks into tensors, and so loads torch."""
+"""`burnish ckpt diff` and `export`: what looks into tensors, and so loads torch."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from burnish.checkpoint.diff import Compared, compare
+from burnish.checkpoint.export import export
 from burnish.checkpoint.streams import SUFFIX, DirectoryTensors, StepTensors, TensorStream
 from burnish.cli.ckpt_inspect import Say
 from burnish.cli.ckpt_paths import is_step, one_step
+from burnish.cli.columns import bytes_text
+from burnish.errors import UsageError
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+"""What a model can be exported in."""
 
 
 def diff(a: Path, b: Path, say: Say) -> dict[str, Any]:
@@ -27,6 +41,25 @@ def diff(a: Path, b: Path, say: Say) -> dict[str, Any]:
         say(f"tensors {counts or 'none'}")
         paths = {"a": str(first.path), "b": str(second.path)}
     return {**paths, "same": set(verdicts) <= {"equal"}, "counts": dict(verdicts), "tensors": found}
+
+
+def export_step(path: Path, target: Path, dtype: str, shard_gb: float, say: Say) -> dict[str, Any]:
+    """Write a step's model as a plain Hugging Face directory."""
+    if not 0 < shard_gb < math.inf:
+        raise UsageError("files need a size", have=f"--shard-gb {shard_gb}", want="more than 0")
+    step = one_step(path)
+    done = export(step, target, DTYPES[dtype], int(shard_gb * 1e9))
+    say(f"{done.path}: {step.path.name} in {dtype}, {bytes_text(done.size)}")
+    for name in done.files:
+        say(f"  {name}")
+    files = list(done.files)
+    return {
+        "path": str(done.path),
+        "step": step.step,
+        "dtype": dtype,
+        "files": files,
+        "bytes": done.size,
+    }
 
 
 def _open(path: Path) -> TensorStream:

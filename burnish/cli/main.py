@@ -33,7 +33,7 @@ Burnish post-trains language models: supervised fine-tuning and reinforcement le
   burnish eval  CONFIG|RUN_DIR [key=value ...]    measure on held-out data
   burnish config show CONFIG [key=value ...]      every setting, and where its value came from
   burnish config explain [KEY]                    what a setting means
-  burnish ckpt  ls|show|verify|diff|pin|unpin|gc  look at checkpoints, check and keep them
+  burnish ckpt  ls|show|verify|diff|export|...    look at checkpoints, check and keep them
 
 CONFIG is a YAML file; key=value overrides one setting, as optim.lr=1e-6 or rollout.n=8.
 --dry-run checks everything and says what a run would do, without loading or writing anything:

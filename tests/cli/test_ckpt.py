@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints_for_tests import BIG_SHAPES, make_state, save_once, shards_of
 
 from burnish.cli.main import main
@@ -228,7 +229,9 @@ def test_damaged_pins_are_said(run: Path, capsys: pytest.CaptureFixture[str]) ->
         assert "every step counts as pinned" in err
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify", "pin", "unpin", "gc", "diff"])
+@pytest.mark.parametrize(
+    "command", ["ls", "show", "verify", "pin", "unpin", "gc", "diff", "export"]
+)
 def test_it_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ckpt(capsys, command, "--help")[0] == 0
 
@@ -365,3 +368,24 @@ def test_diff_reads_nothing_that_is_damaged(run: Path, capsys: pytest.CaptureFix
     assert "exp_avg.safetensors is damaged" in err
     assert "head.weight" in err
     assert ckpt(capsys, "diff", run, run / "nowhere")[0] == 5
+
+
+def test_export(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = save_once(run / "checkpoints", 9, weights=shards_of({"w": torch.ones(9)}, Layout()))
+    code, found = as_json(capsys, "export", run, run / "out", "--dtype", "fp32")
+    assert code == 0
+    assert found["step"] == 9
+    assert set(found["files"]) == {
+        "config.json", "model.safetensors", "chat_templates/default.jinja",
+    }  # fmt: skip
+    code, same = as_json(capsys, "diff", step, run / "out")
+    assert code == 1
+    assert same["counts"] == {"equal": 1, "only in A": 10}
+    code, out, err = ckpt(capsys, "export", step, run / "out")
+    assert code == 2
+    assert "is there already" in err
+    assert ckpt(capsys, "export", step, run / "new", "--dtype", "fp8")[0] == 2
+    assert ckpt(capsys, "export", step, run / "new", "--shard-gb", "0")[0] == 2
+    code, out, _ = ckpt(capsys, "export", step, run / "new", "--shard-gb", "1e-9")
+    assert code == 0
+    assert "step-00000009 in bf16" in out
