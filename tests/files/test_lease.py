@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -11,6 +13,7 @@ from burnish.files.lease import Lease
 
 HOLD = """
 import sys
+import time
 from pathlib import Path
 from burnish.files.lease import Lease
 with Lease(Path(sys.argv[1])):
@@ -39,3 +42,64 @@ def test_it_can_be_taken_again_after_it_was_given_back(tmp_path):
     for _ in range(2):
         with lease, pytest.raises(BurnishError), Lease(tmp_path / ".lease"):
             pass
+
+
+def test_every_holder_has_a_greater_number(tmp_path):
+    path = tmp_path / ".lease"
+    numbers = []
+    for _ in range(3):
+        with Lease(path) as lease:
+            lease.token.check()
+            numbers.append(lease.token.number)
+    path.write_text("")  # lost in a power failure
+    with Lease(path) as lease:
+        numbers.append(lease.token.number)
+    path.write_text(json.dumps({"token": numbers[-1] + 10**15}))  # by a clock that was ahead
+    with Lease(path) as lease:
+        numbers.append(lease.token.number)
+    assert numbers == sorted(set(numbers))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"token": "7"}', '{"token": 7}', None])
+def test_who_was_superseded_is_told(tmp_path, text):
+    path = tmp_path / ".lease"
+    with Lease(path) as lease:
+        path.unlink() if text is None else path.write_text(text)
+        with pytest.raises(BurnishError, match="no longer has") as caught:
+            lease.token.check()
+        assert str(lease.token.number) in caught.value.want
+
+
+HAND_ON = """
+import subprocess, sys
+from pathlib import Path
+from burnish.files.lease import Lease
+with Lease(Path(sys.argv[1])) as lease:
+    helper = subprocess.Popen(["sleep", sys.argv[2]], pass_fds=(lease.fileno(),))
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_after_a_death_the_dead_ones_helper_is_waited_for(tmp_path):
+    path = tmp_path / ".lease"
+
+    def die(helper_seconds):
+        command = [sys.executable, "-c", HAND_ON, str(path), helper_seconds]
+        holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        with holder:
+            assert holder.stdout.readline() == b"held\n"
+            holder.kill()
+
+    die("0.5")
+    began = time.monotonic()
+    with Lease(path):
+        assert time.monotonic() - began < 5
+    die("5")
+    with pytest.raises(BurnishError, match="another run is using"), Lease(path, 0.2):
+        pass
+
+
+def test_a_lease_that_is_not_held_has_no_descriptor(tmp_path):
+    with pytest.raises(ValueError, match="not held"):
+        Lease(tmp_path / ".lease").fileno()
