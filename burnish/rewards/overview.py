@@ -14,7 +14,7 @@ from burnish.tracking.metrics import Max, Mean, Stats, Sum
 def rollout_stats(rollouts: Sequence[Rollout]) -> Stats:
     """Statistics of scored rollouts, which merge over ranks as long as no group is cut.
 
-    A group is the rollouts of one prompt, each with another sample index; a prompt that a step meets
+    In training they are all that a step generated, also what dynamic sampling then left out. A group is the rollouts of one prompt, each with another sample index; a prompt that a step meets
     twice, where one epoch ends and the next begins, has two groups.
 
     - `reward/mean`; `reward/parts/NAME`, the mean of each function's own value where it has one

@@ -8,6 +8,7 @@ Left out: critics (PPO), generation ahead of training, environments of several t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -78,8 +79,9 @@ def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
             with run.spans("publish"):
                 collector.generator.load_weights(policy.engine.shards(Part.WEIGHTS), step + 1)
             rollouts = [rollout for group in groups for rollout in group]
+            generated = [rollout for group in groups.left_out for rollout in group] + rollouts
             run.write_rollouts(rollouts, [float(a.mean()) if len(a) else 0.0 for a in by_token])
-            stats = stats.prefixed("actor/").merge(rollout_stats(rollouts))
+            stats = stats.prefixed("actor/").merge(rollout_stats(generated))
             run.finish(stats, cursor=loader.cursor, work=Work.of(batches))
         run.complete()
 
@@ -97,9 +99,16 @@ def _policy(foundation: Foundation, run: Run, total_steps: int) -> Policy:
     return Policy(engine, reference)
 
 
+class StepGroups(list[list[Rollout]]):
+    """The scored groups that a step trains on, by prompt."""
+
+    left_out: Sequence[list[Rollout]] = ()
+    """Groups that were generated for the step and not chosen: the flat ones, where sampling is dynamic."""
+
+
 def collect_groups(
     dataset: PromptDataset, loader: Loader, collector: Collector, config: RunConfig, step: int
-) -> list[list[Rollout]]:
+) -> StepGroups:
     """The scored groups that a step trains on. Collective; the same on every rank.
 
     With dynamic sampling, groups whose rewards are all equal are replaced by those of the next
@@ -120,7 +129,10 @@ def collect_groups(
             config.algorithm.dynamic_sampling,
         )
         if selection.refill == 0:
-            return [groups[index] for index in selection.keep]
+            chosen = StepGroups(groups[index] for index in selection.keep)
+            kept = frozenset(selection.keep)
+            chosen.left_out = [group for i, group in enumerate(groups) if i not in kept]
+            return chosen
         wanted, refills = selection.refill, refills + 1
 
 

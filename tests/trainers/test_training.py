@@ -147,10 +147,11 @@ def test_rewards_that_are_all_equal_teach_nothing_and_break_nothing(work, extra)
     rows = metrics(run)[1:]
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert [row["step"] for row in rows] == [1, 2]
+    assert [row["reward/mean"] for row in rows] == [1.0, 1.0]
+    assert [row["reward/zero_std_frac"] for row in rows] == [1.0, 1.0]
     if "algorithm.dynamic_sampling.enabled=true" in extra:  # no group is left to train on
         assert not any("actor/grad_norm" in row for row in rows)
     else:
-        assert [row["reward/zero_std_frac"] for row in rows] == [1.0, 1.0]
         assert [row["actor/grad_norm"] for row in rows] == pytest.approx([0.0, 0.0], abs=1e-5)
 
 
