@@ -45,11 +45,6 @@ class Loader:
         self._shuffle = shuffle
         self._epoch: tuple[int, Indices] | None = None  # the order last asked for
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next sample, 0-based."""
-        return self.cursor // self.size
-
     def take(self, count: int) -> list[int]:
         """The next `count` indices; crosses from one epoch into the next without dropping any."""
         taken: list[int] = []

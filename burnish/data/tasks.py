@@ -33,9 +33,6 @@ from burnish.records import Example, Prompt, TokenIds
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
-"""Called with the number of rows done and of all rows."""
-
 Item = TypeVar("Item", Prompt, Example)
 
 _SPAN = 512
@@ -60,15 +57,13 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
     def _make(self, index: int) -> Item:
         """The item of a row of the table."""
 
-    def _scan(self, limit: int | None, setting: str, progress: Progress | None) -> None:
+    def _scan(self, limit: int | None, setting: str) -> None:
         """Measure all rows, and keep those that are neither empty nor over the limit."""
         total = len(self.rows)
         lengths = np.zeros(total, dtype=np.int64)
         for start in range(0, total, _SPAN):
             span = range(start, min(start + _SPAN, total))
             lengths[start : span.stop] = self._measure(span, self.rows.span(start, span.stop))
-            if progress is not None:
-                progress(span.stop, total)
         over = np.zeros(total, dtype=np.bool_) if limit is None else lengths > limit
         if over.any() and self._data.overlong == "error":
             raise self._overlong(int(np.flatnonzero(over)[0]), lengths, limit, setting)
@@ -110,11 +105,6 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
                 "dropped %d of %d rows: nothing to train on", self.dropped_untrained, total
             )
 
-    @property
-    def dropped(self) -> int:
-        """Rows that are left out, for whatever reason."""
-        return self.dropped_overlong + self.dropped_untrained
-
     def __len__(self) -> int:
         return len(self._kept)
 
@@ -151,7 +141,6 @@ class PromptDataset(_Items[Prompt]):
         rows: Rows,
         tokenizer: PreTrainedTokenizerBase,
         data: DataConfig,
-        progress: Progress | None = None,
         *,
         limits: Mapping[str, int] | None = None,
     ) -> None:
@@ -173,7 +162,7 @@ class PromptDataset(_Items[Prompt]):
         if data.max_prompt_length is not None:
             most["data.max_prompt_length"] = data.max_prompt_length
         setting = min(most, key=most.__getitem__, default="data.max_prompt_length")
-        self._scan(most.get(setting), setting, progress)
+        self._scan(most.get(setting), setting)
 
     def _measure(self, indices: range, rows: list[Row]) -> list[int]:
         return [len(ids) for _, _, ids in self._encode(indices, rows)]
@@ -242,7 +231,6 @@ class ExampleDataset(_Items[Example]):
         tokenizer: PreTrainedTokenizerBase,
         data: DataConfig,
         max_length: int | None = None,
-        progress: Progress | None = None,
     ) -> None:
         super().__init__(rows, data)
         self._encoder = ChatEncoder(tokenizer)
@@ -250,7 +238,7 @@ class ExampleDataset(_Items[Example]):
             rows, data.prompt_column, PROMPT_COLUMNS, "data.prompt_column"
         )
         self._shape = self._find_shape()
-        self._scan(max_length, "data.max_length", progress)
+        self._scan(max_length, "data.max_length")
 
     def _find_shape(self) -> Callable[[int, Row], Conversation | Text]:
         data, columns = self._data, self.rows.columns

@@ -87,12 +87,6 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def empty_cache(device: torch.device) -> None:
-    """Give memory that torch keeps for reuse back to the device; nothing to do on the CPU."""
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
-
-
 def used_memory(device: torch.device) -> int:
     """Bytes in use: by tensors on an accelerator, by the whole process (resident) on the CPU.
 

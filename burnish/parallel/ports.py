@@ -25,18 +25,13 @@ class ReservedPort:
     socket: socket.socket
     """Bound and listening: bound alone would not keep others out where SO_REUSEADDR is set."""
 
-    def hand_over(self) -> int:
-        """The file descriptor, for somebody who closes it (`TCPStore(master_listen_fd=...)`)."""
-        return self.socket.detach()
-
 
 @contextmanager
 def reserve_port(host: str) -> Iterator[ReservedPort]:
     """Hold a free port of `host`, a name or address of this machine; "" means all of its addresses.
 
     Without a host it listens for IPv4 and IPv6 alike, where the machine has both. The port is let
-    go at the end of the block unless it was handed over. Raises `OSError` for a host that is not
-    this machine.
+    go at the end of the block. Raises `OSError` for a host that is not this machine.
     """
     with _listening(host) as listener:
         address = listener.getsockname()

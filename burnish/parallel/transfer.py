@@ -324,14 +324,6 @@ class Transfer:
                 exchange.run(wave, read, write)
 
 
-def redistribute(
-    have: Iterable[Shard], want: Iterable[Shard], layout: Layout, wave_bytes: int = WAVE_BYTES
-) -> None:
-    """Fill the wanted shards from those that all ranks have, once. Collective; see `Transfer`."""
-    have, want = list(have), list(want)
-    Transfer(have, want, layout, wave_bytes).run(have, want)
-
-
 def _part(shard: Shard, box: Box) -> Tensor:
     """The shard's elements in a box given in global coordinates, as a view."""
     if box == shard.box:

@@ -109,7 +109,7 @@ def test_string_prompts_are_used_as_they_stand_with_a_word_about_it(rows_of, cap
 def test_long_prompts_are_dropped_and_counted(rows_of, caplog):
     rows = rows_of([{"prompt": "a" * n} for n in (3, 9, 5, 6)])
     data = prompts(rows, max_prompt_length=5)
-    assert (len(data), data.dropped, data.dropped_overlong) == (2, 2, 2)
+    assert (len(data), data.dropped_overlong, data.dropped_untrained) == (2, 2, 0)
     assert [prompt.index for prompt in data] == [0, 2]
     assert data.lengths.tolist() == [3, 5]
     assert "dropped 2 of 4 rows: longer than data.max_prompt_length=5" in caplog.text
@@ -153,13 +153,10 @@ def test_a_bad_prompt_is_found_before_the_run(rows_of, rows, message):
         prompts(rows_of(rows))
 
 
-def test_items_slices_and_progress(rows_of):
+def test_items_and_slices(rows_of):
     rows = rows_of([{"prompt": "a" * (1 + n % 7)} for n in range(1100)])
-    seen = []
-    data = PromptDataset(
-        rows, TOKENIZER, DataConfig(), lambda done, total: seen.append((done, total))
-    )
-    assert seen == [(512, 1100), (1024, 1100), (1100, 1100)]
+    data = PromptDataset(rows, TOKENIZER, DataConfig())
+    assert len(data) == 1100
     assert [prompt.index for prompt in data[3:6]] == [3, 4, 5]
     assert data[-1].index == 1099
     assert [len(data[i].token_ids) for i in range(9)] == data.lengths[:9].tolist()
@@ -231,7 +228,7 @@ def test_long_examples_are_dropped_and_counted(rows_of, caplog):
 def test_examples_with_nothing_to_train_on_are_dropped_and_counted(rows_of, caplog):
     rows = rows_of([{"messages": [user("a")]}, {"messages": [user("a"), bot("x")]}])
     data = examples(rows)
-    assert (len(data), data.dropped, data.dropped_untrained) == (1, 1, 1)
+    assert (len(data), data.dropped_overlong, data.dropped_untrained) == (1, 0, 1)
     assert trained(data[0]) == "x<|im_end|>"
     assert "dropped 1 of 2 rows: nothing to train on" in caplog.text
     with pytest.raises(UsageError, match="2 with nothing to train on"):

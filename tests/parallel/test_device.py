@@ -9,7 +9,6 @@ import torch
 from burnish.errors import UsageError
 from burnish.parallel.device import (
     device_name,
-    empty_cache,
     known_peak,
     measured_matmul_peak,
     peak_flops,
@@ -57,7 +56,6 @@ def test_more_processes_than_devices(monkeypatch):
 
 def test_the_cpu_needs_no_waiting():
     synchronize(CPU)
-    empty_cache(CPU)
     assert device_name(CPU)
 
 

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import socket
-from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
 
 from burnish.parallel.ports import format_address, reserve_port
 
@@ -44,19 +42,6 @@ def test_no_host_means_both_families():
     with reserve_port("") as reserved:
         for host in ("127.0.0.1", "::1"):
             socket.create_connection((host, reserved.port), timeout=5).close()
-
-
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_store_takes_the_socket_over(host):
-    with reserve_port(host) as reserved:
-        fd = reserved.hand_over()
-        store = dist.TCPStore(
-            host, reserved.port, 1, True, timedelta(seconds=20), master_listen_fd=fd
-        )
-    client = dist.TCPStore(host, reserved.port, 1, False, timedelta(seconds=20))
-    client.set("key", "value")
-    assert store.get("key") == b"value"
-    assert store.port == reserved.port
 
 
 def test_a_host_elsewhere_is_refused():

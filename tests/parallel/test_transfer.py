@@ -17,7 +17,7 @@ from burnish.errors import IncompatibleError, MissingError
 from burnish.parallel.boxes import Box, flat_range, subtract, whole
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Piece, Shard, TensorSpec
-from burnish.parallel.transfer import Transfer, plan, redistribute, waves
+from burnish.parallel.transfer import Transfer, plan, waves
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -205,7 +205,8 @@ def test_writes_through_views_that_require_grad():
     base = torch.nn.Parameter(torch.zeros(4, 6))
     spec = TensorSpec("w", (4, 3), F32)
     want = Shard(spec, whole((4, 3)), base[:, ::2])
-    redistribute([Shard(spec, whole((4, 3)), torch.ones(4, 3))], [want], Layout())
+    have = Shard(spec, whole((4, 3)), torch.ones(4, 3))
+    Transfer([have], [want], Layout()).run([have], [want])
     assert base.detach().sum() == 12
     assert base.detach()[:, 1::2].sum() == 0
 
@@ -223,9 +224,7 @@ def check_missing(layout):
     spec = TensorSpec("w", (4,), F32)
     have = [Shard(spec, Box((0,), (3,)), torch.zeros(3))] if layout.rank == 0 else []
     with pytest.raises(MissingError, match=r"tensor w"):
-        redistribute(
-            have, [Shard(spec, whole((4,)), torch.zeros(4))] if layout.rank else [], layout
-        )
+        Transfer(have, [Shard(spec, whole((4,)), torch.zeros(4))] if layout.rank else [], layout)
     return True
 
 
