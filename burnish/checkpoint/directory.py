@@ -24,12 +24,14 @@ from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents
 from burnish.checkpoint.saver import Saver
 from burnish.errors import BurnishError, CorruptError
-from burnish.files.durable import discard, move_aside, naming_failures
+from burnish.files.durable import discard, make_dirs_durably, move_aside, naming_failures
 from burnish.files.lease import Lease
 from burnish.files.storage import LocalStorage, Storage
 from burnish.parallel.collectives import agree, gather_objects, same_on_all_ranks
 from burnish.parallel.layout import Layout
 
+_OWN_LEVELS = 3
+# The run's directory, that of all runs, and the one that holds it: the run may have made the former.
 _PATIENCE_SECONDS = 30.0
 # For a save in flight when a run ends with an error.
 
@@ -79,6 +81,7 @@ class Checkpoints:
         try:
             with agree(self._layout), naming_failures(f"{self._root} cannot be used"):
                 if self._layout.is_main:
+                    make_dirs_durably(self._storage, self._root, above=_OWN_LEVELS)
                     lease = self._held.enter_context(Lease(self._root / ".lease"))
                     self._saver = replace(self._saver, token=lease.token)
                     self._clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,21 @@ def write_durably(storage: Storage, path: Path, data: Bytes) -> None:
             storage.remove(temporary)
         raise
     storage.sync_dir(path.parent)
+
+
+def make_dirs_durably(storage: Storage, path: Path, *, above: int) -> None:
+    """Make a directory, and let its name and those of the `above` - 1 directories over it survive a power loss.
+
+    Whoever made them: a directory that is lost takes all in it along. One that this user may not
+    open was not made by this program, and is passed over.
+    """
+    storage.make_dirs(path)
+    for parent in path.absolute().parents[:above]:
+        try:
+            storage.sync_dir(parent)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP):
+                raise
 
 
 def read_whole(storage: Storage, path: Path, limit: int) -> bytes:
