@@ -6,33 +6,30 @@ a copy that has nothing of Burnish in it. Nothing is there under its name before
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from burnish.checkpoint.assets import with_dtype
 from burnish.checkpoint.blocks import PlannedFile, Stored, plan_files
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.dtypes import dtype_name
 from burnish.checkpoint.streams import SUFFIX, Described, StepTensors, chunks
 from burnish.checkpoint.verify import read_block
-from burnish.errors import CorruptError, IncompatibleError, UsageError
+from burnish.errors import IncompatibleError, UsageError
 from burnish.files.durable import naming_failures
 from burnish.files.storage import File, LocalStorage, Storage
-from burnish.files.strict_json import parse_json
 
 _MODEL = "model/"
 _CONFIG = "model/config.json"
 _CHUNK = (
     1 << 14
 )  # elements: temporaries that malloc keeps; larger ones cost ten times as much, in page faults
-_DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +159,7 @@ def _write_assets(step: Committed, directory: Path, dtype: torch.dtype, storage:
         with storage.open(step.path / name) as file:
             blocks = [bytes(read_block(file, step, name, n)) for n in range(len(record.blocks))]
         if name == _CONFIG:
-            blocks = [_with_dtype(b"".join(blocks), dtype, step.path / name)]
+            blocks = [with_dtype(b"".join(blocks), dtype, step.path / name)]
         target = directory / name.removeprefix(_MODEL)
         storage.make_dirs(target.parent)
         _write_file(target, blocks, storage)
@@ -175,28 +172,6 @@ def _write_file(path: Path, parts: Sequence[bytes], storage: Storage) -> None:
             out.pwrite(part, position)
             position += len(part)
         out.sync()
-
-
-def _with_dtype(data: bytes, dtype: torch.dtype, path: Path) -> bytes:
-    config = parse_json(data, str(path))
-    if not isinstance(config, dict):
-        raise CorruptError(f"{path} is not a JSON object", have=type(config).__name__)
-    name = str(dtype).partition(".")[2]
-    _set_dtype(config, name)
-    if not any(key in config for key in _DTYPE_KEYS):
-        config["dtype"] = name
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _set_dtype(value: Any, name: str) -> None:
-    """Name the dtype wherever a configuration, or one inside it, does."""
-    if not isinstance(value, dict):
-        return
-    for key, inner in value.items():
-        if key in _DTYPE_KEYS and isinstance(inner, str):
-            value[key] = name
-        else:
-            _set_dtype(inner, name)
 
 
 def _sync(directory: Path, root: Path, storage: Storage) -> dict[str, int]:

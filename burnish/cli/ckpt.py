@@ -26,7 +26,7 @@ def add_ckpt(commands: Any) -> None:
     """Add `ckpt` and its own commands to the subparsers of the command line."""
     ckpt = commands.add_parser("ckpt", description="Look at checkpoints, check and keep them.")
     added = ckpt.add_subparsers(
-        dest="ckpt_command", metavar="ls|show|verify|diff|export|pin|unpin|gc", required=True
+        dest="ckpt_command", metavar="ls|show|verify|diff|export|import|pin|unpin|gc", required=True
     )
 
     def add(name: str, description: str, metavar: str, help_: str) -> argparse.ArgumentParser:
@@ -56,6 +56,11 @@ def add_ckpt(commands: Any) -> None:
     export.add_argument("target", type=Path, metavar="DIRECTORY", help="is made")
     export.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     export.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="size of a file")
+    imported = add("import", "Make a step of weights alone.", "SOURCE", "a Hugging Face directory")
+    imported.add_argument("run", type=Path, metavar="RUN", help="gets the step in its checkpoints/")
+    imported.add_argument(
+        "--step", type=int, default=0, metavar="N", help="its number; 0 if not given"
+    )
     pin = add("pin", "Keep a step whatever retention says.", "STEP", "RUN/checkpoints/step-N")
     pin.add_argument("--reason", default="by hand", metavar="TEXT", help="shown by ls")
     add("unpin", "Let retention decide on a step again.", "STEP", "RUN/checkpoints/step-N")
@@ -90,6 +95,12 @@ def _export(given: Arguments, say: ckpt_inspect.Say) -> dict[str, Any]:
     return ckpt_tensors.export_step(given.path, given.target, given.dtype, given.shard_gb, say)
 
 
+def _import(given: Arguments, say: ckpt_inspect.Say) -> dict[str, Any]:
+    from burnish.cli import ckpt_tensors
+
+    return ckpt_tensors.import_weights(given.path, given.run, given.step, say)
+
+
 _Command = Callable[[Arguments, ckpt_inspect.Say], dict[str, Any]]
 
 _COMMANDS: dict[str, _Command] = {
@@ -98,6 +109,7 @@ _COMMANDS: dict[str, _Command] = {
     "verify": lambda given, say: ckpt_inspect.verify_steps(given.path, say, fast=given.fast),
     "diff": _diff,
     "export": _export,
+    "import": _import,
     "pin": lambda given, say: ckpt_keep.pin(given.path, given.reason, say),
     "unpin": lambda given, say: ckpt_keep.unpin(given.path, say),
     "gc": lambda given, say: ckpt_keep.collect_garbage(given.path, say, dry_run=given.dry_run),

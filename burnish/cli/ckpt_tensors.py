@@ -1,4 +1,4 @@
-"""`burnish ckpt diff` and `export`: what looks into tensors, and so loads torch."""
+"""`burnish ckpt diff`, `export` and `import`: what looks into tensors, and so loads torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 
 from burnish.checkpoint.diff import Compared, compare
 from burnish.checkpoint.export import export
+from burnish.checkpoint.importing import read_directory, save_foreign
 from burnish.checkpoint.streams import SUFFIX, DirectoryTensors, StepTensors, TensorStream
 from burnish.cli.ckpt_inspect import Say
-from burnish.cli.ckpt_paths import is_step, one_step
-from burnish.cli.columns import bytes_text
+from burnish.cli.ckpt_paths import CHECKPOINTS, is_step, one_step
+from burnish.cli.columns import bytes_text, count_text
 from burnish.errors import UsageError
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -59,6 +60,32 @@ def export_step(path: Path, target: Path, dtype: str, shard_gb: float, say: Say)
         "dtype": dtype,
         "files": files,
         "bytes": done.size,
+    }
+
+
+def import_weights(source: Path, run: Path, step: int, say: Say) -> dict[str, Any]:
+    """Make a step of a run out of somebody else's weights."""
+    if step < 0:
+        raise UsageError("a step is 0 or more", have=f"--step {step}")
+    foreign = read_directory(source)
+    path = save_foreign(foreign, run / CHECKPOINTS, step)
+    done = one_step(path)
+    size = done.manifest.total_bytes
+    count = len({shard.spec.name for shard in foreign.weights})
+    say(f"{path}: {count_text(count, 'tensor')} from {source} ({foreign.kind}), {bytes_text(size)}")
+    if not done.healthy:
+        say("it is marked unhealthy, for there are weights that are not finite")
+    say("training state is absent: a run begins from this, with")
+    say(f"  model.path={path / 'model'}")
+    return {
+        "path": str(path),
+        "step": step,
+        "kind": foreign.kind,
+        "source": str(source),
+        "tensors": count,
+        "bytes": size,
+        "healthy": done.healthy,
+        "training": "absent",
     }
 
 

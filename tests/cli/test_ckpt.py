@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints_for_tests import BIG_SHAPES, make_state, save_once, shards_of
+from tiny import save_tiny
 
 from burnish.cli.main import main
 from burnish.files.lease import Lease
@@ -389,3 +390,24 @@ def test_export(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = ckpt(capsys, "export", step, run / "new", "--shard-gb", "1e-9")
     assert code == 0
     assert "step-00000009 in bf16" in out
+
+
+def test_import_and_export_are_inverse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = save_tiny(tmp_path / "source", dtype=torch.float32)
+    code, found = as_json(capsys, "import", source, tmp_path / "run", "--step", "5")
+    assert code == 0
+    assert (found["step"], found["kind"], found["training"]) == (5, "huggingface", "absent")
+    assert ckpt(capsys, "verify", tmp_path / "run")[0] == 0
+    assert ckpt(capsys, "diff", tmp_path / "run", source)[0] == 0
+    assert ckpt(capsys, "export", tmp_path / "run", tmp_path / "out", "--dtype", "fp32")[0] == 0
+    assert ckpt(capsys, "diff", tmp_path / "out", source)[0] == 0
+    code, out, err = ckpt(capsys, "import", source, tmp_path / "run", "--step", "5")
+    assert code == 1
+    assert "step 5 exists already" in err
+    code, out, _ = ckpt(capsys, "import", source, tmp_path / "other")
+    assert code == 0
+    assert "training state is absent" in out
+    assert f"model.path={tmp_path / 'other/checkpoints/step-00000000/model'}" in out
+    assert ckpt(capsys, "import", tmp_path, tmp_path / "third")[0] == 5
+    assert ckpt(capsys, "import", source, tmp_path / "third", "--step", "-1")[0] == 2
+    assert not (tmp_path / "third").exists()

@@ -1,0 +1,70 @@
+"""What makes a directory of weights a Hugging Face model: config.json, the tokenizer's files, templates, code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burnish.checkpoint.streams import INDEX
+from burnish.errors import CorruptError, IncompatibleError, MissingError
+from burnish.files.durable import read_whole
+from burnish.files.storage import LocalStorage
+from burnish.files.strict_json import parse_json
+
+CONFIG = "config.json"
+"""The model's configuration."""
+
+_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
+_TEMPLATES = "additional_chat_templates"
+_LIMIT = 64 << 20
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def read_assets(directory: Path) -> dict[str, bytes]:
+    """The small files of a Hugging Face directory by name: all that is neither weights nor for people.
+
+    Raises `MissingError` where it has no config.json, `IncompatibleError` for a file that is too large for one of these.
+    """
+    paths = [path for path in directory.glob("*") if path.suffix in _SUFFIXES]
+    paths += (directory / _TEMPLATES).glob("*.jinja")
+    names = {path.relative_to(directory).as_posix(): path for path in sorted(paths)}
+    names.pop(INDEX, None)
+    if CONFIG not in names:
+        have = ", ".join(sorted(path.name for path in directory.glob("*"))[:8])
+        raise MissingError(
+            f"{directory} has no {CONFIG}", have=have or "nothing", want="a Hugging Face directory"
+        )
+    found = {}
+    for name, path in names.items():
+        try:
+            # A hub's cache is made of links, so the name is followed.
+            found[name] = read_whole(LocalStorage(), path.resolve(), _LIMIT)
+        except ValueError as error:
+            raise IncompatibleError(f"{path} is too large to be copied", have=error) from error
+    return found
+
+
+def with_dtype(data: bytes, dtype: torch.dtype, path: Path) -> bytes:
+    """A config.json that names this dtype wherever it names one. Raises `CorruptError` naming `path` where it is none."""
+    config = parse_json(data, str(path))
+    if not isinstance(config, dict):
+        raise CorruptError(f"{path} is not a JSON object", have=type(config).__name__)
+    name = str(dtype).partition(".")[2]
+    _set_dtype(config, name)
+    if not any(key in config for key in _DTYPE_KEYS):
+        config["dtype"] = name
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _set_dtype(value: Any, name: str) -> None:
+    """Name the dtype wherever a configuration, or one inside it, does."""
+    if not isinstance(value, dict):
+        return
+    for key, inner in value.items():
+        if key in _DTYPE_KEYS and isinstance(inner, str):
+            value[key] = name
+        else:
+            _set_dtype(inner, name)
