@@ -46,13 +46,15 @@ class JsonlTracker:
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         write_atomically(path, _kept(path, resume_step))
-        self._file = path.open("a", encoding="utf-8", newline="\n")
+        # Unbuffered: what could not be written is not tried again on closing.
+        self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append the step's object: `step` first, then the values in the order given."""
         numbers = {name: json_number(float(value)) for name, value in values.items()}
-        self._file.write(json_line({"step": step, **numbers}))
-        self._file.flush()
+        line = json_line({"step": step, **numbers}).encode()
+        while line:
+            line = line[self._file.write(line) :]
 
     def close(self) -> None:
         """Force the file to the disk and close it."""

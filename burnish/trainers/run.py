@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from burnish.config.load import dump_yaml, load_config
 from burnish.config.schema import RunConfig
 from burnish.engines.base import Engine, Part
 from burnish.errors import IncompatibleError, StoppedError, UsageError
+from burnish.files.durable import naming_failures
 from burnish.files.storage import LocalStorage
 from burnish.models.flops import ModelFlops
 from burnish.models.loading import save_model_assets
@@ -124,7 +125,7 @@ class Run:
         Resuming logs the last step where a kill came before that, and again what was logged of it already.
         """
         logged: dict[str, float] = {}
-        with agree(self.layout):
+        with agree(self.layout), self._writing():
             if self.layout.is_main:
                 logged = logged_values(self.directory.metrics, self.position.step)
                 discard_leftovers(self.directory.root)
@@ -180,7 +181,7 @@ class Run:
         """Keep the rollouts of the step under way where the configuration asks for it, the first and the last always."""
         every = self.config.tracking.rollouts_every
         step = self.position.step + 1
-        with agree(self.layout):
+        with agree(self.layout), self._writing():
             if (
                 self.layout.is_main
                 and every
@@ -231,6 +232,9 @@ class Run:
             signal_number=request.signal_number,
         )
 
+    def _writing(self) -> AbstractContextManager[None]:
+        return naming_failures(f"{self.directory.root} cannot be written")
+
     def close(self) -> None:
         """Close the sinks."""
         self._trackers.close()
@@ -250,7 +254,7 @@ class Run:
         check_stop(self.stopper, self.layout)
 
     def _report(self, state: State) -> None:
-        with agree(self.layout):
+        with agree(self.layout), self._writing():
             if self.layout.is_main and self.config.tracking.report:
                 write_report(self.directory.root, state)
 
@@ -284,7 +288,8 @@ class Run:
         self.position = replace(self.position, unlogged=_json(values))
 
     def _log(self, values: Mapping[str, float]) -> None:
-        self._trackers.log(self.position.step, values)
+        with self._writing():
+            self._trackers.log(self.position.step, values)
         self.position = replace(self.position, unlogged=None, unvalidated=False)
 
     def _sinks(self) -> Iterator[Tracker]:
