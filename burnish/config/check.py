@@ -27,6 +27,7 @@ def check(config: RunConfig, command: Command, world: int = 1) -> None:
     problems += _of_data(config, command)
     if command in ("sft", "rl"):
         problems += _of_learning_rate(config)
+        problems += _of_layout(config, world)
     if command == "sft":
         problems += _of_sft(config, world)
     if command == "rl":
@@ -123,6 +124,19 @@ def _of_learning_rate(config: RunConfig) -> Iterator[Problem]:
             have=f"optim.warmup_steps: {optim.warmup_steps}{both}, steps: {steps}",
             want=f"at most {steps} together",
             do=f"shorten them, or set steps={ramps} or more",
+        )
+
+
+def _of_layout(config: RunConfig, world: int) -> Iterator[Problem]:
+    replicas = config.engine.replicas
+    if world % replicas:
+        fitting = [each for each in range(1, world + 1) if world % each == 0]
+        near = sorted(sorted(fitting, key=lambda each: abs(each - replicas))[:2])
+        yield Problem(
+            "the copies of the model do not divide the processes",
+            have=f"engine.replicas: {replicas}, {world} processes",
+            want="a whole number of processes for each copy",
+            do=f"set engine.replicas={_or(near)}, or start another number of processes",
         )
 
 

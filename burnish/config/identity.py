@@ -28,6 +28,7 @@ MAY_CHANGE = frozenset(
         "model.trust_remote_code",
         "engine.max_skipped_steps",
         "engine.activation_checkpointing",
+        "engine.replicas",
         "engine.reshard_after_forward",
         "engine.logprob_chunk",
         "data.validation",

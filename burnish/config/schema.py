@@ -61,6 +61,8 @@ class EngineConfig(Section):
     """Gradients are scaled down to this global 2-norm."""
     max_skipped_steps: int = Field(3, ge=1)
     """Stop the run after this many non-finite gradient norms in a row."""
+    replicas: int = Field(1, ge=1)
+    """HSDP: this many copies of the sharded model, so that gathers stay among processes / replicas neighbours. Divides the processes."""
     reshard_after_forward: bool = True
     """Free each layer's gathered weights between forward and backward: less memory, one more gather."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -71,14 +71,21 @@ def _keep_products(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: 
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def parallelize(scorer: Scorer, config: EngineConfig, layout: Layout, device: torch.device) -> None:
-    """Shard `scorer` (still on meta) over all processes with FSDP2, one group per decoder layer.
+def parallelize(
+    scorer: Scorer, config: EngineConfig, layout: Layout, device: torch.device
+) -> DeviceMesh:
+    """Shard `scorer` (still on meta) with FSDP2, one group per decoder layer; the mesh it lies on.
 
-    Main weights stay in the dtype they have; compute happens in bf16 where `config.precision` says
-    so; gradients are summed (not averaged) over ranks in fp32.
+    The mesh is replicas × shard: every copy of the model is sharded over neighbouring ranks (with
+    several copies this is HSDP). Main weights stay in the dtype they have; compute happens in bf16
+    where `config.precision` says so; gradients are summed (not averaged) over all ranks in fp32.
     """
     checkpoint_activations(scorer.model, config.activation_checkpointing)
-    mesh = init_device_mesh(device.type, (layout.world,), mesh_dim_names=("data",))
+    world, replicas = layout.world, config.replicas
+    whole = init_device_mesh(
+        device.type, (replicas, world // replicas), mesh_dim_names=("replicas", "shard")
+    )
+    mesh = whole if replicas > 1 else whole["shard"]
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.precision == "bf16" else None,
         reduce_dtype=torch.float32,
@@ -89,10 +96,11 @@ def parallelize(scorer: Scorer, config: EngineConfig, layout: Layout, device: to
             layer,
             mesh=mesh,
             mp_policy=policy,
-            reshard_after_forward=config.reshard_after_forward and layout.world > 1,
+            reshard_after_forward=config.reshard_after_forward and replicas < world,
         )
     fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    return whole

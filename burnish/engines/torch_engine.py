@@ -1,4 +1,4 @@
-"""The PyTorch engine: FSDP2 on any number of processes, one included.
+"""The PyTorch engine: FSDP2 (HSDP with several copies) on any number of processes, one included.
 
 Main weights and optimizer slots are fp32; compute is bf16 or fp32. One process runs the very same
 code over a mesh of one. Left out so far: tensor, sequence and context parallelism, offload
@@ -54,7 +54,7 @@ class TorchEngine:
         self.skipped_in_a_row = 0
         self._scorer = Scorer(build_on_meta(hf_config), config.logprob_chunk)
         self._scorer.requires_grad_(optim is not None)
-        parallelize(self._scorer, config, layout, device)
+        self._mesh = parallelize(self._scorer, config, layout, device)
         materialize(self._scorer, device)
         self._regions = regions(self._scorer.model)
         self._parameters = dict(self._scorer.model.named_parameters())
@@ -167,11 +167,12 @@ class TorchEngine:
         return self._optimizer
 
     def _gradient_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Global 2-norm over all ranks, fp32 scalar."""
+        """Global 2-norm, fp32 scalar; the ranks of one copy of the model hold all of it."""
         squares = [g.float().square().sum() for g in gradients]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=self._device)
-        if self.layout.world > 1:
-            dist.all_reduce(total)
+        shard = self._mesh["shard"]
+        if shard.size() > 1:
+            dist.all_reduce(total, group=shard.get_group())
         return total.sqrt()
 
     def _count_skips(self, finite: bool, norm: float) -> None:

@@ -27,6 +27,14 @@ def test_a_good_configuration_passes(command: Command) -> None:
     check(config_of(), command, world=4)
 
 
+@pytest.mark.parametrize("command", ["sft", "rl"])
+def test_copies_of_the_model_divide_the_processes(command: Command) -> None:
+    check(config_of("engine.replicas=2"), command, world=4)
+    message = refused(command, "engine.replicas=4", world=6)
+    assert "engine.replicas: 4, 6 processes" in message
+    assert "engine.replicas=2 or 3" in message
+
+
 def test_a_good_evaluation_passes() -> None:
     check(load_config(None, ["model.path=m", "data.validation=[v]"]).config, "eval")
 

@@ -48,8 +48,9 @@ def make_engine(
     return engine
 
 
-def train_rank(layout: Layout, path: Path, per_micro: int, **changes: Any) -> dict[str, Any]:
-    return train(make_engine(layout, path, **changes), make_examples(VOCAB), per_micro)
+def train_rank(layout: Layout, path: Path, per_micro: int, replicas: int = 1) -> dict[str, Any]:
+    engine = make_engine(layout, path, replicas=replicas)
+    return train(engine, make_examples(VOCAB), per_micro)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma3_text"])
@@ -58,8 +59,8 @@ def test_every_layout_trains_like_one_plain_model(tmp_path: Path, family: str) -
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     wanted = train_by_hand(oracle, make_examples(VOCAB))
     first: dict[str, Tensor] = {}
-    for world, per_micro in ((1, 6), (1, 1), (2, 2), (4, 1)):
-        ranks = run_ranks(train_rank, world, path, per_micro)
+    for world, per_micro, replicas in ((1, 6, 1), (1, 1, 1), (2, 2, 1), (4, 1, 1), (4, 1, 2)):
+        ranks = run_ranks(train_rank, world, path, per_micro, replicas)
         for rank in ranks:
             assert rank["losses"] == pytest.approx(wanted["losses"], rel=2e-6)
             assert rank["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
@@ -72,7 +73,7 @@ def test_every_layout_trains_like_one_plain_model(tmp_path: Path, family: str) -
         first = first or tensors
         for kind in ("model", "exp_avg/", "exp_avg_sq/"):
             found, expected = (flat(held, kind) for held in (tensors, first))
-            assert_relative(found, expected, 1e-6, f"{kind} on {world} processes")
+            assert_relative(found, expected, 1e-6, f"{kind} on {world} / {replicas}")
             if family != "qwen3_moe":  # its experts are fused in the oracle's parameters
                 expected = flat(wanted["weights"] | wanted["slots"], kind)
                 assert_relative(found, expected, 4e-6, f"{kind} against plain transformers")
