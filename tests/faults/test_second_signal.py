@@ -1,0 +1,53 @@
+"""A second signal ends a run at once, also in the middle of the save that the first one asked for."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from training_files import At, Command, done, make_files, outcome
+
+from burnish.checkpoint.committed import committed
+
+
+EVERY = "evaluation.every=0"
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_files(tmp_path_factory.mktemp("signals"))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "place"),
+    [
+        (signal.SIGINT, signal.SIGINT, "_lay_out"),
+        (signal.SIGINT, signal.SIGTERM, "_commit"),
+        (signal.SIGTERM, signal.SIGINT, "_commit"),
+        (signal.SIGTERM, signal.SIGTERM, "_lay_out"),
+    ],
+)
+def test_a_second_signal_during_the_last_save(
+    work: Path, first: signal.Signals, second: signal.Signals, place: str
+) -> None:
+    name = f"{first.name}_{second.name}{place}"
+    argv = ["sft", "sft.yaml", f"name={name}", EVERY]
+    run = done(work, *argv, "steps=2")
+    again = Command(
+        work, [*argv, "steps=5000"], at=At(f"burnish.checkpoint.save:{place}", 1, second)
+    )
+    deadline = time.monotonic() + 60
+    while not re.search("step +3/", again.output):
+        assert again.is_running(), again.output
+        assert time.monotonic() < deadline, again.output
+        time.sleep(0.01)
+    again.send(first)
+    # It is killed by the signal; a shell says 128 + its number.
+    assert again.wait() == -second, again.output
+    assert [step.step for step in committed(run / "checkpoints")] == [2]
+    peaceful = done(work, "sft", "sft.yaml", "name=peaceful", EVERY, "steps=6")
+    assert outcome(done(work, *argv, "steps=6")) == outcome(peaceful)
+    assert not list((run / "checkpoints").glob(".inflight*"))
