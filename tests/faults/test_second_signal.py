@@ -12,7 +12,6 @@ from training_files import At, Command, done, make_files, outcome
 
 from burnish.checkpoint.committed import committed
 
-
 EVERY = "evaluation.every=0"
 
 

@@ -1,0 +1,69 @@
+"""What reaches the trainer from generators and rewards of every temper, in this process."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training_files import RL, metrics, weights
+
+from burnish.config.schema import RunConfig
+from burnish.records import Completion, Request
+from burnish.rollout.base import Sampling, Watch
+from burnish.rollout.builtin import BuiltinGenerator
+from burnish.trainers import rl
+
+
+class Mute(BuiltinGenerator):
+    """A generator whose every completion is empty."""
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+    ) -> list[list[Completion]]:
+        nothing = np.zeros(0, np.float32)
+        empty = Completion(np.zeros(0, np.int64), nothing, nothing, "stop", weights_version=0)
+        return [[empty] * request.samples for request in requests]
+
+
+EVERYTHING = {
+    "plain": {},
+    "kl_in_loss": {"algorithm": {"kl": {"coef": 0.1}}},
+    "kl_in_reward": {"algorithm": {"kl": {"coef": 0.1, "place": "reward"}}},
+    "dynamic": {"algorithm": {"dynamic_sampling": {"enabled": True}}},
+    "minibatches": {"batch": {**RL["batch"], "minibatches": 2}},
+}
+
+
+@pytest.mark.parametrize("case", EVERYTHING)
+def test_a_run_whose_completions_are_all_empty(
+    work: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("burnish.trainers.setup.BuiltinGenerator", Mute)
+    settings: dict[str, Any] = {
+        "name": f"empty_{case}",
+        "steps": 2,
+        "checkpoint": {"save_every": 1},
+    }
+    rl.train(RunConfig.model_validate({**RL, **settings, **EVERYTHING[case]}))
+    run = work / "runs" / f"empty_{case}"
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert row["response_length/max"] == 0
+        assert row["reward/zero_std_frac"] == 1
+        assert all(math.isfinite(value) for value in row.values())
+        assert "actor/grad_norm" not in row  # there is nothing to learn from
+    sampled = (run / "rollouts/step-00000001.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["length"] == 0 for line in sampled)
+    saved = weights(run)
+    slots = [tensor for name, tensor in saved.items() if name.startswith("exp_avg")]
+    assert slots
+    assert not any(tensor.any() for tensor in slots)  # no step was made
+    assert all(torch.isfinite(tensor.float()).all() for tensor in saved.values())
