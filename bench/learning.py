@@ -51,6 +51,7 @@ def ours(seed: int, steps: int, directory: Path) -> Curve:
         f"seed={seed}",
         f"steps={steps}",
         "optim.schedule=constant",
+        "optim.decay_steps=0",
         "data.validation=[]",
         "evaluation.every=0",
         "checkpoint.save_every=0",
