@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint faults bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo/demo.py
@@ -17,6 +17,9 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+faults: $(STAMP)
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/crashes.py
 
 bench: $(STAMP)
 	$(BIN)/python -m bench

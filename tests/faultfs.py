@@ -140,10 +140,13 @@ class Effect:
 
 
 class History:
-    """A log, understood: effects on numbered nodes, and which sync makes which effect certain."""
+    """A log, understood: effects on numbered nodes, and which sync makes which effect certain.
 
-    def __init__(self, root: Path, ops: Sequence[Op], base: Path | None = None):
-        self.root = root
+    `base` is what lay below `root` before, all of it certain, with step `saved` in it.
+    """
+
+    def __init__(self, root: Path, ops: Sequence[Op], base: Path | None = None, saved: int = 0):
+        self.root, self.saved = root, saved
         self.ops = sorted(ops, key=lambda op: op.at)
         self.base = [Node(True)]
         if base is not None:
@@ -233,8 +236,8 @@ class History:
         return nodes
 
     def acked(self, moment: int) -> int:
-        """The newest step whose save had returned; 0 when none had."""
-        return max((op.step for op in self.ops[:moment] if op.kind == "ack"), default=0)
+        """The newest step whose save had returned, or that was there before."""
+        return max((op.step for op in self.ops[:moment] if op.kind == "ack"), default=self.saved)
 
 
 def _apply(nodes: list[Node], effect: Effect, torn: bool) -> None:

@@ -54,10 +54,9 @@ def record_restarting(disk, storage_type=RecordingStorage):
     base = fresh(disk.with_name("base"))
     shutil.copytree(disk, base)
     storage = storage_type()
-    storage.ack(2)
     assert resume(root, storage) == 2
     save_steps(root, storage, [3])
-    return History(disk, storage.log, base)
+    return History(disk, storage.log, base, saved=2)
 
 
 def record_quarantine(disk, storage_type=RecordingStorage):
@@ -69,11 +68,10 @@ def record_quarantine(disk, storage_type=RecordingStorage):
     base = fresh(disk.with_name("base"))
     shutil.copytree(disk, base)
     storage = storage_type()
-    storage.ack(1)
     with Checkpoints(root, Layout(), retention=ONE, storage=storage) as checkpoints:
-        assert checkpoints.resume(lambda step, source: _loads(step, source)).step.step == 1
+        assert checkpoints.resume(_loads).step.step == 1
     save_steps(root, storage, [2])
-    return History(disk, storage.log, base)
+    return History(disk, storage.log, base, saved=1)
 
 
 def _loads(step, source):

@@ -18,7 +18,9 @@ def test_nothing_committed_is_lost_and_nothing_else_is_loaded(tmp_path, scene):
     rng = random.Random(scene)
     history = SCENES[scene](tmp_path / "disk")
     states = list(crash_states(history, rng, extra=4))
-    assert len(states) > 300
+    assert len(states) > 200
+    for moment, nodes in states:  # rare among the states, so looked for in all
+        assert "checkpoints" in nodes[0].names or history.acked(moment) == 0
     found = {
         check(history, moment, nodes, tmp_path / "left", scene)
         for moment, nodes in rng.sample(states, SAMPLE)
