@@ -8,19 +8,21 @@ Left out: benchmarks with harnesses of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from burnish.algorithms.evaluation import evaluation_stats
-from burnish.checkpoint.committed import newest
+from burnish.checkpoint.committed import Committed, newest
+from burnish.checkpoint.load import CheckpointSource
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import PromptDataset
 from burnish.engines.base import Engine, Part
 from burnish.errors import MissingError, StoppedError
 from burnish.launch.run import launch
-from burnish.parallel.collectives import reduce_stats
+from burnish.parallel.collectives import reduce_stats, same_on_all_ranks
 from burnish.parallel.layout import Layout
 from burnish.records import Rollout
 from burnish.records.seeds import derive_seed
@@ -115,21 +117,32 @@ def example_validation(
 def evaluate(config: RunConfig, run_directory: Path | None = None) -> dict[str, float]:
     """Validate the model of `config`, or the newest committed one of a run; returns the numbers.
 
+    A run's weights are those that it trains: `model/` with the residual that makes fp32 of it.
     With reward functions the held-out data are prompts, without them examples. Raises
     `MissingError` when the run has no committed step.
     """
+    step = None
     if run_directory is not None:
+        step = _newest_step(run_directory)
         # model/ holds the tokenizer as well, its chat template included.
         own = ("fresh", "tokenizer", "chat_template")
-        model = {"path": str(_newest_model(run_directory)), **dict.fromkeys(own)}
+        model = {"path": str(step.path / "model"), **dict.fromkeys(own)}
         config = config.model_copy(update={"model": config.model.model_copy(update=model)})
-    return launch(lambda layout, device: _evaluate(config, layout, device), config.distributed)
+    return launch(
+        lambda layout, device: _evaluate(config, step, layout, device), config.distributed
+    )
 
 
-def _evaluate(config: RunConfig, layout: Layout, device: torch.device) -> dict[str, float]:
+def _evaluate(
+    config: RunConfig, step: Committed | None, layout: Layout, device: torch.device
+) -> dict[str, float]:
     with catch_signals() as stopper:
         try:
-            return _measured(config, layout, device, stopper)
+            foundation = lay_foundation(config)
+            if step is not None:
+                same_on_all_ranks(str(step.path), "the step to evaluate", layout)
+                foundation = replace(foundation, source=CheckpointSource(step, layout))
+            return _measured(foundation, layout, device, stopper)
         except StopRequested as request:
             raise StoppedError(
                 f"{request}; nothing was written", signal_number=request.signal_number
@@ -137,11 +150,11 @@ def _evaluate(config: RunConfig, layout: Layout, device: torch.device) -> dict[s
 
 
 def _measured(
-    config: RunConfig, layout: Layout, device: torch.device, stopper: Stopper
+    foundation: Foundation, layout: Layout, device: torch.device, stopper: Stopper
 ) -> dict[str, float]:
+    config = foundation.config
     progress = Progress(config.tracking.progress and layout.is_main)
     with progress.phase("evaluate"):
-        foundation = lay_foundation(config)
         if config.reward.functions:
             with RewardPool(config.reward) as pool:
                 held_out = held_out_prompts(foundation, pool)
@@ -163,11 +176,11 @@ def _loaded(foundation: Foundation, layout: Layout, device: torch.device) -> Eng
     return engine
 
 
-def _newest_model(run_directory: Path) -> Path:
+def _newest_step(run_directory: Path) -> Committed:
     committed = newest(RunDirectory(run_directory).checkpoints)
     if committed is None:
         raise MissingError(
             f"{run_directory} has no committed checkpoint",
             do="train first, or name a configuration file instead",
         )
-    return committed.path / "model"
+    return committed

@@ -133,7 +133,23 @@ def test_evaluating_gives_what_training_logged(work, kind, number):
         )
         assert code == 0, output
         said = dict(line.split() for line in output.splitlines() if line.startswith("val/"))
-        assert float(said[number]) == pytest.approx(row[number], rel=1e-3)  # model/ is bf16
+        assert float(said[number]) == pytest.approx(row[number], rel=1e-5)  # six digits are said
+
+
+def test_a_runs_weights_are_evaluated_and_a_plain_directory_as_it_is(work):
+    run = done(work, "sft", "sft.yaml", "name=weighed", "steps=3")
+    model = committed(run / "checkpoints")[-1].path / "model"
+    plain = ["eval", "sft.yaml", "reward.functions=[]", "model.fresh=null", f"model.path={model}"]
+    said = []
+    for argv in (["eval", str(run), "reward.functions=[]"], plain):
+        code, output = burnish(work, *argv)
+        assert code == 0, output
+        (line,) = [line for line in output.splitlines() if line.startswith("val/loss")]
+        said.append(float(line.split()[1]))
+    trained = metrics(run)[-1]["val/loss"]
+    assert said[0] == pytest.approx(trained, rel=1e-5)
+    assert said[1] == pytest.approx(trained, rel=1e-2)
+    assert said[1] != pytest.approx(trained, rel=1e-5)  # model/ is bf16, this run is fp32
 
 
 @pytest.mark.parametrize("extra", [[], ["algorithm.advantage=reinforce_plus_plus_baseline"],
