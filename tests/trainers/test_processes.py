@@ -50,6 +50,14 @@ def test_two_processes_do_what_one_does(work, argv):
         assert_same(done(work, *argv, name, world=second), one)
 
 
+def test_two_processes_evaluate_what_one_trained(work):
+    run = done(work, "sft", "sft.yaml", "name=evaluated_by_two", "steps=3")
+    started = ranks(work, ["eval", str(run), "reward.functions=[]"], 2)
+    assert [each.wait() for each in started] == [0, 0], "".join(each.output for each in started)
+    (said,) = re.findall(r"^val/loss +(\S+)", started[0].output, re.MULTILINE)
+    assert float(said) == pytest.approx(metrics(run)[-1]["val/loss"], rel=1e-5)
+
+
 def test_torchrun(work):
     environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     command = [
