@@ -146,7 +146,10 @@ def rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 def norm_rotate(
     heads: Tensor, weight: Tensor, epsilon: float, rotation: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """`rotate(rms_norm(heads))` in one step: `heads` [T, heads, d], `weight` [d]."""
+    """`rotate(rms_norm(heads))` in one step: `heads` [T, heads, d], `weight` [d].
+
+    Without gradients, `weight` may be [heads, d].
+    """
     return _norm_rotate(heads, weight, epsilon, rotation)
 
 
@@ -162,7 +165,9 @@ def _norm_rotate(
 ) -> Tensor:
     """RMSNorm of `rows` [T, ..., n] where there is a weight, then rotation where there is one."""
     if rows.device.type != "cpu" and weight is not None:  # torch has one kernel for the norm there
-        rows, weight = functional.rms_norm(rows, weight.shape, weight, epsilon), None
+        flat = weight.ndim == 1
+        rows = functional.rms_norm(rows, rows.shape[-1:], weight if flat else None, epsilon)
+        rows, weight = rows if flat else rows * weight, None
         if rotation is None:
             return rows
     if torch.is_grad_enabled() or _block_length(rows) < len(rows):

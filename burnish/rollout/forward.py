@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from burnish.models.attention import Attends
-from burnish.models.fused import FusedAttention, FusedRMSNorm, rotated, rotation_of
+from burnish.models.fused import FusedAttention, FusedRMSNorm, norm_rotate, rotate, rotation_of
 
 
 class Forward(Protocol):
@@ -86,7 +86,9 @@ class _Block:
         attention: FusedAttention = layer.self_attn
         mlp, self._attention = layer.mlp, attention
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self._heads_of_each = [part.out_features // attention.head_dim for part in projections]
+        self._heads, self._kv_heads = (
+            part.out_features // attention.head_dim for part in projections[:2]
+        )
         self._head_dim: int = attention.head_dim
         self._qkv = _fused(projections)
         self._gate_up = _fused((mlp.gate_proj, mlp.up_proj))
@@ -102,18 +104,25 @@ class _Block:
     def _attend(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: Attends) -> Tensor:
         """Attention of [T, hidden], before its output projection: [T, heads · head_dim]."""
         qkv = linear(hidden, *self._qkv).view(len(hidden), -1, self._head_dim)
-        query, key, value = torch.split(qkv, self._heads_of_each, dim=1)
-        attention = self._attention
-        parts = (
-            rotated(query, attention.q_norm, rotation),
-            rotated(key, attention.k_norm, rotation),
-            value,
-        )
+        rotating, value = torch.split(qkv, [self._heads + self._kv_heads, self._kv_heads], dim=1)
+        rotating = self._rotated(rotating, rotation)
+        parts = (rotating[:, : self._heads], rotating[:, self._heads :], value)
         query, key, value = (part.transpose(0, 1)[None] for part in parts)
+        attention = self._attention
         output = packing.attend(
             attention, query, key, value, attention.scaling, attention.sliding_window
         )
         return output[0].flatten(1)
+
+    def _rotated(self, heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """Query and key heads in one step, each with its own norm where there is one."""
+        query, key = self._attention.q_norm, self._attention.k_norm
+        if query is None or key is None:
+            return rotate(heads, rotation)
+        weights = torch.cat(
+            (query.weight.expand(self._heads, -1), key.weight.expand(self._kv_heads, -1))
+        )
+        return norm_rotate(heads, weights, query.variance_epsilon, rotation)
 
 
 def _fused(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
