@@ -208,7 +208,7 @@ class _Writer:
         except (EOFError, OSError):
             return BurnishError(
                 "the process that writes checkpoints died",
-                have=f"exit status {self._process.wait()}",
+                have=f"exit status {self._status()}",
                 do="look for what ended it: a signal, the out-of-memory killer, a crash",
             )
         return answer
@@ -217,9 +217,13 @@ class _Writer:
         """End it, whatever it is doing."""
         self._pipe.close()
         self._process.kill()
-        try:
-            self._process.wait(_KILL_SECONDS)
-        except subprocess.TimeoutExpired:
+        if self._status() is None:
             _log.warning(
                 "the process that writes checkpoints hangs in the system: pid %d", self._process.pid
             )
+
+    def _status(self) -> int | None:
+        """Its exit status, minus the number of the signal that killed it; None when it does not end."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_KILL_SECONDS)
+        return None

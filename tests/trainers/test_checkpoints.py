@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 
 import pytest
@@ -83,3 +84,18 @@ def test_a_state_of_another_trainer_is_refused_before_anything_is_loaded(work):
     assert code == 4, output
     assert "epoch_of_the_moon" in output
     assert (root / "step-00000001").is_dir()
+
+
+def test_steps_that_are_not_finite_are_marked_evict_nothing_and_are_not_continued(work):
+    argv = [
+        "sft", "sft.yaml", "name=diverged", "optim.lr=1e39", "engine.max_skipped_steps=100",
+        "checkpoint.save_every=1", "checkpoint.keep_last=1",
+    ]  # fmt: skip
+    run = done(work, *argv)
+    losses = {row["step"]: row.get("train/loss") for row in metrics(run)}
+    assert math.isnan(losses[2])
+    healthy = {step.step: step.healthy for step in committed(run / "checkpoints")}
+    assert healthy == dict.fromkeys(range(1, 7), False)
+    code, output = burnish(work, *argv)
+    assert code == 3, output
+    assert "marked unhealthy" in output
