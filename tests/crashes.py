@@ -20,7 +20,9 @@ from checkpoints_for_tests import BIG_SHAPES, contents_of, fill_and_compare, mak
 from distributed import RankFailed, run_ranks
 from failpoints import FAULTS, MOMENTS, FaultStorage
 from faultfs import crash_states
+from killed_runs import KINDS, killed
 from power_loss import SCENES, check
+from training_files import done, make_files, outcome
 
 from burnish.checkpoint.committed import committed
 from burnish.checkpoint.directory import Checkpoints
@@ -147,6 +149,7 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=main.__doc__)
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--extra", type=int, default=16, help="random losses of power a moment")
+    arguments.add_argument("--kills", type=int, default=50, help="kills of each kind of run")
     arguments.add_argument("--faults", nargs="*", default=FAULTS, choices=FAULTS)
     arguments.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
     chosen = arguments.parse_args()
@@ -162,9 +165,26 @@ def main() -> int:
             )
             print(f"{scene:<44}{tried:>8}{len(bad):>8}", flush=True)
             wrong += bad
+        if chosen.kills:
+            wrong += _kill_runs(Path(name) / "runs", chosen.kills)
     print(f"\n{len(wrong)} committed steps lost or others loaded, {time.monotonic() - began:.0f} s")
     print(*wrong, sep="\n")
     return int(bool(wrong))
+
+
+def _kill_runs(directory: Path, kills: int) -> list[str]:
+    """Kill training runs that save in the background; those that come to another end than one left in peace."""
+    directory.mkdir()
+    work, wrong = make_files(directory), []
+    print(f"\n{'killed runs':<44}{'kills':>8}{'':>4}outcome")
+    for kind in KINDS:
+        for world in (1, 2):
+            peace = outcome(done(work, *KINDS[kind], f"name=peace_{kind}_{world}", world=world))
+            same = outcome(killed(work, kind, world, kills, f"{kind}_{world}")) == peace
+            what = f"{kind}, {world} process{'es' * (world > 1)}"
+            print(f"{what:<44}{kills:>8}{'':>4}{'the same' if same else 'ANOTHER'}", flush=True)
+            wrong += [] if same else [f"{what}: another outcome"]
+    return wrong
 
 
 def _matrix(directory: Path, faults: list[str], layouts: list[str]) -> list[str]:

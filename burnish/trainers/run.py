@@ -25,7 +25,7 @@ from burnish.config.identity import require_may_resume, require_same_run
 from burnish.config.load import dump_yaml, load_config
 from burnish.config.schema import RunConfig
 from burnish.engines.base import Engine, Part
-from burnish.errors import IncompatibleError, StoppedError, UsageError
+from burnish.errors import BurnishError, IncompatibleError, StoppedError, UsageError
 from burnish.files.durable import naming_failures
 from burnish.files.storage import LocalStorage
 from burnish.models.flops import ModelFlops
@@ -190,26 +190,34 @@ class Run:
                 write_rollouts(self.directory.rollouts, step, rollouts, advantages)
 
     def save(self, *, background: bool = False) -> None:
-        """Commit the current position, unless it is committed already; in the background, only begin to. Collective."""
+        """Commit the current position, unless it is committed already; in the background, only begin to. Collective.
+
+        A save in the background that fails, now or later, is said loudly and stops nothing.
+        """
         with self.spans("save"):
             self._hear_of_saving(wait=True)
             if self._saved_step == self.position.step:
                 return
-            if background:
-                self.checkpoints.begin_save(self.position.step, self._contents())
+            if not background:
+                self.checkpoints.save(self.position.step, self._contents())
+                self._saved_step = self.position.step
                 return
-            self.checkpoints.save(self.position.step, self._contents())
-        self._saved_step = self.position.step
+            try:
+                self.checkpoints.begin_save(self.position.step, self._contents())
+            except BurnishError as error:
+                self._say_unsaved(self.position.step, error)
 
     def _hear_of_saving(self, *, wait: bool) -> None:
-        """Note how the save in the background went. One that failed is said loudly and stops nothing. Collective."""
+        """Note how the save in the background went. Collective."""
         finished = self.checkpoints.finished(wait=wait)
-        if finished is None:
-            return
-        if finished.error is None:
+        if finished is not None and finished.error is None:
             self._saved_step = finished.step
-        elif self.layout.is_main:
-            log.error("STEP %d IS NOT SAVED; training goes on. %s", finished.step, finished.error)
+        elif finished is not None and finished.error is not None:
+            self._say_unsaved(finished.step, finished.error)
+
+    def _say_unsaved(self, step: int, error: BurnishError) -> None:
+        if self.layout.is_main:
+            log.error("STEP %d IS NOT SAVED; training goes on. %s", step, error)
 
     def _contents(self) -> Contents:
         hf_config, tokenizer = self._foundation.hf_config, self._foundation.tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -279,3 +280,18 @@ def test_what_another_process_maps_is_the_same_memory():
     assert other.take(5000)[4999] == 3
     other.close()
     memory.close()
+
+
+def test_a_lack_of_memory_is_an_error_and_the_next_save_works(tmp_path, monkeypatch):
+    def full(descriptor, size):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with opened(tmp_path) as checkpoints:
+        with monkeypatch.context() as patched:
+            patched.setattr("burnish.checkpoint.staging._allocate", full)
+            with pytest.raises(BurnishError, match="not be copied"):
+                checkpoints.begin_save(1, contents_of(*make_state(1)))
+        assert checkpoints.finished(wait=True) is None
+        checkpoints.begin_save(1, contents_of(*make_state(1)))
+        assert checkpoints.finished(wait=True).error is None
+    assert steps_in(tmp_path) == [1]

@@ -10,13 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from training_files import At, Command, burnish, done, make_files, outcome, ranks
+from killed_runs import KINDS, SAVING, killed, wait_for_a_step
+from training_files import At, Command, burnish, done, make_files, outcome
 
 from burnish.checkpoint.committed import committed
-from burnish.checkpoint.verify import verify
-
-KINDS = {"sft": ["sft", "sft.yaml"], "rl": ["rl", "rl.yaml"]}
-SAVING = ["checkpoint.save_every=1", "checkpoint.background=true"]
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +31,6 @@ def in_peace(work):
     }
 
 
-def wait_for_a_step(command):
-    while "\nstep " not in f"\n{command.output}" and command.is_running():
-        time.sleep(0.01)
-
-
 def children(pid):
     """The processes that a process has started and that have not ended."""
     with suppress(OSError):
@@ -49,19 +41,8 @@ def children(pid):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [1, 2])
 def test_killed_at_random_moments(work, in_peace, kind, world):
-    moments = random.Random(f"{kind} {world}")
-    argv = [*KINDS[kind], f"name=random_{kind}_{world}", *SAVING]
-    for _ in range(4 // world):
-        started = ranks(work, argv, world)
-        wait_for_a_step(started[0])
-        time.sleep(moments.uniform(0, 0.4))
-        victim = moments.randrange(world)
-        started[victim].send(signal.SIGKILL)
-        codes = [each.wait() for each in started]
-        assert codes[victim] in (-signal.SIGKILL, 0), started[victim].output
-    run = done(work, *argv, world=world)
+    run = killed(work, kind, world, 4 // world, f"random_{kind}_{world}")
     assert outcome(run) == in_peace[kind, world]
-    assert not any(list(verify(step.path)) for step in committed(run / "checkpoints"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,44 @@
+"""Training runs that are killed again and again, and what they come to."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+from training_files import Command, done, ranks
+
+from burnish.checkpoint.committed import committed
+from burnish.checkpoint.verify import verify
+
+KINDS = {"sft": ["sft", "sft.yaml"], "rl": ["rl", "rl.yaml"]}
+SAVING = ["checkpoint.save_every=1", "checkpoint.background=true"]
+
+
+def wait_for_a_step(command: Command) -> None:
+    while "\nstep " not in f"\n{command.output}" and command.is_running():
+        time.sleep(0.01)
+
+
+def killed(work: Path, kind: str, world: int, kills: int, name: str) -> Path:
+    """The directory of a run that saves in the background, after so many kills of a random rank at random moments, finished.
+
+    A run that has come to its end in between begins anew under another name.
+    """
+    moments = random.Random(f"{kind} {world}")
+    attempt, argv = 0, [*KINDS[kind], f"name={name}", *SAVING]
+    for _ in range(kills):
+        started = ranks(work, argv, world)
+        wait_for_a_step(started[0])
+        time.sleep(moments.uniform(0, 0.4))
+        victim = moments.randrange(world)
+        started[victim].send(signal.SIGKILL)
+        codes = [each.wait() for each in started]
+        assert codes[victim] in (-signal.SIGKILL, 0), started[victim].output
+        if codes == [0] * world:
+            attempt += 1
+            argv = [*KINDS[kind], f"name={name}_{attempt}", *SAVING]
+    run = done(work, *argv, world=world)
+    assert not any(list(verify(step.path)) for step in committed(run / "checkpoints"))
+    return run
