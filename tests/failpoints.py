@@ -41,8 +41,8 @@ MOMENTS = {
     "after the old step's rename": ("after", lambda op, path, n: op == "rename" and path.name == REMOVED),
     "in the middle of removal": ("before", lambda op, path, n: op == "unlink" and REMOVED in str(path) and n == 3),
 }  # fmt: skip
-"""By name: whether the fault comes before or after the operation, and which operation (its kind, its path, the how-manieth that matches it is). A step of BIG_SHAPES has 10 blocks of tensors; of two
-processes each writes half."""
+"""By name: whether the fault comes before or after the operation, and which operation: by its kind, its path, and
+its number among those that match. A step of BIG_SHAPES has 10 blocks of tensors; of two processes each writes half."""
 
 FAULTS = ("kill this", "kill another", "kill all", "kill parent", "ENOSPC", "EIO", "hang")
 """What happens: the process at the disk is killed, the run's last rank, all ranks, the process that started this one; the operation fails; it does not return."""
