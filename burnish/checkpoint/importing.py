@@ -7,16 +7,18 @@ and beside them there is what saving needs. Left out: files that have to be unpi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from burnish.checkpoint.assets import CONFIG, read_assets, with_dtype
+from burnish.checkpoint.committed import INFLIGHT
 from burnish.checkpoint.dtypes import BY_NAME
-from burnish.checkpoint.save import Assets, Contents, save_step
+from burnish.checkpoint.save import Assets, Contents, check_new, save_step
 from burnish.checkpoint.streams import model_files
 from burnish.errors import CorruptError, IncompatibleError
 from burnish.files.durable import naming_failures
@@ -28,35 +30,44 @@ from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard, TensorSpec
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Foreign:
-    """Weights that another program wrote."""
+class Foreign(Protocol):
+    """Weights that another program wrote. Making one finds out whether all is there, and reads none of them."""
 
     kind: str
     """What wrote them: "huggingface", "dcp", "verl"."""
     source: Path
     """Where they lie."""
-    weights: Sequence[Shard]
-    """Pieces by canonical name, which together are the model."""
     assets: Mapping[str, bytes]
     """config.json and what else belongs to the model, by name."""
 
+    def weights(self, scratch: Path) -> list[Shard]:
+        """Pieces by canonical name, which together are the model. `scratch` is an empty directory that goes when this returns."""
 
-def read_directory(source: Path) -> Foreign:
+
+class HuggingFace:
     """The model of a Hugging Face directory.
 
     Raises `MissingError` where config.json or weights are missing, `CorruptError` for a file that
     is not what it says, `IncompatibleError` for a dtype that is not handled.
     """
-    assets = read_assets(source)
-    weights: dict[str, Shard] = {}
-    for name in model_files(source):
-        for tensor, value in mapped_tensors(source / name).items():
-            if tensor in weights:
-                raise CorruptError(f"tensor {tensor} is in two files of {source}")
-            shape = tuple(value.shape)
-            weights[tensor] = Shard(TensorSpec(tensor, shape, value.dtype), whole(shape), value)
-    return Foreign("huggingface", source, list(weights.values()), assets)
+
+    kind = "huggingface"
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+        self.assets: Mapping[str, bytes] = read_assets(source)
+        self._weights: dict[str, Shard] = {}
+        for name in model_files(source):
+            for tensor, value in mapped_tensors(source / name).items():
+                if tensor in self._weights:
+                    raise CorruptError(f"tensor {tensor} is in two files of {source}")
+                shape = tuple(value.shape)
+                spec = TensorSpec(tensor, shape, value.dtype)
+                self._weights[tensor] = Shard(spec, whole(shape), value)
+
+    def weights(self, scratch: Path) -> list[Shard]:
+        """Every tensor, whole."""
+        return list(self._weights.values())
 
 
 def save_foreign(foreign: Foreign, root: Path, step: int, storage: Storage | None = None) -> Path:
@@ -64,22 +75,32 @@ def save_foreign(foreign: Foreign, root: Path, step: int, storage: Storage | Non
 
     fp32 weights are split into the bf16 of `model/` and a residual, and so come back exact; other
     dtypes stay as they are. Weights that are not finite make the step unhealthy. Raises
-    `BurnishError` where the step exists or another run uses `root`.
+    `BurnishError` where the step exists or another run uses `root`, and what the weights raise.
     """
     storage = storage or LocalStorage()
+    with naming_failures(f"{root} cannot be used"), Lease(root / ".lease"):
+        check_new(root, step, storage)
+        scratch = root / f"{INFLIGHT}{step:08d}.{uuid.uuid4().hex}"
+        try:
+            storage.make_dirs(scratch)
+            weights = foreign.weights(scratch)
+        finally:
+            storage.remove(scratch)  # what is mapped stays until it is let go
+        return save_step(root, step, _contents(foreign, weights, step), Layout(), storage, 0)
+
+
+def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:
     assets = dict(foreign.assets)
-    if any(shard.spec.dtype == torch.float32 for shard in foreign.weights):
+    if any(shard.spec.dtype == torch.float32 for shard in weights):
         assets[CONFIG] = with_dtype(assets[CONFIG], torch.bfloat16, foreign.source / CONFIG)
     origin = {"kind": foreign.kind, "source": str(foreign.source.absolute())}
-    contents = Contents(
-        weights=foreign.weights,
+    return Contents(
+        weights=weights,
         training=[],
         state={"step": step, "imported": origin, "training": "absent"},
         write_assets=Assets(assets),
-        healthy=all(map(_is_finite, foreign.weights)),
+        healthy=all(map(_is_finite, weights)),
     )
-    with naming_failures(f"{root} cannot be used"), Lease(root / ".lease"):
-        return save_step(root, step, contents, Layout(), storage, reserve_bytes=0)
 
 
 def _is_finite(shard: Shard) -> bool:

@@ -19,6 +19,7 @@ from burnish.cli import ckpt_inspect, ckpt_keep
 Arguments = argparse.Namespace
 
 _WHERE = "RUN or RUN/checkpoints/step-N"
+_FOREIGN = "a directory of Hugging Face, torch's DCP, or verl's FSDP (global_step_N/actor)"
 _EITHER = f"{_WHERE} or a Hugging Face directory"
 
 
@@ -56,10 +57,21 @@ def add_ckpt(commands: Any) -> None:
     export.add_argument("target", type=Path, metavar="DIRECTORY", help="is made")
     export.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     export.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="size of a file")
-    imported = add("import", "Make a step of weights alone.", "SOURCE", "a Hugging Face directory")
+    imported = add("import", "Make a step of weights alone.", "SOURCE", _FOREIGN)
     imported.add_argument("run", type=Path, metavar="RUN", help="gets the step in its checkpoints/")
     imported.add_argument(
         "--step", type=int, default=0, metavar="N", help="its number; 0 if not given"
+    )
+    imported.add_argument(
+        "--assets",
+        type=Path,
+        metavar="DIR",
+        help="config.json and tokenizer, where SOURCE has none",
+    )
+    imported.add_argument(
+        "--unsafe-pickle",
+        action="store_true",
+        help="unpickle (DCP, verl), in a process that may write nowhere else",
     )
     pin = add("pin", "Keep a step whatever retention says.", "STEP", "RUN/checkpoints/step-N")
     pin.add_argument("--reason", default="by hand", metavar="TEXT", help="shown by ls")
@@ -98,7 +110,9 @@ def _export(given: Arguments, say: ckpt_inspect.Say) -> dict[str, Any]:
 def _import(given: Arguments, say: ckpt_inspect.Say) -> dict[str, Any]:
     from burnish.cli import ckpt_tensors
 
-    return ckpt_tensors.import_weights(given.path, given.run, given.step, say)
+    return ckpt_tensors.import_weights(
+        given.path, given.run, given.step, given.assets, say, unsafe_pickle=given.unsafe_pickle
+    )
 
 
 _Command = Callable[[Arguments, ckpt_inspect.Say], dict[str, Any]]

@@ -12,7 +12,8 @@ import torch
 
 from burnish.checkpoint.diff import Compared, compare
 from burnish.checkpoint.export import export
-from burnish.checkpoint.importing import read_directory, save_foreign
+from burnish.checkpoint.importing import Foreign, HuggingFace, save_foreign
+from burnish.checkpoint.pickled import Pickled, guarded_by, pickled_kind
 from burnish.checkpoint.streams import SUFFIX, DirectoryTensors, StepTensors, TensorStream
 from burnish.cli.ckpt_inspect import Say
 from burnish.cli.ckpt_paths import CHECKPOINTS, is_step, one_step
@@ -63,16 +64,22 @@ def export_step(path: Path, target: Path, dtype: str, shard_gb: float, say: Say)
     }
 
 
-def import_weights(source: Path, run: Path, step: int, say: Say) -> dict[str, Any]:
+def import_weights(
+    source: Path, run: Path, step: int, assets: Path | None, say: Say, *, unsafe_pickle: bool
+) -> dict[str, Any]:
     """Make a step of a run out of somebody else's weights."""
     if step < 0:
         raise UsageError("a step is 0 or more", have=f"--step {step}")
-    foreign = read_directory(source)
+    foreign = _foreign(source, assets, unsafe_pickle)
     path = save_foreign(foreign, run / CHECKPOINTS, step)
     done = one_step(path)
     size = done.manifest.total_bytes
-    count = len({shard.spec.name for shard in foreign.weights})
+    with StepTensors(done) as tensors:
+        count = len(tensors.tensors)
     say(f"{path}: {count_text(count, 'tensor')} from {source} ({foreign.kind}), {bytes_text(size)}")
+    guard = guarded_by() if isinstance(foreign, Pickled) else None
+    if guard:
+        say(guard)
     if not done.healthy:
         say("it is marked unhealthy, for there are weights that are not finite")
     say("training state is absent: a run begins from this, with")
@@ -86,7 +93,22 @@ def import_weights(source: Path, run: Path, step: int, say: Say) -> dict[str, An
         "bytes": size,
         "healthy": done.healthy,
         "training": "absent",
+        "guard": guard,
     }
+
+
+def _foreign(source: Path, assets: Path | None, unsafe_pickle: bool) -> Foreign:
+    kind = pickled_kind(source)
+    if kind is None:
+        return HuggingFace(source)
+    if not unsafe_pickle:
+        raise UsageError(
+            f"{source} has to be unpickled ({kind}), which can run code that is in it",
+            want="--unsafe-pickle, for a checkpoint whose origin is trusted",
+            do="it is done by a process of its own that may write nowhere else, and with torch's weights_only",
+        )
+    inside = source / "huggingface"  # where verl puts it
+    return Pickled(source, assets or (inside if inside.is_dir() else source))
 
 
 def _open(path: Path) -> TensorStream:

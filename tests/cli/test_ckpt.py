@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints_for_tests import BIG_SHAPES, make_state, save_once, shards_of
-from tiny import save_tiny
+from tiny import save_tiny, tiny_model
 
 from burnish.cli.main import main
 from burnish.files.lease import Lease
@@ -411,3 +411,23 @@ def test_import_and_export_are_inverse(tmp_path: Path, capsys: pytest.CaptureFix
     assert ckpt(capsys, "import", tmp_path, tmp_path / "third")[0] == 5
     assert ckpt(capsys, "import", source, tmp_path / "third", "--step", "-1")[0] == 2
     assert not (tmp_path / "third").exists()
+
+
+def test_import_unpickles_only_when_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "actor"
+    tiny_model().config.save_pretrained(source / "huggingface")
+    torch.save(dict(tiny_model().state_dict()), source / "model_world_size_1_rank_0.pt")
+    code, _, err = ckpt(capsys, "import", source, tmp_path / "run")
+    assert code == 2
+    assert "has to be unpickled (verl)" in err
+    assert "--unsafe-pickle" in err
+    assert not (tmp_path / "run").exists()
+    code, out, _ = ckpt(capsys, "import", source, tmp_path / "run", "--unsafe-pickle")
+    assert code == 0
+    assert "unpickled by a process" in out
+    save_tiny(tmp_path / "plain", dtype=torch.float32)
+    assert ckpt(capsys, "diff", tmp_path / "run", tmp_path / "plain")[0] == 0
+    (source / "huggingface").rename(tmp_path / "elsewhere")
+    assert ckpt(capsys, "import", source, tmp_path / "two", "--unsafe-pickle")[0] == 5
