@@ -44,13 +44,17 @@ class DamagedBlock(CorruptError):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Keep the parts when the error crosses a process boundary."""
-        return (_rebuild, (self.file, self.start, self.stop, self.holds, *self._hashes))
+        place = (self.file, self.start, self.stop, self.holds)
+        return (_rebuild, (self.problem, place, *self._hashes))
 
 
 def _rebuild(
-    file: Path, start: int, stop: int, holds: tuple[str, ...], have: str, want: str
+    problem: str, place: tuple[Path, int, int, tuple[str, ...]], have: str, want: str
 ) -> DamagedBlock:
-    return DamagedBlock(file, start, stop, holds, have=have, want=want)
+    error = DamagedBlock(*place, have=have, want=want)
+    # The text may have been added to since: which rank it comes from.
+    CorruptError.__init__(error, problem, have=error.have, want=error.want, do=error.do)
+    return error
 
 
 def verify(path: Path, storage: Storage | None = None) -> Iterator[CorruptError]:
