@@ -31,7 +31,9 @@ def add_ckpt(commands: Any) -> None:
     )
 
     def add(name: str, description: str, metavar: str, help_: str) -> argparse.ArgumentParser:
-        parser: argparse.ArgumentParser = added.add_parser(name, description=description)
+        parser: argparse.ArgumentParser = added.add_parser(
+            name, description=description, help=description
+        )
         parser.add_argument("path", type=Path, metavar=metavar, help=help_)
         parser.add_argument("--json", action="store_true", help="print one JSON object")
         return parser
