@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from burnish import __version__
 from burnish.cli import settings
+from burnish.cli.check import add_check, run_check
 from burnish.cli.ckpt import add_ckpt, run_ckpt
 from burnish.cli.run import run
 from burnish.config.keys import known_keys
@@ -31,6 +32,7 @@ Burnish post-trains language models: supervised fine-tuning and reinforcement le
   burnish sft   CONFIG [key=value ...]            learn from examples
   burnish rl    CONFIG [key=value ...]            learn from a reward
   burnish eval  CONFIG|RUN_DIR [key=value ...]    measure on held-out data
+  burnish check CONFIG [--processes N]            compare a layout with one plain process
   burnish config show CONFIG [key=value ...]      every setting, and where its value came from
   burnish config explain [KEY]                    what a setting means
   burnish ckpt  ls|show|verify|diff|export|...    look at checkpoints, check and keep them
@@ -103,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain = config_commands.add_parser("explain", description="Say what a setting means.")
     explain.add_argument("key", nargs="?", metavar="KEY", help="as rollout.n; none: the sections")
+    add_check(commands)
     add_ckpt(commands)
     return parser
 
@@ -150,6 +153,9 @@ def _unknown_option(option: str, arguments: argparse.Namespace) -> UsageError:
 def _dispatch(arguments: argparse.Namespace) -> int:
     if arguments.command == "ckpt":
         return run_ckpt(arguments)
+    if arguments.command == "check":
+        run_check(arguments)
+        return 0
     if arguments.command != "config":
         run(arguments.command, arguments.config, arguments.overrides, dry_run=arguments.dry_run)
     elif arguments.config_command == "show":

@@ -47,7 +47,7 @@ def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
     assert "burnish rl" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["sft", "rl", "eval", "config"])
+@pytest.mark.parametrize("command", ["sft", "rl", "eval", "check", "config"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     assert f"usage: burnish {command}" in capsys.readouterr().out

@@ -1,0 +1,74 @@
+"""`burnish check`: start the processes of the layout on this machine's CPU, or join those of torchrun.
+
+Left out: the comparison itself (`burnish.trainers.check`).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from argparse import Namespace, _SubParsersAction
+from collections.abc import Sequence
+from typing import Any
+
+from burnish.cli.inputs import require_inputs
+from burnish.config.check import Command, check
+from burnish.config.load import load_config
+from burnish.config.schema import RunConfig
+from burnish.errors import BurnishError
+from burnish.parallel.environment import place_of
+
+_HIDE_ACCELERATORS = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "",
+    "ZE_AFFINITY_MASK": "",
+    "ASCEND_RT_VISIBLE_DEVICES": "",
+}
+
+
+def add_check(commands: _SubParsersAction[Any]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "check",
+        description="Compare one step at a layout with one plain process, on a small model of the same family.",
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="start so many on this machine's CPU; without it the command is one of torchrun's, or alone",
+    )
+
+
+def run_check(arguments: Namespace) -> None:
+    """Check a configuration for SFT or, where it has rewards, for RL. Raises `BurnishError` where something differs."""
+    config = load_config(arguments.config, arguments.overrides).config
+    command: Command = "rl" if config.reward.functions else "sft"
+    world = arguments.processes or place_of(os.environ).layout.world
+    check(config, command, world)
+    require_inputs(config, command, None)
+    if arguments.processes is None:
+        _compare(config)
+    else:
+        _start(world, [arguments.config, *arguments.overrides])
+
+
+def _compare(config: RunConfig) -> None:
+    from burnish.trainers import check as comparison
+
+    comparison.run_check(config)
+
+
+def _start(processes: int, arguments: Sequence[str]) -> None:
+    """The same command under torchrun, where every process has a CPU's share."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, "-m", *torchrun, "-m", "burnish", "check", *arguments]
+    status = subprocess.run(command, env=os.environ | _HIDE_ACCELERATORS, check=False).returncode
+    if status != 0:
+        raise BurnishError(
+            f"the check on {processes} processes did not pass",
+            have=f"exit status {status}; the reason is above",
+        )

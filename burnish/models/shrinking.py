@@ -1,0 +1,47 @@
+"""A small model of the same kind: every field that says how wide or deep a model is, made small.
+
+What is kept is what makes layouts differ: the family, tied embeddings, biases, how many query heads
+share a key head, which layers have windows, whether there are experts. Left out: the vocabulary,
+which the tokenizer decides.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from transformers import PretrainedConfig
+
+LAYERS, HEAD_DIM, KEY_HEADS = 2, 16, 2
+_AT_MOST = {
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    "max_window_layers": 1,
+}
+
+
+def shrunk(hf_config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of two layers, two key heads and 16-wide heads."""
+    config = copy.deepcopy(hf_config)
+    heads = config.num_attention_heads
+    sharing = heads // (getattr(config, "num_key_value_heads", None) or heads)
+    config.num_attention_heads = KEY_HEADS * sharing
+    if getattr(config, "num_key_value_heads", None):
+        config.num_key_value_heads = KEY_HEADS
+    config.hidden_size = config.num_attention_heads * HEAD_DIM
+    if getattr(config, "head_dim", None):
+        config.head_dim = HEAD_DIM
+    config.num_hidden_layers = min(config.num_hidden_layers, LAYERS)
+    if getattr(config, "layer_types", None):
+        kinds = list(
+            dict.fromkeys(config.layer_types)
+        )  # one layer of each kind, where there are two
+        config.layer_types = [kinds[i % len(kinds)] for i in range(config.num_hidden_layers)]
+    for name, most in _AT_MOST.items():
+        if isinstance(value := getattr(config, name, None), int):
+            setattr(config, name, min(value, most))
+    return config

@@ -1,0 +1,270 @@
+"""`burnish check`: one step of a shrunken model at the user's layout and in one plain process, compared.
+
+A layout that silently computes something else is the most expensive mistake in training. So the
+user's own data, loss, optimizer settings and layout are run on a small model of the same family (fp32,
+fresh weights), and beside it transformers and plain PyTorch run the same sequences one by one. What is
+compared comes in the order in which a mistake would show: log-probs, loss, the gradients' norm, every
+gradient, every weight after the step. Left out: the generator (its log-probs are compared in every RL step) and speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from burnish.algorithms.loss import policy_loss_fn, sft_loss
+from burnish.config.schema import OptimConfig, RunConfig
+from burnish.data.batching import make_batch
+from burnish.engines.base import Engine, LossFn, Part
+from burnish.engines.torch_engine import TorchEngine
+from burnish.errors import BurnishError
+from burnish.launch.run import launch
+from burnish.models.names import model_shards
+from burnish.models.shrinking import shrunk
+from burnish.models.sources import FreshSource
+from burnish.parallel.collectives import gather_objects
+from burnish.parallel.layout import Layout
+from burnish.records import Batch, Example, MicroBatch, TokenOutputs
+from burnish.records.seeds import derive_seed
+from burnish.trainers.setup import example_dataset, lay_foundation, prompt_dataset
+
+SEQUENCES, LONGEST, LR = 12, 64, 1e-3
+"""How many sequences are run, their longest in tokens, and the learning rate of the step."""
+TOLERANCE = 1e-5
+"""Relative difference (2-norm) that fp32 arithmetic in another order may make."""
+
+_TITLES = {"loss": "loss", "norm": "gradient norm"}
+
+Tensors = Mapping[str, Tensor]
+"""By name; whole tensors on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What was computed of one batch."""
+
+    logprobs: Tensors
+    """Of each sequence, by its number."""
+    loss: float
+    """The loss."""
+    norm: float
+    """2-norm of all gradients before clipping, which would hide a wrong scale."""
+    gradients: Tensors
+    """After clipping, by canonical name."""
+    weights: Tensors
+    """Before the optimizer step in the plain process, after it at the layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far one tensor of the layout is from the plain one."""
+
+    what: str
+    """As "gradient of model.norm.weight"."""
+    error: float
+    """2-norm of the difference over the 2-norm of the plain tensor."""
+
+
+def run_check(config: RunConfig) -> None:
+    """Compare, and print how far apart they are; raises `BurnishError` naming the first thing that differs."""
+    launch(lambda layout, device: _check(config, layout, device), config.distributed)
+
+
+def _check(config: RunConfig, layout: Layout, device: torch.device) -> None:
+    examples, loss, hf_config = material(config)
+    settings = config.engine.model_copy(update={"precision": "fp32"})
+    engine = TorchEngine(hf_config, settings, config.optim, layout=layout, device=device)
+    engine.load(FreshSource(hf_config, config.seed), Part.WEIGHTS)
+    differences = compared(engine, config, examples, loss, hf_config)
+    if layout.is_main:
+        for kind in ("log-probs", "loss", "gradient", "weight"):
+            worst = max((d for d in differences if d.what.startswith(kind)), key=lambda d: d.error)
+            print(f"{kind:9}  {worst.error:.1e} apart at most ({worst.what})")
+    require_equal(differences, layout)
+    if layout.is_main:
+        print(f"{layout.world} processes compute what one plain process does")
+
+
+def compared(
+    engine: Engine,
+    config: RunConfig,
+    examples: Sequence[Example],
+    loss: LossFn,
+    hf_config: PretrainedConfig,
+) -> list[Difference]:
+    """How far one step of an engine, its weights fresh, is from plain PyTorch. Collective; the same on every rank."""
+    tokens = sum(len(example.token_ids) for example in examples)
+    budget = max(LONGEST, tokens // (2 * engine.layout.data_size))
+    batch = make_batch(examples, engine.layout, budget, config.rollout.temperature)
+    found = step_of_engine(engine, batch, loss, config.optim)
+    return compare(found, plain_step(config, hf_config, examples, loss), config.optim)
+
+
+def material(config: RunConfig) -> tuple[list[Example], LossFn, PretrainedConfig]:
+    """The first sequences of the data, cut short; the run's loss; a small model of the family.
+
+    A configuration with rewards is one for RL: its prompts get random completions and advantages.
+    """
+    foundation = lay_foundation(config)
+    hf_config = shrunk(foundation.hf_config)
+    if not config.reward.functions:
+        examples = example_dataset(foundation, config.data.train, "data.train")
+        chosen = [_cut(examples[i]) for i in range(min(SEQUENCES, len(examples)))]
+        return chosen, sft_loss, hf_config
+    prompts = prompt_dataset(foundation, config.data.train, "data.train")
+    samples = min(config.rollout.n, 4)
+    numbers = range(min(SEQUENCES // samples, len(prompts)))
+    vocabulary = hf_config.get_text_config().vocab_size
+    made = [
+        _random_example(prompts[i].token_ids, vocabulary, derive_seed(config.seed, "check", i, s))
+        for i in numbers
+        for s in range(samples)
+    ]
+    return made, policy_loss_fn(config.algorithm, LONGEST), hf_config
+
+
+def _cut(example: Example) -> Example:
+    """At most `LONGEST` tokens of an example, around the first that is trained on."""
+    start = max(0, int(example.loss_mask.argmax()) - LONGEST // 2)
+    window = slice(start, start + LONGEST)
+    mask = example.loss_mask[window].copy()
+    mask[0] = False
+    return Example(example.token_ids[window], mask, weight=example.weight)
+
+
+def _random_example(prompt: Any, vocabulary: int, seed: int) -> Example:
+    rng = np.random.default_rng(seed)
+    prompt = prompt[-LONGEST // 2 :]
+    completion = rng.integers(0, vocabulary, int(rng.integers(4, LONGEST // 2)))
+    mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
+    values = rng.normal(size=(3, len(mask))).astype(np.float32) * mask
+    return Example(
+        np.concatenate([prompt, completion]),
+        mask,
+        advantages=values[0],
+        ref_logprobs=values[1] - 3,
+    )
+
+
+def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfig) -> Outcome:
+    """One step at the engine's layout, its pieces put together. Collective; the same on every rank.
+
+    AdamW's first moment after one step is the gradient, clipped, times 1 - β₁.
+    """
+    outputs = engine.forward(batch)
+    mine: dict[str, Tensor] = {}
+    for micro, numbers, output in zip(batch.microbatches, batch.examples, outputs, strict=True):
+        mine |= _by_sequence(micro, numbers, output.logprobs.cpu())
+    value = engine.forward_backward(batch, loss).values_by_name()["loss"]
+    norm = engine.optim_step(LR).values_by_name()["grad_norm"]
+    gradients = {
+        name.removeprefix("exp_avg/"): moment / (1 - optim.betas[0])
+        for name, moment in _whole(engine, Part.TRAINING).items()
+        if name.startswith("exp_avg/")
+    }
+    logprobs = {k: v for part in gather_objects(mine, engine.layout) for k, v in part.items()}
+    return Outcome(logprobs, value, norm, gradients, _whole(engine, Part.WEIGHTS))
+
+
+def _by_sequence(micro: MicroBatch, numbers: Sequence[int], values: Tensor) -> dict[str, Tensor]:
+    parts = torch.split(values, micro.cu_seqlens.diff().tolist())
+    return {f"sequence {n}": part for n, part in zip(numbers, parts, strict=True) if n >= 0}
+
+
+def _whole(engine: Engine, part: Part) -> dict[str, Tensor]:
+    pieces = [(s.spec, s.box, s.tensor.detach().float().cpu()) for s in engine.shards(part)]
+    built: dict[str, Tensor] = {}
+    for held in gather_objects(pieces, engine.layout):
+        for spec, box, tensor in held:
+            whole = built.setdefault(spec.name, torch.full(spec.shape, torch.nan))
+            whole[box.slices] = tensor
+    return built
+
+
+def plain_step(
+    config: RunConfig, hf_config: PretrainedConfig, examples: Sequence[Example], loss: LossFn
+) -> Outcome:
+    """The same loss by transformers, in this process, one sequence at a time."""
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    FreshSource(hf_config, config.seed).fill(model_shards(model))
+    total = sum(len(example.token_ids) for example in examples)
+    batch = make_batch(examples, Layout(), total, config.rollout.temperature)
+    (micro,), (order,) = batch.microbatches, batch.examples
+    outputs = [_plain_outputs(model, examples[number], micro.temperature) for number in order]
+    joined = TokenOutputs(*(torch.cat(parts) for parts in zip(*outputs, strict=True)))
+    value, _ = loss(joined, micro)
+    value.backward()  # type: ignore[no-untyped-call]
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.engine.max_grad_norm)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Outcome(
+        _by_sequence(micro, order, joined.logprobs.detach()),
+        float(value.detach()),
+        float(norm),
+        {shard.spec.name: shard.tensor for shard in model_shards(model, gradients)},
+        {shard.spec.name: shard.tensor for shard in model_shards(model)},
+    )
+
+
+def _plain_outputs(
+    model: PreTrainedModel, example: Example, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [T] of one sequence, 0 where it is not trained on."""
+    ids = torch.from_numpy(example.token_ids)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    scores = (logits / temperature).log_softmax(-1)
+    chosen = scores.gather(1, ids[1:, None])[:, 0]
+    entropy = -(scores.exp() * scores).sum(-1)
+    mask, zero = torch.from_numpy(example.loss_mask), scores.new_zeros(1)
+    return (
+        torch.cat((zero, chosen)).where(mask, 0.0),
+        torch.cat((zero, entropy)).where(mask, 0.0),
+    )
+
+
+def compare(found: Outcome, wanted: Outcome, optim: OptimConfig) -> list[Difference]:
+    """Every tensor, in the order in which a mistake would show.
+
+    The weights are held to AdamW's first step from the gradients that the layout had, because the
+    sign of a gradient of nearly 0 decides a whole step of that weight.
+    """
+    differences = [
+        _difference(f"log-probs of {n}", found.logprobs, n, t) for n, t in wanted.logprobs.items()
+    ]
+    for what in ("loss", "norm"):
+        mine, theirs = (torch.tensor(getattr(outcome, what)) for outcome in (found, wanted))
+        differences.append(_difference(_TITLES[what], {what: mine}, what, theirs))
+    for name, gradient in wanted.gradients.items():
+        differences.append(_difference(f"gradient of {name}", found.gradients, name, gradient))
+    for name, weight in wanted.weights.items():
+        gradient = found.gradients.get(name, torch.zeros(()))
+        decay = optim.weight_decay if weight.ndim >= 2 else 0.0
+        expected = weight - LR * (decay * weight + gradient / (gradient.abs() + optim.eps))
+        differences.append(_difference(f"weight {name}", found.weights, name, expected))
+    return differences
+
+
+def _difference(what: str, found: Tensors, name: str, wanted: Tensor) -> Difference:
+    mine = found.get(name)
+    if mine is None or mine.shape != wanted.shape:
+        return Difference(what, float("inf"))
+    norm = float(wanted.double().norm())
+    error = float((mine.double() - wanted.double()).norm())
+    return Difference(what, error / norm if norm else error)
+
+
+def require_equal(differences: Sequence[Difference], layout: Layout) -> None:
+    """Raise `BurnishError` that names the first difference, and how many there are."""
+    wrong = [each for each in differences if not each.error <= TOLERANCE]
+    if wrong:
+        raise BurnishError(
+            f"{layout.world} processes do not compute what one plain process does: {wrong[0].what} differs",
+            have=f"a relative difference of {wrong[0].error:.1e}; {len(wrong)} of {len(differences)} tensors differ",
+            want=f"at most {TOLERANCE:.0e} in fp32",
+            do="do not train at this layout; report it with this configuration",
+        )
