@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from burnish.cli import ckpt_inspect, ckpt_keep
+from burnish.files.durable import naming_failures
 
 Arguments = argparse.Namespace
 
@@ -84,6 +87,15 @@ def add_ckpt(commands: Any) -> None:
 
 def run_ckpt(arguments: Arguments) -> int:
     """Run the command that was parsed; returns the exit code. Raises `BurnishError`s for all that is wrong."""
+    with naming_failures(f"{arguments.path} cannot be used"):
+        try:
+            return _run(arguments)
+        except BrokenPipeError:  # whoever was reading, as `head`, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+
+
+def _run(arguments: Arguments) -> int:
 
     def say(line: str) -> None:
         if not arguments.json:
@@ -91,7 +103,7 @@ def run_ckpt(arguments: Arguments) -> int:
 
     report = _COMMANDS[arguments.ckpt_command](arguments, say)
     if arguments.json:
-        print(json.dumps(report, ensure_ascii=False, indent=1))
+        print(json.dumps(report, ensure_ascii=False, indent=1), flush=True)
     if arguments.ckpt_command == "verify" and (error := ckpt_inspect.damage(report)):
         raise error
     return 0 if report.get("same", True) else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -431,3 +432,37 @@ def test_import_unpickles_only_when_told(
     assert ckpt(capsys, "diff", tmp_path / "run", tmp_path / "plain")[0] == 0
     (source / "huggingface").rename(tmp_path / "elsewhere")
     assert ckpt(capsys, "import", source, tmp_path / "two", "--unsafe-pickle")[0] == 5
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_closed_pipe_ends_quietly(run: Path, options: list[str]) -> None:
+    program = (
+        "import os, sys\n"
+        "from burnish.cli.main import main\n"
+        "read, write = os.pipe()\n"
+        "os.close(read)\n"
+        "os.dup2(write, 1)\n"
+        "sys.exit(main(['ckpt', 'ls', *sys.argv[1:]]))\n"
+    )
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    done = subprocess.run(
+        [sys.executable, "-c", program, run, *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_what_the_system_refuses_is_said(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "pins.json")
+
+    monkeypatch.setattr("burnish.cli.ckpt_inspect.read_pins", refuse)
+    code, _, err = ckpt(capsys, "ls", run)
+    assert code == 1
+    assert f"error: {run} cannot be used" in err
+    assert "Permission denied" in err
