@@ -76,7 +76,7 @@ def add_ckpt(commands: Any) -> None:
     imported.add_argument(
         "--unsafe-pickle",
         action="store_true",
-        help="unpickle (DCP, verl), in a process that may write nowhere else",
+        help="unpickle (DCP, verl), in a process of its own",
     )
     pin = add("pin", "Keep a step whatever retention says.", "STEP", "RUN/checkpoints/step-N")
     pin.add_argument("--reason", default="by hand", metavar="TEXT", help="shown by ls")

@@ -105,7 +105,7 @@ def _foreign(source: Path, assets: Path | None, unsafe_pickle: bool) -> Foreign:
         raise UsageError(
             f"{source} has to be unpickled ({kind}), which can run code that is in it",
             want="--unsafe-pickle, for a checkpoint whose origin is trusted",
-            do="it is done by a process of its own that may write nowhere else, and with torch's weights_only",
+            do="it is then done with torch's weights_only, by a process of its own",
         )
     inside = source / "huggingface"  # where verl puts it
     return Pickled(source, assets or (inside if inside.is_dir() else source))
