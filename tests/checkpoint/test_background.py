@@ -191,10 +191,12 @@ class HangingStorage(SlowStorage):
 def lose_a_writer(layout, root, how, victim):
     storage = HangingStorage() if how == "hang" and layout.rank == victim else SlowStorage(0.1)
     if how == "full" and layout.rank == victim:
-        storage = FaultyStorage(fail_at=2, lasting=False)
+        storage = FaultyStorage(lasting=False)
     timeout = 4.0 if how == "hang" else 30.0
     weights, slots = make_state(1, BIG_SHAPES)
     with opened(Path(root), layout, storage, timeout=timeout) as checkpoints:
+        if isinstance(storage, FaultyStorage):
+            storage.fail_at = len(storage.operations) + 2
         checkpoints.begin_save(1, contents_of(weights, slots, layout))
         if how == "kill" and layout.rank == victim:
             while not list(Path(root).glob(".inflight*/training/*")):
