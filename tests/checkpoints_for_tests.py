@@ -139,6 +139,17 @@ class FaultyStorage(LocalStorage):
         super().rename(source, target)
 
 
+class OnceFullStorage(FaultyStorage):
+    """A disk without room for the first thing that is written, and with room for all that is later."""
+
+    def note(self, operation):
+        """Fail at the first write."""
+        first = operation.startswith("pwrite") and not self.healed
+        self.healed = self.healed or first
+        if first:
+            raise OSError(errno.ENOSPC, "made to fail", operation)
+
+
 class DeadlyStorage(FaultyStorage):
     """A machine that is switched off at the n-th operation that changes something."""
 

@@ -16,6 +16,7 @@ import torch
 from checkpoints_for_tests import (
     BIG_SHAPES,
     FaultyStorage,
+    OnceFullStorage,
     SlowStorage,
     contents_of,
     fill_and_compare,
@@ -181,22 +182,13 @@ def test_signals_to_the_whole_group_leave_the_writer_alone(tmp_path):
     assert steps_in(tmp_path) == [1]
 
 
-class HangingStorage(SlowStorage):
-    """A disk that does not come back."""
-
-    def __init__(self):
-        super().__init__(600)
-
-
 def lose_a_writer(layout, root, how, victim):
-    storage = HangingStorage() if how == "hang" and layout.rank == victim else SlowStorage(0.1)
+    storage = SlowStorage(600) if how == "hang" and layout.rank == victim else SlowStorage(0.1)
     if how == "full" and layout.rank == victim:
-        storage = FaultyStorage(lasting=False)
+        storage = OnceFullStorage()
     timeout = 4.0 if how == "hang" else 30.0
     weights, slots = make_state(1, BIG_SHAPES)
     with opened(Path(root), layout, storage, timeout=timeout) as checkpoints:
-        if isinstance(storage, FaultyStorage):
-            storage.fail_at = len(storage.operations) + 2
         checkpoints.begin_save(1, contents_of(weights, slots, layout))
         if how == "kill" and layout.rank == victim:
             while not list(Path(root).glob(".inflight*/training/*")):
