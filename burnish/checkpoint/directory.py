@@ -12,19 +12,18 @@ from typing import Self
 
 from burnish.checkpoint.background import BackgroundSaver, Finished
 from burnish.checkpoint.committed import (
-    INFLIGHT,
     QUARANTINE,
-    TRASH,
     Committed,
     open_step,
     step_paths,
 )
+from burnish.checkpoint.leftovers import clear
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents
 from burnish.checkpoint.saver import Saver
 from burnish.errors import BurnishError, CorruptError
-from burnish.files.durable import discard, make_dirs_durably, move_aside, naming_failures
+from burnish.files.durable import make_dirs_durably, move_aside, naming_failures
 from burnish.files.lease import Lease
 from burnish.files.storage import LocalStorage, Storage
 from burnish.parallel.collectives import agree, gather_objects, same_on_all_ranks
@@ -84,7 +83,7 @@ class Checkpoints:
                     make_dirs_durably(self._storage, self._root, above=_OWN_LEVELS)
                     lease = self._held.enter_context(Lease(self._root / ".lease"))
                     self._saver = replace(self._saver, token=lease.token)
-                    self._clear()
+                    clear(self._root, self._storage)
                     held = (lease.fileno(),)
                 if self._background_timeout is not None:
                     self._background = BackgroundSaver(self._saver, self._background_timeout, held)
@@ -193,11 +192,3 @@ class Checkpoints:
             if self._layout.is_main:
                 aside = move_aside(self._storage, path, self._root / QUARANTINE)
                 _log.warning("moved to %s: %s", aside, error)
-
-    def _clear(self) -> None:
-        """Remove what was being written or removed when a run was killed."""
-        for entry in self._storage.entries(self._root / TRASH):
-            self._storage.remove(self._root / TRASH / entry.name)
-        for entry in self._storage.entries(self._root):
-            if entry.name.startswith(INFLIGHT):
-                discard(self._storage, self._root / entry.name, self._root / TRASH)

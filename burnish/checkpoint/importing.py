@@ -18,7 +18,7 @@ from torch import Tensor
 from burnish.checkpoint.assets import CONFIG, read_assets, with_dtype
 from burnish.checkpoint.committed import INFLIGHT
 from burnish.checkpoint.dtypes import BY_NAME
-from burnish.checkpoint.save import Assets, Contents, check_new, save_step
+from burnish.checkpoint.save import Assets, Contents, all_finite, check_new, save_step
 from burnish.checkpoint.streams import model_files
 from burnish.errors import CorruptError, IncompatibleError
 from burnish.files.durable import naming_failures
@@ -99,16 +99,8 @@ def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:
         training=[],
         state={"step": step, "imported": origin, "training": "absent"},
         write_assets=Assets(assets),
-        healthy=all(map(_is_finite, weights)),
+        healthy=all_finite(weights),
     )
-
-
-def _is_finite(shard: Shard) -> bool:
-    """Whether it holds no NaN and no infinity; what has no norm (integers, 8-bit floats) counts as finite."""
-    tensor = shard.tensor
-    if not tensor.numel() or not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-        return True
-    return bool(torch.linalg.vector_norm(tensor, torch.inf).isfinite())
 
 
 def mapped_tensors(path: Path) -> dict[str, Tensor]:

@@ -135,7 +135,7 @@ def save_step(
     """
     with agree(layout):
         held = list(_held(contents))
-        finite = not contents.check_finite or _all_finite(contents.weights)
+        finite = not contents.check_finite or all_finite(contents.weights)
     mine = _Told(
         step,
         uuid.uuid4().hex,
@@ -233,10 +233,17 @@ def _small_files(contents: Contents) -> dict[str, bytes]:
     return {STATE: state, **{f"{_MODEL}/{name}": data for name, data in assets.files.items()}}
 
 
-def _all_finite(shards: Sequence[Shard]) -> bool:
-    """Whether no weight of this rank is NaN or infinite; one wait for the device."""
+def all_finite(shards: Sequence[Shard]) -> bool:
+    """Whether none of these holds a NaN or an infinity; one wait for the device.
+
+    What has no norm in torch (integers, 8-bit floats) counts as finite.
+    """
     tensors = [shard.tensor.detach() for shard in shards if shard.tensor.numel()]
-    largest = [torch.linalg.vector_norm(tensor, torch.inf) for tensor in tensors]
+    largest = [
+        torch.linalg.vector_norm(tensor, torch.inf).float()
+        for tensor in tensors
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1
+    ]
     return not largest or bool(torch.stack(largest).isfinite().all())
 
 

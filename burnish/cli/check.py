@@ -16,7 +16,7 @@ from burnish.cli.inputs import require_inputs
 from burnish.config.check import Command, check
 from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
-from burnish.errors import BurnishError
+from burnish.errors import BurnishError, UsageError
 from burnish.parallel.environment import place_of
 
 _HIDE_ACCELERATORS = {
@@ -45,6 +45,13 @@ def add_check(commands: _SubParsersAction[Any]) -> None:
 
 def run_check(arguments: Namespace) -> None:
     """Check a configuration for SFT or, where it has rewards, for RL. Raises `BurnishError` where something differs."""
+    if arguments.processes is not None and arguments.processes < 1:
+        raise UsageError(
+            "--processes is not a number of processes",
+            have=arguments.processes,
+            want="1 or more",
+            do="set it to the processes of the layout, or leave it out",
+        )
     config = load_config(arguments.config, arguments.overrides).config
     command: Command = "rl" if config.reward.functions else "sft"
     world = arguments.processes or place_of(os.environ).layout.world

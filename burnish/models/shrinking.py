@@ -37,9 +37,7 @@ def shrunk(hf_config: PretrainedConfig) -> PretrainedConfig:
         config.head_dim = HEAD_DIM
     config.num_hidden_layers = min(config.num_hidden_layers, LAYERS)
     if getattr(config, "layer_types", None):
-        kinds = list(
-            dict.fromkeys(config.layer_types)
-        )  # one layer of each kind, where there are two
+        kinds = list(dict.fromkeys(config.layer_types))  # so that each kind has a layer
         config.layer_types = [kinds[i % len(kinds)] for i in range(config.num_hidden_layers)]
     for name, most in _AT_MOST.items():
         if isinstance(value := getattr(config, name, None), int):

@@ -18,12 +18,13 @@ from checkpoints_for_tests import (
 )
 from distributed import run_ranks
 
-from burnish.checkpoint.committed import newest
+from burnish.checkpoint.committed import newest, open_step
 from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.verify import verify
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
 from burnish.files.safetensors import read_header
+from burnish.files.storage import LocalStorage
 from burnish.parallel.boxes import Box, whole
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard, TensorSpec
@@ -60,6 +61,19 @@ def test_the_files_are_the_same_whoever_writes_them(saved):
     assert steps[0].manifest.files == steps[1].manifest.files == steps[2].manifest.files
     assert [list(verify(step.path)) for step in steps] == [[], [], []]
     assert len(steps[0].manifest.files["training/exp_avg.safetensors"].blocks) == 3
+
+
+@pytest.mark.parametrize("value", [1.0, torch.nan])
+def test_only_numbers_that_can_be_infinite_are_looked_at(tmp_path, value):
+    """A model may hold integers and bytes beside its weights, and weights of several dtypes."""
+    tensors = {
+        "counts": torch.arange(3),
+        "flags": torch.ones(2, dtype=torch.float8_e4m3fn),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "w": torch.tensor([1.0, value]),
+    }
+    path = save_once(tmp_path, weights=shards_of(tensors, Layout()), check_finite=True)
+    assert open_step(path, LocalStorage()).healthy == (value == 1)
 
 
 def test_what_lies_where(tmp_path):
