@@ -138,7 +138,9 @@ class Ours:
         """One step: its seconds, and the length of each completion, groups end to end."""
         config, policy = self.config, Policy(self.engine, None)
         marks = [self.clock()]
-        groups = collect_groups(self.dataset, self.loader, self.collector, config, self.step_number)
+        groups, _ = collect_groups(
+            self.dataset, self.loader, self.collector, config, self.step_number
+        )
         marks.append(self.clock())
         by_token = token_advantages(groups, policy, config)
         for batch in minibatches(groups, by_token, policy, config):

@@ -27,7 +27,7 @@ from transformers import AttentionInterface
 from burnish.errors import IncompatibleError
 from burnish.models.blocks import BlockPlan, plan_blocks
 from burnish.models.prefixes import PrefixTree
-from burnish.models.rows import Indices, RowMap, select_rows
+from burnish.models.rows import Indices, RowMap, on_device, select_rows
 
 IMPLEMENTATION = "burnish_packed"
 """The name under which transformers knows this attention (`config._attn_implementation`)."""
@@ -113,10 +113,7 @@ class SharedRows:
         """From the computed row of each row of the sequences; every computed row is in one of them."""
         _, kept = np.unique(sources, return_index=True)
         others = np.setdiff1d(np.arange(len(sources)), kept)
-        kept_on_device, others_on_device = (
-            torch.from_numpy(rows).to(device, non_blocking=True) for rows in (kept, others)
-        )
-        return cls(RowMap.of(sources, device), kept_on_device, others_on_device)
+        return cls(RowMap.of(sources, device), on_device(kept, device), on_device(others, device))
 
     def spread(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Queries, keys and values of the computed rows as rows of sequences.

@@ -19,6 +19,11 @@ Indices = npt.NDArray[np.int64]
 """Row numbers on the host, shape [N]."""
 
 
+def on_device(values: Indices, device: torch.device) -> Tensor:
+    """Numbers from the host as a tensor on `device`."""
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMap:
     """Which row of a source each row of a result is."""
@@ -37,10 +42,13 @@ class RowMap:
         fresh = np.diff(ordered, prepend=-1) != 0
         repeat = steps - np.maximum.accumulate(np.where(fresh, steps, 0))
         rounds = [
-            (_on(ordered[repeat == number], device), _on(order[repeat == number], device))
+            (
+                on_device(ordered[repeat == number], device),
+                on_device(order[repeat == number], device),
+            )
             for number in range(int(repeat.max(initial=-1)) + 1)
         ]
-        return cls(_on(index, device), tuple(rounds))
+        return cls(on_device(index, device), tuple(rounds))
 
     def take(self, source: Tensor) -> Tensor:
         """`source[index]`, differentiable."""
@@ -98,7 +106,3 @@ class _SelectRows(torch.autograd.Function):
         if ctx.zero_rows is not None:
             gradient.index_fill_(0, ctx.zero_rows, 0)
         return gradient, None, None, None
-
-
-def _on(values: Indices, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)

@@ -19,7 +19,7 @@ from burnish.errors import IncompatibleError
 from burnish.models.attention import PackedLayout
 from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
 from burnish.models.prefixes import PrefixTree
-from burnish.models.rows import Indices, RowMap
+from burnish.models.rows import RowMap, on_device
 from burnish.records import TokenOutputs
 
 TESTED_FAMILIES = frozenset(
@@ -115,17 +115,14 @@ class ScoringPlan:
         starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
         positions = (np.arange(len(ids)) - starts)[tree.computed]
 
-        def moved(values: Indices) -> Tensor:
-            return torch.from_numpy(values).to(device, non_blocking=True)
-
         return cls(
-            input_ids=moved(ids[tree.computed]),
-            positions=moved(positions),
+            input_ids=on_device(ids[tree.computed], device),
+            positions=on_device(positions, device),
             packing=PackedLayout.of_tree(tree, lengths, device),
             predictors=RowMap.of(tree.rows[scored[first] - 1], device),
-            targets=moved(ids[tree.computed[predicted]]),
+            targets=on_device(ids[tree.computed[predicted]], device),
             results=RowMap.of(result, device),
-            scored=moved(scored),
+            scored=on_device(scored, device),
             total=len(ids),
         )
 

@@ -4,7 +4,7 @@ A layout that silently computes something else is the most expensive mistake in 
 user's own data, loss, optimizer settings and layout are run on a small model of the same family (fp32,
 fresh weights), and beside it transformers and plain PyTorch run the same sequences one by one. What is
 compared comes in the order in which a mistake would show: log-probs, loss, the gradients' norm, every
-gradient, every weight after the step. Left out: the generator (its log-probs are compared in every RL step) and speed.
+gradient, every weight after the step. Left out: the generator, whose log-probs the tests hold to the engine's, and speed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ SEQUENCES, LONGEST, LR = 12, 64, 1e-3
 """How many sequences are run, their longest in tokens, and the learning rate of the step."""
 TOLERANCE = 1e-5
 """Relative difference (2-norm) that fp32 arithmetic in another order may make."""
-
-_TITLES = {"loss": "loss", "norm": "gradient norm"}
 
 Tensors = Mapping[str, Tensor]
 """By name; whole tensors on the CPU."""
@@ -236,9 +234,13 @@ def compare(found: Outcome, wanted: Outcome, optim: OptimConfig) -> list[Differe
     differences = [
         _difference(f"log-probs of {n}", found.logprobs, n, t) for n, t in wanted.logprobs.items()
     ]
-    for what in ("loss", "norm"):
-        mine, theirs = (torch.tensor(getattr(outcome, what)) for outcome in (found, wanted))
-        differences.append(_difference(_TITLES[what], {what: mine}, what, theirs))
+    for what, mine, theirs in (
+        ("loss", found.loss, wanted.loss),
+        ("gradient norm", found.norm, wanted.norm),
+    ):
+        differences.append(
+            _difference(what, {what: torch.tensor(mine)}, what, torch.tensor(theirs))
+        )
     for name, gradient in wanted.gradients.items():
         differences.append(_difference(f"gradient of {name}", found.gradients, name, gradient))
     for name, weight in wanted.weights.items():

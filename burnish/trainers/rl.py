@@ -8,7 +8,6 @@ Left out: critics (PPO), generation ahead of training, environments of several t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -66,7 +65,7 @@ def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
         run.start()
         for step in run.steps():
             with run.spans("rollout"):
-                groups = collect_groups(dataset, loader, collector, config, step)
+                groups, left_out = collect_groups(dataset, loader, collector, config, step)
             with run.spans("advantages"):
                 by_token = token_advantages(groups, policy, config)
                 batches = minibatches(groups, by_token, policy, config)
@@ -79,7 +78,7 @@ def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
             with run.spans("publish"):
                 collector.generator.load_weights(policy.engine.shards(Part.WEIGHTS), step + 1)
             rollouts = [rollout for group in groups for rollout in group]
-            generated = [rollout for group in groups.left_out for rollout in group] + rollouts
+            generated = [rollout for group in left_out for rollout in group] + rollouts
             run.write_rollouts(rollouts, [float(a.mean()) if len(a) else 0.0 for a in by_token])
             stats = stats.prefixed("actor/").merge(rollout_stats(generated))
             run.finish(stats, cursor=loader.cursor, work=Work.of(batches))
@@ -99,17 +98,10 @@ def _policy(foundation: Foundation, run: Run, total_steps: int) -> Policy:
     return Policy(engine, reference)
 
 
-class StepGroups(list[list[Rollout]]):
-    """The scored groups that a step trains on, by prompt."""
-
-    left_out: Sequence[list[Rollout]] = ()
-    """Groups that were generated for the step and not chosen: the flat ones, where sampling is dynamic."""
-
-
 def collect_groups(
     dataset: PromptDataset, loader: Loader, collector: Collector, config: RunConfig, step: int
-) -> StepGroups:
-    """The scored groups that a step trains on. Collective; the same on every rank.
+) -> tuple[list[list[Rollout]], list[list[Rollout]]]:
+    """The scored groups that a step trains on, and those left out. Collective; the same on every rank.
 
     With dynamic sampling, groups whose rewards are all equal are replaced by those of the next
     prompts, in a bounded number of rounds.
@@ -129,10 +121,8 @@ def collect_groups(
             config.algorithm.dynamic_sampling,
         )
         if selection.refill == 0:
-            chosen = StepGroups(groups[index] for index in selection.keep)
-            kept = frozenset(selection.keep)
-            chosen.left_out = [group for i, group in enumerate(groups) if i not in kept]
-            return chosen
+            chosen = [groups[index] for index in selection.keep]
+            return chosen, [g for i, g in enumerate(groups) if i not in selection.keep]
         wanted, refills = selection.refill, refills + 1
 
 
