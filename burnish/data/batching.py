@@ -158,13 +158,10 @@ def _pack(examples: Sequence[Example], optional: Sequence[str]) -> dict[str, Any
     packed = examples or [_filler(optional)]
     lengths = np.fromiter((len(e.token_ids) for e in packed), np.int64, len(packed))
     ends = np.cumsum(lengths)
-    positions = np.arange(ends[-1], dtype=np.int64) - np.repeat(ends - lengths, lengths)
     weights = np.fromiter((e.weight for e in packed), np.float32, len(packed))
     return {
         "input_ids": _joined(packed, "token_ids", np.int64),
-        "positions": torch.from_numpy(positions),
         "cu_seqlens": torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
-        "max_seqlen": int(lengths.max()),
         "loss_mask": _joined(packed, "loss_mask", np.bool_),
         "weights": torch.from_numpy(weights),
         **{name: _joined(packed, name, np.float32) for name in optional},

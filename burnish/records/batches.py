@@ -21,12 +21,8 @@ class MicroBatch:
 
     input_ids: Tensor
     """[T] int64."""
-    positions: Tensor
-    """[T] int64, restarting at 0 with every sequence."""
     cu_seqlens: Tensor
     """[S + 1] int32, where each sequence starts; the last entry is T."""
-    max_seqlen: int
-    """Length of the longest sequence, in tokens."""
     loss_mask: Tensor
     """[T] bool, True where the token's prediction is trained on."""
     weights: Tensor

@@ -54,9 +54,7 @@ def _make_case(
     logprobs = -rng.exponential(size=total)
     micro = MicroBatch(
         input_ids=torch.zeros(total, dtype=torch.int64),
-        positions=torch.cat([torch.arange(size) for size in sizes]),
         cu_seqlens=torch.tensor(np.concatenate([[0], np.cumsum(sizes)]), dtype=torch.int32),
-        max_seqlen=max(sizes),
         loss_mask=torch.tensor(mask, dtype=torch.bool),
         weights=torch.tensor(rng.uniform(0.5, 1.5, len(lengths)), dtype=torch.float32),
         # The global batch is larger than this micro-batch.

@@ -133,9 +133,7 @@ def test_finite_differences_agree_with_the_gradient() -> None:
     base = -rng.exponential(size=8)
     micro = MicroBatch(
         input_ids=torch.zeros(8, dtype=torch.int64),
-        positions=torch.arange(8),
         cu_seqlens=torch.tensor([0, 3, 8], dtype=torch.int32),
-        max_seqlen=5,
         loss_mask=torch.tensor([False, True, True, False, True, True, True, True]),
         weights=torch.ones(2),
         num_tokens=6,

@@ -64,9 +64,7 @@ def _pack(examples: Sequence[Example], tokens: int, sequences: int) -> MicroBatc
     lengths = [len(example.token_ids) for example in examples]
     return MicroBatch(
         input_ids=torch.from_numpy(np.concatenate([e.token_ids for e in examples])),
-        positions=torch.cat([torch.arange(length) for length in lengths]),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
-        max_seqlen=max(lengths),
         loss_mask=torch.from_numpy(np.concatenate([e.loss_mask for e in examples])),
         weights=torch.ones(len(examples)),
         num_tokens=tokens,

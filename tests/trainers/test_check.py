@@ -63,10 +63,7 @@ class OffByOne(TorchEngine):
     """Trains on the tokens behind those that are meant."""
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
-        moved = [
-            replace(m, loss_mask=m.loss_mask.roll(1) & (m.positions > 0))
-            for m in batch.microbatches
-        ]
+        moved = [replace(m, loss_mask=m.loss_mask.roll(1)) for m in batch.microbatches]
         return super().forward_backward(replace(batch, microbatches=tuple(moved)), loss)
 
 
