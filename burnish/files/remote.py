@@ -1,0 +1,267 @@
+"""Files behind a URL: listed, read in ranges, written whole, removed; faults that pass are waited out.
+
+One class for `hdfs://`, `s3://`, `gs://`, `file://` and `memory://`. Every call is tried again with
+growing pauses while its fault may pass, never for what is not there or not allowed, and none takes
+for ever (`Patience`). Errors name the URL and never a credential. Its methods may be called from
+several threads at once.
+
+A `Remote` may be pickled; it opens its connection where it is first used. It must not be used in a
+process forked after that. Left out: copies on this machine (`burnish.files.cached`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from burnish.errors import BurnishError, CorruptError, MissingError, UsageError
+from burnish.files.backend import Backend, Found, Verdict
+from burnish.files.patience import Patience, Pulse, persist
+from burnish.files.storage import Bytes
+from burnish.files.urls import Url, redacted
+
+T = TypeVar("T")
+
+_REASON = 300
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file that is there."""
+
+    name: str
+    """Its path below the `Remote`'s URL; "" for the URL itself."""
+    size: int
+    """Bytes."""
+    version: str
+    """Another text whenever the content is another: an ETag, or the time of its last change."""
+
+
+class Remote:
+    """What lies at and below a URL. Names are paths below it, divided by `/`; "" is the URL itself."""
+
+    def __init__(self, url: str | Url, patience: Patience | None = None) -> None:
+        """Takes the URL apart, and connects to nothing yet. Raises `UsageError` for one that cannot be."""
+        self.url = Url.parse(url) if isinstance(url, str) else url
+        self.patience = patience or Patience()
+        self._opened: tuple[int, Backend] | None = None
+        self._opening = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The URL without the connection."""
+        return (type(self), (self.url, self.patience))
+
+    def __str__(self) -> str:
+        return str(self.url)
+
+    def connect(self) -> None:
+        """Load what this kind of URL needs. Raises `MissingError` with the command that installs it."""
+        self._backend()
+
+    def files(self, below: str = "") -> list[RemoteFile]:
+        """All files below a directory, at any depth, by name; [] where there is no such directory.
+
+        Their names are paths below the URL, not below `below`.
+        """
+        folder, root = self._path(below), self._path("")
+        found = self._persist(below, "listed", lambda backend, pulse: list(backend.files(folder)))
+        return sorted((self._file(each, root) for each in found), key=lambda file: file.name)
+
+    def names(self, below: str = "") -> list[str]:
+        """The names of files and directories directly in a directory, sorted; [] where there is none."""
+        folder = self._path(below)
+        found = self._persist(below, "listed", lambda backend, pulse: set(backend.names(folder)))
+        return sorted(found)
+
+    def stat(self, name: str = "") -> RemoteFile | None:
+        """A file's size and version; None where there is none."""
+        path = self._path(name)
+        try:
+            found = self._persist(name, "looked at", lambda backend, pulse: backend.info(path))
+        except MissingError:
+            return None
+        return RemoteFile(name, found.size, found.version)
+
+    def read_into(self, name: str, buffer: bytearray | memoryview, offset: int = 0) -> None:
+        """Fill the whole buffer from a file's byte `offset`.
+
+        Raises `MissingError` where there is no such file, `CorruptError` where it ends before.
+        """
+        view, path = memoryview(buffer).cast("B"), self._path(name)
+        if not view:
+            return
+
+        def read(backend: Backend, pulse: Pulse) -> bytes:
+            try:
+                data = backend.read(path, offset, len(view))
+                if len(data) == len(view):
+                    return data
+                raise ConnectionError(f"{len(data)} of {len(view)} bytes came")
+            except backend.faults:
+                if offset + len(view) > backend.info(path).size:
+                    return b""
+                raise
+
+        data = self._persist(name, "read", read)
+        if len(data) != len(view):
+            raise CorruptError(
+                f"{self.url.below(name)} is shorter than it should be",
+                want=f"{len(view)} bytes from byte {offset}",
+            )
+        view[:] = data
+
+    def read(self, name: str, limit: int) -> bytes:
+        """A small file's content. Raises `MissingError`, and `CorruptError` for more than `limit` bytes."""
+        found = self.stat(name)
+        if found is None:
+            raise self._missing(name)
+        if found.size > limit:
+            raise CorruptError(
+                f"{self.url.below(name)} is too long",
+                have=f"{found.size} bytes",
+                want=f"at most {limit}",
+            )
+        content = bytearray(found.size)
+        self.read_into(name, content)
+        return bytes(content)
+
+    def put(self, name: str, data: Bytes) -> None:
+        """Make or replace a file, which appears whole; directories above it are made."""
+        path = self._path(name)
+        self._persist(name, "written", lambda backend, pulse: backend.put(path, data))
+
+    def put_file(
+        self, name: str, source: Path, advance: Callable[[int], None] | None = None
+    ) -> None:
+        """Make or replace a file, which appears whole, with the content of one on this machine.
+
+        Sent in parts, several at a time where the service can, in at most 64 MiB of memory.
+        `advance` hears, in another thread, of bytes that were sent, more than once of those that had
+        to be sent again. Raises `BurnishError`, and `OSError` for a source that cannot be read.
+        """
+        path, size = self._path(name), source.stat().st_size
+
+        def send(backend: Backend, pulse: Pulse) -> None:
+            def moved(count: int) -> None:
+                pulse(count)
+                if advance is not None:
+                    advance(count)
+
+            backend.put_file(path, source, moved)
+            sent = backend.info(path).size
+            if sent != size:
+                raise ConnectionError(f"{sent} of {size} bytes arrived")
+
+        self._persist(name, "written", send)
+
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing happens where there is none."""
+        path = self._path(name)
+        self._persist(name, "removed", lambda backend, pulse: backend.remove(path))
+
+    def remove_below(self, name: str) -> None:
+        """Remove a directory with all in it, in any order; nothing happens where there is none."""
+        path = self._path(name)
+        self._persist(name, "removed", lambda backend, pulse: backend.remove_below(path))
+
+    def below(self, name: str) -> Remote:
+        """What lies at and below a name, over the same connection."""
+        remote = Remote(self.url.below(name), self.patience)
+        remote._opened = self._opened
+        return remote
+
+    def _path(self, name: str) -> str:
+        if any(part in (".", "..") for part in name.split("/")):
+            raise UsageError(f"{name!r} is no name below {self.url}", want="one without . and ..")
+        url = self.url.below(name)
+        return (
+            f"{url.host}/{url.path}".rstrip("/") if url.scheme in ("s3", "gs") else f"/{url.path}"
+        )
+
+    def _file(self, found: Found, root: str) -> RemoteFile:
+        name = found.path.removeprefix(root).strip("/")
+        return RemoteFile(name, found.size, found.version)
+
+    def _backend(self) -> Backend:
+        with self._opening:
+            if self._opened is None:
+                self._opened = (os.getpid(), open_backend(self.url))
+            pid, backend = self._opened
+        if pid != os.getpid():
+            raise RuntimeError(f"{self.url} was opened before this process was forked")
+        return backend
+
+    def _persist(self, name: str, done: str, call: Callable[[Backend, Pulse], T]) -> T:
+        backend = self._backend()
+        faults: tuple[type[Exception], ...] = (*backend.faults, TimeoutError)
+        try:
+            return persist(
+                lambda pulse: call(backend, pulse),
+                lambda error: isinstance(error, faults) and backend.verdict(error) == "transient",
+                self.patience,
+            )
+        except faults as error:
+            verdict = backend.verdict(error)
+            if verdict == "missing" and done != "written":
+                raise self._missing(name) from error
+            raise _explained(self.url.below(name), done, verdict, error) from error
+
+    def _missing(self, name: str) -> MissingError:
+        return MissingError(
+            f"there is no file {self.url.below(name)}", do="correct the URL, or put the file there"
+        )
+
+
+def open_backend(url: Url) -> Backend:
+    """Load what a kind of URL needs. Raises `MissingError` with the command that installs it."""
+    module, name, extra = _BACKENDS[url.scheme]
+    try:
+        opener = getattr(importlib.import_module(f"burnish.files.{module}"), name)
+        backend: Backend = opener(url.host) if url.scheme == "hdfs" else opener()
+    except ModuleNotFoundError as error:
+        raise MissingError(
+            f"{url.scheme}:// needs a package that is not installed",
+            have=f"no module {error.name}",
+            do=f'pip install "burnish[{extra}]"',
+        ) from error
+    return backend
+
+
+_BACKENDS = {
+    "s3": ("object_store", "open_s3", "s3"),
+    "gs": ("object_store", "open_gs", "gcs"),
+    "memory": ("object_store", "open_memory", ""),
+    "hdfs": ("hdfs", "Hdfs", "hdfs"),
+    "file": ("mounted", "Mounted", ""),
+}
+
+
+def _explained(url: Url, done: str, verdict: Verdict, error: Exception) -> BurnishError:
+    have = redacted(" ".join(f"{type(error).__name__}: {error}".split()))[:_REASON]
+    if verdict == "denied":
+        return UsageError(
+            f"{url} may not be {done} with the credentials that there are",
+            have=have,
+            do=_CREDENTIALS.get(url.scheme, "see who may use it"),
+        )
+    if verdict in ("wrong", "missing"):
+        return BurnishError(
+            f"{url} cannot be {done}", have=have, do="see that the URL and the service are right"
+        )
+    return BurnishError(
+        f"{url} could not be {done}, again and again",
+        have=have,
+        do="see that the service is up and can be reached from here, then start again: what is done stays done",
+    )
+
+
+_CREDENTIALS = {
+    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for one who may",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS for one who may",
+    "hdfs": "set HADOOP_USER_NAME, or get a Kerberos ticket, for one who may",
+}
