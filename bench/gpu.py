@@ -42,7 +42,7 @@ from burnish.data.batching import make_batch
 from burnish.data.loader import Loader
 from burnish.engines.base import Part
 from burnish.launch.run import launch
-from burnish.models.flops import ModelFlops
+from burnish.models.counting import count_flops
 from burnish.parallel.device import peak_flops, synchronize
 from burnish.parallel.layout import Layout
 from burnish.rewards.pool import RewardPool
@@ -239,7 +239,7 @@ def _results(
         line = f"TRL, {setting}: {median(of_peer):.3f} s, ratio {ratio(of_peer, mine):.2f}"
         print(f"  {line}; ours {median(mine):.3f} s", file=sys.stderr)
     best = min(theirs, key=lambda setting: median(theirs[setting]))
-    work, flops = WORK[size], ModelFlops.of(Qwen3Config(**model_config(size)))
+    work, flops = WORK[size], count_flops(Qwen3Config(**model_config(size)))
     if case == "grpo":
         completions = work.prompts * work.samples
         lengths = [work.prompt + work.response] * completions

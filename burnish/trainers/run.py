@@ -28,7 +28,6 @@ from burnish.engines.base import Engine, Part
 from burnish.errors import BurnishError, IncompatibleError, StoppedError, UsageError
 from burnish.files.durable import naming_failures
 from burnish.files.storage import LocalStorage
-from burnish.models.flops import ModelFlops
 from burnish.models.loading import save_model_assets
 from burnish.parallel.collectives import agree, same_on_all_ranks
 from burnish.parallel.device import device_name, peak_flops, peak_memory
@@ -112,7 +111,6 @@ class Run:
         Returns what was resumed from. The engine's weights are not touched when there is none.
         """
         self._engine, self._foundation, self._total_steps = engine, foundation, total_steps
-        self._flops = ModelFlops.of(foundation.hf_config)
         self._peak = peak_flops(self.device, compute_dtype(self.config))
         resumed = self.checkpoints.resume(self._load)
         if resumed is not None and self.layout.is_main:
@@ -313,7 +311,7 @@ class Run:
         return throughput(
             tokens=work.tokens,
             seconds=timing.get("timing_s/update", 0.0),
-            flops=self._flops.training(work.lengths),
+            flops=self._foundation.flops.training(work.lengths),
             peak_flops_per_s=self._peak,
             max_memory_bytes=peak_memory(self.device),
         )

@@ -14,6 +14,8 @@ from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.data.tokenizer import eos_token_ids, load_tokenizer
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError
+from burnish.models.counting import count_flops
+from burnish.models.flops import ModelFlops
 from burnish.models.loading import generation_config, read_model_config, weights_source
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import ShardSource
@@ -39,6 +41,8 @@ class Foundation:
     """Its initial weights."""
     eos_token_ids: tuple[int, ...]
     """All ids that end a completion."""
+    flops: ModelFlops
+    """What its sequences cost."""
 
 
 def lay_foundation(config: RunConfig) -> Foundation:
@@ -63,6 +67,7 @@ def lay_foundation(config: RunConfig) -> Foundation:
         tokenizer,
         weights_source(config.model, hf_config, config.seed),
         eos_token_ids(tokenizer, hf_config, generation_config(hf_config)),
+        count_flops(hf_config),
     )
 
 

@@ -3,7 +3,8 @@ import torch
 from tiny import FAMILIES, VOCAB, tiny_config, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from burnish.models.flops import ModelFlops, pairs
+from burnish.models.counting import count_flops
+from burnish.models.flops import pairs
 
 LENGTH = 23
 
@@ -15,7 +16,7 @@ def test_forward_equals_counted_operations(family):
         model.set_experts_implementation("eager")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.arange(LENGTH)[None] % VOCAB)
-    flops = ModelFlops.of(model.config)
+    flops = count_flops(model.config)
     assert len(flops.attention) == model.config.num_hidden_layers
     every_pair = sum(cost.per_pair for cost in flops.attention) * LENGTH**2
     seen = sum(cost.per_pair * pairs(LENGTH, cost.window) for cost in flops.attention)
@@ -41,13 +42,13 @@ def test_pairs_by_counting():
 
 
 def test_windows_of_layers():
-    windows = [cost.window for cost in ModelFlops.of(tiny_config("gemma3_text")).attention]
+    windows = [cost.window for cost in count_flops(tiny_config("gemma3_text")).attention]
     assert windows == [6, None]
-    assert ModelFlops.of(tiny_config("mistral")).attention[0].window == 7
-    assert ModelFlops.of(tiny_config("llama")).attention[0].window is None
+    assert count_flops(tiny_config("mistral")).attention[0].window == 7
+    assert count_flops(tiny_config("llama")).attention[0].window is None
 
 
 def test_training_is_three_forwards_and_adds_over_sequences():
-    flops = ModelFlops.of(tiny_config("qwen3"))
+    flops = count_flops(tiny_config("qwen3"))
     assert flops.training([5, 9]) == 3 * (flops.forward([5]) + flops.forward([9]))
     assert flops.forward([]) == 0
