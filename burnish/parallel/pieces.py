@@ -1,0 +1,170 @@
+"""What ranks tell each other of their pieces: small to send, and one table for all ranks together.
+
+Objects for every piece of every rank would be gigabytes among a thousand ranks; tables are what
+fits. Left out: what is made of them (`burnish.parallel.plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+from burnish.errors import IncompatibleError
+from burnish.parallel.box_table import BoxTable, Ints, concatenated
+from burnish.parallel.collectives import gather_objects
+from burnish.parallel.layout import Layout
+from burnish.parallel.shards import Piece
+
+Described = tuple[str, tuple[int, ...], torch.dtype]
+"""A tensor's name, global shape and dtype."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceTable:
+    """The pieces of one rank."""
+
+    tensors: tuple[Described, ...]
+    """What they are pieces of, each once, in the order of first mention."""
+    boxes: BoxTable
+    """One row per piece; `tensor` is an index into `tensors`."""
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> PieceTable:
+        """A table with a row for each."""
+        pieces = list(pieces)
+        numbers: dict[Described, int] = {}
+        rows = [
+            (numbers.setdefault((p.name, p.shape, p.dtype), len(numbers)), p.box) for p in pieces
+        ]
+        dims = max((len(shape) for _, shape, _ in numbers), default=1)
+        return cls(tuple(numbers), BoxTable.of(rows, max(dims, 1)))
+
+    def digest(self) -> str:
+        """The same for the same pieces in the same order, on any rank."""
+        return _digest(self.tensors, self.boxes)
+
+
+def _digest(tensors: Sequence[Described], boxes: BoxTable | None) -> str:
+    found = xxhash.xxh3_128(repr(tensors).encode())
+    for array in (boxes.tensor, boxes.offsets, boxes.sizes) if boxes is not None else ():
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
+
+
+def gather_pieces(mine: PieceTable, layout: Layout) -> list[PieceTable]:
+    """Every rank's table, by rank. Collective.
+
+    Names travel only where ranks have different ones.
+    """
+    digests = gather_objects(_digest(mine.tensors, None), layout)
+    told = {digests[layout.rank]: mine.tensors}
+    if len(set(digests)) > 1:
+        is_first = digests.index(digests[layout.rank]) == layout.rank
+        names = gather_objects(mine.tensors if is_first else None, layout)
+        told = {digests[rank]: theirs for rank, theirs in enumerate(names) if theirs is not None}
+    arrays = gather_objects((mine.boxes.tensor, mine.boxes.offsets, mine.boxes.sizes), layout)
+    return [
+        PieceTable(told[digest], BoxTable(*theirs))
+        for digest, theirs in zip(digests, arrays, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """The pieces of all ranks that hold any elements."""
+
+    boxes: BoxTable
+    """One row per piece; `tensor` is a number of the `TensorIndex`."""
+    rank: Ints
+    """Whose it is."""
+    index: Ints
+    """Its place among its rank's pieces."""
+    dtype: Ints
+    """A number of the `TensorIndex`'s dtypes."""
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def take(self, rows: Ints) -> Pieces:
+        """Some of the rows."""
+        return Pieces(self.boxes.take(rows), self.rank[rows], self.index[rows], self.dtype[rows])
+
+
+def joined(tables: Sequence[Pieces]) -> Pieces:
+    """The rows of several tables, one after the other."""
+    return Pieces(
+        concatenated([table.boxes for table in tables]),
+        np.concatenate([table.rank for table in tables]),
+        np.concatenate([table.index for table in tables]),
+        np.concatenate([table.dtype for table in tables]),
+    )
+
+
+class TensorIndex:
+    """Numbers for tensors by name, so that tables can speak of them."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        """By number."""
+        self.shapes: list[tuple[int, ...]] = []
+        """By number; global ones."""
+        self.dtypes: list[torch.dtype] = []
+        """Every dtype met, by a number of its own."""
+        self._numbers: dict[str, int] = {}
+
+    def merge(self, *sides: Sequence[PieceTable]) -> list[Pieces]:
+        """For each list of tables by rank, one table of all ranks' pieces.
+
+        Raises `IncompatibleError` where two ranks disagree on a tensor's shape.
+        """
+        dims = max((table.boxes.dims for tables in sides for table in tables), default=1)
+        return [self._merged(tables, dims) for tables in sides]
+
+    def _merged(self, tables: Sequence[PieceTable], dims: int) -> Pieces:
+        seen: dict[tuple[Described, ...], tuple[Ints, Ints]] = {}
+        found: list[Pieces] = []
+        for rank, table in enumerate(tables):
+            if table.tensors not in seen:
+                seen[table.tensors] = self._numbers_of(table.tensors, rank)
+            numbers, kinds = seen[table.tensors]
+            index = np.flatnonzero(table.boxes.elements)
+            boxes = table.boxes.take(index)
+            ranks, dtype = np.full(len(index), rank), kinds[boxes.tensor]
+            boxes = _widened(boxes, numbers[boxes.tensor], dims)
+            found.append(Pieces(boxes, ranks, index, dtype))
+        return joined(found)
+
+    def shape_table(self, dims: int) -> Ints:
+        """`[tensors, dims]`: all shapes, padded with 1."""
+        return np.array([[*s, *[1] * (dims - len(s))] for s in self.shapes], np.int64)
+
+    def _numbers_of(self, tensors: Sequence[Described], rank: int) -> tuple[Ints, Ints]:
+        """Numbers of tensors and of dtypes, new ones given where needed."""
+        numbers, kinds = [], []
+        for name, shape, dtype in tensors:
+            number = self._numbers.setdefault(name, len(self.names))
+            if number == len(self.names):
+                self.names.append(name)
+                self.shapes.append(shape)
+            if self.shapes[number] != shape:
+                raise IncompatibleError(
+                    f"tensor {name} has different shapes",
+                    have=list(self.shapes[number]),
+                    want=f"{list(shape)} on rank {rank}",
+                )
+            if dtype not in self.dtypes:
+                self.dtypes.append(dtype)
+            numbers.append(number)
+            kinds.append(self.dtypes.index(dtype))
+        return np.array(numbers, np.int64), np.array(kinds, np.int64)
+
+
+def _widened(table: BoxTable, tensor: Ints, dims: int) -> BoxTable:
+    """The same boxes of tensors with other numbers, in more dims."""
+    more = ((0, 0), (0, dims - table.dims))
+    offsets = np.pad(table.offsets, more)
+    return BoxTable(tensor, offsets, np.pad(table.sizes, more, constant_values=1))
