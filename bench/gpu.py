@@ -91,6 +91,7 @@ class Sft:
     def __init__(self, config: RunConfig, layout: Layout, device: torch.device) -> None:
         self._config, self._layout, self._device = config, layout, device
         foundation = lay_foundation(config)
+        self._flops = foundation.flops
         self._dataset = example_dataset(foundation, config.data.train, "data.train")
         self._engine = make_engine(foundation, config.optim, layout, device)
         self._engine.load(foundation.source, Part.WEIGHTS)
@@ -100,7 +101,7 @@ class Sft:
         """See `Step`."""
         start, batch_config = clock(self._device)(), self._config.batch
         examples = [self._dataset[index] for index in self._loader.take(batch_config.examples)]
-        batch = make_batch(examples, self._layout, batch_config.tokens_per_device)
+        batch = make_batch(examples, self._layout, batch_config.tokens_per_device, self._flops)
         self._engine.forward_backward(batch, sft_loss).values_by_name()
         self._engine.optim_step(LR)
         return clock(self._device)() - start, [len(example.token_ids) for example in examples]

@@ -7,9 +7,10 @@ Both start from the same Qwen3-shaped weights and see the same prompts: 16 of 24
 samples each, temperature 1, one update per step, no KL, AdamW, bf16 compute. Completions are 64
 tokens each, or, `varied`, evenly spread over 8 to 256: a completion of ours is as long as its first
 token says, and TRL's of the same round get the very same lengths. TRL runs in its own process, in
-each of the settings of `PEER_SETTINGS`; the ratio is against the fastest of them. Ratios are medians
-over rounds of TRL's seconds over ours in the same round, after one round to warm up. On a machine that
-others use at the same time, `--threads 1 --clock cpu` compares the processor time of the two processes.
+each of the settings of `PEER_SETTINGS`; the ratio is against the fastest of them. In every turn each
+takes two steps, of which the second counts: a process that has waited finds its memory cold, which no
+training does. Ratios are medians over rounds of TRL's seconds over ours in the same round. On a machine
+that others use at the same time, `--threads 1 --clock cpu` compares the processor time of the two processes.
 
 Ours is the step of `burnish.trainers.rl` made of the same pieces, without the run around it (metrics
 files, checkpoints), as TRL's is timed without its logging.
@@ -107,6 +108,7 @@ class Ours:
     ) -> None:
         self.config, self.clock = config, clock
         foundation = lay_foundation(config)
+        self.flops = foundation.flops
         self.dataset = prompt_dataset(foundation, config.data.train, "data.train")
         self.engine = make_engine(foundation, config.optim, layout, device)
         self.engine.load(foundation.source, Part.WEIGHTS)
@@ -136,7 +138,7 @@ class Ours:
 
     def step(self) -> tuple[float, list[int]]:
         """One step: its seconds, and the length of each completion, groups end to end."""
-        config, policy = self.config, Policy(self.engine, None)
+        config, policy = self.config, Policy(self.engine, None, self.flops)
         marks = [self.clock()]
         groups, _ = collect_groups(
             self.dataset, self.loader, self.collector, config, self.step_number
@@ -208,18 +210,17 @@ def measure(name: str, rounds: int, threads: int, clock: str = "wall") -> Result
 def _in_turns(name: str, ours: Ours, peers: dict[str, Peer], rounds: int, goal: float) -> Result:
     mine: list[float] = []
     theirs: dict[str, list[float]] = {setting: [] for setting in peers}
-    for number in range(rounds + 1):
-        seconds, lengths = ours.step()
-        answers = {s: peer.ask({"lengths": lengths}) for s, peer in peers.items()}
-        if number:
-            mine.append(seconds)
-            for setting, answer in answers.items():
-                theirs[setting].append(answer["seconds"])
+    for _ in range(rounds):
+        warm, timed = ours.step(), ours.step()
+        mine.append(timed[0])
+        for setting, peer in peers.items():
+            peer.ask({"lengths": warm[1]})
+            theirs[setting].append(peer.ask({"lengths": timed[1]})["seconds"])
     best = min(theirs, key=lambda setting: median(theirs[setting]))
     for setting, seconds_of in theirs.items():
         found = ratio(seconds_of, mine)
         print(f"  TRL, {setting}: {median(seconds_of):.3f} s, ratio {found:.2f}", file=sys.stderr)
-    parts = {part: round(median(s[1:]), 3) for part, s in ours.seconds.items()}
+    parts = {part: round(median(s[1::2]), 3) for part, s in ours.seconds.items()}
     print(f"  ours: {json.dumps(parts)}", file=sys.stderr)
     return Result(
         f"grpo/{name}",

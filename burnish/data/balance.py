@@ -2,63 +2,78 @@
 
 Every rank runs the same number of micro-batches, and the ranks go through them together, because
 each is a round of collectives; a round takes as long as its costliest micro-batch. So the fewest
-rounds come first, then equal costs. All is integer arithmetic on the host: every rank computes the
-same answer from the same lengths. Left out: tensors (`burnish.data.batching`).
+rounds come first, then equal costs. Every rank computes the same answer from the same numbers. Left
+out: what a sequence costs (`burnish.models.flops`) and tensors (`burnish.data.batching`).
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from burnish.data.partition import Bins, Integers, Items, divide, level
 from burnish.errors import UsageError
-
-Integers = npt.NDArray[np.int64]
-"""Whole numbers, shape [N]."""
 
 Costs = npt.NDArray[np.float64]
 """The time that each of N things takes, in any unit, shape [N]."""
 
 _COST_SUM = 2.0**52
 """What all costs are scaled to add up to, at most, as integers."""
-_EXCHANGES = 400
-_EXCHANGES_PER_BIN = 4
-_PARTNERS = 3
-_CANDIDATES = 128
-_CLOSE_ENOUGH = 1000  # a difference of one part in this is not worth an exchange
 
 
-def transformer_cost(length: int) -> float:
-    """Work of a causal transformer on one sequence, in the work of its linear layers on one token.
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Which sequences each rank runs."""
 
-    A layer of hidden size h does 24h² operations a token in its matrices and 2hs² a sequence in
-    attention (causal, so half of 4hs²), together s + s²/(12h); h is taken as 2048.
-    """
-    return length + length * length / (12 * 2048)
+    microbatches: list[list[Integers]]
+    """For each rank equally many micro-batches, in the order they are run, each the indices of its sequences, ascending."""
+    imbalance: float
+    """The sum over rounds of the costliest micro-batch, over the mean of the ranks' costs: how much longer a step
+    takes than if nobody waited. 1 is perfect; with one round it is max / mean over ranks."""
 
 
-def share_out(lengths: Integers, costs: Costs, ranks: int, budget: int) -> list[list[Integers]]:
+def share_out(
+    lengths: Integers,
+    costs: Costs,
+    ranks: int,
+    budget: int,
+    *,
+    groups: Integers | None = None,
+) -> Shares:
     """Assign every sequence to a rank and a micro-batch.
 
-    `lengths` [N] are in tokens, each at most `budget`, which no micro-batch exceeds; `costs` [N] are
-    what is evened out. Returns, for
-    each rank, equally many micro-batches in the order they are run, costliest first, each the
-    indices of its sequences, ascending. A micro-batch is empty only where there are fewer sequences
-    than micro-batches.
+    `lengths` [N] are in tokens; no micro-batch exceeds `budget`. `costs` [N] are what is evened out.
+    Sequences with the same number in `groups` [N] stay in one micro-batch. Cheap rounds come first
+    and last, costly ones in the middle, so that the stages of a pipeline fill and empty quickly. A
+    micro-batch is empty only where there are fewer groups than micro-batches.
+
+    Raises `UsageError` for a cost that is no positive number, and for a sequence or group longer
+    than the budget.
     """
-    works = _whole(costs)
+    members = _members(len(lengths) if groups is None else groups)
+    items = Items(_summed(_whole(costs), members), _summed(lengths, members), budget)
+    _check_limit(items, members)
     fewest = max(1, -(-int(lengths.sum()) // (budget * ranks)))
-    bins = _even(lengths, works, fewest * ranks, budget)
+    bins = divide(items, fewest * ranks)
     if bins is None:
-        tight = _tight(lengths, budget)
+        tight = _packed(items)
         count = -(-len(tight) // ranks) * ranks
-        again = _even(lengths, works, count, budget) if count > fewest * ranks else None
-        bins = again or _spread(tight, works, count)
-    _Leveller(bins, lengths, works, budget).run()
-    return _deal(bins, works, ranks)
+        bins = divide(items, count) if count > fewest * ranks else None
+        if bins is None:
+            bins = _spread(tight, items.costs, count)
+            level(bins, items)
+    return _dealt(bins, items, members, ranks)
+
+
+def share_evenly(costs: Costs, ranks: int) -> list[list[int]]:
+    """Things of about equal cost in all for each rank, and equally many (or one more); indices ascending."""
+    whole = _whole(costs)
+    bins = divide(Items(whole, whole, int(whole.sum())), ranks, equal_counts=True)
+    return [sorted(held) for held in bins or []]
 
 
 def _whole(costs: Costs) -> Integers:
@@ -71,55 +86,55 @@ def _whole(costs: Costs) -> Integers:
     return np.maximum(np.rint(costs * scale), 1).astype(np.int64)
 
 
-def _even(lengths: Integers, costs: Integers, count: int, budget: int) -> list[list[int]] | None:
-    """Longest processing time first (Graham 1969): the costliest sequence to the idlest bin with room.
-
-    None when a sequence finds no room, or when finding it takes long because all bins are full.
-    """
-    bins: list[list[int]] = [[] for _ in range(count)]
-    room = [budget] * count
-    heap = [(0, index) for index in range(count)]
-    patience = len(lengths) + count
-    tokens, works = lengths.tolist(), costs.tolist()
-    for item in np.argsort(-costs, kind="stable").tolist():
-        full: list[tuple[int, int]] = []
-        while heap and room[heap[0][1]] < tokens[item]:
-            full.append(heapq.heappop(heap))
-        patience -= len(full)
-        if not heap or patience < 0:
-            return None
-        load, index = heap[0]
-        bins[index].append(item)
-        room[index] -= tokens[item]
-        heapq.heapreplace(heap, (load + works[item], index))
-        for entry in full:
-            heapq.heappush(heap, entry)
-    return bins
+def _members(groups: Integers | int) -> list[Integers]:
+    """The sequences of each group, ascending; of as many groups as sequences where there is but a number."""
+    if isinstance(groups, int):
+        return list(np.arange(groups)[:, None])
+    order = np.argsort(groups, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
 
 
-def _tight(lengths: Integers, budget: int) -> list[list[int]]:
-    """Best fit decreasing: each sequence to the fullest bin that has room, or to a further bin.
+def _summed(values: Integers, members: list[Integers]) -> Integers:
+    """The sum over each group."""
+    if len(members) == len(values):
+        return values[np.concatenate(members)]
+    return np.array([values[each].sum() for each in members], dtype=np.int64)
+
+
+def _check_limit(items: Items, members: list[Integers]) -> None:
+    longest = int(np.argmax(items.sizes))
+    if items.sizes[longest] > items.limit:
+        raise UsageError(
+            "sequences that stay together do not fit into a micro-batch",
+            have=f"{items.sizes[longest]} tokens from sequence {members[longest][0]} on",
+            want=f"at most {items.limit}",
+            do=f"set batch.tokens_per_device={items.sizes[longest]} or more",
+        )
+
+
+def _packed(items: Items) -> Bins:
+    """Best fit decreasing: each item to the fullest bin that has room, or to a further bin.
 
     Uses at most 11/9 of the fewest possible bins, and one (Johnson 1974).
     """
-    bins: list[list[int]] = []
+    bins: Bins = []
     rooms: list[tuple[int, int]] = []  # (room, bin), ascending
-    tokens = lengths.tolist()
-    for item in np.argsort(-lengths, kind="stable").tolist():
-        place = bisect_left(rooms, (tokens[item], -1))
+    sizes = items.sizes.tolist()
+    for item in np.argsort(-items.sizes, kind="stable").tolist():
+        place = bisect_left(rooms, (sizes[item], -1))
         if place < len(rooms):
             room, index = rooms.pop(place)
         else:
-            room, index = budget, len(bins)
+            room, index = items.limit, len(bins)
             bins.append([])
         bins[index].append(item)
-        insort(rooms, (room - tokens[item], index))
+        insort(rooms, (room - sizes[item], index))
     return bins
 
 
-def _spread(bins: list[list[int]], costs: Integers, count: int) -> list[list[int]]:
-    """Add bins up to `count`, and give each one sequence of the costliest bin that has two."""
-    loads = [int(costs[items].sum()) for items in bins]
+def _spread(bins: Bins, costs: Integers, count: int) -> Bins:
+    """Add bins up to `count`, and give each one item of the costliest bin that has two."""
+    loads = [int(costs[held].sum()) for held in bins]
     heap = [(-load, index) for index, load in enumerate(loads) if len(bins[index]) > 1]
     heapq.heapify(heap)
     for _ in range(count - len(bins)):
@@ -133,73 +148,24 @@ def _spread(bins: list[list[int]], costs: Integers, count: int) -> list[list[int
     return bins
 
 
-class _Leveller:
-    """Evens out costs by moving one sequence, or exchanging two, between a costly bin and a cheap one."""
-
-    def __init__(
-        self, bins: list[list[int]], lengths: Integers, costs: Integers, budget: int
-    ) -> None:
-        self._bins, self._lengths, self._costs, self._budget = bins, lengths, costs, budget
-        self._loads = np.array([costs[items].sum() for items in bins], dtype=np.int64)
-        self._fills = np.array([lengths[items].sum() for items in bins], dtype=np.int64)
-
-    def run(self) -> None:
-        """Improve the costliest bin that can be improved, a bounded number of times."""
-        settled = np.zeros(len(self._bins), dtype=np.bool_)
-        for _ in range(min(_EXCHANGES, _EXCHANGES_PER_BIN * len(self._bins))):
-            if settled.all():
-                return
-            high = int(np.argmax(np.where(settled, -1, self._loads)))
-            partners = np.argsort(self._loads, kind="stable")[:_PARTNERS].tolist()
-            if not any(self._exchange(high, low) for low in partners if low != high):
-                settled[high] = True
-
-    def _exchange(self, high: int, low: int) -> bool:
-        """Make the best move or exchange from `high` to `low`; False if none brings them closer."""
-        gap = int(self._loads[high] - self._loads[low])
-        if gap * _CLOSE_ENOUGH <= self._loads[high]:
-            return False
-        mine, theirs = self._candidates(high), self._candidates(low)
-        # A last column of zeros stands for receiving nothing in return.
-        work = self._costs[mine][:, None] - np.append(self._costs[theirs], 0)
-        size = self._lengths[mine][:, None] - np.append(self._lengths[theirs], 0)
-        fits = (self._fills[low] + size <= self._budget) & (
-            self._fills[high] - size <= self._budget
-        )
-        useful = fits & (work > 0) & (work < gap)
-        if not useful.any():
-            return False
-        distance = np.where(useful, np.abs(2 * work - gap), np.iinfo(np.int64).max)
-        given, taken = np.unravel_index(int(np.argmin(distance)), distance.shape)
-        self._apply(high, low, mine[given], theirs[taken] if taken < len(theirs) else None)
-        return True
-
-    def _candidates(self, index: int) -> list[int]:
-        items = self._bins[index]
-        step = -(-len(items) // _CANDIDATES)
-        return items[:: max(step, 1)]
-
-    def _apply(self, high: int, low: int, given: int, taken: int | None) -> None:
-        for source, target, item in ((high, low, given), (low, high, taken)):
-            if item is None:
-                continue
-            self._bins[source].remove(item)
-            self._bins[target].append(item)
-            for totals, values in ((self._loads, self._costs), (self._fills, self._lengths)):
-                totals[source] -= values[item]
-                totals[target] += values[item]
+def _dealt(bins: Bins, items: Items, members: list[Integers], ranks: int) -> Shares:
+    """Bins of like cost into one round, in it the costliest to the rank with least so far; rounds in order."""
+    loads = np.array([items.costs[held].sum() for held in bins], dtype=np.int64)
+    rounds = np.argsort(-loads, kind="stable").reshape(-1, ranks)
+    totals = np.zeros(ranks, dtype=np.int64)
+    for each in rounds:
+        idlest = np.argsort(totals, kind="stable")
+        each[idlest] = each.copy()
+        totals += loads[each]
+    ordered = np.concatenate([rounds[::2][::-1], rounds[1::2]])
+    shares = [
+        [_sequences(bins[index], members) for index in ordered[:, rank]] for rank in range(ranks)
+    ]
+    return Shares(shares, float(loads[rounds].max(axis=1).sum() * ranks / loads.sum()))
 
 
-def _deal(bins: list[list[int]], costs: Integers, ranks: int) -> list[list[Integers]]:
-    """Bins of like cost into one round; in it the costliest to the rank with least so far."""
-    contents = [np.sort(np.array(items, dtype=np.int64)) for items in bins]
-    loads = [int(costs[items].sum()) for items in contents]
-    ranking = sorted(range(len(bins)), key=lambda index: -loads[index])
-    dealt: list[list[Integers]] = [[] for _ in range(ranks)]
-    totals = [0] * ranks
-    for start in range(0, len(bins), ranks):
-        idlest = sorted(range(ranks), key=totals.__getitem__)
-        for rank, index in zip(idlest, ranking[start : start + ranks], strict=True):
-            dealt[rank].append(contents[index])
-            totals[rank] += loads[index]
-    return dealt
+def _sequences(held: list[int], members: list[Integers]) -> Integers:
+    """The sequences of these groups, ascending."""
+    if not held:
+        return np.array([], dtype=np.int64)
+    return np.sort(np.concatenate([members[index] for index in held]))

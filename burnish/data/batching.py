@@ -15,8 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from burnish.data.balance import Integers, share_out, transformer_cost
+from burnish.data.balance import Shares, share_out
+from burnish.data.partition import Integers
 from burnish.errors import UsageError
+from burnish.models.flops import ModelFlops
 from burnish.parallel.layout import Layout
 from burnish.records import Batch, Example, MicroBatch
 
@@ -30,12 +32,13 @@ def make_batch(
     examples: Sequence[Example],
     layout: Layout,
     tokens_per_device: int,
+    flops: ModelFlops,
     temperature: float = 1.0,
 ) -> Batch:
     """Pack examples into micro-batches of at most `tokens_per_device` tokens; this rank's share of them.
 
     Every rank gets the same number of micro-batches: as few as the budget allows, of about equal
-    cost. Neighbours with the same prompt stay together as far as that leaves the ranks balanced,
+    cost by `flops`, the model's. Neighbours with the same prompt stay together as far as that leaves the ranks balanced,
     because an engine may compute their prompt once. With fewer examples than micro-batches, what is
     missing is filled with two tokens that are not trained on.
     Tensors are on the CPU. `temperature` is passed on to the micro-batches. `num_tokens` is 0 when no token of any example is trained on.
@@ -50,7 +53,8 @@ def make_batch(
     optional = [name for name in _OPTIONAL if _present(examples, name)]
     _check_aligned(examples, lengths, ["loss_mask", *optional])
     trained = _trained_tokens(examples, lengths)
-    mine = _assign(examples, lengths, layout, tokens_per_device)
+    shares = _assign(examples, lengths, layout.data_size, tokens_per_device, flops)
+    mine = shares.microbatches[layout.data_rank]
     whole: dict[str, Any] = {
         "num_tokens": int(trained.sum()),
         "num_sequences": int(np.count_nonzero(trained)),
@@ -60,46 +64,43 @@ def make_batch(
         microbatches=tuple(MicroBatch(**p, **whole, temperature=temperature) for p in packed),
         examples=tuple(tuple(items.tolist()) or (-1,) for items in mine),
         total_tokens=int(lengths.sum()),
+        imbalance=shares.imbalance,
         **whole,
     )
 
 
 def _assign(
-    examples: Sequence[Example], lengths: Integers, layout: Layout, budget: int
-) -> list[Integers]:
-    """This rank's micro-batches, as indices of their examples, ascending."""
-    prompts = [int(e.loss_mask.argmax()) if e.loss_mask.any() else 0 for e in examples]
-    fair = int(lengths.sum()) // (layout.data_size * _UNITS_PER_RANK)
-    units = _units(examples, prompts, lengths, min(fair, budget))
-    totals = [int(lengths[unit].sum()) for unit in units]
-    costs = [
-        sum(transformer_cost(int(n)) for n in lengths[unit])
-        - (len(unit) - 1) * transformer_cost(prompts[unit[0]])
-        for unit in units
-    ]
-    assignment = share_out(np.array(totals), np.array(costs), layout.data_size, budget)
-    return [
-        np.sort(np.concatenate([units[i] for i in items])) if len(items) else items
-        for items in assignment[layout.data_rank]
-    ]
+    examples: Sequence[Example], lengths: Integers, ranks: int, budget: int, flops: ModelFlops
+) -> Shares:
+    """Who runs which example. One that follows others with its prompt costs less: attention's part, and its own tokens."""
+    prompts = np.array([e.loss_mask.argmax() if e.loss_mask.any() else 0 for e in examples])
+    fair = int(lengths.sum()) // (ranks * _UNITS_PER_RANK)
+    groups = _groups(examples, prompts, lengths, min(fair, budget))
+    follows = np.diff(groups, prepend=-1) == 0
+    costs = flops.each(lengths) - flops.per_token * np.where(follows, prompts, 0)
+    return share_out(lengths, costs, ranks, budget, groups=groups)
 
 
-def _units(
-    examples: Sequence[Example], prompts: Sequence[int], lengths: Integers, limit: int
-) -> list[list[int]]:
-    """Runs of examples that begin with the same prompt, none of several examples over `limit` tokens."""
-    units: list[list[int]] = []
-    total = 0
-    for index, (example, prompt) in enumerate(zip(examples, prompts, strict=True)):
-        total += int(lengths[index])
-        if units and total <= limit and prompt == prompts[units[-1][0]]:
-            before = examples[units[-1][0]]
-            if np.array_equal(example.token_ids[:prompt], before.token_ids[:prompt]):
-                units[-1].append(index)
-                continue
-        units.append([index])
-        total = int(lengths[index])
-    return units
+def _groups(
+    examples: Sequence[Example], prompts: Integers, lengths: Integers, limit: int
+) -> Integers:
+    """The number of the run that each example is in: neighbours with one prompt, of several examples at most `limit` tokens."""
+    groups = np.zeros(len(examples), dtype=np.int64)
+    first, total = 0, int(lengths[0])
+    for index in range(1, len(examples)):
+        prompt, length = int(prompts[index]), int(lengths[index])
+        total += length
+        alike = (
+            total <= limit
+            and prompt == prompts[first]
+            and np.array_equal(
+                examples[index].token_ids[:prompt], examples[first].token_ids[:prompt]
+            )
+        )
+        if not alike:
+            first, total = index, length
+        groups[index] = groups[index - 1] + (not alike)
+    return groups
 
 
 def _check_lengths(lengths: Integers, budget: int) -> None:

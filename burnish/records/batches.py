@@ -81,6 +81,8 @@ class Batch:
     """Sequences with at least one loss token over all ranks."""
     total_tokens: int
     """All tokens over all ranks, trained on or not."""
+    imbalance: float = 1.0
+    """Time of the rounds as the costliest rank of each sets it, over the mean of the ranks; 1: nobody waits."""
 
     def with_old_logprobs(self, outputs: Sequence[TokenOutputs]) -> Batch:
         """The same batch with `old_logprobs` from `Engine.forward` of this batch."""

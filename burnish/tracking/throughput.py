@@ -15,13 +15,14 @@ def throughput(
     flops: float | None = None,
     peak_flops_per_s: float | None = None,
     max_memory_bytes: int | None = None,
+    imbalance: float | None = None,
 ) -> dict[str, float]:
-    """`perf/tokens_per_s`, and `perf/mfu` and `perf/max_memory_gb` where what they need is known.
+    """`perf/tokens_per_s`, and `perf/mfu`, `perf/max_memory_gb` and `perf/imbalance` where what they need is known.
 
     `tokens` is the total over all ranks for work that took `seconds`. `flops` and
     `peak_flops_per_s` are of the same devices, one rank's or those of all ranks together: model FLOPs
     utilisation is flops / (seconds · peak) (PaLM, arXiv 2204.02311, appendix B). A gigabyte is 10⁹ bytes.
-    No rate is given for 0 seconds.
+    `imbalance` is what the costliest rank takes over what the mean of the ranks takes. No rate is given for 0 seconds.
     """
     values: dict[str, float] = {}
     if seconds > 0:
@@ -30,4 +31,6 @@ def throughput(
             values["perf/mfu"] = flops / (seconds * peak_flops_per_s)
     if max_memory_bytes is not None:
         values["perf/max_memory_gb"] = max_memory_bytes / _GIGABYTE
+    if imbalance is not None:
+        values["perf/imbalance"] = imbalance
     return values

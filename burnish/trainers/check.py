@@ -25,6 +25,7 @@ from burnish.engines.base import Engine, LossFn, Part
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import BurnishError
 from burnish.launch.run import launch
+from burnish.models.counting import count_flops
 from burnish.models.names import model_shards
 from burnish.models.shrinking import shrunk
 from burnish.models.sources import FreshSource
@@ -99,7 +100,8 @@ def compared(
     """How far one step of an engine, its weights fresh, is from plain PyTorch. Collective; the same on every rank."""
     tokens = sum(len(example.token_ids) for example in examples)
     budget = max(LONGEST, tokens // (2 * engine.layout.data_size))
-    batch = make_batch(examples, engine.layout, budget, config.rollout.temperature)
+    flops, temperature = count_flops(hf_config), config.rollout.temperature
+    batch = make_batch(examples, engine.layout, budget, flops, temperature)
     found = step_of_engine(engine, batch, loss, config.optim)
     return compare(found, plain_step(config, hf_config, examples, loss), config.optim)
 
@@ -192,7 +194,8 @@ def plain_step(
     model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
     FreshSource(hf_config, config.seed).fill(model_shards(model))
     total = sum(len(example.token_ids) for example in examples)
-    batch = make_batch(examples, Layout(), total, config.rollout.temperature)
+    flops, temperature = count_flops(hf_config), config.rollout.temperature
+    batch = make_batch(examples, Layout(), total, flops, temperature)
     (micro,), (order,) = batch.microbatches, batch.examples
     outputs = [_plain_outputs(model, examples[number], micro.temperature) for number in order]
     joined = TokenOutputs(*(torch.cat(parts) for parts in zip(*outputs, strict=True)))

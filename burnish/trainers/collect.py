@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from burnish.data.balance import share_evenly
 from burnish.parallel.collectives import gather_objects
 from burnish.parallel.layout import Layout
 from burnish.records import Completion, Prompt, Request, Rollout
@@ -44,7 +47,10 @@ class Collector:
         Prompt i is drawn with key `first_key` + i. Collective. A signal that reached any rank
         raises `StopRequested` on all of them.
         """
-        mine = range(self.layout.data_rank, len(prompts), self.layout.data_size)
+        shared = share_evenly(
+            np.array([len(prompt.token_ids) for prompt in prompts]), self.layout.data_size
+        )
+        mine = shared[self.layout.data_rank]
         requests = [Request(first_key + i, prompts[i].token_ids, samples=samples) for i in mine]
         stopped: int | None = None
         groups: list[list[Rollout]] = []
@@ -57,8 +63,12 @@ class Collector:
         for signal_number, _ in shares:
             if signal_number is not None:
                 raise StopRequested(signal_number)
-        size = self.layout.data_size
-        return [shares[i % size][1][i // size] for i in range(len(prompts))]
+        by_prompt = {
+            number: group
+            for numbers, (_, theirs) in zip(shared, shares, strict=True)
+            for number, group in zip(numbers, theirs, strict=True)
+        }
+        return [by_prompt[number] for number in range(len(prompts))]
 
     def _generated(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         total = sum(request.samples for request in requests)

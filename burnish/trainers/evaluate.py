@@ -104,7 +104,8 @@ def example_validation(
         loss = Mean(0.0, 0.0)
         for start in range(0, count, size):
             check()
-            batch = make_batch(dataset[start : min(start + size, count)], layout, budget)
+            examples = dataset[start : min(start + size, count)]
+            batch = make_batch(examples, layout, budget, foundation.flops)
             for output, micro in zip(engine.forward(batch), batch.microbatches, strict=True):
                 # Tokens outside the loss mask are not scored, and hold 0.
                 part = Mean(-output.logprobs.sum(), float(micro.loss_mask.sum()))

@@ -15,6 +15,7 @@ from burnish.algorithms.kl import kl_penalty
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.engines.base import Engine
+from burnish.models.flops import ModelFlops
 from burnish.parallel.collectives import gather_objects
 from burnish.records import Batch, Example, Floats, Rollout, TokenOutputs
 
@@ -30,6 +31,8 @@ class Policy:
     """The trained model."""
     reference: Engine | None
     """The frozen model that training started from; None where no KL term wants it."""
+    flops: ModelFlops
+    """What its sequences cost."""
 
 
 def token_advantages(groups: Groups, policy: Policy, config: RunConfig) -> list[Floats]:
@@ -67,7 +70,7 @@ def minibatches(
     for part in np.array_split(np.arange(len(groups)), config.batch.minibatches):
         chosen = [e for number in part for e in examples[number] if e.loss_mask.any()]
         if chosen:
-            batches.append(_batch(chosen, policy.engine, config))
+            batches.append(_batch(chosen, policy, config))
     if len(batches) > 1 and not kept:
         batches = [batch.with_old_logprobs(policy.engine.forward(batch)) for batch in batches]
     if policy.reference is not None and config.algorithm.kl.place == "loss":
@@ -101,7 +104,7 @@ def _kl_penalties(rollouts: Sequence[Rollout], policy: Policy, config: RunConfig
     penalties: list[Floats] = [np.zeros(0, dtype=np.float32) for _ in rollouts]
     if not answered:
         return penalties
-    batch = _batch([to_example(rollouts[i]) for i in answered], policy.engine, config)
+    batch = _batch([to_example(rollouts[i]) for i in answered], policy, config)
     mine = _by_example(batch, policy.engine.forward(batch))
     theirs = _by_example(batch, policy.reference.forward(batch))
     local = {
@@ -129,11 +132,12 @@ def _by_example(batch: Batch, outputs: Sequence[TokenOutputs]) -> dict[int, Floa
     return found
 
 
-def _batch(examples: Sequence[Example], engine: Engine, config: RunConfig) -> Batch:
+def _batch(examples: Sequence[Example], policy: Policy, config: RunConfig) -> Batch:
     return make_batch(
         examples,
-        engine.layout,
+        policy.engine.layout,
         config.batch.tokens_per_device,
+        policy.flops,
         temperature=config.rollout.temperature,
     )
 

@@ -92,10 +92,10 @@ def _policy(foundation: Foundation, run: Run, total_steps: int) -> Policy:
     if run.begin(engine, foundation, total_steps) is None:
         engine.load(foundation.source, Part.WEIGHTS)
     if config.algorithm.kl.coef == 0:
-        return Policy(engine, None)
+        return Policy(engine, None, foundation.flops)
     reference = make_engine(foundation, None, run.layout, run.device)
     reference.load(foundation.source, Part.WEIGHTS)
-    return Policy(engine, reference)
+    return Policy(engine, reference, foundation.flops)
 
 
 def collect_groups(

@@ -63,6 +63,8 @@ class Work:
     """Tokens of each sequence on this rank."""
     tokens: int
     """Tokens over all ranks."""
+    imbalance: float
+    """The mean of the batches' (see `Batch.imbalance`)."""
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> Work:
@@ -73,7 +75,9 @@ class Work:
             for micro in batch.microbatches
             for length in micro.cu_seqlens.diff().tolist()
         ]
-        return cls(tuple(lengths), sum(batch.total_tokens for batch in batches))
+        tokens = sum(batch.total_tokens for batch in batches)
+        imbalance = sum(batch.imbalance for batch in batches) / max(len(batches), 1)
+        return cls(tuple(lengths), tokens, imbalance)
 
 
 class Run:
@@ -307,13 +311,14 @@ class Run:
             yield TensorBoardTracker(self.directory.tensorboard, resume_step=resumed)
 
     def _throughput(self, work: Work, timing: Mapping[str, float]) -> dict[str, float]:
-        """Tokens per second of the update, over all ranks, and this rank's MFU and memory."""
+        """Tokens per second of the update, over all ranks, how evenly it was shared out, and this rank's MFU and memory."""
         return throughput(
             tokens=work.tokens,
             seconds=timing.get("timing_s/update", 0.0),
             flops=self._foundation.flops.training(work.lengths),
             peak_flops_per_s=self._peak,
             max_memory_bytes=peak_memory(self.device),
+            imbalance=work.imbalance,
         )
 
 

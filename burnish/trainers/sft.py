@@ -46,7 +46,9 @@ def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
         for step in run.steps():
             with run.spans("data"):
                 examples = [dataset[index] for index in loader.take(size)]
-                batch = make_batch(examples, layout, config.batch.tokens_per_device)
+                batch = make_batch(
+                    examples, layout, config.batch.tokens_per_device, foundation.flops
+                )
             with run.spans("update"), run.progress.phase("update"):
                 stats = engine.forward_backward(batch, sft_loss)
                 stats = stats.merge(engine.optim_step(learning_rate(step, total, config.optim)))

@@ -3,8 +3,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.data.balance import share_out, transformer_cost
+from burnish.data.balance import share_evenly, share_out
 from burnish.errors import UsageError
+from burnish.models.flops import AttentionCost, ModelFlops
+
+FLOPS = ModelFlops(24.0 * 2048**2, (AttentionCost(4 * 2048, None),))
 
 
 def fewest_bins(lengths, budget):
@@ -30,7 +33,7 @@ def fewest_bins(lengths, budget):
 def least_time(lengths, count, ranks, budget):
     """The least sum over rounds of the costliest micro-batch, over all assignments to `count` bins."""
     best = float("inf")
-    costs = [transformer_cost(n) for n in lengths]
+    costs = FLOPS.each(lengths).tolist()
 
     def place(index, fills, loads):
         nonlocal best
@@ -54,14 +57,13 @@ def least_time(lengths, count, ranks, budget):
 
 
 def time_of(shares, lengths):
-    loads = [
-        [sum(transformer_cost(lengths[i]) for i in items) for items in rank] for rank in shares
-    ]
+    loads = [[FLOPS.forward(lengths[i] for i in items) for items in rank] for rank in shares]
     return sum(max(column) for column in zip(*loads, strict=True))
 
 
-def costs_of(lengths, cost=transformer_cost):
-    return np.array([float(cost(int(n))) for n in lengths])
+def shared(lengths, ranks, budget, cost=FLOPS.each, **options):
+    lengths = np.array(lengths)
+    return share_out(lengths, cost(lengths), ranks, budget, **options).microbatches
 
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
@@ -70,7 +72,7 @@ LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 @settings(max_examples=150, deadline=None)
 @given(LENGTHS, st.integers(1, 5), st.integers(100, 400))
 def test_every_sequence_once_never_over_budget_equal_counts(lengths, ranks, budget):
-    shares = share_out(np.array(lengths), costs_of(lengths), ranks, budget)
+    shares = shared(lengths, ranks, budget)
     rounds = {len(rank) for rank in shares}
     assert len(shares) == ranks
     assert len(rounds) == 1
@@ -88,7 +90,7 @@ def test_the_order_of_the_sequences_does_not_change_the_shape(lengths, ranks, ra
     """A permuted list gives micro-batches of the same lengths in the same places."""
 
     def shape(values):
-        shares = share_out(np.array(values), costs_of(values), ranks, 150)
+        shares = shared(values, ranks, 150)
         return [[sorted(values[i] for i in items) for items in rank] for rank in shares]
 
     assert shape(random.sample(lengths, len(lengths))) == shape(lengths)
@@ -102,7 +104,7 @@ def test_close_to_the_best_of_all_assignments():
         ranks = int(rng.integers(1, 4))
         lengths = rng.integers(1, 100, size=int(rng.integers(2, 9))).tolist()
         budget = int(rng.integers(100, 250))
-        shares = share_out(np.array(lengths), costs_of(lengths), ranks, budget)
+        shares = shared(lengths, ranks, budget)
         best = -(-fewest_bins(lengths, budget) // ranks)
         extra += len(shares[0]) - best
         if len(shares[0]) == best:
@@ -127,15 +129,15 @@ def test_close_to_the_best_of_all_assignments():
     ],
 )
 def test_the_fewest_rounds(lengths, ranks, budget, rounds):
-    shares = share_out(np.array(lengths), costs_of(lengths), ranks, budget)
+    shares = shared(lengths, ranks, budget)
     assert {len(rank) for rank in shares} == {rounds}
 
 
 def test_a_large_batch_is_balanced_to_a_percent():
     rng = np.random.default_rng(1)
     lengths = np.clip(rng.lognormal(5.5, 1, 2000), 2, 4096).astype(np.int64)
-    shares = share_out(lengths, costs_of(lengths), 8, 8192)
-    ideal = sum(transformer_cost(int(n)) for n in lengths) / 8
+    shares = shared(lengths, 8, 8192)
+    ideal = FLOPS.forward(lengths) / 8
     assert time_of(shares, lengths.tolist()) < 1.01 * ideal
     assert len(shares[0]) == -(-int(lengths.sum()) // (8 * 8192))
 
@@ -145,36 +147,85 @@ def test_full_bins_are_packed_tightly():
     rng = np.random.default_rng(2)
     halves = rng.integers(400, 600, 300)
     lengths = rng.permutation(np.concatenate([halves, 1000 - halves]))
-    shares = share_out(lengths, costs_of(lengths), 4, 1000)
+    shares = shared(lengths, 4, 1000)
     assert len(shares[0]) == 75
 
 
 def test_the_cost_decides_what_is_even():
     """With a cost of tokens squared, one long sequence weighs as much as many short ones."""
     lengths = np.array([80] + [20] * 16)
-    shares = share_out(lengths, costs_of(lengths, lambda n: n * n), 2, 1000)
+    shares = shared(lengths, 2, 1000, np.square)
     assert sorted(len(rank[0]) for rank in shares) == [1, 16]
-    even = share_out(lengths, costs_of(lengths, float), 2, 1000)
+    even = shared(lengths, 2, 1000, np.copy)
     assert sorted(len(rank[0]) for rank in even) == [7, 10]
 
 
-def test_the_costliest_round_comes_first():
-    rng = np.random.default_rng(3)
-    lengths = np.array([*rng.integers(1, 20, 30), 100, 100, 100])
-    shares = share_out(lengths, costs_of(lengths), 2, 100)
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 3))
+def test_small_rounds_at_both_ends(lengths, ranks):
+    """The costs of the rounds rise to the largest and fall from there, so that a pipeline fills and empties quickly."""
+    shares = shared(lengths, ranks, 100, np.copy)
     rounds = [
-        max(sum(lengths[i] for i in rank[r]) for rank in shares) for r in range(len(shares[0]))
+        max(sum(lengths[i] for i in items) for items in each) for each in zip(*shares, strict=True)
     ]
-    assert rounds == sorted(rounds, reverse=True)
+    top = rounds.index(max(rounds))
+    assert rounds[: top + 1] == sorted(rounds[: top + 1])
+    assert rounds[top:] == sorted(rounds[top:], reverse=True)
+    assert len(rounds) < 3 or top in (
+        len(rounds) // 2 - 1,
+        len(rounds) // 2,
+        (len(rounds) - 1) // 2,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), min_size=1, max_size=40),
+    st.integers(1, 4),
+)
+def test_groups_stay_whole(sequences, ranks):
+    groups, lengths = (np.array(column) for column in zip(*sequences, strict=True))
+    budget = max(int(lengths[groups == g].sum()) for g in set(groups.tolist())) + 20
+    shares = share_out(lengths, lengths.astype(float), ranks, budget, groups=groups).microbatches
+    homes = [{int(groups[i]) for i in items} for rank in shares for items in rank]
+    held = sorted(int(i) for rank in shares for items in rank for i in items)
+    assert held == list(range(len(lengths)))
+    assert sum(map(len, homes)) == len(set(groups.tolist()))
+    assert all(lengths[items].sum() <= budget for rank in shares for items in rank if len(items))
+
+
+def test_a_group_over_the_budget_is_refused():
+    with pytest.raises(
+        UsageError, match=r"(?s)stay together.*12 tokens from sequence 1 on.*=12 or more"
+    ):
+        share_out(np.array([3, 6, 6]), np.ones(3), 2, 10, groups=np.array([0, 1, 1]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 5))
+def test_imbalance_is_the_time_of_the_rounds_over_the_mean(lengths, ranks):
+    shares = share_out(np.array(lengths), FLOPS.each(lengths), ranks, 150)
+    mean = FLOPS.forward(lengths) / ranks
+    assert shares.imbalance == pytest.approx(time_of(shares.microbatches, lengths) / mean)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 5))
+def test_even_shares_have_equal_counts(lengths, ranks):
+    shares = share_evenly(np.array(lengths, dtype=float), ranks)
+    assert sorted(i for held in shares for i in held) == list(range(len(lengths)))
+    assert all(held == sorted(held) for held in shares)
+    counts = [len(held) for held in shares]
+    assert (len(shares), max(counts) - min(counts) <= 1) == (ranks, True)
+
+
+def test_even_shares_cost_alike():
+    costs = np.random.default_rng(4).uniform(64, 2048, 512)
+    loads = [costs[held].sum() for held in share_evenly(costs, 16)]
+    assert max(loads) < 1.0001 * costs.sum() / 16
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_cost_must_be_a_positive_number(bad):
     with pytest.raises(UsageError, match="not a positive number"):
         share_out(np.array([3]), np.array([bad]), 1, 10)
-
-
-def test_the_default_cost_counts_linear_and_attention_work():
-    """24h² a token and 2hs² a sequence, at h = 2048, in units of the former."""
-    h, s = 2048, 4096
-    assert transformer_cost(s) == pytest.approx((24 * h * h * s + 2 * h * s * s) / (24 * h * h))

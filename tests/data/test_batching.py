@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 
 from burnish.data.batching import make_batch
 from burnish.errors import UsageError
+from burnish.models.flops import AttentionCost, ModelFlops
 from burnish.parallel.layout import Layout
 from burnish.records import Example
+
+FLOPS = ModelFlops(per_token=1.0, attention=())
 
 
 def example(length, trained=None, start=0, **more):
@@ -21,7 +24,9 @@ def example(length, trained=None, start=0, **more):
 
 
 def of_all_ranks(examples, ranks, budget, **options):
-    return [make_batch(examples, Layout(rank, ranks), budget, **options) for rank in range(ranks)]
+    return [
+        make_batch(examples, Layout(rank, ranks), budget, FLOPS, **options) for rank in range(ranks)
+    ]
 
 
 @st.composite
@@ -71,7 +76,10 @@ def test_the_counts_are_of_the_whole_however_it_is_cut(case, random):
     masks = [e.loss_mask for e in examples]
     want = (sum(m.sum() for m in masks), sum(m.any() for m in masks), sum(len(m) for m in masks))
     shuffled = random.sample(examples, len(examples))
-    for part in [*of_all_ranks(examples, ranks, budget), make_batch(shuffled, Layout(), 1000)]:
+    for part in [
+        *of_all_ranks(examples, ranks, budget),
+        make_batch(shuffled, Layout(), 1000, FLOPS),
+    ]:
         assert (part.num_tokens, part.num_sequences, part.total_tokens) == want
         assert {(m.num_tokens, m.num_sequences) for m in part.microbatches} == {want[:2]}
     parts = of_all_ranks(shuffled, ranks, budget)
@@ -79,7 +87,7 @@ def test_the_counts_are_of_the_whole_however_it_is_cut(case, random):
 
 
 def test_types_are_as_the_record_says():
-    batch = make_batch([example(3, weight=0.5), example(2)], Layout(), 10, temperature=0.7)
+    batch = make_batch([example(3, weight=0.5), example(2)], Layout(), 10, FLOPS, temperature=0.7)
     micro = batch.microbatches[0]
     types = {
         name: getattr(micro, name).dtype
@@ -100,7 +108,7 @@ def test_types_are_as_the_record_says():
 def test_a_batch_shares_no_memory_with_its_examples():
     """One example alone in a micro-batch too."""
     only = example(3)
-    make_batch([only], Layout(), 10).microbatches[0].input_ids.zero_()
+    make_batch([only], Layout(), 10, FLOPS).microbatches[0].input_ids.zero_()
     assert only.token_ids.tolist() == [0, 1, 2]
 
 
@@ -151,6 +159,26 @@ def test_a_group_is_parted_where_ranks_would_wait():
     assert [len(part.examples[0]) for part in parts] == [2, 2, 2, 2]
 
 
+def test_the_model_decides_what_is_even():
+    """Where attention is nearly all there is, one long example weighs as much as many short ones."""
+    examples = [example(80), *(example(20, start=1000 * i) for i in range(1, 17))]
+    attention = (AttentionCost(per_pair=1000, window=None),)
+    long = ModelFlops(per_token=1.0, attention=attention)
+    for flops, least in ((FLOPS, 7), (long, 1)):
+        parts = [make_batch(examples, Layout(rank, 2), 1000, flops) for rank in range(2)]
+        assert min(len(part.examples[0]) for part in parts) == least
+        assert len({part.imbalance for part in parts}) == 1
+        assert 1 <= parts[0].imbalance < 1.03
+
+
+def test_one_that_follows_its_prompt_costs_its_own_tokens():
+    """Four samples of a prompt of 10 tokens cost 10 + 4 tokens, not 44."""
+    examples = [*answers(0, 1, 1, 1, 1), example(686, start=3000), example(700, start=2000)]
+    parts = of_all_ranks(examples, 2, 1000)
+    assert sorted(part.examples[0] for part in parts) == [(0, 1, 2, 3, 4), (5,)]
+    assert parts[0].imbalance == pytest.approx(1.0)
+
+
 def test_fillers_only_where_examples_run_out():
     parts = of_all_ranks([example(5), example(9), example(4)], 4, 100)
     assert sorted(part.examples[0][0] for part in parts) == [-1, 0, 1, 2]
@@ -158,7 +186,7 @@ def test_fillers_only_where_examples_run_out():
 
 
 def test_a_batch_with_nothing_to_train_on_counts_zero():
-    batch = make_batch([example(4, trained=0), example(1)], Layout(), 10)
+    batch = make_batch([example(4, trained=0), example(1)], Layout(), 10, FLOPS)
     assert (batch.num_tokens, batch.num_sequences, batch.total_tokens) == (0, 0, 5)
 
 
@@ -188,4 +216,4 @@ def test_a_batch_with_nothing_to_train_on_counts_zero():
 def test_unusable_examples_are_named(examples, message):
     for rank in (0, 1):
         with pytest.raises(UsageError, match=message):
-            make_batch(examples, Layout(rank, 2), 10)
+            make_batch(examples, Layout(rank, 2), 10, FLOPS)

@@ -14,6 +14,7 @@ from burnish.config.schema import EngineConfig
 from burnish.data.batching import make_batch
 from burnish.engines.base import Part
 from burnish.engines.torch_engine import TorchEngine
+from burnish.models.counting import count_flops
 from burnish.models.sources import SafetensorsSource
 from burnish.parallel.layout import Layout
 from burnish.parallel.processes import process_group
@@ -41,7 +42,7 @@ def test_raw_logprobs_are_those_of_the_engine(tmp_path: Path, family: str, preci
         groups = generator.generate(requests, Sampling(12, temperature=0.7, top_p=0.9))
         pairs = [(r, c) for r, group in zip(requests, groups, strict=True) for c in group]
         examples = [_example(request.token_ids, c.token_ids) for request, c in pairs]
-        batch = make_batch(examples, Layout(), 128)
+        batch = make_batch(examples, Layout(), 128, count_flops(config))
         found = dict[int, np.ndarray]()
         for numbers, micro, output in zip(
             batch.examples, batch.microbatches, engine.forward(batch), strict=True
