@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def read_assets(directory: Path) -> dict[str, bytes]:
     return found
 
 
-def with_dtype(data: bytes, dtype: torch.dtype, path: Path) -> bytes:
+def with_dtype(data: bytes, dtype: torch.dtype, path: PurePath) -> bytes:
     """A config.json that names this dtype wherever it names one. Raises `CorruptError` naming `path` where it is none."""
     config = parse_json(data, str(path))
     if not isinstance(config, dict):

@@ -11,18 +11,16 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from burnish.checkpoint.committed import INFLIGHT, TRASH, open_step, step_name
+from burnish.checkpoint.companion import Companion
 from burnish.checkpoint.save import Assets, Contents, check_new
 from burnish.checkpoint.saver import Saver
 from burnish.checkpoint.staging import Memory, stage
@@ -34,9 +32,6 @@ from burnish.parallel.environment import place_of
 
 _LOOK_SECONDS = 0.05
 # Between two questions of waiting ranks to each other.
-_KILL_SECONDS = 10.0
-# How long a writer that was killed may take to go: the system lets it finish what it has begun on a disk.
-_CODE = "import sys; sys.path[:] = {path!r}; from burnish.checkpoint.writer import serve; serve({pipe}, {memory}, {parent})"
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +65,7 @@ class BackgroundSaver:
         self._jobs = 0
         self._step: int | None = None
         self._answer: Answer | None = None
-        self._writer = _Writer(saver, self._memory, keep_open)
+        self._writer = self._start_writer()
 
     def begin(self, step: int, contents: Contents) -> None:
         """Copy the contents and have them written; returns when they may change.
@@ -88,7 +83,7 @@ class BackgroundSaver:
         if not self._writer.send(job):
             _log.warning("the process that writes checkpoints had died and is started again")
             self._writer.kill()
-            self._writer = _Writer(self._saver, self._memory, self._keep_open)
+            self._writer = self._start_writer()
             self._writer.send(job)
         self._step = step
 
@@ -119,6 +114,16 @@ class BackgroundSaver:
         self._writer.kill()
         self._memory.close()
 
+    def _start_writer(self) -> Companion:
+        writer = Companion(
+            "burnish.checkpoint.writer",
+            "the process that writes checkpoints",
+            (self._memory.descriptor,),
+            self._keep_open,
+        )
+        writer.send(self._saver)
+        return writer
+
     def _survived(self, step: int, told: list[Answer | None]) -> bool:
         """Put an end to a save that failed somewhere; whether the step has been committed all the same.
 
@@ -127,7 +132,7 @@ class BackgroundSaver:
         layout, storage, root = self._saver.layout, self._saver.storage, self._saver.root
         if told[layout.rank] is None or not self._writer.is_alive():
             self._writer.kill()
-            self._writer = _Writer(self._saver, self._memory, self._keep_open)
+            self._writer = self._start_writer()
         committed = False
         with agree(layout):  # all writers have ended
             pass
@@ -164,66 +169,3 @@ class BackgroundSaver:
 def _address(local: bool) -> str:
     """How the other ranks reach this machine, which is that of rank 0."""
     return "127.0.0.1" if local else place_of(os.environ).host or socket.gethostname()
-
-
-class _Writer:
-    """The process, and this end of the pipe."""
-
-    def __init__(self, saver: Saver, memory: Memory, keep_open: tuple[int, ...]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            pipe = theirs.fileno()
-            code = _CODE.format(
-                path=[os.path.abspath(each) for each in sys.path],
-                pipe=pipe,
-                memory=memory.descriptor,
-                parent=os.getpid(),
-            )
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(pipe, memory.descriptor, *keep_open),
-            )
-        self._pipe = Connection(ours.detach())
-        self.send(saver)
-
-    def is_alive(self) -> bool:
-        """Whether it has not ended."""
-        return self._process.poll() is None
-
-    def send(self, message: Saver | Job) -> bool:
-        """Whether it could be sent to."""
-        try:
-            self._pipe.send(message)
-        except OSError:
-            return False
-        return True
-
-    def answer(self, seconds: float) -> Answer | None:
-        """What came of the job, waiting so long; None while it is under way."""
-        try:
-            if not self._pipe.poll(seconds):
-                return None
-            answer: Answer = self._pipe.recv()
-        except (EOFError, OSError):
-            return BurnishError(
-                "the process that writes checkpoints died",
-                have=f"exit status {self._status()}",
-                do="look for what ended it: a signal, the out-of-memory killer, a crash",
-            )
-        return answer
-
-    def kill(self) -> None:
-        """End it, whatever it is doing."""
-        self._pipe.close()
-        self._process.kill()
-        if self._status() is None:
-            _log.warning(
-                "the process that writes checkpoints hangs in the system: pid %d", self._process.pid
-            )
-
-    def _status(self) -> int | None:
-        """Its exit status, minus the number of the signal that killed it; None when it does not end."""
-        with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(_KILL_SECONDS)
-        return None

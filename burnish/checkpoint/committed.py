@@ -11,8 +11,8 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import PurePath
+from typing import Any, TypeVar
 
 from burnish.checkpoint.manifest import (
     COMMIT,
@@ -29,13 +29,15 @@ from burnish.checkpoint.manifest import (
 )
 from burnish.errors import CorruptError
 from burnish.files.durable import read_whole
-from burnish.files.storage import LocalStorage, Storage
+from burnish.files.storage import LocalStorage, Source
 from burnish.files.strict_json import parse_json
 
 INFLIGHT = ".inflight-"
 """Starts the names of directories that are being written."""
 TRASH, QUARANTINE = "trash", "quarantine"
 """Where directories go by rename before they are removed, and where steps go that could not be resumed from."""
+
+P = TypeVar("P", bound=PurePath)
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
 
@@ -46,7 +48,7 @@ _log = logging.getLogger(__name__)
 class Committed:
     """A step that is on disk whole, as far as names, sizes and the digests of its small files tell."""
 
-    path: Path
+    path: PurePath
     """Its directory; `path / "model"` is a Hugging Face model directory."""
     commit: Commit
     """Its seal."""
@@ -71,9 +73,9 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def step_paths(root: Path, storage: Storage) -> dict[int, Path]:
+def step_paths(root: P, storage: Source) -> dict[int, P]:
     """What has a step's name below `root`, whole or not, oldest first."""
-    found: dict[int, Path] = {}
+    found: dict[int, P] = {}
     for entry in storage.entries(root):
         match = _STEP.fullmatch(entry.name)
         if match and entry.kind == "directory" and step_name(int(match[1])) == entry.name:
@@ -81,7 +83,7 @@ def step_paths(root: Path, storage: Storage) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def read_commit(path: Path, storage: Storage) -> Commit:
+def read_commit(path: PurePath, storage: Source) -> Commit:
     """The seal of the step at `path`. Raises `CorruptError` when it is missing or damaged."""
     commit = parse_commit(_read(path, COMMIT, COMMIT_LIMIT, storage), f"{path / COMMIT}")
     if path.name != step_name(commit.step):
@@ -91,7 +93,7 @@ def read_commit(path: Path, storage: Storage) -> Commit:
     return commit
 
 
-def open_step(path: Path, storage: Storage) -> Committed:
+def open_step(path: PurePath, storage: Source) -> Committed:
     """The step at `path`: COMMIT, manifest and state read and checked, and every file's size.
 
     Raises `CorruptError` naming the file for anything damaged, missing, or there without being in
@@ -118,7 +120,7 @@ def open_step(path: Path, storage: Storage) -> Committed:
     return Committed(path, commit, manifest, _state(path, manifest, storage))
 
 
-def committed(root: Path, storage: Storage | None = None) -> list[Committed]:
+def committed(root: PurePath, storage: Source | None = None) -> list[Committed]:
     """The steps below `root` that open, oldest first; the others are named in the log."""
     storage = storage or LocalStorage()
     found = []
@@ -130,7 +132,7 @@ def committed(root: Path, storage: Storage | None = None) -> list[Committed]:
     return found
 
 
-def newest(root: Path, storage: Storage | None = None) -> Committed | None:
+def newest(root: PurePath, storage: Source | None = None) -> Committed | None:
     """The newest healthy step below `root`, or None when no step was ever committed there.
 
     Raises `CorruptError` when there are steps and none can be used.
@@ -146,7 +148,7 @@ def newest(root: Path, storage: Storage | None = None) -> Committed | None:
     return usable[-1] if usable else None
 
 
-def _read(path: Path, name: str, limit: int, storage: Storage) -> bytes:
+def _read(path: PurePath, name: str, limit: int, storage: Source) -> bytes:
     try:
         return read_whole(storage, path / name, limit)
     except FileNotFoundError as error:
@@ -155,7 +157,7 @@ def _read(path: Path, name: str, limit: int, storage: Storage) -> bytes:
         raise CorruptError(f"{path / name} cannot be read", have=error) from error
 
 
-def _files(path: Path, prefix: str, storage: Storage) -> Iterator[tuple[str, int]]:
+def _files(path: PurePath, prefix: str, storage: Source) -> Iterator[tuple[str, int]]:
     for entry in storage.entries(path):
         name = f"{prefix}{entry.name}"
         if entry.kind == "directory":
@@ -166,7 +168,7 @@ def _files(path: Path, prefix: str, storage: Storage) -> Iterator[tuple[str, int
             raise CorruptError(f"{path / entry.name} is no regular file", have="a link or a device")
 
 
-def _state(path: Path, manifest: Manifest, storage: Storage) -> Mapping[str, Any]:
+def _state(path: PurePath, manifest: Manifest, storage: Source) -> Mapping[str, Any]:
     data = _read(path, STATE, STATE_LIMIT, storage)
     record = manifest.files.get(STATE)
     if record is None or record != record_of(data, record.block_bytes):

@@ -23,7 +23,7 @@ from burnish.checkpoint.split import add_residual
 from burnish.checkpoint.verify import checked_header, read_block
 from burnish.errors import CorruptError, IncompatibleError, MissingError
 from burnish.files.safetensors import TensorEntry
-from burnish.files.storage import File, LocalStorage, Storage
+from burnish.files.storage import LocalStorage, ReadableFile, Source
 from burnish.parallel.collectives import agree, gather_objects
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Piece, Shard
@@ -48,9 +48,7 @@ class CheckpointSource:
     what `model/` holds. Holds 32 MiB beside the tensors, and the same again for what ranks pass on.
     """
 
-    def __init__(
-        self, committed: Committed, layout: Layout, storage: Storage | None = None
-    ) -> None:
+    def __init__(self, committed: Committed, layout: Layout, storage: Source | None = None) -> None:
         self._step = committed
         self._layout = layout
         self._storage = storage or LocalStorage()
@@ -143,7 +141,7 @@ class CheckpointSource:
             put(mine, elements)
 
         with ExitStack() as opened:
-            files: dict[int, File] = {}
+            files: dict[int, ReadableFile] = {}
             for group in range(reading.groups):
                 with agree(self._layout):
                     for slot, block in reading.blocks(group):

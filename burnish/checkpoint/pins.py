@@ -14,11 +14,11 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from burnish.errors import CorruptError
 from burnish.files.durable import read_whole, write_durably
-from burnish.files.storage import Storage
+from burnish.files.storage import Source, Storage
 from burnish.files.strict_json import encode_json, parse_json
 
 PINS = "pins.json"
@@ -31,7 +31,7 @@ _LOCK = ".pins.lock"
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
-def read_pins(root: Path, storage: Storage) -> dict[int, str]:
+def read_pins(root: PurePath, storage: Source) -> dict[int, str]:
     """Why each pinned step below `root` is pinned, oldest first; {} where nothing ever was.
 
     Raises `CorruptError` for a file that is not one of these: then every step counts as pinned.
@@ -82,7 +82,7 @@ def holding_pins(root: Path, storage: Storage) -> Iterator[dict[int, str]]:
         os.close(descriptor)
 
 
-def _damaged(path: Path, have: object) -> CorruptError:
+def _damaged(path: PurePath, have: object) -> CorruptError:
     return CorruptError(
         f"{path} is damaged, so every step counts as pinned",
         have=have,

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, Self
 
 from burnish.checkpoint.committed import TRASH, open_step, read_commit, step_paths
@@ -19,7 +19,7 @@ from burnish.checkpoint.pins import holding_pins
 from burnish.config.schema import CheckpointConfig
 from burnish.errors import CorruptError, IncompatibleError
 from burnish.files.durable import move_aside
-from burnish.files.storage import Storage
+from burnish.files.storage import Source, Storage
 
 MEASURED = "measured"
 """The key of state.json under which a trainer puts the validation's numbers, by name."""
@@ -122,7 +122,7 @@ class Retention:
             storage.remove(path)
         return gone
 
-    def facts(self, root: Path, storage: Storage) -> list[Facts]:
+    def facts(self, root: PurePath, storage: Source) -> list[Facts]:
         """What the predicates ask of the steps below `root`; those that cannot be read are named in the log."""
         found = []
         for path in step_paths(root, storage).values():
@@ -136,7 +136,7 @@ class Retention:
         return found
 
 
-def _measured(path: Path, storage: Storage) -> Mapping[str, Any]:
+def _measured(path: PurePath, storage: Source) -> Mapping[str, Any]:
     """The validation's numbers of the step at `path`; none where it has none or is damaged."""
     try:
         measured = open_step(path, storage).state.get(MEASURED)

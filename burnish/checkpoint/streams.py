@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -25,7 +25,7 @@ from burnish.checkpoint.split import add_residual
 from burnish.checkpoint.verify import checked_header, read_block
 from burnish.errors import CorruptError, IncompatibleError, MissingError
 from burnish.files.safetensors import Header, TensorEntry, read_header
-from burnish.files.storage import File, LocalStorage, Storage
+from burnish.files.storage import LocalStorage, ReadableFile, Source
 
 SUFFIX = ".safetensors"
 """Ends the names of tensor files."""
@@ -54,7 +54,7 @@ class Described:
 class TensorStream(Protocol):
     """Tensors by key (`model/NAME`, `exp_avg/NAME`), read in pieces of any size. A context manager."""
 
-    path: Path
+    path: PurePath
     tensors: Mapping[str, Described]
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
@@ -86,13 +86,13 @@ class _Place:
 class _Files:
     """The files of a directory, each opened once, by name."""
 
-    def __init__(self, directory: Path, storage: Storage | None) -> None:
+    def __init__(self, directory: PurePath, storage: Source | None) -> None:
         self.path = directory
         self._storage = storage or LocalStorage()
         self._opened = ExitStack()
-        self._files: dict[str, File] = {}
+        self._files: dict[str, ReadableFile] = {}
 
-    def _file(self, name: str) -> File:
+    def _file(self, name: str) -> ReadableFile:
         if name not in self._files:
             opened = self._storage.open(self.path / name)
             self._files[name] = self._opened.enter_context(opened)
@@ -119,7 +119,7 @@ class DirectoryTensors(_Files):
     `CorruptError` for a file that is not what it says, `IncompatibleError` for an unknown dtype.
     """
 
-    def __init__(self, directory: Path, storage: Storage | None = None) -> None:
+    def __init__(self, directory: Path, storage: Source | None = None) -> None:
         super().__init__(directory, storage)
         headers = [(name, read_header(directory / name)) for name in model_files(directory)]
         self._places = _places(directory, [("model", *each) for each in headers])
@@ -146,7 +146,7 @@ class StepTensors(_Files):
     `DirectoryTensors` does.
     """
 
-    def __init__(self, step: Committed, storage: Storage | None = None) -> None:
+    def __init__(self, step: Committed, storage: Source | None = None) -> None:
         super().__init__(step.path, storage)
         self._step = step
         self._blocks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
@@ -237,7 +237,7 @@ def chunks(elements: int, size: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, elements)
 
 
-def _places(directory: Path, headers: list[tuple[str, str, Header]]) -> dict[str, _Place]:
+def _places(directory: PurePath, headers: list[tuple[str, str, Header]]) -> dict[str, _Place]:
     """Tensors by key, in the order of their bytes. Checks dtypes, and that none is there twice."""
     places: dict[str, _Place] = {}
     for prefix, name, header in headers:

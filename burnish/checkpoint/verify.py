@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from pathlib import PurePath
 
 from burnish.checkpoint.committed import Committed, open_step
 from burnish.checkpoint.manifest import MAX_BLOCK_BYTES, FileRecord, block_hash
 from burnish.errors import CorruptError
-from burnish.files.safetensors import Header, read_header
-from burnish.files.storage import File, LocalStorage, Storage
+from burnish.files.safetensors import Header, header_size, parse_header
+from burnish.files.storage import LocalStorage, ReadableFile, Source
 
 _TENSORS = ".safetensors"
 _SHOWN = 5
@@ -24,7 +24,7 @@ class DamagedBlock(CorruptError):
     """A block of a step's file whose bytes are not those that were written."""
 
     def __init__(
-        self, file: Path, start: int, stop: int, holds: tuple[str, ...], *, have: str, want: str
+        self, file: PurePath, start: int, stop: int, holds: tuple[str, ...], *, have: str, want: str
     ) -> None:
         shown = ", ".join(holds[:_SHOWN]) or "no tensor"
         shown += f" and {len(holds) - _SHOWN} more" if len(holds) > _SHOWN else ""
@@ -49,7 +49,7 @@ class DamagedBlock(CorruptError):
 
 
 def _rebuild(
-    problem: str, place: tuple[Path, int, int, tuple[str, ...]], have: str, want: str
+    problem: str, place: tuple[PurePath, int, int, tuple[str, ...]], have: str, want: str
 ) -> DamagedBlock:
     error = DamagedBlock(*place, have=have, want=want)
     # The text may have been added to since: which rank it comes from.
@@ -57,7 +57,7 @@ def _rebuild(
     return error
 
 
-def verify(path: Path, storage: Storage | None = None) -> Iterator[CorruptError]:
+def verify(path: PurePath, storage: Source | None = None) -> Iterator[CorruptError]:
     """Read all of the step at `path`; yields an error per damaged block, naming file and tensors.
 
     A thread reads the next block while one is hashed. Raises `CorruptError` when COMMIT, manifest,
@@ -76,7 +76,7 @@ def verify(path: Path, storage: Storage | None = None) -> Iterator[CorruptError]
 def _verify_file(
     step: Committed,
     name: str,
-    storage: Storage,
+    storage: Source,
     reader: ThreadPoolExecutor,
     buffers: list[memoryview],
 ) -> Iterator[CorruptError]:
@@ -88,12 +88,12 @@ def _verify_file(
             read = reader.submit(_fill, file, data, number * record.block_bytes)
             ahead.append((number, data, read))
             if len(ahead) == 2:
-                yield from _damage(step, name, *ahead.pop(0))
+                yield from _damage(file, step, name, *ahead.pop(0))
         while ahead:
-            yield from _damage(step, name, *ahead.pop(0))
+            yield from _damage(file, step, name, *ahead.pop(0))
 
 
-def verify_quickly(path: Path, storage: Storage | None = None) -> Iterator[CorruptError]:
+def verify_quickly(path: PurePath, storage: Source | None = None) -> Iterator[CorruptError]:
     """Check what needs no reading of tensors: COMMIT, manifest, state, names, sizes and headers.
 
     Yields and raises as `verify` does.
@@ -109,7 +109,7 @@ def verify_quickly(path: Path, storage: Storage | None = None) -> Iterator[Corru
 
 
 def read_block(
-    file: File, step: Committed, name: str, number: int, into: memoryview | None = None
+    file: ReadableFile, step: Committed, name: str, number: int, into: memoryview | None = None
 ) -> memoryview:
     """A block of a step's file, checked against its hash, in `into` or memory of its own.
 
@@ -118,22 +118,22 @@ def read_block(
     record = step.manifest.files[name]
     size = _size(record, number)
     data = memoryview(bytearray(size)) if into is None else into[:size]
-    _check(step, name, number, data, _fill(file, data, number * record.block_bytes))
+    _check(file, step, name, number, data, _fill(file, data, number * record.block_bytes))
     return data
 
 
-def checked_header(step: Committed, name: str, storage: Storage) -> Header:
-    """The header of a step's tensor file, from blocks that are checked first."""
-    record = step.manifest.files[name]
-    with storage.open(step.path / name) as file:
-        first = read_block(file, step, name, 0)
-        size = 8 + int.from_bytes(first[:8], "little")
-        for number in range(1, _blocks(size, record)):
-            read_block(file, step, name, number)
-    return read_header(step.path / name)
+def checked_header(step: Committed, name: str, storage: Source) -> Header:
+    """The header of a step's tensor file, out of blocks that were checked."""
+    record, path = step.manifest.files[name], step.path / name
+    with storage.open(path) as file:
+        data = bytearray(read_block(file, step, name, 0) if record.blocks else b"")
+        size = header_size(path, data, record.size)
+        for number in range(1, -(-size // record.block_bytes)):
+            data += read_block(file, step, name, number)
+    return parse_header(path, bytes(data[:size]), record.size)
 
 
-def _fill(file: File, data: memoryview, start: int) -> str | None:
+def _fill(file: ReadableFile, data: memoryview, start: int) -> str | None:
     """Read into all of `data`; says where the file ends before."""
     try:
         file.pread_into(data, start)
@@ -142,21 +142,28 @@ def _fill(file: File, data: memoryview, start: int) -> str | None:
     return None
 
 
-def _check(step: Committed, name: str, number: int, data: memoryview, ended: str | None) -> None:
+def _check(
+    file: ReadableFile, step: Committed, name: str, number: int, data: memoryview, ended: str | None
+) -> None:
     """Raise `DamagedBlock` unless `data` is the block that was committed."""
     record = step.manifest.files[name]
     found = ended or block_hash(data)
     if found != record.blocks[number]:
         start = number * record.block_bytes
         stop = start + len(data)
-        holds = _tensors(step, name, start, stop)
+        holds = _tensors(file, step, name, start, stop)
         raise DamagedBlock(
             step.path / name, start, stop, holds, have=found, want=record.blocks[number]
         )
 
 
 def _damage(
-    step: Committed, name: str, number: int, data: memoryview, read: Future[str | None]
+    file: ReadableFile,
+    step: Committed,
+    name: str,
+    number: int,
+    data: memoryview,
+    read: Future[str | None],
 ) -> Iterator[CorruptError]:
     """What is wrong with a block, once it has been read; that the disk could not read it, as well."""
     try:
@@ -164,7 +171,7 @@ def _damage(
     except OSError as error:
         ended = str(error)
     try:
-        _check(step, name, number, data, ended)
+        _check(file, step, name, number, data, ended)
     except CorruptError as error:
         yield error
 
@@ -173,17 +180,20 @@ def _size(record: FileRecord, number: int) -> int:
     return min(record.block_bytes, record.size - number * record.block_bytes)
 
 
-def _blocks(size: int, record: FileRecord) -> int:
-    return min(-(-size // record.block_bytes), len(record.blocks))
-
-
-def _tensors(step: Committed, name: str, start: int, stop: int) -> tuple[str, ...]:
-    """Which tensors lie in a range of a file, for a message."""
+def _tensors(
+    file: ReadableFile, step: Committed, name: str, start: int, stop: int
+) -> tuple[str, ...]:
+    """Which tensors lie in a range of a file, as far as its header, of which nothing is known, can tell."""
     if not name.endswith(_TENSORS):
         return ()
+    path, file_size = step.path / name, step.manifest.files[name].size
+    prefix = bytearray(min(8, file_size))
     try:
-        header = read_header(step.path / name)
-    except CorruptError:
+        file.pread_into(prefix, 0)
+        data = bytearray(header_size(path, prefix, file_size))
+        file.pread_into(data, 0)
+        header = parse_header(path, bytes(data), file_size)
+    except (CorruptError, EOFError, OSError):
         return ("the header",)
     names = [e.name for e in header.entries.values() if e.begin < stop and start < e.end]
     return (*["the header"] * (start < header.size), *names)

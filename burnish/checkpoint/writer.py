@@ -10,10 +10,7 @@ went wrong is left for the next.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,12 +24,11 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
+from burnish.checkpoint.companion import accompany
 from burnish.checkpoint.saver import Saver
 from burnish.checkpoint.staging import Memory, Staged
 from burnish.errors import BurnishError
 from burnish.parallel.layout import Layout
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +61,9 @@ Answer = Path | BurnishError
 """What comes of a job."""
 
 
-def serve(pipe: int, memory: int, parent: int) -> None:
+def serve(pipe: int, parent: int, memory: int) -> None:
     """Be the writer of the process `parent`; both descriptors are this process's own."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # whoever stops the run waits for its writer
-    die_with(parent)
+    accompany(parent)
     torch.set_num_threads(1)
     shared = Memory(memory)
     with Connection(pipe) as connection:
@@ -80,14 +74,6 @@ def serve(pipe: int, memory: int, parent: int) -> None:
             except EOFError:
                 return
             connection.send(_answer(saver, job, shared, lambda: _check_parent(parent)))
-
-
-def die_with(parent: int) -> None:
-    """Have the system kill this process when the parent ends; where it cannot, the end of the pipe tells."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _check_parent(parent: int) -> None:

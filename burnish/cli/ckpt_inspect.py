@@ -62,7 +62,7 @@ def show_step(path: Path, say: Say, *, tensors: bool) -> dict[str, Any]:
         "healthy": step.healthy,
         "pinned": read_pins(step.path.parent, _LOCAL).get(step.step),
         "bytes": step.manifest.total_bytes,
-        "saved": _saved(step.path),
+        "saved": _saved(Path(step.path)),
         "version": step.commit.version,
         "processes": step.manifest.world,
         "uuid": step.commit.uuid,

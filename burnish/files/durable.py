@@ -6,10 +6,10 @@ import errno
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from burnish.errors import BurnishError
-from burnish.files.storage import Bytes, Storage
+from burnish.files.storage import Bytes, Source, Storage
 
 
 def write_durably(storage: Storage, path: Path, data: Bytes) -> None:
@@ -45,7 +45,7 @@ def make_dirs_durably(storage: Storage, path: Path, *, above: int) -> None:
                 raise
 
 
-def read_whole(storage: Storage, path: Path, limit: int) -> bytes:
+def read_whole(storage: Source, path: PurePath, limit: int) -> bytes:
     """A small file's content. Raises `ValueError` when it is longer than `limit` bytes."""
     with storage.open(path) as file:
         size = file.size()

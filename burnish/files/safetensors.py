@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from burnish.errors import CorruptError, MissingError
@@ -73,20 +73,31 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     file_size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or 8 + length > file_size:
-            raise _corrupt(path, "is truncated", f"{file_size} bytes", f"{8 + length} or more")
-        if length > MAX_HEADER_BYTES:
-            raise _corrupt(path, "has a huge header", f"{length} bytes", f"{MAX_HEADER_BYTES}")
-        text = file.read(length)
-    table = _parse(path, text)
+        text = file.read(header_size(path, prefix, file_size) - 8)
+    return parse_header(path, prefix + text, file_size)
+
+
+def header_size(path: PurePath, prefix: bytes | bytearray, file_size: int) -> int:
+    """Bytes before the first tensor of a file that begins with these (8 or more). Raises `CorruptError`."""
+    size = 8 + int.from_bytes(prefix[:8], "little")
+    if len(prefix) < 8 or size > file_size:
+        raise _corrupt(path, "is truncated", f"{file_size} bytes", f"{size} or more")
+    if size - 8 > MAX_HEADER_BYTES:
+        raise _corrupt(path, "has a huge header", f"{size - 8} bytes", f"{MAX_HEADER_BYTES}")
+    return size
+
+
+def parse_header(path: PurePath, data: bytes, file_size: int) -> Header:
+    """The header of a file that begins with `data`, which is all of it. Raises as `read_header` does."""
+    start = len(data)
+    table = _parse(path, data[8:])
     metadata = _metadata(path, table.pop("__metadata__", {}))
     entries = sorted(
-        (_entry(path, name, value, 8 + length) for name, value in table.items()),
+        (_entry(path, name, value, start) for name, value in table.items()),
         key=lambda entry: (entry.begin, entry.end),
     )
-    _check_cover(path, entries, 8 + length, file_size)
-    return Header({entry.name: entry for entry in entries}, metadata, 8 + length)
+    _check_cover(path, entries, start, file_size)
+    return Header({entry.name: entry for entry in entries}, metadata, start)
 
 
 def build_header(
@@ -122,7 +133,7 @@ def build_header(
     return len(text).to_bytes(8, "little") + text, entries
 
 
-def _corrupt(path: Path, what: str, have: object = None, want: object = None) -> CorruptError:
+def _corrupt(path: PurePath, what: str, have: object = None, want: object = None) -> CorruptError:
     return CorruptError(f"{path} {what}", have=have, want=want, do="get the file again")
 
 
@@ -134,7 +145,7 @@ def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return bits // 8
 
 
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
+def _parse(path: PurePath, text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) < len(pairs):
@@ -152,13 +163,13 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
     return table
 
 
-def _metadata(path: Path, value: Any) -> dict[str, str]:
+def _metadata(path: PurePath, value: Any) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise _corrupt(path, "has metadata that is not text by name", value)
     return value
 
 
-def _entry(path: Path, name: str, value: Any, start: int) -> TensorEntry:
+def _entry(path: PurePath, name: str, value: Any, start: int) -> TensorEntry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise _corrupt(path, f"describes tensor {name} wrongly", value)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -182,7 +193,7 @@ def _counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
-def _check_cover(path: Path, entries: list[TensorEntry], start: int, file_size: int) -> None:
+def _check_cover(path: PurePath, entries: list[TensorEntry], start: int, file_size: int) -> None:
     """Every byte after the header belongs to exactly one tensor."""
     position = start
     for entry in entries:

@@ -1,8 +1,9 @@
 """The few operations on files that durability rests on, behind a seam that tests can break.
 
 Everything a checkpoint does to a disk goes through a `Storage`, so a test can put one in its place
-that fails, fills up or forgets what was not synced. `LocalStorage` is the real one. Left out:
-object stores, which have no writes in place and get whole files instead.
+that fails, fills up or forgets what was not synced. `LocalStorage` is the real one. What only reads
+asks for a `Source`, which a remote directory is as well. Left out: writing to object stores, which
+have no writes in place and get whole files instead.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import shutil
 import stat
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
@@ -32,20 +33,14 @@ class Entry:
     """Bytes, for a file; 0 otherwise."""
 
 
-class File(Protocol):
-    """An open file, read and written at given offsets (in bytes), by any number of processes at once."""
+class ReadableFile(Protocol):
+    """An open file, read at given offsets (in bytes)."""
 
     def size(self) -> int:
         """Its length in bytes."""
 
     def pread_into(self, buffer: bytearray | memoryview, offset: int) -> None:
         """Fill the whole buffer from `offset`. Raises `EOFError` when the file ends before."""
-
-    def pwrite(self, data: Bytes, offset: int) -> None:
-        """Write all of the data at `offset`."""
-
-    def sync(self) -> None:
-        """Return when what was written survives a power loss."""
 
     def __enter__(self) -> Self:
         """The file itself."""
@@ -59,13 +54,33 @@ class File(Protocol):
         """Close it."""
 
 
-class Storage(Protocol):
+class File(ReadableFile, Protocol):
+    """A file that is written as well, by any number of processes at once."""
+
+    def pwrite(self, data: Bytes, offset: int) -> None:
+        """Write all of the data at `offset`."""
+
+    def sync(self) -> None:
+        """Return when what was written survives a power loss."""
+
+
+class Source(Protocol):
+    """A place whose files can be read. Every method raises `OSError` when it cannot do what it says."""
+
+    def open(self, path: PurePath) -> ReadableFile:
+        """An existing regular file; a link or a device is refused."""
+
+    def entries(self, path: PurePath) -> list[Entry]:
+        """What is in a directory, by name; nothing when there is no such directory."""
+
+
+class Storage(Source, Protocol):
     """A place for files. Every method raises `OSError` when it cannot do what it says."""
 
     def create(self, path: Path, size: int) -> File:
         """A new file of this length, its space already taken; `FileExistsError` when it is there."""
 
-    def open(self, path: Path, *, write: bool = False) -> File:
+    def open(self, path: PurePath, *, write: bool = False) -> File:
         """An existing regular file; a link or a device is refused."""
 
     def make_dirs(self, path: Path) -> None:
@@ -79,9 +94,6 @@ class Storage(Protocol):
 
     def remove(self, path: Path) -> None:
         """Remove a file, or a directory with all in it."""
-
-    def entries(self, path: Path) -> list[Entry]:
-        """What is in a directory, by name; nothing when there is no such directory."""
 
     def free_bytes(self, path: Path) -> int:
         """Space that this user may still fill on the file system that holds `path`."""
@@ -148,7 +160,7 @@ class LocalStorage:
             raise OSError(error.errno, error.strerror, str(path)) from error
         return LocalFile(descriptor)
 
-    def open(self, path: Path, *, write: bool = False) -> File:
+    def open(self, path: PurePath, *, write: bool = False) -> File:
         """An existing regular file."""
         access = os.O_RDWR if write else os.O_RDONLY
         descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -180,7 +192,7 @@ class LocalStorage:
         else:
             path.unlink()
 
-    def entries(self, path: Path) -> list[Entry]:
+    def entries(self, path: PurePath) -> list[Entry]:
         """The directory's names, sorted; [] when it is not there."""
         try:
             with os.scandir(path) as found:

@@ -52,7 +52,7 @@ def test_killed_at_chosen_moments(work, in_peace, kind):
         ("burnish.checkpoint.background:BackgroundSaver.begin", 2),
         ("burnish.trainers.run:write_report", 1),
         ("burnish.checkpoint.background:BackgroundSaver.finished", 4),
-        ("burnish.checkpoint.background:_Writer.kill", 1),
+        ("burnish.checkpoint.background:Companion.kill", 1),
     ]
     argv = [*KINDS[kind], f"name=chosen_{kind}", *SAVING]
     for place, nth in places:
