@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 from burnish.errors import CorruptError, MissingError
+from burnish.files.strict_json import shortened
 
 MAX_HEADER_BYTES = 100_000_000
 """Longer headers are refused, as the reference implementation does."""
@@ -29,7 +31,7 @@ DTYPE_BITS: Mapping[str, int] = {
 }  # fmt: skip
 """Bits per element of every dtype the format knows."""
 
-_MAX_ELEMENTS = 1 << 63
+_MAX_ELEMENTS, _MAX_DIMS = 1 << 63, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,8 @@ def build_header(
 
 
 def _corrupt(path: PurePath, what: str, have: object = None, want: object = None) -> CorruptError:
-    return CorruptError(f"{path} {what}", have=have, want=want, do="get the file again")
+    shown = have if have is None or isinstance(have, str) else shortened(have)
+    return CorruptError(f"{path} {what}", have=shown, want=want, do="get the file again")
 
 
 def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -149,8 +152,7 @@ def _parse(path: PurePath, text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
             raise _corrupt(path, f"has the key {twice!r} twice in its header")
         return table
 
@@ -175,7 +177,7 @@ def _entry(path: PurePath, name: str, value: Any, start: int) -> TensorEntry:
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise _corrupt(path, f"gives tensor {name} an unknown dtype", dtype, ", ".join(DTYPE_BITS))
-    if not _counts(shape) or math.prod(shape) >= _MAX_ELEMENTS:
+    if not _counts(shape) or len(shape) > _MAX_DIMS or math.prod(shape) >= _MAX_ELEMENTS:
         raise _corrupt(path, f"gives tensor {name} an impossible shape", shape)
     if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _corrupt(path, f"gives tensor {name} impossible offsets", offsets)

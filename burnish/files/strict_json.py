@@ -1,12 +1,13 @@
-"""JSON read with suspicion: bounded, without duplicate keys, NaN, or surprises of depth.
+"""JSON read with suspicion: without duplicate keys, NaN, numbers that become infinite, or surprises of depth.
 
 For files that something depends on (manifests, states), where Python's reader would silently take
-the last of two keys or a NaN.
+the last of two keys, a NaN, or an infinity for 1e999.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from burnish.errors import CorruptError
@@ -16,7 +17,10 @@ def parse_json(data: bytes, what: str) -> Any:
     """The value in `data`. Raises `CorruptError` naming `what` for anything but plain JSON in UTF-8."""
     try:
         return json.loads(
-            data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+            data.decode("utf-8"),
+            object_pairs_hook=_no_duplicates,
+            parse_constant=_no_constant,
+            parse_float=_finite,
         )
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{what} is not valid JSON", have=error) from error
@@ -25,6 +29,12 @@ def parse_json(data: bytes, what: str) -> Any:
 def encode_json(value: object) -> bytes:
     """Canonical JSON (sorted keys, UTF-8, a newline at the end). Raises `ValueError` for NaN and infinities."""
     return (json.dumps(value, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+
+
+def shortened(value: object, limit: int = 200) -> str:
+    """What was read, as a message shows it: a hostile file must not fill the screen."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -36,3 +46,10 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{digits[:40]} is too large a number")
+    return value

@@ -111,6 +111,7 @@ def set_field(name, field, new):
         lambda value: value.pop("uuid"),
         lambda value: value.update(step=8),
         lambda value: value.update(uuid="other"),
+        lambda value: value.update(deep=json.loads("[" * 800 + "]" * 800)),
     ],
 )
 def test_wrong_fields_are_refused(change):
@@ -119,9 +120,24 @@ def test_wrong_fields_are_refused(change):
         parse_manifest(data, commit, "manifest")
 
 
-def test_another_format_is_incompatible():
-    data, commit = forged(lambda value: value.update(format=2))
-    with pytest.raises(IncompatibleError, match="format 2") as caught:
+def test_numbers_that_become_infinite_are_refused():
+    data = MANIFEST.encode().replace(b'"step": 7', b'"step": 1e999')
+    commit = Commit("0.1", "ab12", 7, sha256(data), MANIFEST.total_bytes, True)
+    with pytest.raises(CorruptError, match="not valid JSON"):
+        parse_manifest(data, commit, "manifest")
+
+
+def test_nesting_that_can_just_be_read_is_refused():
+    for depth in range(300, 1100, 20):
+        data = b"[" * depth + b"]" * depth
+        with pytest.raises(CorruptError):
+            parse_commit(b'{"step": ' + data + b"}", "COMMIT")
+
+
+@pytest.mark.parametrize("format_", [2, 1.0, True, None, "1"])
+def test_another_format_is_incompatible(format_):
+    data, commit = forged(lambda value: value.update(format=format_))
+    with pytest.raises(IncompatibleError, match=f"format {format_}") as caught:
         parse_manifest(data, commit, "manifest")
     assert caught.value.exit_code == 4
 

@@ -101,6 +101,8 @@ def test_absent_file(tmp_path):
         ({"x": {**ONE, "shape": [3]}}, b"\0" * 8, "x a size"),
         ({"x": {**ONE, "shape": [-2]}}, b"\0" * 8, "impossible shape"),
         ({"x": {**ONE, "shape": [1 << 62, 4]}}, b"\0" * 8, "impossible shape"),
+        ({"x": {**ONE, "shape": [1] * 65}}, b"\0" * 8, "impossible shape"),
+        ({"x": {**ONE, "shape": [1 << 62] * 100_000}}, b"\0" * 8, "impossible shape"),
         ({"x": {**ONE, "shape": [True, 2]}}, b"\0" * 8, "impossible shape"),
         ({"x": {**ONE, "shape": 2}}, b"\0" * 8, "impossible shape"),
         ({"x": {**ONE, "data_offsets": [8, 0]}}, b"\0" * 8, "impossible offsets"),

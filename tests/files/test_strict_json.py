@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.errors import CorruptError
-from burnish.files.strict_json import encode_json, parse_json
+from burnish.files.strict_json import encode_json, parse_json, shortened
 
 values = st.recursive(
     st.none()
@@ -33,6 +33,8 @@ def test_round_trip(value):
         b"[NaN]",
         b"[Infinity]",
         b"[-Infinity]",
+        b"[1e999]",
+        b"[-1e400]",
         b"\xff",
         b"[" * 100_000,
         b"1" * 5000,
@@ -48,3 +50,8 @@ def test_anything_else_is_corrupt(data):
 def test_what_json_has_no_word_for_is_not_written(value):
     with pytest.raises(ValueError, match="not JSON compliant"):
         encode_json(value)
+
+
+def test_a_hostile_value_does_not_fill_the_screen():
+    assert shortened("ab") == "'ab'"
+    assert shortened("x" * 10**6) == "'" + "x" * 199 + "…"
