@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from burnish.config.problems import Problem, refusal
-from burnish.config.schema import RunConfig
+from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 
 Command = Literal["sft", "rl", "eval"]
 """What the configuration is for."""
@@ -60,12 +60,30 @@ def _of_model(config: RunConfig) -> Iterator[Problem]:
             want="a model directory to start from, or a configuration to make a new model from",
             do="set model.path" if model.path is None else "remove model.path or model.fresh",
         )
+    yield from _of_adapter(model)
     if model.fresh is not None and model.tokenizer is None:
         yield Problem(
             "model.fresh comes without a tokenizer",
             have="model.tokenizer: null",
             want="the directory of a tokenizer",
             do="set model.tokenizer",
+        )
+
+
+def _of_adapter(model: ModelConfig) -> Iterator[Problem]:
+    if model.lora.rank == 0 and model.lora != LoraConfig():
+        yield Problem(
+            "model.lora is set, and there is no adapter",
+            have="model.lora.rank: 0",
+            want="1 or more",
+            do="set model.lora.rank=16, or remove model.lora",
+        )
+    if model.lora.rank and model.path is None:
+        yield Problem(
+            "model.lora needs a model that the adapter belongs to",
+            have=f"model.lora.rank: {model.lora.rank}, and a new model, of which only the adapter would be saved",
+            want="model.path",
+            do="set model.path to a model directory, or model.lora.rank=0",
         )
 
 

@@ -29,6 +29,10 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "kl_loss_coef": "algorithm.kl.coef",
         "learning_rate": "optim.lr",
         "loss_agg_mode": "algorithm.aggregation",
+        "lora_alpha": "model.lora.alpha",
+        "lora_r": "model.lora.rank",
+        "lora_rank": "model.lora.rank",
+        "lora_target_modules": "model.lora.targets",
         "lr_scheduler_type": "optim.schedule",
         "max_completion_length": "rollout.max_response_length",
         "max_steps": "steps",
@@ -43,6 +47,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "total_epochs": "epochs",
         "total_training_steps": "steps",
         "train_batch_size": "batch.prompts",
+        "target_modules": "model.lora.targets",
         "train_files": "data.train",
         "val_files": "data.validation",
     }

@@ -35,6 +35,19 @@ StopText = Annotated[str, Field(min_length=1)]
 """A text that ends a completion; an empty one would end all of them at once."""
 
 
+class LoraConfig(Section):
+    """Train a low-rank adapter (arXiv 2106.09685) on the model's linear layers instead of the model."""
+
+    rank: int = Field(0, ge=0)
+    """Width of the adapter; 0: none, the whole model is trained."""
+    alpha: float = Field(32.0, gt=0)
+    """The adapter's output is scaled by alpha / rank."""
+    targets: list[str] = Field(default_factory=list)
+    """Layers by the last part of their names, as q_proj; all linear layers but the output layer when not given."""
+    rslora: bool = False
+    """Scale by alpha / √rank instead (arXiv 2312.03732)."""
+
+
 class ModelConfig(Section):
     """Which model is trained."""
 
@@ -48,6 +61,8 @@ class ModelConfig(Section):
     """A Jinja file to use instead of the tokenizer's own chat template."""
     trust_remote_code: bool = False
     """Run Python code that lies in the model's directory."""
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    """Train an adapter, on a model that stays as it is."""
 
 
 class EngineConfig(Section):

@@ -225,7 +225,7 @@ class FreshSource:
 
 def _read_headers(directory: Path) -> dict[str, tuple[Path, TensorEntry]]:
     entries: dict[str, tuple[Path, TensorEntry]] = {}
-    for path in _files(directory):
+    for path in weight_files(directory):
         for name, entry in read_header(path).entries.items():
             if name in entries:
                 raise CorruptError(
@@ -236,8 +236,11 @@ def _read_headers(directory: Path) -> dict[str, tuple[Path, TensorEntry]]:
     return entries
 
 
-def _files(directory: Path) -> list[Path]:
-    """The safetensors files that make up the model, by its index or its single file."""
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that make up the model, by its index or its single file.
+
+    Raises `MissingError` where there are none or one is missing, `CorruptError` for an index that is none.
+    """
     index = directory / _INDEX
     if index.is_file():
         try:

@@ -48,6 +48,8 @@ BAD: list[tuple[Command, list[str], list[str]]] = [
     ("eval", ["model.path=null", "data.validation=[v]"], ["exactly one of", "neither"]),
     ("rl", ["model.fresh={a: 1}", "model.tokenizer=t"], ["exactly one of", "both"]),
     ("sft", ["model.path=null", "model.fresh=c.json"], ["model.tokenizer"]),
+    ("sft", ["model.lora.alpha=16"], ["model.lora.rank: 0", "model.lora.rank=16"]),
+    ("rl", ["model.lora.rank=4", "model.path=null", "model.fresh=c.json", "model.tokenizer=t"], ["model.lora needs a model", "model.lora.rank=0"]),
     ("sft", ["data.train=[]"], ["data.train: []", "data.train=[FILE]"]),
     ("rl", ["data.train=[]"], ["data.train: []"]),
     ("eval", [], ["data.validation: []"]),

@@ -1,0 +1,23 @@
+"""How PEFT names what is in an adapter's directory. Without torch, for those who only look at names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""Describes the adapter: rank, layers, the model that it belongs to."""
+ADAPTER_WEIGHTS = "adapter_model"
+"""Name of the file of its tensors, of which there is one, without suffix."""
+PREFIX = "base_model.model."
+"""Begins the names of its tensors."""
+
+
+def factor_name(layer: str, letter: str) -> str:
+    """What the factor A or B of a layer (`model.layers.0.self_attn.q_proj`) is called."""
+    return f"{PREFIX}{layer}.lora_{letter}.weight"
+
+
+def is_adapter(names: Iterable[str]) -> bool:
+    """Whether tensors with these names, one at least, are an adapter's."""
+    found = list(names)
+    return bool(found) and all(name.startswith(PREFIX) for name in found)

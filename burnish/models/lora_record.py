@@ -1,0 +1,114 @@
+"""What is written down about an adapter: which model it belongs to, and how it lies on it.
+
+It goes into a checkpoint twice: into `adapter_config.json`, which is PEFT's, and into the state of
+the run, where resuming compares it. Another model, or the same one trained further, has other
+weights in the same shapes, so a sample of their bytes is part of the model's digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from burnish.config.schema import LoraConfig, ModelConfig
+from burnish.errors import IncompatibleError
+from burnish.files.safetensors import read_header
+from burnish.models.building import build_on_meta
+from burnish.models.lora import adapted_layers, layer_kinds, peft_config
+from burnish.models.lora_names import ADAPTER_CONFIG
+from burnish.models.sources import weight_files
+
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+# Of each file of weights, evenly over it.
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRecord:
+    """An adapter as checkpoints describe it."""
+
+    base: str
+    """Path of the model that it belongs to."""
+    base_digest: str
+    """`model_digest` of it."""
+    rank: int
+    """Width."""
+    alpha: float
+    """See `LoraConfig`."""
+    rslora: bool
+    """See `LoraConfig`."""
+    targets: list[str]
+    """Last parts of the names of the adapted layers."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, hf_config: PretrainedConfig) -> AdapterRecord:
+        """What `model.lora` makes of the model at `model.path`. Raises `IncompatibleError` for layers that it has not."""
+        layers, lora = adapted_layers(build_on_meta(hf_config), model.lora), model.lora
+        base = Path(model.path or "").expanduser().absolute()
+        return cls(
+            str(base), model_digest(base), lora.rank, lora.alpha, lora.rslora, layer_kinds(layers)
+        )
+
+    def as_state(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return asdict(self)
+
+    def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write what makes a directory of weights one that PEFT loads: its configuration, and the tokenizer."""
+        lora = LoraConfig(rank=self.rank, alpha=self.alpha, rslora=self.rslora)
+        values = peft_config(lora, self.targets).to_dict()
+        values |= {
+            "base_model_name_or_path": self.base,
+            "inference_mode": True,
+            "target_modules": self.targets,
+        }
+        directory.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(values, indent=2, sort_keys=True)
+        (directory / ADAPTER_CONFIG).write_text(text + "\n")
+        tokenizer.save_pretrained(directory)
+
+
+def require_same_adapter(
+    recorded: Mapping[str, Any] | None, wanted: AdapterRecord | None, where: PurePath
+) -> None:
+    """Refuse a checkpoint whose adapter is another than the run's, or that has one where the run has none.
+
+    Raises `IncompatibleError` with a table of what differs. The model may have moved.
+    """
+    have, want = dict(recorded or {}), {} if wanted is None else wanted.as_state()
+    keys = [key for key in {**want, **have} if key != "base" and have.get(key) != want.get(key)]
+    if not keys:
+        return
+    rows = [("", "have", "want")]
+    if "base_digest" in keys:
+        rows.append(("base", str(have.get("base", "-")), str(want.get("base", "-"))))
+    rows += [(key, str(have.get(key, "-")), str(want.get(key, "-"))) for key in keys]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    table = "\n".join(f"  {k:<{widths[0]}}  {h:<{widths[1]}}  {w}" for k, h, w in rows)
+    kinds = ["an adapter" if each else "a whole model" for each in (have, want)]
+    raise IncompatibleError(
+        f"{where} holds {'another adapter than' if have and want else 'not what'} this run trains\n{table}",
+        have=f"{kinds[0]} that differs in {', '.join(keys)}" if have and want else kinds[0],
+        want=kinds[1],
+        do="restore model.path and model.lora, or begin another run with name=NAME",
+    )
+
+
+def model_digest(directory: Path) -> str:
+    """Names the content of a Hugging Face model directory, in hex: config.json, and of each file of weights its size, its header and a sample."""
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    for path in weight_files(directory):
+        size, first = path.stat().st_size, read_header(path).size
+        digest.update(f"{path.name} {size} {first}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(first))
+            for number in range(_SAMPLES):
+                file.seek(first + (size - first) * number // _SAMPLES, os.SEEK_SET)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

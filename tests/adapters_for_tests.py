@@ -1,0 +1,56 @@
+"""Adapters whose every number matters, for the engine and for PEFT on plain transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from burnish.config.schema import LoraConfig
+from burnish.parallel.shards import Shard
+from burnish.records.seeds import derive_seed
+
+LORA = LoraConfig(rank=4, alpha=6.0)
+
+
+def adapter_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Random values, B not zero, so that A has a gradient."""
+    generator = torch.Generator().manual_seed(derive_seed(0, "adapter", name))
+    return torch.randn(shape, generator=generator) * 0.1
+
+
+class RandomAdapter:
+    """A `ShardSource` of `adapter_tensor`."""
+
+    def fill(self, shards: Iterable[Shard]) -> None:
+        for shard in shards:
+            drawn = adapter_tensor(shard.spec.name, shard.spec.shape)
+            shard.tensor.copy_(drawn[shard.box.slices])
+
+
+def plain_adapted(path: Path, lora: LoraConfig = LORA) -> Any:
+    """PEFT's own model on plain transformers, in fp32, with the same values."""
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        use_rslora=lora.rslora,
+        target_modules=lora.targets or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(base, config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(adapter_tensor(saved_name(name), tuple(parameter.shape)))
+    return model
+
+
+def saved_name(name: str) -> str:
+    """How PEFT's files call a parameter of its model."""
+    return name.replace(".default.", ".")

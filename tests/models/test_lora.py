@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from adapters_for_tests import LORA, RandomAdapter, plain_adapted
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from tiny import FAMILIES, save_tiny, tiny_config, tiny_model
+from tokenizers_for_tests import char_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from burnish.config.schema import LoraConfig, ModelConfig
+from burnish.errors import IncompatibleError
+from burnish.models.building import build_on_meta
+from burnish.models.lora import Adapter, FreshAdapter
+from burnish.models.lora_names import PREFIX, is_adapter
+from burnish.models.lora_record import AdapterRecord, model_digest, require_same_adapter
+from burnish.models.names import model_shards, regions
+from burnish.parallel.boxes import Box, whole
+from burnish.parallel.shards import Shard, TensorSpec
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"qwen3_moe"}))
+def test_names_are_those_of_the_model_and_of_pefts_files(tmp_path: Path, family: str) -> None:
+    path = save_tiny(tmp_path / "m", family, torch.float32)
+    model = build_on_meta(tiny_config(family))
+    plain = [(region.name, region.shape) for region in regions(model)]
+    adapter = Adapter(model, LORA, torch.bfloat16)
+    assert [(region.name, region.shape) for region in adapter.base] == plain
+    plain_adapted(path).save_pretrained(tmp_path / "adapter")
+
+    saved = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    found = {region.name: region.shape for region in adapter.weights}
+    assert found == {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    assert is_adapter(found)
+    assert not is_adapter(name for name, _ in plain)
+    kinds = {p.requires_grad: p.dtype for p in model.parameters()}
+    assert kinds == {False: torch.bfloat16, True: torch.float32}
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_only_the_layers_that_are_asked_for() -> None:
+    model = build_on_meta(tiny_config("qwen3"))
+    adapter = Adapter(model, LoraConfig(rank=2, targets=["k_proj", "up_proj"]))
+    layers = {r.name.removeprefix(PREFIX).partition(".lora_")[0] for r in adapter.weights}
+    assert layers == {
+        f"model.layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.k_proj", "mlp.up_proj")
+    }
+
+
+def test_layers_that_there_are_not() -> None:
+    model = build_on_meta(tiny_config("qwen3"))
+    with pytest.raises(IncompatibleError, match="no linear layers q, lm_head") as caught:
+        Adapter(model, LoraConfig(rank=2, targets=["q", "v_proj", "lm_head"]))
+    assert caught.value.have == "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    assert "model.lora.targets" in str(caught.value)
+
+
+def test_experts_are_not_adapted_by_mistake() -> None:
+    """In this family down_proj names a dense layer and, to PEFT, the fused experts as well."""
+    model = build_on_meta(tiny_config("qwen3_moe"))
+    with pytest.raises(
+        IncompatibleError, match="takes the names of some linear layers for experts"
+    ):
+        Adapter(model, LORA)
+    dense = tiny_config("qwen3_moe", mlp_only_layers=[])
+    assert len(Adapter(build_on_meta(dense), LORA).weights) == 2 * 4 * dense.num_hidden_layers
+
+
+def test_first_values_are_pefts_kind_and_depend_on_the_name_alone() -> None:
+    model = tiny_model("qwen3", hidden_size=256)
+    adapter = Adapter(model, LORA)
+    shards = list(model_shards(model, parts=adapter.weights))
+    FreshAdapter(3).fill(shards)
+    for shard in shards:
+        bound = 1 / math.sqrt(shard.spec.shape[1])  # Kaiming's with a = √5
+        zero = ".lora_B." in shard.spec.name
+        assert float(shard.tensor.abs().max()) <= (0 if zero else bound)
+        assert zero or float(shard.tensor.std()) == pytest.approx(bound / math.sqrt(3), rel=0.15)
+    whole_tensor = next(s for s in shards if ".lora_A." in s.spec.name)
+    inner = Box((1, 5), (2, 7))
+    piece = Shard(whole_tensor.spec, inner, torch.empty(inner.sizes))
+    FreshAdapter(3).fill([piece])
+    assert torch.equal(piece.tensor, whole_tensor.tensor[1:3, 5:12])
+    FreshAdapter(4).fill([piece])
+    assert not torch.equal(piece.tensor, whole_tensor.tensor[1:3, 5:12])
+
+
+def record_of(path: Path, **lora: object) -> AdapterRecord:
+    model = ModelConfig.model_validate(
+        {"path": str(path), "lora": {"rank": 4, "alpha": 6.0, **lora}}
+    )
+    return AdapterRecord.of(model, AutoConfig.from_pretrained(path))
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_peft_loads_what_the_record_describes(tmp_path: Path, rslora: bool) -> None:
+    path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
+    lora = LoraConfig(rank=4, alpha=6.0, rslora=rslora)
+    model = build_on_meta(tiny_config("qwen3"))
+    shards = [
+        Shard(TensorSpec(r.name, r.shape, torch.float32), whole(r.shape), torch.empty(r.shape))
+        for r in Adapter(model, lora).weights
+    ]
+    RandomAdapter().fill(shards)
+    record_of(path, rslora=rslora).save(tmp_path / "adapter", char_tokenizer())
+
+    save_file(
+        {s.spec.name: s.tensor for s in shards}, tmp_path / "adapter/adapter_model.safetensors"
+    )
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    ids = torch.arange(3, 20)[None]
+    assert torch.equal(loaded(ids).logits, plain_adapted(path, lora)(ids).logits)
+    described = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == str(path)
+    assert described["target_modules"] == sorted(described["target_modules"])
+
+
+def test_a_digest_tells_models_of_one_shape_apart(tmp_path: Path) -> None:
+    first = save_tiny(tmp_path / "a", "qwen3")
+    again = save_tiny(tmp_path / "b", "qwen3")
+    other = tiny_model("qwen3", seed=1)
+    other.to(torch.bfloat16).save_pretrained(tmp_path / "c")
+    assert model_digest(first) == model_digest(again) != model_digest(tmp_path / "c")
+    config = again / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    assert model_digest(first) != model_digest(again)
+
+
+def test_another_adapter_is_refused_with_a_table(tmp_path: Path) -> None:
+    record = record_of(save_tiny(tmp_path / "m", "qwen3"))
+    state = record.as_state()
+    require_same_adapter(json.loads(json.dumps(state)), record, tmp_path)
+    require_same_adapter(None, None, tmp_path)
+    require_same_adapter(state | {"base": "/moved"}, record, tmp_path)
+    other = replace(record, rank=8, targets=["q_proj"], base="/other", base_digest="f00d")
+    with pytest.raises(IncompatibleError, match="holds another adapter than") as caught:
+        require_same_adapter(state, other, tmp_path)
+    lines = [line.split() for line in str(caught.value).splitlines()]
+    assert ["rank", "4", "8"] in lines
+    assert ["base", record.base, "/other"] in lines
+    assert ["base_digest", record.base_digest, "f00d"] in lines
+    assert not any(line[:1] == ["alpha"] for line in lines)
+    assert "differs in base_digest, rank, targets" in str(caught.value)
+    for have, want in ((None, record), (state, None)):
+        with pytest.raises(IncompatibleError, match="holds not what this run trains") as caught:
+            require_same_adapter(have, want, tmp_path)
+        assert {caught.value.have, caught.value.want} == {"an adapter", "a whole model"}
+        assert caught.value.exit_code == 4
