@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
+from burnish.checkpoint.contents import Contents, ModelContents
 from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.save import Contents
+from burnish.checkpoint.tensor_sets import MAIN
 from burnish.files.storage import LocalStorage
 from burnish.parallel.boxes import Box, whole
 from burnish.parallel.layout import Layout
@@ -70,13 +71,15 @@ def write_assets(directory: Path) -> None:
 
 
 def contents_of(weights, slots, layout=None, /, **changes):
+    """Of one model; `changes` are fields of `ModelContents` or `Contents`."""
     layout = layout or Layout()
-    fields = {
+    model = {
         "weights": shards_of(weights, layout),
         "training": shards_of(slots, layout),
-        "state": {"step": 1, "cursor": 5},
         "write_assets": write_assets,
     }
+    model |= {name: changes.pop(name) for name in model if name in changes}
+    fields = {"models": {MAIN: ModelContents(**model)}, "state": {"step": 1, "cursor": 5}}
     return Contents(**(fields | changes))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +20,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from burnish.checkpoint.committed import INFLIGHT, TRASH, open_step, step_name
 from burnish.checkpoint.companion import Companion
-from burnish.checkpoint.save import Assets, Contents, check_new
+from burnish.checkpoint.contents import Assets, Contents
+from burnish.checkpoint.save import check_new
 from burnish.checkpoint.saver import Saver
 from burnish.checkpoint.staging import Memory, stage
 from burnish.checkpoint.writer import Answer, Job, Meeting
@@ -60,7 +60,7 @@ class BackgroundSaver:
         self._timeout = timeout_seconds
         self._keep_open = keep_open
         self._memory = Memory.make()
-        self._assets: Assets | None = None
+        self._assets: dict[str, Assets] = {}
         self._store: TCPStore | None = None
         self._jobs = 0
         self._step: int | None = None
@@ -71,14 +71,14 @@ class BackgroundSaver:
         """Copy the contents and have them written; returns when they may change.
 
         Raises on every rank when copying fails on any, or when the step exists. There must be no save in flight. The files
-        that `contents.write_assets` writes are taken to be the same for every step.
+        that `write_assets` of a model writes are taken to be the same for every step.
         """
         if self._step is not None:
             raise ValueError(f"step {self._step} is still being saved")
         with agree(self._saver.layout), naming_failures(f"step {step} could not be copied"):
             if self._saver.layout.is_main:
                 check_new(self._saver.root, step, self._saver.storage)
-            staged = stage(contents, self._memory, self._kept_assets(contents.write_assets))
+            staged = stage(contents, self._memory, self._kept_assets(contents))
         job = Job(step, staged, self._meeting())
         if not self._writer.send(job):
             _log.warning("the process that writes checkpoints had died and is started again")
@@ -145,11 +145,13 @@ class BackgroundSaver:
                         discard(storage, root / entry.name, root / TRASH)
         return gather_objects(committed, layout)[0]
 
-    def _kept_assets(self, write_assets: Callable[[Path], None]) -> Assets:
-        """What rank 0 writes beside the tensors, from the first save on."""
-        if self._assets is None:
-            is_main = self._saver.layout.is_main
-            self._assets = Assets.written_by(write_assets) if is_main else Assets({})
+    def _kept_assets(self, contents: Contents) -> dict[str, Assets]:
+        """What rank 0 writes beside the tensors of each model, from the first save on."""
+        is_main = self._saver.layout.is_main
+        for role, model in contents.models.items():
+            if role not in self._assets:
+                written = Assets.written_by(model.write_assets) if is_main else Assets({})
+                self._assets[role] = written
         return self._assets
 
     def _meeting(self) -> Meeting | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from burnish.checkpoint.dtypes import BY_NAME
+from burnish.checkpoint.tensor_sets import path_of
 from burnish.files.safetensors import DTYPE_BITS, TensorEntry, build_header
 from burnish.files.strict_json import encode_json
 from burnish.parallel.boxes import Box, flat_range
@@ -25,10 +26,8 @@ MAX_FILE_BYTES = 4 << 30
 class Stored:
     """A tensor as it will be on disk."""
 
-    directory: str
-    """Below the step: "model" or "training"."""
-    stem: str
-    """The set it belongs to, which names the files: "model", "residual", "exp_avg", ..."""
+    tensor_set: str
+    """The set it belongs to, which names the files: "model", "residual", "exp_avg", "critic/model", ..."""
     name: str
     """Canonical name of the weight it is, or is a slot of."""
     dtype: str
@@ -39,7 +38,7 @@ class Stored:
     @property
     def key(self) -> str:
         """Names it among all tensors of the step."""
-        return f"{self.stem}/{self.name}"
+        return f"{self.tensor_set}/{self.name}"
 
     @property
     def size(self) -> int:
@@ -53,7 +52,7 @@ class PlannedFile:
 
     path: str
     """Below the step, with forward slashes."""
-    stem: str
+    tensor_set: str
     """The set its tensors belong to."""
     header: bytes
     """Its first bytes."""
@@ -102,22 +101,24 @@ def plan_files(
     (`model.safetensors`, or `model-00001-of-0000N.safetensors` with an index). Within a file the
     wider dtypes come first, so that no element lies across two blocks.
     """
-    sets: dict[tuple[str, str], list[Stored]] = {}
-    for tensor in sorted(tensors, key=lambda t: (t.directory, t.stem, t.name)):
-        sets.setdefault((tensor.directory, tensor.stem), []).append(tensor)
+    sets: dict[str, list[Stored]] = {}
+    for tensor in sorted(tensors, key=lambda t: (path_of(t.tensor_set), t.name)):
+        sets.setdefault(tensor.tensor_set, []).append(tensor)
     files: list[PlannedFile] = []
     indices: dict[str, bytes] = {}
-    for (directory, stem), members in sets.items():
+    for tensor_set, members in sets.items():
+        path = path_of(tensor_set)
+        directory, _, stem = path.rpartition("/")
         shares = _shares(members, max_file_bytes)
         weight_map: dict[str, str] = {}
         for number, share in enumerate(shares, start=1):
             numbered = f"{stem}-{number:05d}-of-{len(shares):05d}" if len(shares) > 1 else stem
-            files.append(_file(f"{directory}/{numbered}.safetensors", stem, share))
+            files.append(_file(f"{directory}/{numbered}.safetensors", tensor_set, share))
             weight_map |= {tensor.name: f"{numbered}.safetensors" for tensor in share}
         if len(shares) > 1:
             total = sum(tensor.size for tensor in members)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            indices[f"{directory}/{stem}.safetensors.index.json"] = encode_json(index)
+            indices[f"{path}.safetensors.index.json"] = encode_json(index)
     return files, indices
 
 
@@ -148,7 +149,7 @@ def parts_of(file: PlannedFile, block: Block) -> list[Part]:
         flat = ((at - entry.begin) // dtype.itemsize for at in (start, stop))
         at = start - block.start
         for box in flat_range(entry.shape, *flat):
-            key = f"{file.stem}/{entry.name}"
+            key = f"{file.tensor_set}/{entry.name}"
             parts.append(Part(key, entry.shape, dtype, box, at))
             at += box.elements * dtype.itemsize
     return parts
@@ -166,11 +167,11 @@ def _shares(members: list[Stored], max_file_bytes: int) -> list[list[Stored]]:
     return shares
 
 
-def _file(path: str, stem: str, members: list[Stored]) -> PlannedFile:
+def _file(path: str, tensor_set: str, members: list[Stored]) -> PlannedFile:
     ordered = sorted(members, key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.name))
     header, entries = build_header(
         [(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered], {"format": "pt"}
     )
     placed = tuple(entries.values())
     end = placed[-1].end if placed else len(header)
-    return PlannedFile(path, stem, header, placed, end)
+    return PlannedFile(path, tensor_set, header, placed, end)

@@ -17,10 +17,10 @@ from burnish.checkpoint.committed import (
     open_step,
     step_paths,
 )
+from burnish.checkpoint.contents import Contents
 from burnish.checkpoint.leftovers import clear
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.save import Contents
 from burnish.checkpoint.saver import Saver
 from burnish.errors import BurnishError, CorruptError
 from burnish.files.durable import make_dirs_durably, move_aside, naming_failures

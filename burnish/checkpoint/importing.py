@@ -17,9 +17,11 @@ from torch import Tensor
 
 from burnish.checkpoint.assets import CONFIG, read_assets, with_dtype
 from burnish.checkpoint.committed import INFLIGHT
+from burnish.checkpoint.contents import Assets, Contents, ModelContents
 from burnish.checkpoint.dtypes import BY_NAME
-from burnish.checkpoint.save import Assets, Contents, all_finite, check_new, save_step
+from burnish.checkpoint.save import all_finite, check_new, save_step
 from burnish.checkpoint.streams import model_files
+from burnish.checkpoint.tensor_sets import MAIN
 from burnish.errors import CorruptError, IncompatibleError
 from burnish.files.durable import naming_failures
 from burnish.files.lease import Lease
@@ -95,10 +97,8 @@ def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:
         assets[CONFIG] = with_dtype(assets[CONFIG], torch.bfloat16, foreign.source / CONFIG)
     origin = {"kind": foreign.kind, "source": str(foreign.source.absolute())}
     return Contents(
-        weights=weights,
-        training=[],
+        models={MAIN: ModelContents(weights, [], Assets(assets))},
         state={"step": step, "imported": origin, "training": "absent"},
-        write_assets=Assets(assets),
         healthy=all_finite(weights),
     )
 

@@ -7,7 +7,7 @@ its elements go to whoever wants them.
 
 from __future__ import annotations
 
-import re
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.dtypes import BY_NAME
 from burnish.checkpoint.relay import GROUP_BLOCKS, Relay
 from burnish.checkpoint.split import add_residual
+from burnish.checkpoint.tensor_sets import MAIN, MODEL, RESIDUAL, prefix_of, roles_in, set_of
 from burnish.checkpoint.verify import checked_header, read_block
 from burnish.errors import CorruptError, IncompatibleError, MissingError
 from burnish.files.safetensors import TensorEntry
@@ -28,8 +29,6 @@ from burnish.parallel.collectives import agree, gather_objects
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Piece, Shard
 from burnish.parallel.transfer import Move, plan
-
-_TENSOR_FILE = re.compile(r"(model|training)/(.+?)(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +40,9 @@ class _Place:
 
 
 class CheckpointSource:
-    """The tensors of a committed step; a `ShardSource` for weights and optimizer slots alike.
+    """The tensors of a committed step's model; a `ShardSource` for weights and optimizer slots alike.
 
-    A shard's name is that of a weight, or `slot/weight`. Every rank makes one and calls `fill`
+    The model is the run's own; `of` gives any other. A shard's name is that of a weight, or `slot/weight`. Every rank makes one and calls `fill`
     together. fp32 weights that were split come back bit for bit; other dtypes are converted from
     what `model/` holds. Holds 32 MiB beside the tensors, and the same again for what ranks pass on.
     """
@@ -54,16 +53,32 @@ class CheckpointSource:
         self._storage = storage or LocalStorage()
         with agree(layout):
             self._files = [
-                self._open(name, match[2])
+                self._open(name, tensor_set)
                 for name in sorted(committed.manifest.files)
-                if (match := _TENSOR_FILE.fullmatch(name))
+                if (tensor_set := set_of(name)) is not None
             ]
         self._places = {
-            f"{file.stem}/{entry.name}": _Place(index, entry)
+            f"{file.tensor_set}/{entry.name}": _Place(index, entry)
             for index, file in enumerate(self._files)
             for entry in file.entries
         }
-        self._stems = {file.stem for file in self._files}
+        self._sets = {file.tensor_set for file in self._files}
+        self._prefix = prefix_of(MAIN)
+
+    def of(self, role: str) -> CheckpointSource:
+        """The same step's tensors of another trained model. Raises `MissingError` where it has none of that role."""
+        prefix = prefix_of(role)
+        if f"{prefix}{MODEL}" not in self._sets:
+            roles = roles_in(self._step.manifest.files)
+            raise MissingError(
+                f"{self._step.path} holds no {role}",
+                have=", ".join(each or "the run's own model" for each in roles) or "no model",
+                want=f"{role}/{MODEL} and {role}/training",
+                do=f"resume a run that trains a {role}; a new run may start from this one's model directories",
+            )
+        other = copy.copy(self)
+        other._prefix = prefix
+        return other
 
     def fill(self, shards: Iterable[Shard]) -> None:
         """Write each shard's tensor in place, converting to its dtype. Collective, errors included.
@@ -76,15 +91,15 @@ class CheckpointSource:
             keys = [self._checked(shard) for shard in shards]
         self._deliver(shards, keys, _copy)
         exact = [
-            (shard, f"residual/{shard.spec.name}")
+            (shard, f"{self._prefix}{RESIDUAL}/{shard.spec.name}")
             for shard, key in zip(shards, keys, strict=True)
-            if key.startswith("model/")
-            and f"residual/{shard.spec.name}" in self._places
+            if key.startswith(f"{self._prefix}{MODEL}/")
+            and f"{self._prefix}{RESIDUAL}/{shard.spec.name}" in self._places
             and shard.tensor.dtype == torch.float32
         ]
         self._deliver([shard for shard, _ in exact], [key for _, key in exact], add_residual)
 
-    def _open(self, name: str, stem: str) -> PlannedFile:
+    def _open(self, name: str, tensor_set: str) -> PlannedFile:
         header = checked_header(self._step, name, self._storage)
         for entry in header.entries.values():
             if entry.dtype not in BY_NAME:
@@ -97,17 +112,18 @@ class CheckpointSource:
             if entry.begin % BY_NAME[entry.dtype].itemsize:
                 raise CorruptError(f"tensor {entry.name} in {self._step.path / name} is misplaced")
         entries = tuple(header.entries.values())
-        return PlannedFile(name, stem, b"", entries, self._step.manifest.files[name].size)
+        return PlannedFile(name, tensor_set, b"", entries, self._step.manifest.files[name].size)
 
     def _checked(self, shard: Shard) -> str:
         """The key of the stored tensor that a shard is a piece of."""
         name = shard.spec.name
-        is_slot = name.partition("/")[0] in self._stems - {"model"}
-        key = name if is_slot else f"model/{name}"
+        first = f"{self._prefix}{name.partition('/')[0]}"
+        is_slot = first in self._sets - {f"{self._prefix}{MODEL}"}
+        key = f"{self._prefix}{name}" if is_slot else f"{self._prefix}{MODEL}/{name}"
         if key not in self._places:
             raise MissingError(
                 f"{self._step.path} has no tensor {name}",
-                have=f"{len(self._places)} tensors: {', '.join(sorted(self._stems))}",
+                have=f"{len(self._places)} tensors: {', '.join(sorted(self._sets))}",
                 want=name,
                 do="resume with the model and optimizer that wrote it",
             )

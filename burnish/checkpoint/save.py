@@ -7,13 +7,11 @@ save and what to keep (`burnish.checkpoint.directory`).
 
 from __future__ import annotations
 
-import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +19,7 @@ from torch import Tensor
 from burnish import __version__
 from burnish.checkpoint.blocks import PlannedFile, Stored, plan_files
 from burnish.checkpoint.committed import INFLIGHT, TRASH, step_name
+from burnish.checkpoint.contents import Assets, Contents, ModelContents
 from burnish.checkpoint.dtypes import dtype_name
 from burnish.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -35,6 +34,7 @@ from burnish.checkpoint.manifest import (
     sha256,
 )
 from burnish.checkpoint.split import residual, rounded
+from burnish.checkpoint.tensor_sets import MODEL, RESIDUAL, key_parts, prefix_of
 from burnish.checkpoint.write import BlockHashes, BlockWriter
 from burnish.errors import BurnishError
 from burnish.files.durable import discard, naming_failures, write_durably
@@ -44,53 +44,6 @@ from burnish.parallel.collectives import agree, gather_objects
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Piece, Shard
 from burnish.parallel.transfer import Move, accelerator_of, meeting_place
-
-_MODEL, _RESIDUAL = "model", "residual"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Contents:
-    """What goes into a step. Every rank gives its own shards; of the rest, rank 0's counts."""
-
-    weights: Sequence[Shard]
-    """This rank's pieces of the model, by canonical name."""
-    training: Sequence[Shard]
-    """This rank's pieces of the optimizer's slots, named `slot/weight`."""
-    state: Mapping[str, Any]
-    """The position of the run, as plain JSON: what is needed to continue beside the tensors."""
-    write_assets: Callable[[Path], None]
-    """Writes what makes `model/` a Hugging Face directory (config.json, tokenizer files) into the directory it is given."""
-    healthy: bool = True
-    """False when losses or weights are not finite; one rank's False counts for all."""
-    check_finite: bool = False
-    """Look through the weights as well, and count the step as unhealthy where one is not finite."""
-    split: bool = True
-    """Store fp32 weights as a bf16 model and a residual. False: as an fp32 model."""
-
-
-@dataclass(frozen=True, slots=True)
-class Assets:
-    """The small files of a Hugging Face directory, in memory; a `Contents.write_assets`."""
-
-    files: Mapping[str, bytes]
-    """By path below the directory, with forward slashes."""
-
-    @classmethod
-    def written_by(cls, write_assets: Callable[[Path], None]) -> Assets:
-        """What the function writes into a directory."""
-        with tempfile.TemporaryDirectory() as name:
-            directory = Path(name)
-            write_assets(directory)
-            paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
-            files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
-        return cls(files)
-
-    def __call__(self, directory: Path) -> None:
-        """Write them."""
-        for name, data in self.files.items():
-            path = directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +99,7 @@ def save_step(
     told = gather_objects(mine, layout)
     _check_same_step(told)
     name, have = told[0].uuid, [theirs.pieces for theirs in told]
-    files, small = plan_files(_stored(have))
+    files, small = plan_files(_stored(have, contents.models))
     inflight = root / f"{INFLIGHT}{step:08d}.{name}"
     device = meeting_place([theirs.device for theirs in told], mine.device)
     what = f"step {step} could not be saved"
@@ -178,33 +131,44 @@ def save_step(
 
 
 def _held(contents: Contents) -> Iterator[_Held]:
-    for shard in contents.weights:
-        name = shard.spec.name
-        if contents.split and shard.tensor.dtype == torch.float32:
-            yield _Held(_piece(shard, f"{_MODEL}/{name}", torch.bfloat16), shard, rounded)
-            yield _Held(_piece(shard, f"{_RESIDUAL}/{name}", torch.int16), shard, residual)
-        else:
-            yield _Held(_piece(shard, f"{_MODEL}/{name}", shard.tensor.dtype), shard, Tensor.detach)
-    for shard in contents.training:
+    for role, model in contents.models.items():
+        _check_slots(model.training, {MODEL, RESIDUAL, *contents.models})
+        yield from _held_of(model, prefix_of(role), split=contents.split)
+
+
+def _check_slots(shards: Iterable[Shard], taken: Container[str]) -> None:
+    """Refuse names that are not those of a slot and a weight."""
+    for shard in shards:
         slot, _, name = shard.spec.name.partition("/")
-        if not slot or not name or slot in (_MODEL, _RESIDUAL) or not slot.isidentifier():
+        if not name or slot in taken or not slot.isidentifier():
             raise ValueError(f"{shard.spec.name!r} is not the name of a slot and a weight")
-        yield _Held(_piece(shard, shard.spec.name, shard.tensor.dtype), shard, Tensor.detach)
+
+
+def _held_of(model: ModelContents, prefix: str, *, split: bool) -> Iterator[_Held]:
+    for shard in model.weights:
+        key, beside = (f"{prefix}{each}/{shard.spec.name}" for each in (MODEL, RESIDUAL))
+        if split and shard.tensor.dtype == torch.float32:
+            yield _Held(_piece(shard, key, torch.bfloat16), shard, rounded)
+            yield _Held(_piece(shard, beside, torch.int16), shard, residual)
+        else:
+            yield _Held(_piece(shard, key, shard.tensor.dtype), shard, Tensor.detach)
+    for shard in model.training:
+        key = f"{prefix}{shard.spec.name}"
+        yield _Held(_piece(shard, key, shard.tensor.dtype), shard, Tensor.detach)
 
 
 def _piece(shard: Shard, key: str, dtype: torch.dtype) -> Piece:
     return Piece(key, shard.spec.shape, shard.box, dtype)
 
 
-def _stored(have: Iterable[Iterable[Piece]]) -> list[Stored]:
+def _stored(have: Iterable[Iterable[Piece]], roles: Iterable[str]) -> list[Stored]:
     """Every tensor that any rank has a piece of, once."""
     found: dict[str, Stored] = {}
     for pieces in have:
         for piece in pieces:
-            stem, _, name = piece.name.partition("/")
-            directory = _MODEL if stem == _MODEL else "training"
+            tensor_set, name = key_parts(piece.name, roles)
             dtype = dtype_name(piece.dtype, name)
-            stored = Stored(directory, stem, name, dtype, piece.shape)
+            stored = Stored(tensor_set, name, dtype, piece.shape)
             if found.setdefault(piece.name, stored) != stored:
                 raise BurnishError(
                     f"ranks disagree about tensor {piece.name}",
@@ -229,8 +193,11 @@ def _small_files(contents: Contents) -> dict[str, bytes]:
             have=f"{len(state)} bytes",
             want=f"{STATE_LIMIT} bytes at most",
         )
-    assets = Assets.written_by(contents.write_assets)
-    return {STATE: state, **{f"{_MODEL}/{name}": data for name, data in assets.files.items()}}
+    small = {STATE: state}
+    for role, model in contents.models.items():
+        for name, data in Assets.written_by(model.write_assets).files.items():
+            small[f"{prefix_of(role)}{MODEL}/{name}"] = data
+    return small
 
 
 def all_finite(shards: Sequence[Shard]) -> bool:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from burnish.checkpoint.contents import Contents
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.save import Contents, save_step
+from burnish.checkpoint.save import save_step
 from burnish.files.durable import naming_failures
 from burnish.files.lease import Token
 from burnish.files.storage import Storage

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.checkpoint.save import Contents
+from burnish.checkpoint.contents import Contents, ModelContents
 from burnish.parallel.boxes import Box
 from burnish.parallel.shards import Shard, TensorSpec
 from burnish.parallel.transfer import accelerator_of
@@ -52,36 +52,47 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class StagedModel:
+    """One model of a step without its tensors."""
+
+    weights: Sequence[Slot]
+    """Of `ModelContents.weights`."""
+    training: Sequence[Slot]
+    """Of `ModelContents.training`."""
+    write_assets: Callable[[Path], None]
+    """The same as in `ModelContents`, and to be sent."""
+
+    def contents(self, memory: Tensor) -> ModelContents:
+        """The model, with shards that are views of the memory."""
+        return ModelContents(
+            weights=[slot.shard(memory) for slot in self.weights],
+            training=[slot.shard(memory) for slot in self.training],
+            write_assets=self.write_assets,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Staged:
     """The contents of a step without its tensors, which lie in a `Memory`: small, and sent as it is."""
 
-    weights: Sequence[Slot]
-    """Of `Contents.weights`."""
-    training: Sequence[Slot]
-    """Of `Contents.training`."""
+    models: Mapping[str, StagedModel]
+    """By role, as in `Contents`."""
     state: Mapping[str, Any]
     """The same as in `Contents`."""
-    write_assets: Callable[[Path], None]
-    """The same, and to be sent."""
     healthy: bool
     """The same."""
     check_finite: bool
     """The same."""
     split: bool
     """The same."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of memory that it takes."""
-        return max((slot.stop for slot in [*self.weights, *self.training]), default=0)
+    size: int
+    """Bytes of memory that it takes."""
 
     def contents(self, memory: Tensor) -> Contents:
         """The contents, with shards that are views of the memory."""
         return Contents(
-            weights=[slot.shard(memory) for slot in self.weights],
-            training=[slot.shard(memory) for slot in self.training],
+            models={role: model.contents(memory) for role, model in self.models.items()},
             state=self.state,
-            write_assets=self.write_assets,
             healthy=self.healthy,
             check_finite=self.check_finite,
             split=self.split,
@@ -131,29 +142,34 @@ class Memory:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
-def stage(contents: Contents, memory: Memory, write_assets: Callable[[Path], None]) -> Staged:
+def stage(
+    contents: Contents, memory: Memory, assets: Mapping[str, Callable[[Path], None]]
+) -> Staged:
     """Copy the shards into the memory; when this returns, they may change.
 
-    `write_assets` takes the place of the contents' own. Raises `OSError` when there is not enough memory.
+    `assets`, by role, take the place of the contents' own `write_assets`. Raises `OSError` when there is not enough memory.
     """
-    weights, end = _slots(contents.weights, 0)
-    training, end = _slots(contents.training, end)
-    shards = [*contents.weights, *contents.training]
+    models, end = {}, 0
+    for role, model in contents.models.items():
+        weights, end = _slots(model.weights, end)
+        training, end = _slots(model.training, end)
+        models[role] = StagedModel(weights, training, assets[role])
+    shards = [s for model in contents.models.values() for s in [*model.weights, *model.training]]
+    slots = [slot for staged in models.values() for slot in [*staged.weights, *staged.training]]
     device = accelerator_of(shards)
     room = memory.take(end, pin=device is not None and device.type == "cuda")
     with torch.no_grad():
-        for shard, slot in zip(shards, [*weights, *training], strict=True):
+        for shard, slot in zip(shards, slots, strict=True):
             slot.shard(room).tensor.copy_(shard.tensor, non_blocking=True)
     if device is not None:
         torch.accelerator.synchronize(device)
     return Staged(
-        weights,
-        training,
-        dict(contents.state),
-        write_assets,
-        contents.healthy,
-        contents.check_finite,
-        contents.split,
+        models=models,
+        state=dict(contents.state),
+        healthy=contents.healthy,
+        check_finite=contents.check_finite,
+        split=contents.split,
+        size=end,
     )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.dtypes import BY_NAME
 from burnish.checkpoint.split import add_residual
+from burnish.checkpoint.tensor_sets import MODEL, RESIDUAL, set_of
 from burnish.checkpoint.verify import checked_header, read_block
 from burnish.errors import CorruptError, IncompatibleError, MissingError
 from burnish.files.safetensors import Header, TensorEntry, read_header
@@ -151,9 +152,9 @@ class StepTensors(_Files):
         self._step = step
         self._blocks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         headers = [
-            (_prefix(name), name, checked_header(step, name, self._storage))
+            (tensor_set, name, checked_header(step, name, self._storage))
             for name in sorted(step.manifest.files)
-            if name.endswith(SUFFIX)
+            if (tensor_set := set_of(name)) is not None
         ]
         self._places = _places(step.path, headers)
         self._residuals = _residuals(self._places)
@@ -240,9 +241,9 @@ def chunks(elements: int, size: int) -> Iterator[tuple[int, int]]:
 def _places(directory: PurePath, headers: list[tuple[str, str, Header]]) -> dict[str, _Place]:
     """Tensors by key, in the order of their bytes. Checks dtypes, and that none is there twice."""
     places: dict[str, _Place] = {}
-    for prefix, name, header in headers:
+    for tensor_set, name, header in headers:
         for entry in header.entries.values():
-            key = f"{prefix}/{entry.name}"
+            key = f"{tensor_set}/{entry.name}"
             if key in places:
                 both = f"{places[key].file} and {name}"
                 raise CorruptError(f"tensor {key} is in two files of {directory}", have=both)
@@ -256,20 +257,13 @@ def _places(directory: PurePath, headers: list[tuple[str, str, Header]]) -> dict
     return places
 
 
-def _prefix(name: str) -> str:
-    """The part of a key before the tensor's name: "model", "exp_avg", "critic/model", ..."""
-    *role, kind, file = name.split("/")
-    stem = file.removesuffix(SUFFIX).partition("-")[0]
-    return "/".join([*role, kind if kind == "model" else stem])
-
-
 def _residuals(places: Mapping[str, _Place]) -> dict[str, str]:
     """For the key of each weight that was split, the key of what `model/` lacks of it."""
     found = {}
     for key, place in places.items():
-        prefix = key.removesuffix(f"/{place.entry.name}")
-        weight = f"{prefix.removesuffix('residual')}model/{place.entry.name}"
-        if prefix.rpartition("/")[2] == "residual" and weight in places:
+        tensor_set = key.removesuffix(f"/{place.entry.name}")
+        weight = f"{tensor_set.removesuffix(RESIDUAL)}{MODEL}/{place.entry.name}"
+        if tensor_set.rpartition("/")[2] == RESIDUAL and weight in places:
             found[weight] = key
     return found
 

@@ -62,6 +62,11 @@ def add_ckpt(commands: Any) -> None:
     export.add_argument("target", type=Path, metavar="DIRECTORY", help="is made")
     export.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     export.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="size of a file")
+    export.add_argument(
+        "--role",
+        default="",
+        help="a further model of the run, as critic; the run's own if not given",
+    )
     imported = add("import", "Make a step of weights alone.", "SOURCE", _FOREIGN)
     imported.add_argument("run", type=Path, metavar="RUN", help="gets the step in its checkpoints/")
     imported.add_argument(
@@ -118,7 +123,9 @@ def _diff(given: Arguments, say: ckpt_inspect.Say) -> dict[str, Any]:
 def _export(given: Arguments, say: ckpt_inspect.Say) -> dict[str, Any]:
     from burnish.cli import ckpt_tensors
 
-    return ckpt_tensors.export_step(given.path, given.target, given.dtype, given.shard_gb, say)
+    return ckpt_tensors.export_step(
+        given.path, given.target, given.dtype, given.shard_gb, say, role=given.role
+    )
 
 
 def _import(given: Arguments, say: ckpt_inspect.Say) -> dict[str, Any]:

@@ -45,13 +45,17 @@ def diff(a: Path, b: Path, say: Say) -> dict[str, Any]:
     return {**paths, "same": set(verdicts) <= {"equal"}, "counts": dict(verdicts), "tensors": found}
 
 
-def export_step(path: Path, target: Path, dtype: str, shard_gb: float, say: Say) -> dict[str, Any]:
-    """Write a step's model as a plain Hugging Face directory."""
+def export_step(
+    path: Path, target: Path, dtype: str, shard_gb: float, say: Say, *, role: str
+) -> dict[str, Any]:
+    """Write a step's model, or that of a role, as a plain Hugging Face directory."""
     if not 0 < shard_gb < math.inf:
         raise UsageError("files need a size", have=f"--shard-gb {shard_gb}", want="more than 0")
     step = one_step(path)
-    done = export(step, target, DTYPES[dtype], int(shard_gb * 1e9))
-    say(f"{done.path}: {step.path.name} in {dtype}, {bytes_text(done.size)}")
+    done = export(step, target, DTYPES[dtype], int(shard_gb * 1e9), role=role)
+    say(
+        f"{done.path}: {role or 'the model'} of {step.path.name} in {dtype}, {bytes_text(done.size)}"
+    )
     for name in done.files:
         say(f"  {name}")
     files = list(done.files)

@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 
 from burnish.checkpoint.committed import Committed, step_name, step_paths
+from burnish.checkpoint.contents import Contents, ModelContents
 from burnish.checkpoint.directory import Checkpoints, Resumed
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.save import Contents
+from burnish.checkpoint.tensor_sets import MAIN
 from burnish.config.identity import require_may_resume, require_same_run
 from burnish.config.load import dump_yaml, load_config
 from burnish.config.schema import RunConfig
@@ -223,11 +224,14 @@ class Run:
 
     def _contents(self) -> Contents:
         hf_config, tokenizer = self._foundation.hf_config, self._foundation.tokenizer
-        return Contents(
+        model = ModelContents(
             weights=list(self._engine.shards(Part.WEIGHTS)),
             training=list(self._engine.shards(Part.TRAINING)),
-            state=asdict(self.position),
             write_assets=lambda path: save_model_assets(hf_config, tokenizer, path, torch.bfloat16),
+        )
+        return Contents(
+            models={MAIN: model},
+            state=asdict(self.position),
             healthy=self._finite_loss,
             check_finite=True,
         )

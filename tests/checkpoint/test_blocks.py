@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from burnish.checkpoint.blocks import Stored, blocks_of, parts_of, plan_files, shares_of
 from burnish.checkpoint.dtypes import BY_NAME, dtype_name
+from burnish.checkpoint.tensor_sets import set_of
 from burnish.errors import IncompatibleError
 from burnish.files.safetensors import DTYPE_BITS
 from burnish.parallel.boxes import flat_runs
@@ -19,14 +20,13 @@ from burnish.parallel.boxes import flat_runs
 stored = st.lists(
     st.builds(
         Stored,
-        st.sampled_from(["model", "training"]),
-        st.sampled_from(["model", "exp_avg"]),
+        st.sampled_from(["model", "exp_avg", "critic/model", "critic/exp_avg"]),
         st.text("abc.01", min_size=1, max_size=5),
         st.sampled_from(sorted(BY_NAME)),
         st.lists(st.integers(0, 40), max_size=3).map(tuple),
     ),
     max_size=12,
-    unique_by=lambda t: (t.directory, t.stem, t.name),
+    unique_by=lambda t: (t.tensor_set, t.name),
 )
 
 
@@ -42,7 +42,7 @@ def test_blocks_hold_every_byte_once(tensors, block_bytes, max_file_bytes):
         entries = {entry.name: entry for entry in file.entries}
         for block in blocks:
             for part in parts_of(file, block):
-                entry = entries[part.key.partition("/")[2]]
+                entry = entries[part.key.rpartition("/")[2]]
                 [(start, elements)] = flat_runs(part.shape, part.box)
                 first = block.start + part.start
                 assert first == entry.begin + start * part.dtype.itemsize
@@ -50,8 +50,8 @@ def test_blocks_hold_every_byte_once(tensors, block_bytes, max_file_bytes):
                 assert first + elements * part.dtype.itemsize <= block.stop
                 count[first : first + elements * part.dtype.itemsize] += 1
         assert (count == 1).all()
-    names = [(f.path.partition("/")[0], f.stem, e.name) for f in files for e in f.entries]
-    assert sorted(names) == sorted((t.directory, t.stem, t.name) for t in tensors)
+    names = [(set_of(f.path), e.name) for f in files for e in f.entries]
+    assert sorted(names) == sorted((t.tensor_set, t.name) for t in tensors)
 
 
 @given(stored)
@@ -61,13 +61,13 @@ def test_the_order_of_tensors_does_not_matter(tensors):
 
 
 def test_one_file_has_the_plain_name_and_no_index():
-    files, indices = plan_files([Stored("model", "model", "w", "BF16", (4,))])
+    files, indices = plan_files([Stored("model", "w", "BF16", (4,))])
     assert [file.path for file in files] == ["model/model.safetensors"]
     assert indices == {}
 
 
 def test_many_files_have_numbers_and_an_index():
-    tensors = [Stored("model", "model", name, "F32", (1000,)) for name in "abc"]
+    tensors = [Stored("model", name, "F32", (1000,)) for name in "abc"]
     files, indices = plan_files(tensors, max_file_bytes=8000)
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert [file.path for file in files] == [f"model/{name}" for name in names]

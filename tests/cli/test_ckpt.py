@@ -390,7 +390,7 @@ def test_export(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ckpt(capsys, "export", step, run / "new", "--shard-gb", "0")[0] == 2
     code, out, _ = ckpt(capsys, "export", step, run / "new", "--shard-gb", "1e-9")
     assert code == 0
-    assert "step-00000009 in bf16" in out
+    assert "the model of step-00000009 in bf16" in out
 
 
 def test_import_and_export_are_inverse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

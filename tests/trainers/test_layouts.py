@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from burnish.checkpoint.committed import newest
+from burnish.checkpoint.contents import Contents, ModelContents
 from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.load import CheckpointSource
-from burnish.checkpoint.save import Contents
+from burnish.checkpoint.tensor_sets import MAIN
 from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.engines.base import Part
 from burnish.engines.torch_engine import TorchEngine
@@ -53,12 +54,9 @@ def save_rank(layout: Layout, path: Path, root: Path, replicas: int) -> dict[str
     for _ in range(2):
         engine.forward_backward(batch, loss)
         engine.optim_step(LR)
-    contents = Contents(
-        weights=list(engine.shards(Part.WEIGHTS)),
-        training=list(engine.shards(Part.TRAINING)),
-        state={"steps": engine.steps},
-        write_assets=lambda directory: None,
-    )
+    weights, training = (list(engine.shards(part)) for part in Part)
+    model = ModelContents(weights, training, write_assets=lambda directory: None)
+    contents = Contents(models={MAIN: model}, state={"steps": engine.steps})
     with Checkpoints(root, layout) as checkpoints:
         checkpoints.save(2, contents)
     return held(engine)
