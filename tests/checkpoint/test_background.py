@@ -32,6 +32,7 @@ from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.staging import Memory, stage
+from burnish.checkpoint.tensor_sets import MAIN
 from burnish.checkpoint.verify import verify
 from burnish.errors import BurnishError
 from burnish.parallel.layout import Layout
@@ -254,11 +255,11 @@ def test_a_run_that_lost_its_lease_commits_nothing(tmp_path):
 def test_the_memory_is_kept_between_saves():
     memory = Memory.make()
     contents = contents_of(*make_state(1))
-    stage(contents, memory, lambda path: None)
+    stage(contents, memory, {MAIN: lambda path: None})
     before = memory.take(1).data_ptr()
-    staged = stage(contents, memory, lambda path: None)
+    staged = stage(contents, memory, {MAIN: lambda path: None})
     assert memory.take(staged.size).data_ptr() == before
-    bigger = stage(contents_of(*make_state(1, BIG_SHAPES)), memory, lambda path: None)
+    bigger = stage(contents_of(*make_state(1, BIG_SHAPES)), memory, {MAIN: lambda path: None})
     again = bigger.contents(memory.take(bigger.size))
     shapes = {shard.spec.name: tuple(shard.tensor.shape) for shard in again.weights}
     assert shapes == {name: tuple(shape) for name, shape in BIG_SHAPES.items()}
