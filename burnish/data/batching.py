@@ -22,7 +22,7 @@ from burnish.models.flops import ModelFlops
 from burnish.parallel.layout import Layout
 from burnish.records import Batch, Example, MicroBatch
 
-_OPTIONAL = ("advantages", "old_logprobs", "ref_logprobs")
+_OPTIONAL = ("advantages", "old_logprobs", "ref_logprobs", "returns", "old_values")
 _FILLER_TOKENS = 2
 _UNITS_PER_RANK = 8
 """Examples with one prompt are parted where together they would be more than this share of a rank's tokens."""

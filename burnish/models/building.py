@@ -2,7 +2,8 @@
 
 A model is built on the meta device, cut by whoever cuts it, and given undefined memory; its weights
 come from a source afterwards. What no checkpoint holds (rotary frequencies, embedding scales) is
-computed here. Left out: quantized models and models that are not `AutoModelForCausalLM`.
+computed here. Left out: quantized models, and all that are neither `AutoModelForCausalLM` nor such
+a backbone with a value head.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers.initialization import guard_torch_init_functions
 from burnish.errors import IncompatibleError
 from burnish.models.attention import IMPLEMENTATION
 from burnish.models.fused import fuse
+from burnish.models.value_head import has_value_head, value_class
 
 _REFUSED_FIELDS = ("attn_logit_softcapping", "attention_chunk_size")
 """Configuration fields that change attention in a way that is not computed here."""
@@ -39,12 +41,7 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
             )
     config.use_cache = False
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float32,
-            # A configuration class from the model's own directory was loaded with this consent.
-            trust_remote_code=type(config).__module__.startswith("transformers_modules."),
-        )
+        model = _model_of(config)
     _require_packable(model)
     model.config._attn_implementation = IMPLEMENTATION  # read by every layer at every call
     fuse(model)
@@ -52,6 +49,19 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
+
+
+def _model_of(config: PretrainedConfig) -> PreTrainedModel:
+    if has_value_head(config):
+        made: PreTrainedModel = value_class(config)._from_config(config, dtype=torch.float32)
+        return made
+    language: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config,
+        dtype=torch.float32,
+        # A configuration class from the model's own directory was loaded with this consent.
+        trust_remote_code=type(config).__module__.startswith("transformers_modules."),
+    )
+    return language
 
 
 def _require_packable(model: PreTrainedModel) -> None:

@@ -27,7 +27,9 @@ from burnish.config.schema import ModelConfig
 from burnish.errors import MissingError, UsageError
 from burnish.models.building import build_on_meta, fill_buffers, materialize
 from burnish.models.names import tensor_specs, tied_names
-from burnish.models.sources import FreshSource, SafetensorsSource
+from burnish.models.sources import FreshSource, PartlyFresh, SafetensorsSource
+from burnish.models.value_head import has_value_head
+from burnish.parallel.shards import ShardSource
 
 __all__ = [
     "FreshSource",
@@ -38,6 +40,7 @@ __all__ = [
     "materialize",
     "read_model_config",
     "save_model_assets",
+    "value_source",
     "weights_source",
 ]
 
@@ -91,6 +94,21 @@ def weights_source(
     return source
 
 
+def value_source(config: ModelConfig, hf_config: PretrainedConfig, seed: int) -> ShardSource:
+    """Where the first weights of a model with a value head come from; `hf_config` is its configuration.
+
+    A directory of such a model gives all of them; one of a language model its backbone, beside a
+    fresh head. Raises as `weights_source` does.
+    """
+    if config.path is None or has_value_head(backbone := read_model_config(config)):
+        return weights_source(config, hf_config, seed)
+    has = {spec.name for spec in tensor_specs(build_on_meta(backbone))}
+    head = {spec.name for spec in tensor_specs(build_on_meta(hf_config))} - has
+    return PartlyFresh(
+        weights_source(config, backbone, seed), FreshSource(hf_config, seed), frozenset(head)
+    )
+
+
 def _fresh_config(fresh: str | dict[str, Any]) -> PretrainedConfig:
     if isinstance(fresh, str):
         path = Path(fresh).expanduser()
@@ -134,18 +152,19 @@ def save_model_assets(
 ) -> None:
     """Write all that a Hugging Face directory needs beside its weights, which are in `dtype`.
 
-    config.json, generation_config.json (the original model's where there is one), the tokenizer's
+    config.json, generation_config.json (the original model's where there is one; none beside a value head), the tokenizer's
     files, and the Python files of a model that brings its own code.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    if architecture is not None:
-        config.architectures = [architecture]
+    if not has_value_head(config):
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        if architecture is not None:
+            config.architectures = [architecture]
+        generation_config(config).save_pretrained(directory)
     config.save_pretrained(directory)
-    generation_config(config).save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     if hf_config.name_or_path and getattr(hf_config, "auto_map", None):

@@ -1,4 +1,4 @@
-"""The model as the training engine sees it: packed tokens in, a log-prob and an entropy per token out.
+"""The model as the training engine sees it: packed tokens in, a log-prob and an entropy per token out, or a value.
 
 Keeping the head inside one forward means that whoever shards this module gathers the head's weight
 for it, tied or not. Router losses of mixture-of-experts models are not computed: post-training
@@ -20,6 +20,7 @@ from burnish.models.attention import PackedLayout
 from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
 from burnish.models.prefixes import PrefixTree
 from burnish.models.rows import RowMap, on_device
+from burnish.models.value_head import has_value_head, state_values, value_head
 from burnish.records import TokenOutputs
 
 TESTED_FAMILIES = frozenset(
@@ -31,13 +32,16 @@ _log = logging.getLogger(__name__)
 
 
 class Scorer(nn.Module):
-    """A causal language model that scores packed sequences."""
+    """A causal language model, or one with a value head, that scores packed sequences."""
 
     def __init__(self, model: PreTrainedModel, chunk: int = 2048) -> None:
         """`chunk`: tokens whose logits exist at one time."""
         super().__init__()
         self.model = model
         self.chunk = chunk
+        self.scores_values = has_value_head(model.config)
+        if self.scores_values:
+            return
         self.transform = logit_transform(model.config)
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
@@ -49,7 +53,7 @@ class Scorer(nn.Module):
             )
 
     def forward(self, plan: ScoringPlan, temperature: float = 1.0) -> TokenOutputs:
-        """Score the tokens that the plan names; `temperature` divides the logits.
+        """Score the tokens that the plan names; `temperature` divides the logits, where there are any.
 
         Entry t of the outputs [T] concerns the prediction of token t from the tokens before it;
         entries that the plan does not name hold 0.
@@ -60,9 +64,12 @@ class Scorer(nn.Module):
             use_cache=False,
             packing=plan.packing,
         ).last_hidden_state[0]
+        states = plan.predictors.take(hidden)
+        if self.scores_values:
+            return TokenOutputs(values=plan.spread(state_values(states, value_head(self.model))))
         head = self.model.get_output_embeddings().weight
         options = LogprobOptions(self.chunk, temperature, self.transform)
-        found = token_logprobs(plan.predictors.take(hidden), head, plan.targets, options)
+        found = token_logprobs(states, head, plan.targets, options)
         logprobs, entropy = (plan.spread(values) for values in found)
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
 

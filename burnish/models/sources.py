@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from burnish.files.safetensors import TensorEntry, read_header
 from burnish.models.building import build_on_meta, initialized_copy, owned_modules
 from burnish.models.names import Region, regions
 from burnish.parallel.boxes import Box, flat_runs
-from burnish.parallel.shards import Shard, TensorSpec
+from burnish.parallel.shards import Shard, ShardSource, TensorSpec
 from burnish.records.seeds import derive_seed
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
@@ -221,6 +222,24 @@ class FreshSource:
                 )
             values[name] = value.detach()
         return values
+
+
+@dataclass(frozen=True, slots=True)
+class PartlyFresh:
+    """A `ShardSource` of weights that are there, and of others that are drawn."""
+
+    there: ShardSource
+    """Gives all but the following."""
+    fresh: FreshSource
+    """Draws them."""
+    names: frozenset[str]
+    """Which tensors are drawn."""
+
+    def fill(self, shards: Iterable[Shard]) -> None:
+        """See `ShardSource.fill`."""
+        shards = list(shards)
+        self.there.fill(shard for shard in shards if shard.spec.name not in self.names)
+        self.fresh.fill(shard for shard in shards if shard.spec.name in self.names)
 
 
 def _read_headers(directory: Path) -> dict[str, tuple[Path, TensorEntry]]:

@@ -8,7 +8,7 @@ out: the packing itself (`burnish.data`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,10 @@ class MicroBatch:
     """[T] fp32 or None."""
     ref_logprobs: Tensor | None = None
     """[T] fp32 or None."""
+    returns: Tensor | None = None
+    """[T] fp32 or None; what a critic is to learn."""
+    old_values: Tensor | None = None
+    """[T] fp32 or None; what the critic said before the update."""
     temperature: float = 1.0
     """Divides the logits before log-probs are taken: the policy that sampled at this temperature is the one trained."""
 
@@ -50,18 +54,25 @@ class MicroBatch:
         return replace(self, **moved)
 
 
+def _nothing() -> Tensor:
+    return torch.empty(0)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenOutputs:
     """What the model says of each token of a micro-batch, aligned to tokens.
 
     Entry t of a sequence concerns the prediction of token t; the first token of every sequence has
-    no prediction and holds 0.
+    no prediction and holds 0. A language model says the first two, one with a value head the last;
+    what is not said has no entries, [0].
     """
 
-    logprobs: Tensor
+    logprobs: Tensor = field(default_factory=_nothing)
     """[T] fp32, log-probability of the token itself."""
-    entropy: Tensor
+    entropy: Tensor = field(default_factory=_nothing)
     """[T] fp32, entropy in nats of the distribution the token was predicted from."""
+    values: Tensor = field(default_factory=_nothing)
+    """[T] fp32, value of the state that the token was predicted from: of all tokens before it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +106,6 @@ class Batch:
     def _with(self, name: str, outputs: Sequence[TokenOutputs]) -> Batch:
         filled = []
         for micro, output in zip(self.microbatches, outputs, strict=True):
-            field: dict[str, Any] = {name: output.logprobs.detach()}
-            filled.append(replace(micro, **field))
+            given: dict[str, Any] = {name: output.logprobs.detach()}
+            filled.append(replace(micro, **given))
         return replace(self, microbatches=tuple(filled))

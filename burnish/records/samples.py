@@ -112,5 +112,9 @@ class Example:
     """RL: log-prob of each token under the policy that the update is measured against."""
     ref_logprobs: Floats | None = None
     """RL: log-prob of each token under the frozen reference model, where a KL term wants it."""
+    returns: Floats | None = None
+    """RL with a critic: what it is to learn of the state before each token."""
+    old_values: Floats | None = None
+    """RL with a critic: what it said of that state before the update."""
     weight: float = 1.0
     """Factor on this sequence's loss."""

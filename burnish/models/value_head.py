@@ -1,0 +1,75 @@
+"""A scalar head on a language model's backbone: what a critic is.
+
+It is transformers' token classification model with one label, of whichever family, so that its
+directory loads with `AutoModelForTokenClassification` as it lies on disk. Whether a model has this
+head or a vocabulary is what its configuration says in `architectures`, in memory as on disk. Left
+out: heads on several layers, on pooled states, and models that bring their own code.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GenericForTokenClassification
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+)
+
+from burnish.errors import IncompatibleError
+
+_SUFFIX = "ForTokenClassification"
+
+
+def has_value_head(config: PretrainedConfig) -> bool:
+    """Whether this is the configuration of a model with a scalar head."""
+    return any(name.endswith(_SUFFIX) for name in config.architectures or ())
+
+
+def value_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The same backbone with a scalar head. Raises `IncompatibleError` where it has another head already, or can have none."""
+    if has_value_head(config) and config.num_labels != 1:
+        raise IncompatibleError(
+            f"{config.name_or_path or config.model_type} classifies tokens, which is no value",
+            have=f"{config.num_labels} labels",
+            want="a token classification model with one label, or a language model",
+            do="set critic.path to one",
+        )
+    made = copy.deepcopy(config)
+    made.num_labels = 1
+    made.architectures = [value_class(config).__name__]
+    return made
+
+
+def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The family's token classification model; made the way transformers makes them where it has none.
+
+    Raises `IncompatibleError` for a model that is not one of transformers' language models.
+    """
+    if type(config) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        found: type[PreTrainedModel] = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(config)]
+        return found
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise IncompatibleError(
+            f"models of type {config.model_type} cannot be critics",
+            have="a model that transformers does not know as a language model",
+            want="a language model of transformers",
+            do="set critic.path to a model of another family, or algorithm.advantage=grpo",
+        )
+    language = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    family = next(base for base in language.__bases__ if issubclass(base, PreTrainedModel))
+    name = language.__name__.replace("ForCausalLM", _SUFFIX)
+    return type(name, (GenericForTokenClassification, family), {"__module__": __name__})
+
+
+def value_head(model: PreTrainedModel) -> nn.Linear:
+    """The output layer of a model with a scalar head."""
+    return next(child for child in model.children() if isinstance(child, nn.Linear))
+
+
+def state_values(hidden: Tensor, head: nn.Linear) -> Tensor:
+    """The values [N], fp32, of states [N, H] in any dtype."""
+    bias = None if head.bias is None else head.bias.float()
+    return nn.functional.linear(hidden.float(), head.weight.float(), bias)[:, 0]
