@@ -1,7 +1,7 @@
 """From rewards to advantages: how much better than its fellows each rollout did.
 
 Computed on the host in fp64 over all rollouts of a step, because baselines and whitening need the
-whole batch. What comes out is finite and fp32, whatever the rewards. Left out: critics and GAE.
+whole batch. What comes out is finite and fp32, whatever the rewards. Left out: advantages from a critic (`burnish.algorithms.gae`).
 
 Throughout, r_i is the reward of rollout i, G(i) its group (the n rollouts of the same prompt),
 mean and std run over a group unless said otherwise, and std has Bessel's correction, as in TRL and verl.
@@ -64,15 +64,15 @@ def advantages(
     else:
         penalties = [np.asarray(penalty, dtype=np.float64) for penalty in token_penalties]
     totals = scores - np.array([penalty.sum() for penalty in penalties], dtype=np.float64)
-    _check_finite(totals)
+    check_finite(totals)
     if kind == "reinforce_plus_plus":
         returns = [
             reward - penalty[::-1].cumsum()[::-1]
             for reward, penalty in zip(scores, penalties, strict=True)
         ]
-        flat = _standardised(np.concatenate([np.zeros(0), *returns]))
+        flat = standardised(np.concatenate([np.zeros(0), *returns]))
     elif kind == "reinforce_plus_plus_baseline":
-        flat = _standardised(np.repeat(_within_groups("dr_grpo", totals, groups), lengths))
+        flat = standardised(np.repeat(_within_groups("dr_grpo", totals, groups), lengths))
     else:
         flat = np.repeat(_within_groups(kind, totals, groups), lengths)
     return np.split(flat.astype(np.float32), lengths.cumsum()[:-1]) if len(lengths) else []
@@ -87,7 +87,7 @@ def _within_groups(
     for members in np.split(order, np.bincount(membership).cumsum()[:-1]):
         group = rewards[members]
         if kind == "grpo":
-            result[members] = _standardised(group)
+            result[members] = standardised(group)
         elif kind == "rloo":
             # r_i - (Σ r - r_i) / (n - 1) = (r_i - mean) · n / (n - 1)
             result[members] = _centred(group) * len(group) / max(len(group) - 1, 1)
@@ -104,7 +104,7 @@ def _centred(values: _Array) -> _Array:
     return centred
 
 
-def _standardised(values: _Array) -> _Array:
+def standardised(values: _Array) -> _Array:
     """Minus their mean, over their standard deviation; 0 where all are equal."""
     centred = _centred(values)
     if not centred.any():
@@ -113,7 +113,8 @@ def _standardised(values: _Array) -> _Array:
     return standardised
 
 
-def _check_finite(totals: _Array) -> None:
+def check_finite(totals: _Array) -> None:
+    """Refuse rewards [N], penalties included, that are not finite or beyond `LARGEST_REWARD`."""
     bad = np.flatnonzero(~(np.abs(totals) <= LARGEST_REWARD))
     if bad.size:
         raise BurnishError(

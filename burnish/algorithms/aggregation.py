@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from burnish.records import MicroBatch
+from burnish.tracking.metrics import Mean
 
 AggregationKind = Literal["token_mean", "sequence_mean", "sequence_sum_fixed"]
 """The ways, by their name in the configuration."""
@@ -35,6 +36,10 @@ class Aggregation:
         """This micro-batch's part of the loss, a scalar. What masked tokens hold, NaN included, has no effect."""
         trained = self.coefficients != 0
         return (torch.where(trained, token_losses, 0.0) * self.coefficients).sum()
+
+    def mean_of(self, part: Tensor) -> Mean:
+        """A part of the loss, as returned above, as a mean whose value over the whole global batch is the term itself."""
+        return Mean(part.detach() * self.global_units, self.local_units)
 
 
 def aggregation(kind: AggregationKind, micro: MicroBatch, max_response_length: int) -> Aggregation:

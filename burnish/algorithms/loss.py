@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from burnish.algorithms.aggregation import Aggregation, aggregation
+from burnish.algorithms.aggregation import aggregation
 from burnish.algorithms.kl import kl_loss
 from burnish.algorithms.policy_loss import TokenLosses, cispo, gspo, ppo_clip
 from burnish.config.schema import AlgorithmConfig
@@ -54,13 +54,13 @@ def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
         tokens = _surrogate(config, outputs.logprobs, micro)
         loss = aggregate(tokens.loss)
         stats = _statistics(tokens, outputs, micro)
-        stats["pg_loss"] = _term(loss, aggregate)
+        stats["pg_loss"] = aggregate.mean_of(loss)
         if kl_in_loss:
             divergence = aggregate(
                 kl_loss(config.kl.estimator, outputs.logprobs, _reference(micro), micro.loss_mask)
             )
             loss = loss + config.kl.coef * divergence
-            stats["kl_loss"] = _term(divergence, aggregate)
+            stats["kl_loss"] = aggregate.mean_of(divergence)
         if config.entropy_coef != 0:
             loss = loss - config.entropy_coef * aggregate(outputs.entropy)
         return loss, stats
@@ -91,11 +91,6 @@ def _statistics(tokens: TokenLosses, outputs: TokenOutputs, micro: MicroBatch) -
             "pg_clipfrac_lower": mean(tokens.clipped_lower),
         }
     )
-
-
-def _term(part: Tensor, aggregate: Aggregation) -> Mean:
-    """A term of the loss as a mean whose value over the whole global batch is the term itself."""
-    return Mean(part.detach() * aggregate.global_units, aggregate.local_units)
 
 
 def _reference(micro: MicroBatch) -> Tensor:
