@@ -8,7 +8,7 @@ from pathlib import Path
 from burnish.cli.columns import bytes_text, count_text
 from burnish.cli.inputs import committed_steps, data_files
 from burnish.config.check import Command
-from burnish.config.schema import RunConfig, SamplingConfig
+from burnish.config.schema import EngineConfig, RunConfig, SamplingConfig
 
 
 def summary(config: RunConfig, command: Command, world: int, run_dir: Path | None = None) -> str:
@@ -26,6 +26,8 @@ def _rows(
         "engine",
         f"{config.engine.kind}, {config.engine.precision}, {count_text(world, 'process')}",
     )
+    if world > 1 and command != "eval":
+        yield "layout", _layout(config.engine, world)
     if command != "eval":
         yield "train on", _files(config.data.train)
     if command == "eval" or config.evaluation.every:
@@ -42,6 +44,12 @@ def _rows(
     yield "micro-batch", f"at most {config.batch.tokens_per_device} tokens on each device"
     if command != "eval":
         yield from _training_rows(config)
+
+
+def _layout(engine: EngineConfig, world: int) -> str:
+    """How many processes there are along each dimension of the engine's mesh, outermost first."""
+    replicas, sequence = engine.replicas, engine.sequence_parallel
+    return f"{replicas} replicas × {world // (replicas * sequence)} shard × {sequence} sequence"
 
 
 def _rl_rows(config: RunConfig) -> Iterator[tuple[str, str]]:

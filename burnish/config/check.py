@@ -29,9 +29,9 @@ def check(config: RunConfig, command: Command, world: int = 1) -> None:
         problems += _of_learning_rate(config)
         problems += _of_layout(config, world)
     if command == "sft":
-        problems += _of_sft(config, world)
+        problems += _of_sft(config, world // _sharing(config))
     if command == "rl":
-        problems += _of_batch(config, world)
+        problems += _of_batch(config, world // _sharing(config))
         problems += _of_lengths(config)
         problems += _of_rollout(config)
         problems += _of_algorithm(config)
@@ -145,38 +145,72 @@ def _of_learning_rate(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _sharing(config: RunConfig) -> int:
+    """Processes that work on the same micro-batch."""
+    return config.engine.sequence_parallel
+
+
 def _of_layout(config: RunConfig, world: int) -> Iterator[Problem]:
-    replicas = config.engine.replicas
-    if world % replicas:
-        fitting = [each for each in range(1, world + 1) if world % each == 0]
-        near = sorted(sorted(fitting, key=lambda each: abs(each - replicas))[:2])
+    sharing, replicas = _sharing(config), config.engine.replicas
+    if world % sharing:
+        yield Problem(
+            "the processes cannot be divided into groups that share tokens",
+            have=f"engine.sequence_parallel: {sharing}, {world} processes",
+            want="a whole number of groups",
+            do=f"set engine.sequence_parallel={_near(sharing, world)}, or start another number of processes",
+        )
+    elif world // sharing % replicas:
         yield Problem(
             "the copies of the model do not divide the processes",
-            have=f"engine.replicas: {replicas}, {world} processes",
+            have=f"engine.replicas: {replicas}, {world} processes"
+            + (f" in groups of {sharing}" if sharing > 1 else ""),
             want="a whole number of processes for each copy",
-            do=f"set engine.replicas={_or(near)}, or start another number of processes",
+            do=f"set engine.replicas={_near(replicas, world // sharing)}, or start another number of processes",
         )
 
 
-def _of_sft(config: RunConfig, world: int) -> Iterator[Problem]:
+def _near(number: int, total: int) -> str:
+    """The divisors of `total` next to `number`."""
+    divisors = [each for each in range(1, total + 1) if total % each == 0]
+    return _or(sorted(sorted(divisors, key=lambda each: abs(each - number))[:2]))
+
+
+def _of_sft(config: RunConfig, shares: int) -> Iterator[Problem]:
     batch, longest = config.batch, config.data.max_length
-    if longest is not None and longest > batch.tokens_per_device:
+    if longest is not None and longest > config.microbatch_tokens:
         yield Problem(
             "the longest example does not fit into a micro-batch",
-            have=f"data.max_length: {longest}, batch.tokens_per_device: {batch.tokens_per_device}",
-            want="data.max_length at most batch.tokens_per_device",
-            do=f"set batch.tokens_per_device={longest}, or lower data.max_length",
+            have=f"data.max_length: {longest}, {_budget(config)}",
+            want=f"data.max_length at most {config.microbatch_tokens}",
+            do=f"set batch.tokens_per_device={_per_device(longest, config)}, or lower data.max_length",
         )
-    if batch.examples < world:
+    if batch.examples < shares:
         yield Problem(
             "a step has fewer examples than there are processes",
-            have=f"batch.examples: {batch.examples}, {world} processes",
-            want=f"{world} or more",
-            do=f"set batch.examples={world}, or start fewer processes",
+            have=f"batch.examples: {batch.examples}, {_processes(shares, config)}",
+            want=f"{shares} or more",
+            do=f"set batch.examples={shares}, or start fewer processes",
         )
 
 
-def _of_batch(config: RunConfig, world: int) -> Iterator[Problem]:
+def _budget(config: RunConfig) -> str:
+    """How many tokens a micro-batch may have, by the settings that say so."""
+    device, ranks = config.batch.tokens_per_device, config.engine.sequence_parallel
+    shared = f" × engine.sequence_parallel: {ranks}" if ranks > 1 else ""
+    return f"batch.tokens_per_device: {device}{shared}"
+
+
+def _per_device(tokens: int, config: RunConfig) -> int:
+    """The `batch.tokens_per_device` at which a micro-batch has room for `tokens`."""
+    return -(-tokens // config.engine.sequence_parallel)
+
+
+def _processes(shares: int, config: RunConfig) -> str:
+    sharing = _sharing(config)
+    return f"{shares} groups of {sharing} processes" if sharing > 1 else f"{shares} processes"
+
+
+def _of_batch(config: RunConfig, shares: int) -> Iterator[Problem]:
     prompts, parts = config.batch.prompts, config.batch.minibatches
     if prompts % parts:
         whole = prompts - prompts % parts
@@ -192,11 +226,11 @@ def _of_batch(config: RunConfig, world: int) -> Iterator[Problem]:
         )
         return
     sequences = prompts // parts * config.rollout.n
-    if sequences < world:
+    if sequences < shares:
         yield Problem(
             "an optimizer step has fewer completions than there are processes",
-            have=f"batch.prompts / batch.minibatches × rollout.n = {sequences}, {world} processes",
-            want=f"{world} or more",
+            have=f"batch.prompts / batch.minibatches × rollout.n = {sequences}, {_processes(shares, config)}",
+            want=f"{shares} or more",
             do="raise batch.prompts or rollout.n, or start fewer processes",
         )
 
@@ -206,16 +240,16 @@ def _or(numbers: list[int]) -> str:
 
 
 def _of_lengths(config: RunConfig) -> Iterator[Problem]:
-    response, budget = config.rollout.max_response_length, config.batch.tokens_per_device
+    response, budget = config.rollout.max_response_length, config.microbatch_tokens
     prompt = config.data.max_prompt_length
     needed = response + (1 if prompt is None else prompt)
     if needed > budget:
         have = "a prompt of 1" if prompt is None else f"data.max_prompt_length: {prompt}"
         yield Problem(
             "the longest prompt and completion do not fit into a micro-batch",
-            have=f"{have} + rollout.max_response_length: {response} = {needed} tokens, batch.tokens_per_device: {budget}",
+            have=f"{have} + rollout.max_response_length: {response} = {needed} tokens, {_budget(config)}",
             want=f"at most {budget} together",
-            do=f"set batch.tokens_per_device={needed} or more, or lower the lengths",
+            do=f"set batch.tokens_per_device={_per_device(needed, config)} or more, or lower the lengths",
         )
     buffer = config.algorithm.overlong.buffer
     if buffer > response:

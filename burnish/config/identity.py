@@ -29,6 +29,7 @@ MAY_CHANGE = frozenset(
         "engine.max_skipped_steps",
         "engine.activation_checkpointing",
         "engine.replicas",
+        "engine.sequence_parallel",
         "engine.reshard_after_forward",
         "engine.logprob_chunk",
         "data.validation",

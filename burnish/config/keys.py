@@ -49,6 +49,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "train_batch_size": "batch.prompts",
         "target_modules": "model.lora.targets",
         "train_files": "data.train",
+        "ulysses_sequence_parallel_size": "engine.sequence_parallel",
         "val_files": "data.validation",
     }
 )

@@ -78,6 +78,8 @@ class EngineConfig(Section):
     """Stop the run after this many non-finite gradient norms in a row."""
     replicas: int = Field(1, ge=1)
     """HSDP: this many copies of the sharded model, so that gathers stay among processes / replicas neighbours. Divides the processes."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Ulysses: so many processes share the tokens of a micro-batch, each of which may have as many times `batch.tokens_per_device`. Divides the attention heads."""
     reshard_after_forward: bool = True
     """Free each layer's gathered weights between forward and backward: less memory, one more gather."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
@@ -144,7 +146,7 @@ class BatchConfig(Section):
     minibatches: int = Field(1, ge=1)
     """RL: optimizer steps per step; the prompts are divided among them."""
     tokens_per_device: int = Field(8192, ge=2)
-    """Most tokens in one micro-batch. Never exceeded; a longer sequence is an error."""
+    """Most tokens in one micro-batch, times `engine.sequence_parallel`. Never exceeded; a longer sequence is an error."""
 
 
 class SamplingConfig(Section):
@@ -357,3 +359,8 @@ class RunConfig(Section):
     """Where the numbers go."""
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
     """Processes and their patience."""
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Most tokens in one micro-batch, on all the devices that share it."""
+        return self.batch.tokens_per_device * self.engine.sequence_parallel

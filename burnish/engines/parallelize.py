@@ -1,6 +1,8 @@
 """Parallelism applied from outside, in one function and a fixed order, to a model that knows nothing of ranks.
 
-Left out so far: tensor and sequence parallelism, compilation; they come before `fully_shard`.
+Sequence parallelism changes no module: it is in the attention that travels with each micro-batch
+(`burnish.models.ulysses`). Left out so far: tensor parallelism and compilation; they come before
+`fully_shard`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 
 from burnish.config.schema import EngineConfig
 from burnish.models.scorer import Scorer
-from burnish.parallel.layout import Layout
+from burnish.parallel.mesh import Mesh
 
 CheckpointKind = Literal["none", "full", "selective"]
 
@@ -71,21 +72,16 @@ def _keep_products(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: 
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def parallelize(
-    scorer: Scorer, config: EngineConfig, layout: Layout, device: torch.device
-) -> DeviceMesh:
-    """Shard `scorer` (still on meta) with FSDP2, one group per decoder layer; the mesh it lies on.
+def parallelize(scorer: Scorer, config: EngineConfig, mesh: Mesh) -> None:
+    """Shard `scorer` (still on meta) with FSDP2, one group per decoder layer.
 
-    The mesh is replicas × shard: every copy of the model is sharded over neighbouring ranks (with
-    several copies this is HSDP). Main weights stay in the dtype they have; compute happens in bf16
-    where `config.precision` says so; gradients are summed (not averaged) over all ranks in fp32.
+    Every copy of the model is sharded over neighbouring ranks (with several copies this is HSDP).
+    Main weights stay in the dtype they have; compute happens in bf16 where `config.precision` says
+    so; gradients are summed (not averaged) over all ranks in fp32.
     """
     checkpoint_activations(scorer.model, config.activation_checkpointing)
-    world, replicas = layout.world, config.replicas
-    whole = init_device_mesh(
-        device.type, (replicas, world // replicas), mesh_dim_names=("replicas", "shard")
-    )
-    mesh = whole if replicas > 1 else whole["shard"]
+    weights = mesh.weights if config.replicas > 1 else mesh.weights["shard"]
+    parts = mesh.weights["shard"].size()
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.precision == "bf16" else None,
         reduce_dtype=torch.float32,
@@ -94,13 +90,12 @@ def parallelize(
     for layer in decoder_layers(scorer):
         fully_shard(
             layer,
-            mesh=mesh,
+            mesh=weights,
             mp_policy=policy,
-            reshard_after_forward=config.reshard_after_forward and replicas < world,
+            reshard_after_forward=config.reshard_after_forward and parts > 1,
         )
-    fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(scorer, mesh=weights, mp_policy=policy, reshard_after_forward=False)
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return whole

@@ -1,14 +1,14 @@
-"""The PyTorch engine: FSDP2 (HSDP with several copies) on any number of processes, one included.
+"""The PyTorch engine: FSDP2 (HSDP with several copies) and Ulysses on any number of processes, one included.
 
 Main weights and optimizer slots are fp32; compute is bf16 or fp32. One process runs the very same
-code over a mesh of one. Left out so far: tensor, sequence and context parallelism, offload
-and compilation.
+code over a mesh of one. Left out so far: tensor and context parallelism, offload and compilation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -19,14 +19,17 @@ from transformers import PretrainedConfig
 
 from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.engines.base import LossFn, Part
+from burnish.engines.fitting import require_fitting
 from burnish.engines.optimizer import SLOTS, ShardedAdamW
 from burnish.engines.parallelize import parallelize
 from burnish.errors import BurnishError
 from burnish.models.building import build_on_meta, materialize
 from burnish.models.names import model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
+from burnish.models.ulysses import Division
 from burnish.parallel.collectives import reduce_stats
 from burnish.parallel.layout import Layout
+from burnish.parallel.mesh import Mesh
 from burnish.parallel.shards import Shard, ShardSource
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.metrics import Mean, Stats, Sum
@@ -48,13 +51,16 @@ class TorchEngine:
         layout: Layout,
         device: torch.device,
     ) -> None:
-        self.layout = layout
+        require_fitting(hf_config, config)
+        self.layout = replace(layout, sequence=config.sequence_parallel)
         self._config = config
         self._device = device
         self.skipped_in_a_row = 0
         self._scorer = Scorer(build_on_meta(hf_config), config.logprob_chunk)
         self._scorer.requires_grad_(optim is not None)
-        self._mesh = parallelize(self._scorer, config, layout, device)
+        self._mesh = Mesh.of(self.layout, config.replicas, device)
+        self._division = Division(self._mesh.sequence)
+        parallelize(self._scorer, config, self._mesh)
         materialize(self._scorer, device)
         self._regions = regions(self._scorer.model)
         self._parameters = dict(self._scorer.model.named_parameters())
@@ -151,7 +157,7 @@ class TorchEngine:
     def _score(self, micro: MicroBatch) -> TokenOutputs:
         """Log-probs of a micro-batch that lies on the host, where its plan is made without a wait."""
         plan = ScoringPlan.of(
-            micro.input_ids, micro.cu_seqlens, micro.loss_mask, device=self._device
+            micro.input_ids, micro.cu_seqlens, micro.loss_mask, self._device, self._division
         )
         output: TokenOutputs = self._scorer(plan, micro.temperature)
         return output
@@ -170,7 +176,7 @@ class TorchEngine:
         """Global 2-norm, fp32 scalar; the ranks of one copy of the model hold all of it."""
         squares = [g.float().square().sum() for g in gradients]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=self._device)
-        shard = self._mesh["shard"]
+        shard = self._mesh.weights["shard"]
         if shard.size() > 1:
             dist.all_reduce(total, group=shard.get_group())
         return total.sqrt()

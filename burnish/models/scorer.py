@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.errors import IncompatibleError
-from burnish.models.attention import PackedLayout
+from burnish.models.attention import Attends, PackedLayout
 from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
 from burnish.models.prefixes import PrefixTree
 from burnish.models.rows import RowMap, on_device
+from burnish.models.ulysses import ALL_TOKENS, Division, Joined
 from burnish.models.value_head import has_value_head, state_values, value_head
 from burnish.records import TokenOutputs
 
@@ -76,23 +77,26 @@ class Scorer(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoringPlan:
-    """What one forward pass over packed sequences computes, with its tensors where the model is.
+    """What one forward pass over packed sequences computes on this rank, with its tensors where the model is.
 
-    T tokens, of which C are computed (see `burnish.models.prefixes`) and N predictions are scored.
+    Of T tokens some are computed (see `burnish.models.prefixes`), C of them on this rank, and some
+    predictions are scored, N of them on this rank.
     """
 
     input_ids: Tensor
     """[C] int64."""
     positions: Tensor
     """[C] int64, from 0 in every sequence."""
-    packing: PackedLayout
+    packing: Attends
     """Which computed tokens see each other."""
     predictors: RowMap
     """[N], the computed token that each prediction is made from."""
     targets: Tensor
     """[N] int64, the token that is predicted."""
+    joined: Joined
+    """How the predictions of all ranks come together."""
     results: RowMap
-    """[M], for each token that is scored the prediction that it shares."""
+    """[M], for each token that is scored the prediction that it shares, among those of all ranks."""
     scored: Tensor
     """[M] int64, the tokens that are scored."""
     total: int
@@ -105,37 +109,47 @@ class ScoringPlan:
         cu_seqlens: Tensor,
         loss_mask: Tensor | None = None,
         device: torch.device | None = None,
+        division: Division = ALL_TOKENS,
     ) -> ScoringPlan:
         """Plan on the host, where `input_ids` [T] and `cu_seqlens` [S + 1] lie, for a model on `device`.
 
         Tokens in `loss_mask` [T] are scored, all where there is none; the first token of a sequence
-        has no prediction.
+        has no prediction. `division` says which part of the work is this rank's.
         """
         device = device or input_ids.device
         lengths = cu_seqlens.diff().tolist()
         ids = input_ids.numpy()
         tree = PrefixTree.of(ids, lengths)
+        deal = division.deal(len(tree.computed))
+        packing = PackedLayout.of_tree(tree, lengths, device)
         scored = scored_tokens(cu_seqlens, loss_mask).numpy()
         predicted, first, result = np.unique(
             tree.rows[scored], return_index=True, return_inverse=True
         )
+        predictors = tree.rows[scored[first] - 1]
+        joined = Joined.of(predictors, deal, division.group)
         starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
         positions = (np.arange(len(ids)) - starts)[tree.computed]
-
+        targets = ids[tree.computed[predicted]]
         return cls(
-            input_ids=on_device(ids[tree.computed], device),
-            positions=on_device(positions, device),
-            packing=PackedLayout.of_tree(tree, lengths, device),
-            predictors=RowMap.of(tree.rows[scored[first] - 1], device),
-            targets=on_device(ids[tree.computed[predicted]], device),
-            results=RowMap.of(result, device),
+            input_ids=on_device(deal.mine(ids[tree.computed]), device),
+            positions=on_device(deal.mine(positions), device),
+            packing=division.attention(packing, deal),
+            predictors=RowMap.of(deal.place(predictors[joined.mine]), device),
+            targets=on_device(targets[joined.mine], device),
+            joined=joined,
+            results=RowMap.of(joined.places[result], device),
             scored=on_device(scored, device),
             total=len(ids),
         )
 
     def spread(self, values: Tensor) -> Tensor:
-        """The values [N] of the predictions as one per token [T], 0 where a token is not scored."""
-        return values.new_zeros(self.total).index_copy(0, self.scored, self.results.take(values))
+        """The values [N] of this rank's predictions as one per token [T], 0 where a token is not scored.
+
+        Collective where ranks share the tokens; the result is the same on all of them.
+        """
+        taken = self.results.take(self.joined.on_all_ranks(values))
+        return values.new_zeros(self.total).index_copy(0, self.scored, taken)
 
 
 def scored_tokens(cu_seqlens: Tensor, loss_mask: Tensor | None = None) -> Tensor:

@@ -43,7 +43,7 @@ def any_rank(flag: bool, layout: Layout) -> bool:
 
 
 def reduce_stats(stats: Stats, layout: Layout, device: torch.device) -> Stats:
-    """The statistics merged over all ranks, the same on all of them.
+    """The statistics merged over all ranks, the same on all of them. Ranks that share a micro-batch count once.
 
     One sum and one maximum over `device`; values stay there as 0-d fp64 tensors (fp32 where the
     device has no fp64), so nothing waits. Ranks may hold different names: the result has them all.
@@ -55,6 +55,7 @@ def reduce_stats(stats: Stats, layout: Layout, device: torch.device) -> Stats:
     summed, largest = _pack(sums, device), _pack(maxima, device)
     if sums:
         dist.all_reduce(summed)
+        summed /= layout.sharing
     if maxima:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     return _unflatten(kinds, summed, largest)

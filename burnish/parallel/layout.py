@@ -1,7 +1,7 @@
 """Who holds what: the position of this process among all processes of the run.
 
 A layout is a plain value, passed to whoever needs it; there is no current layout. Left out: the
-process groups themselves (`burnish.parallel.processes`).
+process groups themselves (`burnish.parallel.processes`, `burnish.parallel.mesh`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 class Layout:
     """One process's place. All sizes count processes.
 
-    Data-parallel ranks see different micro-batches; with fully sharded data parallelism (the only
-    axis of the torch engine so far) every process is one.
+    Processes form a grid of data × sequence × tensor, the last running fastest: neighbours work on
+    the same micro-batch, data-parallel ranks on different ones.
     """
 
     rank: int = 0
@@ -25,16 +25,25 @@ class Layout:
     """This process, 0-based, on its machine."""
     local_world: int = 1
     """Processes of the run on this machine."""
+    sequence: int = 1
+    """Processes that share the tokens of a micro-batch."""
+    tensor: int = 1
+    """Processes that share the matrices of a layer."""
+
+    @property
+    def sharing(self) -> int:
+        """Processes that work on the same micro-batch."""
+        return self.sequence * self.tensor
 
     @property
     def data_rank(self) -> int:
         """Which share of the batch this process runs."""
-        return self.rank
+        return self.rank // self.sharing
 
     @property
     def data_size(self) -> int:
         """Into how many shares the batch is cut."""
-        return self.world
+        return self.world // self.sharing
 
     @property
     def is_main(self) -> bool:

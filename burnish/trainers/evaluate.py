@@ -98,7 +98,7 @@ def example_validation(
         return None
     dataset = example_dataset(foundation, config.data.validation, "data.validation")
     count = min(len(dataset), config.evaluation.prompts or len(dataset))
-    size, budget = config.batch.examples, config.batch.tokens_per_device
+    size, budget = config.batch.examples, config.microbatch_tokens
 
     def validate() -> dict[str, float]:
         loss = Mean(0.0, 0.0)

@@ -136,7 +136,7 @@ def _batch(examples: Sequence[Example], policy: Policy, config: RunConfig) -> Ba
     return make_batch(
         examples,
         policy.engine.layout,
-        config.batch.tokens_per_device,
+        config.microbatch_tokens,
         policy.flops,
         temperature=config.rollout.temperature,
     )

@@ -74,7 +74,7 @@ def lay_foundation(config: RunConfig) -> Foundation:
 def prompt_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -> PromptDataset:
     """The prompts in `paths`, those that leave room for a completion; `setting` names them in errors."""
     config, response = foundation.config, foundation.config.rollout.max_response_length
-    room = {"batch.tokens_per_device": config.batch.tokens_per_device}
+    room = {"batch.tokens_per_device": config.microbatch_tokens}
     positions = getattr(foundation.hf_config, "max_position_embeddings", None)
     if positions is not None:
         room["the model's max_position_embeddings"] = positions
@@ -87,7 +87,7 @@ def prompt_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -
 
 def example_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -> ExampleDataset:
     """The SFT examples in `paths`; `setting` names them in errors."""
-    data, budget = foundation.config.data, foundation.config.batch.tokens_per_device
+    data, budget = foundation.config.data, foundation.config.microbatch_tokens
     rows = load_rows(paths, setting)
     return ExampleDataset(rows, foundation.tokenizer, data, min(data.max_length or budget, budget))
 

@@ -47,7 +47,7 @@ def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
             with run.spans("data"):
                 examples = [dataset[index] for index in loader.take(size)]
                 batch = make_batch(
-                    examples, layout, config.batch.tokens_per_device, foundation.flops
+                    examples, engine.layout, config.microbatch_tokens, foundation.flops
                 )
             with run.spans("update"), run.progress.phase("update"):
                 stats = engine.forward_backward(batch, sft_loss)

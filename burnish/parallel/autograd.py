@@ -1,0 +1,64 @@
+"""Collectives that a gradient goes back through, over the ranks that share a micro-batch.
+
+Each is a linear map over the ranks of a group and its backward pass the transposed map, so that
+gradients are those of one process that computes everything. Where every rank goes on to compute the
+same thing from what it got (`join`), each has the whole gradient already and keeps its own part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def swap(parts: Tensor, group: ProcessGroup) -> Tensor:
+    """All-to-all: `parts` [ranks, ...] has one part for each rank; returns the parts from each rank, in the same shape."""
+    result: Tensor = _Swap.apply(parts, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def join(values: Tensor, most: int, group: ProcessGroup) -> Tensor:
+    """Every rank's `values` [n, ...], n ≤ `most`, on all ranks: [ranks · most, ...], each rank's from its multiple of `most` on.
+
+    All ranks have to compute the same from the result: each takes the gradient of its own values alone.
+    """
+    result: Tensor = _Join.apply(values, most, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchanged(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(gradients[0], ctx.group), None
+
+
+def _exchanged(parts: Tensor, group: ProcessGroup) -> Tensor:
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, most: int, group: ProcessGroup) -> Tensor:
+        start = group.rank() * most
+        ctx.own = slice(start, start + len(values))
+        padded = values.new_zeros(most, *values.shape[1:])
+        padded[: len(values)] = values
+        joined = values.new_empty(group.size() * most, *values.shape[1:])
+        dist.all_gather_single(joined, padded, group=group)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0][ctx.own], None, None

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from distributed import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from burnish.models.attention import PackedLayout
+from burnish.models.ulysses import Deal, Division, Joined, Ulysses, _repeats
+from burnish.parallel.layout import Layout
+from burnish.parallel.mesh import Mesh
+
+CPU = torch.device("cpu")
+LENGTHS = (5, 1, 9, 2)
+WIDTH = 8
+COUNTS = st.integers(0, 40)
+
+
+def deals(count: int, ranks: int, multiple: int) -> list[Deal]:
+    rows = -(-count // (ranks * multiple)) * multiple
+    return [Deal(rank, ranks, count, rows) for rank in range(ranks)]
+
+
+@given(COUNTS, st.integers(1, 5), st.integers(1, 3))
+def test_every_token_is_dealt_once(count: int, ranks: int, multiple: int) -> None:
+    values = np.arange(1, count + 1)
+    hands = [deal.mine(values) for deal in deals(count, ranks, multiple)]
+    assert len({len(hand) for hand in hands}) == 1
+    assert len(hands[0]) % multiple == 0
+    assert sorted(v for hand in hands for v in hand if v) == list(values)
+    deal = deals(count, ranks, multiple)[0]
+    tokens = values - 1
+    for token, owner, place in zip(tokens, deal.owner(tokens), deal.place(tokens), strict=True):
+        assert hands[owner][place] == values[token]
+
+
+@given(st.lists(st.integers(0, 30), max_size=25), st.integers(1, 4))
+def test_numbers_of_tokens_come_together_in_their_order(tokens: list[int], ranks: int) -> None:
+    each = [Joined.of(np.array(tokens, dtype=np.int64), deal, None) for deal in deals(31, ranks, 1)]
+    gathered = np.full(ranks * each[0].most, -1)
+    for rank, joined in enumerate(each):
+        start = rank * joined.most
+        gathered[start : start + len(joined.mine)] = np.array(tokens, dtype=np.int64)[joined.mine]
+        assert (joined.places == each[0].places).all()
+    assert list(gathered[each[0].places]) == tokens
+
+
+def test_alone_nothing_is_divided() -> None:
+    deal = Division().deal(7)
+    assert (deal.rank, deal.ranks, deal.rows) == (0, 1, 7)
+    packing = PackedLayout.of(LENGTHS, CPU)
+    assert Division().attention(packing, deal) is packing
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "ranks", "times"),
+    [
+        (8, 8, 4, 1),
+        (8, 4, 2, 1),
+        (8, 2, 2, 1),
+        (8, 2, 4, 2),
+        (8, 1, 8, 8),
+        (12, 2, 3, 3),
+        (12, 4, 6, 3),
+    ],
+)
+def test_key_heads_are_repeated_as_little_as_possible(
+    heads: int, key_heads: int, ranks: int, times: int
+) -> None:
+    assert _repeats(heads, key_heads, ranks) == times
+    assert key_heads * times % ranks == 0
+    assert heads % (key_heads * times) == 0
+
+
+def inputs(heads: int, key_heads: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(heads * 10 + key_heads)
+    total = sum(LENGTHS)
+    return [
+        torch.randn(1, count, total, WIDTH, generator=generator)
+        for count in (heads, key_heads, key_heads, heads)
+    ]
+
+
+def attend_rank(layout: Layout, cases: list[tuple[int, int, int | None]]) -> list[list[Tensor]]:
+    """For each case this rank's rows of the output and of the gradients of queries, keys and values."""
+    group = Mesh.of(Layout(layout.rank, layout.world, sequence=layout.world), 1, CPU).sequence
+    found = []
+    for heads, key_heads, window in cases:
+        deal = Division(group).deal(sum(LENGTHS))
+        packing = Division(group).attention(PackedLayout.of(LENGTHS, CPU), deal)
+        assert isinstance(packing, Ulysses)
+        rows = torch.from_numpy(deal.mine(np.arange(sum(LENGTHS))))
+        *parts, upstream = (part[:, :, rows] for part in inputs(heads, key_heads))
+        for part in parts:
+            part.requires_grad_()
+        output = packing.attend(nn.Identity(), *parts, 0.3, window)
+        own = len(range(deal.rank, deal.count, deal.ranks))
+        output[:, :own].backward(upstream.transpose(1, 2)[:, :own])
+        tensors = [output.detach().transpose(1, 2), *(part.grad for part in parts)]
+        found.append([tensor[:, :, :own] for tensor in tensors])
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_attention_of_shared_tokens_is_that_of_one_rank(world: int) -> None:
+    cases = [(6, 6, None), (6, 2, None), (6, 1, 4), (6, 3, 3)]
+    ranks = run_ranks(attend_rank, world, cases)
+    for number, (heads, key_heads, window) in enumerate(cases):
+        *parts, upstream = inputs(heads, key_heads)
+        for part in parts:
+            part.requires_grad_()
+        packing = PackedLayout.of(LENGTHS, CPU)
+        output = packing.attend(nn.Identity(), *parts, 0.3, window)
+        output.backward(upstream.transpose(1, 2))
+        wanted = [output.detach().transpose(1, 2), *(part.grad for part in parts)]
+        for kind, tensor in enumerate(wanted):
+            for rank in range(world):
+                found = ranks[rank][number][kind]
+                torch.testing.assert_close(found, tensor[:, :, rank::world], msg=f"{kind}")
