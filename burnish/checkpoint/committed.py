@@ -74,23 +74,19 @@ def step_name(step: int) -> str:
 
 
 def step_paths(root: P, storage: Source) -> dict[int, P]:
-    """What has a step's name below `root`, whole or not, oldest first."""
+    """What has a step's name below `root`, whole or not, oldest first; a link or a file as well, which no reader takes."""
     found: dict[int, P] = {}
     for entry in storage.entries(root):
         match = _STEP.fullmatch(entry.name)
-        if match and entry.kind == "directory" and step_name(int(match[1])) == entry.name:
+        if match and step_name(int(match[1])) == entry.name:
             found[int(match[1])] = root / entry.name
     return dict(sorted(found.items()))
 
 
 def read_commit(path: PurePath, storage: Source) -> Commit:
     """The seal of the step at `path`. Raises `CorruptError` when it is missing or damaged."""
-    commit = parse_commit(_read(path, COMMIT, COMMIT_LIMIT, storage), f"{path / COMMIT}")
-    if path.name != step_name(commit.step):
-        raise CorruptError(
-            f"{path / COMMIT} seals another step", have=step_name(commit.step), want=path.name
-        )
-    return commit
+    _check_directory(path, storage)
+    return _commit(path, storage)
 
 
 def open_step(path: PurePath, storage: Source) -> Committed:
@@ -99,8 +95,9 @@ def open_step(path: PurePath, storage: Source) -> Committed:
     Raises `CorruptError` naming the file for anything damaged, missing, or there without being in
     the manifest, and `IncompatibleError` for another format.
     """
+    _check_directory(path, storage)
     sizes = dict(_files(path, "", storage))
-    commit = read_commit(path, storage)
+    commit = _commit(path, storage)
     data = _read(path, MANIFEST, MANIFEST_LIMIT, storage)
     manifest = parse_manifest(data, commit, f"{path / MANIFEST}")
     for name in sorted((sizes.keys() - {COMMIT, MANIFEST}) ^ manifest.files.keys()):
@@ -155,6 +152,22 @@ def _read(path: PurePath, name: str, limit: int, storage: Source) -> bytes:
         raise CorruptError(f"{path} has no {name}", have="a step that is not committed") from error
     except (ValueError, EOFError) as error:
         raise CorruptError(f"{path / name} cannot be read", have=error) from error
+
+
+def _commit(path: PurePath, storage: Source) -> Commit:
+    commit = parse_commit(_read(path, COMMIT, COMMIT_LIMIT, storage), f"{path / COMMIT}")
+    if path.name != step_name(commit.step):
+        raise CorruptError(
+            f"{path / COMMIT} seals another step", have=step_name(commit.step), want=path.name
+        )
+    return commit
+
+
+def _check_directory(path: PurePath, storage: Source) -> None:
+    """A step lies where its name is: what a link leads to may change, and may be another run's."""
+    kinds = {entry.name: entry.kind for entry in storage.entries(path.parent)}
+    if kinds.get(path.name, "directory") != "directory":
+        raise CorruptError(f"{path} is no directory", have="a file, a link or a device")
 
 
 def _files(path: PurePath, prefix: str, storage: Source) -> Iterator[tuple[str, int]]:

@@ -193,3 +193,32 @@ def test_a_step_under_another_steps_name_is_refused(tmp_path):
     save_once(tmp_path, 1).rename(tmp_path / "step-00000002")
     with pytest.raises(CorruptError):
         newest(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["link", "broken link", "file"])
+def test_what_has_a_steps_name_and_is_no_directory_is_set_aside(tmp_path, kind):
+    elsewhere = save_once(tmp_path / "elsewhere", 2, seed=2)
+    root = tmp_path / "checkpoints"
+    save_once(root, 1, seed=1)
+    target = elsewhere if kind == "link" else tmp_path / "nothing"
+    path = root / "step-00000002"
+    path.write_text("x") if kind == "file" else path.symlink_to(target)
+    with Checkpoints(root, Layout(), retention=Retention(1)) as checkpoints:
+        checkpoints.save(3, contents_of(*make_state(3)))
+        assert (root / "step-00000002").lstat()  # it displaces no step, and is not removed
+    damage(root / "step-00000003" / "COMMIT", 20)
+    with Checkpoints(root, Layout()) as checkpoints, pytest.raises(CorruptError) as caught:
+        checkpoints.resume(loads(1))
+    assert f"{path} is no directory" in str(caught.value)
+    assert (elsewhere / "COMMIT").is_file()
+
+
+def test_a_link_alone_is_no_beginning(tmp_path):
+    elsewhere = save_once(tmp_path / "elsewhere", 2, seed=2)
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    (root / "step-00000002").symlink_to(elsewhere)
+    with Checkpoints(root, Layout()) as checkpoints:
+        for _ in range(2):
+            with pytest.raises(CorruptError, match="can be used"):
+                checkpoints.resume(loads(2))
