@@ -1,4 +1,4 @@
-"""How tensors lie in files, files in blocks, and blocks in the hands of ranks.
+"""How tensors lie in files, and files in blocks.
 
 All of it is a pure function of the tensors' names, dtypes and shapes, so every rank computes the
 same, and the files are the same bytes whatever number of ranks writes them.
@@ -6,17 +6,14 @@ same, and the files are the same bytes whatever number of ranks writes them.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-
-from burnish.checkpoint.dtypes import BY_NAME
-from burnish.checkpoint.tensor_sets import path_of
+from burnish.checkpoint.tensor_sets import MODEL, path_of
 from burnish.files.safetensors import DTYPE_BITS, TensorEntry, build_header
 from burnish.files.strict_json import encode_json
-from burnish.parallel.boxes import Box, flat_range
+from burnish.models.lora_names import ADAPTER_WEIGHTS, is_adapter
+from burnish.parallel.boxes import Box
 
 MAX_FILE_BYTES = 4 << 30
 """A set of tensors is divided into files of about this size; a larger tensor has one to itself."""
@@ -63,22 +60,6 @@ class PlannedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A box of one tensor that lies in one block, contiguous in the file."""
-
-    key: str
-    """`Stored.key` of the tensor."""
-    shape: tuple[int, ...]
-    """Its global shape."""
-    dtype: torch.dtype
-    """Its dtype on disk."""
-    box: Box
-    """Which elements."""
-    start: int
-    """First byte, counted from the start of the block."""
-
-
-@dataclass(frozen=True, slots=True)
 class Block:
     """A range of one file that has one writer and one hash."""
 
@@ -98,7 +79,8 @@ def plan_files(
     """The safetensors files for these tensors, and the index files that belong to them by path.
 
     Sets follow each other by path, tensors within a set by name; names follow Hugging Face's
-    (`model.safetensors`, or `model-00001-of-0000N.safetensors` with an index). Within a file the
+    (`model.safetensors`, or `model-00001-of-0000N.safetensors` with an index; the weights of an
+    adapter are in the one file that PEFT looks for). Within a file the
     wider dtypes come first, so that no element lies across two blocks.
     """
     sets: dict[str, list[Stored]] = {}
@@ -110,6 +92,8 @@ def plan_files(
         path = path_of(tensor_set)
         directory, _, stem = path.rpartition("/")
         shares = _shares(members, max_file_bytes)
+        if stem == MODEL and is_adapter(tensor.name for tensor in members):
+            stem, shares = ADAPTER_WEIGHTS, [members]
         weight_map: dict[str, str] = {}
         for number, share in enumerate(shares, start=1):
             numbered = f"{stem}-{number:05d}-of-{len(shares):05d}" if len(shares) > 1 else stem
@@ -128,31 +112,6 @@ def blocks_of(file: int, size: int, block_bytes: int) -> list[Block]:
         Block(file, number, start, min(start + block_bytes, size))
         for number, start in enumerate(range(0, size, block_bytes))
     ]
-
-
-def shares_of(blocks: Sequence[Block], world: int) -> list[list[Block]]:
-    """The blocks divided evenly among ranks, each with a contiguous run of them."""
-    cuts = [len(blocks) * rank // world for rank in range(world + 1)]
-    return [list(blocks[cuts[rank] : cuts[rank + 1]]) for rank in range(world)]
-
-
-def parts_of(file: PlannedFile, block: Block) -> list[Part]:
-    """The tensors' elements that lie in a block, in order."""
-    parts: list[Part] = []
-    first = bisect_right(file.entries, block.start, key=lambda entry: entry.end)
-    for entry in file.entries[first:]:
-        if entry.begin >= block.stop:
-            break
-        dtype = BY_NAME[entry.dtype]
-        start = max(entry.begin, block.start)
-        stop = min(entry.end, block.stop)
-        flat = ((at - entry.begin) // dtype.itemsize for at in (start, stop))
-        at = start - block.start
-        for box in flat_range(entry.shape, *flat):
-            key = f"{file.tensor_set}/{entry.name}"
-            parts.append(Part(key, entry.shape, dtype, box, at))
-            at += box.elements * dtype.itemsize
-    return parts
 
 
 def _shares(members: list[Stored], max_file_bytes: int) -> list[list[Stored]]:

@@ -19,6 +19,7 @@ from burnish.checkpoint.assets import CONFIG, read_assets, with_dtype
 from burnish.checkpoint.committed import INFLIGHT
 from burnish.checkpoint.contents import Assets, Contents, ModelContents
 from burnish.checkpoint.dtypes import BY_NAME
+from burnish.checkpoint.planner import Planner
 from burnish.checkpoint.save import all_finite, check_new, save_step
 from burnish.checkpoint.streams import model_files
 from burnish.checkpoint.tensor_sets import MAIN
@@ -88,7 +89,9 @@ def save_foreign(foreign: Foreign, root: Path, step: int, storage: Storage | Non
             weights = foreign.weights(scratch)
         finally:
             storage.remove(scratch)  # what is mapped stays until it is let go
-        return save_step(root, step, _contents(foreign, weights, step), Layout(), storage, 0)
+        return save_step(
+            root, step, _contents(foreign, weights, step), Planner(Layout()), storage, 0
+        )
 
 
 def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:

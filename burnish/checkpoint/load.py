@@ -1,34 +1,33 @@
 """Filling shards from a committed step, at whatever layout it is wanted.
 
-The plan of saving the other way round: what ranks want are the engine's shards, what they have are
-the blocks of files that they read. Each block is read by one rank, checked against its hash, and
-its elements go to whoever wants them.
+What can be asked for by name, and whether it fits; `burnish.checkpoint.read` reads it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from burnish.checkpoint.blocks import Block, Part, PlannedFile, parts_of
+from burnish.checkpoint.blocks import PlannedFile
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.dtypes import BY_NAME
-from burnish.checkpoint.relay import GROUP_BLOCKS, Relay
+from burnish.checkpoint.read import BlockReader, ReadPlan
+from burnish.checkpoint.relay import is_plain
 from burnish.checkpoint.split import add_residual
 from burnish.checkpoint.tensor_sets import MAIN, MODEL, RESIDUAL, prefix_of, roles_in, set_of
-from burnish.checkpoint.verify import checked_header, read_block
+from burnish.checkpoint.verify import checked_header
 from burnish.errors import CorruptError, IncompatibleError, MissingError
 from burnish.files.safetensors import TensorEntry
-from burnish.files.storage import LocalStorage, ReadableFile, Source
+from burnish.files.storage import LocalStorage, Source
 from burnish.parallel.collectives import agree, gather_objects
 from burnish.parallel.layout import Layout
+from burnish.parallel.pieces import PieceTable, gather_pieces
+from burnish.parallel.plan import Move
 from burnish.parallel.shards import Piece, Shard
-from burnish.parallel.transfer import Move, plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class CheckpointSource:
 
     The model is the run's own; `of` gives any other. A shard's name is that of a weight, or `slot/weight`. Every rank makes one and calls `fill`
     together. fp32 weights that were split come back bit for bit; other dtypes are converted from
-    what `model/` holds. Holds 32 MiB beside the tensors, and the same again for what ranks pass on.
+    what `model/` holds. Takes 32 MiB beside the tensors.
     """
 
     def __init__(self, committed: Committed, layout: Layout, storage: Source | None = None) -> None:
@@ -52,11 +51,10 @@ class CheckpointSource:
         self._layout = layout
         self._storage = storage or LocalStorage()
         with agree(layout):
-            self._files = [
-                self._open(name, tensor_set)
-                for name in sorted(committed.manifest.files)
-                if (tensor_set := set_of(name)) is not None
-            ]
+            names = [name for name in sorted(committed.manifest.files) if set_of(name) is not None]
+            mine = [self._open(name) for name in names[layout.rank :: layout.world]]
+        found = {file.path: file for theirs in gather_objects(mine, layout) for file in theirs}
+        self._files = [found[name] for name in names]
         self._places = {
             f"{file.tensor_set}/{entry.name}": _Place(index, entry)
             for index, file in enumerate(self._files)
@@ -99,7 +97,8 @@ class CheckpointSource:
         ]
         self._deliver([shard for shard, _ in exact], [key for _, key in exact], add_residual)
 
-    def _open(self, name: str, tensor_set: str) -> PlannedFile:
+    def _open(self, name: str) -> PlannedFile:
+        """A tensor file as its header, which is checked, describes it."""
         header = checked_header(self._step, name, self._storage)
         for entry in header.entries.values():
             if entry.dtype not in BY_NAME:
@@ -112,7 +111,8 @@ class CheckpointSource:
             if entry.begin % BY_NAME[entry.dtype].itemsize:
                 raise CorruptError(f"tensor {entry.name} in {self._step.path / name} is misplaced")
         entries = tuple(header.entries.values())
-        return PlannedFile(name, tensor_set, b"", entries, self._step.manifest.files[name].size)
+        size = self._step.manifest.files[name].size
+        return PlannedFile(name, set_of(name) or "", b"", entries, size)
 
     def _checked(self, shard: Shard) -> str:
         """The key of the stored tensor that a shard is a piece of."""
@@ -148,110 +148,24 @@ class CheckpointSource:
             Piece(key, shard.spec.shape, shard.box, BY_NAME[self._places[key].entry.dtype])
             for shard, key in zip(shards, keys, strict=True)
         ]
-        want = gather_objects(pieces, self._layout)
-        reading = _Reading(self._files, self._shares(want), want, self._layout)
+        want = gather_pieces(PieceTable.of(pieces), self._layout)
+        block_bytes = [self._step.manifest.files[file.path].block_bytes for file in self._files]
+        plan = ReadPlan.of(self._files, block_bytes, want, self._layout)
+
+        def mine(move: Move) -> Tensor:
+            return shards[move.want].part(move.box).detach()
+
+        def place(move: Move) -> Tensor | None:
+            there = mine(move)
+            is_same = put is _copy and there.dtype == move.dtype
+            return there if is_same and is_plain(there) else None
 
         def write(move: Move, elements: Tensor) -> None:
-            shard = shards[move.want]
-            mine = shard.tensor.detach()[move.box.relative_to(shard.box).slices]
-            put(mine, elements)
+            put(mine(move), elements)
 
-        with ExitStack() as opened:
-            files: dict[int, ReadableFile] = {}
-            for group in range(reading.groups):
-                with agree(self._layout):
-                    for slot, block in reading.blocks(group):
-                        name = self._files[block.file].path
-                        if block.file not in files:
-                            file = self._storage.open(self._step.path / name)
-                            files[block.file] = opened.enter_context(file)
-                        read_block(files[block.file], self._step, name, block.number, slot)
-                reading.relay.run(group, reading.read, write)
-
-    def _shares(self, want: Sequence[Sequence[Piece]]) -> list[list[Block]]:
-        """Who reads which block: of the ranks that want any of it, the one that reads least so far."""
-        wanting: dict[Block, list[int]] = {}
-        for rank, pieces in enumerate(want):
-            for block in {block for piece in pieces for block in self._blocks(piece)}:
-                wanting.setdefault(block, []).append(rank)
-        shares: list[list[Block]] = [[] for _ in want]
-        for block in sorted(wanting, key=lambda block: (block.file, block.number)):
-            min((shares[rank] for rank in wanting[block]), key=len).append(block)
-        return shares
-
-    def _blocks(self, piece: Piece) -> Iterator[Block]:
-        """The blocks from the first to the last byte of a piece."""
-        if piece.box.elements == 0:
-            return
-        place = self._places[piece.name]
-        file = self._files[place.file]
-        block_bytes = self._step.manifest.files[file.path].block_bytes
-        first, last = _span(piece)
-        begin = place.entry.begin + first * piece.dtype.itemsize
-        end = place.entry.begin + last * piece.dtype.itemsize
-        for number in range(begin // block_bytes, -(-end // block_bytes)):
-            start = number * block_bytes
-            yield Block(place.file, number, start, min(start + block_bytes, file.size))
-
-
-class _Reading:
-    """Which blocks this rank reads in which group, and the plan of where their elements go."""
-
-    def __init__(
-        self,
-        files: Sequence[PlannedFile],
-        shares: Sequence[Sequence[Block]],
-        want: Sequence[Sequence[Piece]],
-        layout: Layout,
-    ) -> None:
-        parts = [
-            [
-                (index, part)
-                for index, block in enumerate(share)
-                for part in parts_of(files[block.file], block)
-            ]
-            for share in shares
-        ]
-        have = [[Piece(p.key, p.shape, p.box, p.dtype) for _, p in theirs] for theirs in parts]
-        self.groups = -(-max(map(len, shares)) // GROUP_BLOCKS)
-        self.relay = Relay(
-            plan(have, want),
-            lambda move: parts[move.source][move.have][0] // GROUP_BLOCKS,
-            layout,
-            torch.device("cpu"),
-        )
-        self._parts: list[tuple[int, Part]] = parts[layout.rank]
-        self._share = shares[layout.rank]
-        self._slot_bytes = max((block.stop - block.start for block in self._share), default=0)
-        self._slot_bytes = -(-self._slot_bytes // 8) * 8
-        slots = min(len(self._share), GROUP_BLOCKS)
-        self._buffer = torch.empty(slots * self._slot_bytes, dtype=torch.uint8)
-
-    def blocks(self, group: int) -> Iterator[tuple[memoryview, Block]]:
-        """The blocks to read for a group, each with the memory it goes into."""
-        memory = memoryview(self._buffer.numpy().data).cast("B")
-        first = group * GROUP_BLOCKS
-        for slot, block in enumerate(self._share[first : first + GROUP_BLOCKS]):
-            start = slot * self._slot_bytes
-            yield memory[start : start + block.stop - block.start], block
-
-    def read(self, move: Move) -> Tensor:
-        """A move's elements, in the buffer."""
-        index, part = self._parts[move.have]
-        start = index % GROUP_BLOCKS * self._slot_bytes + part.start
-        raw = self._buffer[start : start + part.box.elements * part.dtype.itemsize]
-        there = raw.view(part.dtype).view(part.box.sizes)
-        return there[move.box.relative_to(part.box).slices]
+        reader = BlockReader(self._step, self._files, plan, self._layout)
+        reader.read(self._storage, place, write)
 
 
 def _copy(mine: Tensor, elements: Tensor) -> None:
     mine.copy_(elements)
-
-
-def _span(piece: Piece) -> tuple[int, int]:
-    """First element and one past the last, in C order over the whole tensor."""
-    first = last = 0
-    for offset, size, extent in zip(piece.box.offsets, piece.box.sizes, piece.shape, strict=True):
-        first = first * extent + offset
-        last = last * extent + offset + size - 1
-    return first, last + 1

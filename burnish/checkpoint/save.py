@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from burnish import __version__
-from burnish.checkpoint.blocks import PlannedFile, Stored, plan_files
+from burnish.checkpoint.blocks import PlannedFile
 from burnish.checkpoint.committed import INFLIGHT, TRASH, step_name
 from burnish.checkpoint.contents import Assets, Contents, ModelContents
-from burnish.checkpoint.dtypes import dtype_name
 from burnish.checkpoint.manifest import (
     BLOCK_BYTES,
     COMMIT,
@@ -33,17 +32,19 @@ from burnish.checkpoint.manifest import (
     record_of,
     sha256,
 )
+from burnish.checkpoint.planner import Planner
 from burnish.checkpoint.split import residual, rounded
-from burnish.checkpoint.tensor_sets import MODEL, RESIDUAL, key_parts, prefix_of
+from burnish.checkpoint.tensor_sets import MODEL, RESIDUAL, prefix_of
 from burnish.checkpoint.write import BlockHashes, BlockWriter
 from burnish.errors import BurnishError
 from burnish.files.durable import discard, naming_failures, write_durably
 from burnish.files.storage import Storage
 from burnish.files.strict_json import encode_json
 from burnish.parallel.collectives import agree, gather_objects
-from burnish.parallel.layout import Layout
+from burnish.parallel.pieces import PieceTable
+from burnish.parallel.plan import Move
 from burnish.parallel.shards import Piece, Shard
-from burnish.parallel.transfer import Move, accelerator_of, meeting_place
+from burnish.parallel.transfer import accelerator_of, meeting_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,49 +68,51 @@ class _Told:
     uuid: str
     healthy: bool
     device: torch.device | None
-    pieces: list[Piece]
+    plan: str
 
 
 def save_step(
     root: Path,
     step: int,
     contents: Contents,
-    layout: Layout,
+    planner: Planner,
     storage: Storage,
     reserve_bytes: int,
     fence: Callable[[], None] | None = None,
 ) -> Path:
-    """Write and commit a step below `root`; returns its directory. Collective.
+    """Write and commit a step below `root`; returns its directory. Collective, among the planner's ranks.
 
     `fence` is called on rank 0 before the step is sealed. An error on any rank, what `fence` raises
     included, is raised on every rank, and leaves what was committed before untouched.
     Raises `BurnishError` when the step exists, when the disk has not `reserve_bytes` more room than
     is needed (before anything is written), or when writing fails.
     """
+    layout = planner.layout
     with agree(layout):
         held = list(_held(contents))
+        pieces = PieceTable.of(each.piece for each in held)
         finite = not contents.check_finite or all_finite(contents.weights)
     mine = _Told(
         step,
         uuid.uuid4().hex,
         contents.healthy and finite,
         accelerator_of([*contents.weights, *contents.training]),
-        [each.piece for each in held],
+        planner.digest(pieces),
     )
     told = gather_objects(mine, layout)
     _check_same_step(told)
-    name, have = told[0].uuid, [theirs.pieces for theirs in told]
-    files, small = plan_files(_stored(have, contents.models))
+    plan = planner.plan(pieces, contents.models, [theirs.plan for theirs in told])
+    name, files, small = told[0].uuid, plan.writing.files, dict(plan.indices)
     inflight = root / f"{INFLIGHT}{step:08d}.{name}"
     device = meeting_place([theirs.device for theirs in told], mine.device)
     what = f"step {step} could not be saved"
-    writer = BlockWriter(inflight, files, have, layout, device)
+    writer = BlockWriter(inflight, plan.writing, layout, device)
     try:
         with agree(layout), naming_failures(what):
             if layout.is_main:
                 small |= _small_files(contents)
                 check_new(root, step, storage)
-                needed = sum(file.size for file in files) + sum(map(len, small.values()))
+                needed = plan.size + sum(map(len, small.values()))
                 _check_room(root, step, needed, reserve_bytes, storage)
                 _lay_out(inflight, files, small, storage)
         hashes = writer.write(lambda move: held[move.have].read(move), storage, what)
@@ -159,23 +162,6 @@ def _held_of(model: ModelContents, prefix: str, *, split: bool) -> Iterator[_Hel
 
 def _piece(shard: Shard, key: str, dtype: torch.dtype) -> Piece:
     return Piece(key, shard.spec.shape, shard.box, dtype)
-
-
-def _stored(have: Iterable[Iterable[Piece]], roles: Iterable[str]) -> list[Stored]:
-    """Every tensor that any rank has a piece of, once."""
-    found: dict[str, Stored] = {}
-    for pieces in have:
-        for piece in pieces:
-            tensor_set, name = key_parts(piece.name, roles)
-            dtype = dtype_name(piece.dtype, name)
-            stored = Stored(tensor_set, name, dtype, piece.shape)
-            if found.setdefault(piece.name, stored) != stored:
-                raise BurnishError(
-                    f"ranks disagree about tensor {piece.name}",
-                    have=f"{found[piece.name].dtype} {list(found[piece.name].shape)}",
-                    want=f"{dtype} {list(piece.shape)}",
-                )
-    return list(found.values())
 
 
 def _check_same_step(told: Sequence[_Told]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from burnish.checkpoint.contents import Contents
+from burnish.checkpoint.planner import Planner
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import save_step
 from burnish.files.durable import naming_failures
@@ -32,6 +33,12 @@ class Saver:
     """What stays free on the disk."""
     token: Token | None = None
     """Rank 0: the right to commit below `root`."""
+    planner: Planner = field(init=False, compare=False, repr=False)
+    """Keeps the plan from save to save, in each process that has this."""
+
+    def __post_init__(self) -> None:
+        """Begin without a plan."""
+        object.__setattr__(self, "planner", Planner(self.layout))
 
     def save(self, step: int, contents: Contents, fence: Callable[[], None] | None = None) -> Path:
         """Commit a step and remove those that need no longer be kept; returns its directory. Collective.
@@ -47,7 +54,7 @@ class Saver:
                 fence()
 
         path = save_step(
-            self.root, step, contents, self.layout, self.storage, self.reserve_bytes, check
+            self.root, step, contents, self.planner, self.storage, self.reserve_bytes, check
         )
         failed = f"step {step} is committed, but older steps could not be removed"
         with agree(self.layout), naming_failures(failed):

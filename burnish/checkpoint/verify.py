@@ -6,9 +6,11 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import PurePath
+
+import xxhash
 
 from burnish.checkpoint.committed import Committed, open_step
 from burnish.checkpoint.manifest import MAX_BLOCK_BYTES, FileRecord, block_hash
@@ -18,6 +20,8 @@ from burnish.files.storage import LocalStorage, ReadableFile, Source
 
 _TENSORS = ".safetensors"
 _SHOWN = 5
+_HASHED_AT_ONCE = 1 << 20
+# Read and then hashed while the processor's cache still has it.
 
 
 class DamagedBlock(CorruptError):
@@ -108,18 +112,30 @@ def verify_quickly(path: PurePath, storage: Source | None = None) -> Iterator[Co
                 yield error
 
 
-def read_block(
-    file: ReadableFile, step: Committed, name: str, number: int, into: memoryview | None = None
-) -> memoryview:
-    """A block of a step's file, checked against its hash, in `into` or memory of its own.
-
-    Raises `DamagedBlock` naming the file and the tensors that lie in the block.
-    """
-    record = step.manifest.files[name]
-    size = _size(record, number)
-    data = memoryview(bytearray(size)) if into is None else into[:size]
-    _check(file, step, name, number, data, _fill(file, data, number * record.block_bytes))
+def read_block(file: ReadableFile, step: Committed, name: str, number: int) -> memoryview:
+    """A block of a step's file, in memory of its own. Raises as `read_block_into` does."""
+    data = memoryview(bytearray(_size(step.manifest.files[name], number)))
+    read_block_into(file, step, name, number, [data])
     return data
+
+
+def read_block_into(
+    file: ReadableFile, step: Committed, name: str, number: int, pieces: Iterable[memoryview]
+) -> None:
+    """Read a block of a step's file to pieces of memory that together have its size, and check it against its hash.
+
+    Raises `DamagedBlock` naming the file and the tensors that lie in the block; the memory then
+    holds what was read.
+    """
+    digest, at = xxhash.xxh3_128(), number * step.manifest.files[name].block_bytes
+    ended = None
+    for data in pieces:
+        for start in range(0, len(data), _HASHED_AT_ONCE):
+            some = data[start : start + _HASHED_AT_ONCE]
+            ended = ended or _fill(file, some, at)
+            digest.update(some)
+            at += len(some)
+    _check(file, step, name, number, ended or digest.hexdigest())
 
 
 def checked_header(step: Committed, name: str, storage: Source) -> Header:
@@ -142,15 +158,12 @@ def _fill(file: ReadableFile, data: memoryview, start: int) -> str | None:
     return None
 
 
-def _check(
-    file: ReadableFile, step: Committed, name: str, number: int, data: memoryview, ended: str | None
-) -> None:
-    """Raise `DamagedBlock` unless `data` is the block that was committed."""
+def _check(file: ReadableFile, step: Committed, name: str, number: int, found: str) -> None:
+    """Raise `DamagedBlock` unless a block has the hash that it was committed with."""
     record = step.manifest.files[name]
-    found = ended or block_hash(data)
     if found != record.blocks[number]:
         start = number * record.block_bytes
-        stop = start + len(data)
+        stop = start + _size(record, number)
         holds = _tensors(file, step, name, start, stop)
         raise DamagedBlock(
             step.path / name, start, stop, holds, have=found, want=record.blocks[number]
@@ -171,7 +184,7 @@ def _damage(
     except OSError as error:
         ended = str(error)
     try:
-        _check(file, step, name, number, data, ended)
+        _check(file, step, name, number, ended or block_hash(data))
     except CorruptError as error:
         yield error
 

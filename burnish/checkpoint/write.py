@@ -1,73 +1,104 @@
 """The blocks of a step's tensor files, from the ranks' memory to the disk.
 
-A rank has the blocks that it writes in one buffer, a group at a time: their elements arrive from
-wherever they are held, each block is hashed where it lies and written to its place.
+Each rank writes the blocks of which it has the most, and all as many. A few at a time are put
+together, from tensors where they lie and from what other ranks send; while the next ones come, a
+thread hashes and writes them and another has the disk begin. Left out: what files there are
+(`burnish.checkpoint.blocks`), and what makes a step of them (`burnish.checkpoint.save`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
-from burnish.checkpoint.blocks import Block, Part, PlannedFile, blocks_of, parts_of, shares_of
-from burnish.checkpoint.manifest import BLOCK_BYTES, block_hash
-from burnish.checkpoint.relay import GROUP_BLOCKS, Relay
+from burnish.checkpoint.blocks import Block, PlannedFile, blocks_of
+from burnish.checkpoint.manifest import BLOCK_BYTES
+from burnish.checkpoint.parts import Parts, Place, owners, slots_of
+from burnish.checkpoint.relay import BlockMemory, Relay, buffers, is_plain
 from burnish.files.durable import naming_failures
 from burnish.files.storage import File, Storage
 from burnish.parallel.collectives import agree
 from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Piece
-from burnish.parallel.transfer import Move, plan
+from burnish.parallel.pieces import PieceTable, TensorIndex
+from burnish.parallel.plan import Cover, Move
+from burnish.parallel.rounds import Group, schedule
 
 BlockHashes = dict[tuple[int, int], str]
 """By index of the file and index of the block in it."""
 
+_GROUP_BLOCKS = 4
+# Put together at one time; as many are being written meanwhile.
+_WAVE_BYTES = _GROUP_BLOCKS * BLOCK_BYTES
+_SYNC_BYTES = 32 << 20
+# The disk is asked to begin whenever so much has been written.
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A piece that a rank wants because it lies in a block that the rank writes."""
 
-    piece: Piece
-    block: int
-    part: Part
+@dataclass(frozen=True, slots=True, eq=False)
+class WritePlan:
+    """Which blocks this rank writes, and where their elements come from."""
+
+    files: Sequence[PlannedFile]
+    """All of the step's."""
+    share: Sequence[Block]
+    """The blocks that this rank writes."""
+    places: dict[int, Place]
+    """Where in them a move's elements go, by `Move.want`."""
+    groups: Sequence[Group]
+    """The moves for each few blocks of all ranks."""
+    digest: str
+    """The same on all ranks."""
+
+    @classmethod
+    def of(
+        cls, files: Sequence[PlannedFile], have: Sequence[PieceTable], layout: Layout
+    ) -> WritePlan:
+        """Plan for pieces that are named by the keys under which tensors are stored. Raises `MissingError` for a tensor that nobody has all of."""
+        tensors = TensorIndex()
+        [held] = tensors.merge(have)
+        blocks = [b for i, file in enumerate(files) for b in blocks_of(i, file.size, BLOCK_BYTES)]
+        parts = Parts.of(files, blocks, tensors)
+        cover = Cover.of(held, parts.pieces, tensors)
+        part, holder = cover.holders()
+        size = (cover.boxes.elements * parts.tensors.itemsizes()[parts.pieces.dtype[cover.want]])[
+            part
+        ]
+        rank = cover.held.rank[holder]
+        owner = owners(parts.block[cover.want[part]], rank, size, len(blocks), layout.world)
+        moves = cover.moves(owner[parts.block])
+        slots = slots_of(owner)
+        group = slots[parts.block[moves.want]] // _GROUP_BLOCKS
+        groups = int(slots.max(initial=-1)) // _GROUP_BLOCKS + 1
+        mine = np.flatnonzero(owner == layout.rank)
+        own_slots = np.where(owner == layout.rank, slots, -1)
+        return cls(
+            files,
+            [blocks[number] for number in mine.tolist()],
+            parts.places(own_slots),
+            schedule(moves, layout.rank, _WAVE_BYTES, group, groups),
+            moves.digest(),
+        )
 
 
 class BlockWriter:
-    """Writes this rank's share of the blocks of `files`, which lie in `directory` at their final size.
-
-    `have` gives every rank's pieces by the keys under which the tensors are stored; all ranks give
-    the same. Raises `MissingError` for a tensor that nobody has all of.
-    """
+    """Writes this rank's blocks of the plan's files, which lie in `directory` at their final size."""
 
     def __init__(
-        self,
-        directory: Path,
-        files: Sequence[PlannedFile],
-        have: Sequence[Sequence[Piece]],
-        layout: Layout,
-        device: torch.device,
+        self, directory: Path, plan: WritePlan, layout: Layout, device: torch.device
     ) -> None:
         self._directory = directory
-        self._files = files
+        self._plan = plan
         self._layout = layout
-        blocks = [b for i, file in enumerate(files) for b in blocks_of(i, file.size, BLOCK_BYTES)]
-        shares = shares_of(blocks, layout.world)
-        wanted = [_wanted(files, share) for share in shares]
-        moves = plan(have, [[w.piece for w in theirs] for theirs in wanted])
-        self._share = shares[layout.rank]
-        self._wanted = wanted[layout.rank]
-        self._groups = -(-max(map(len, shares)) // GROUP_BLOCKS)
-        self._relay = Relay(
-            moves,
-            lambda move: wanted[move.target][move.want].block // GROUP_BLOCKS,
-            layout,
-            device,
-        )
+        self._relay = Relay(layout, device)
 
     def write(self, read: Callable[[Move], Tensor], storage: Storage, what: str) -> BlockHashes:
         """Write and sync all blocks; the hashes of this rank's. Collective, errors included.
@@ -75,52 +106,101 @@ class BlockWriter:
         `read` gives the elements of a move that this rank has, already in the stored dtype; `what`
         starts the message when the disk fails.
         """
-        buffer = torch.empty(min(len(self._share), GROUP_BLOCKS) * BLOCK_BYTES, dtype=torch.uint8)
+        size = min(len(self._plan.share), _GROUP_BLOCKS) * BLOCK_BYTES
+        memory = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
         hashes: BlockHashes = {}
+        ahead: list[Future[BlockHashes]] = []
         with ExitStack() as opened:
             files: dict[int, File] = {}
             with agree(self._layout), naming_failures(what):
-                for index in sorted({block.file for block in self._share}):
-                    path = self._directory / self._files[index].path
+                for index in sorted({block.file for block in self._plan.share}):
+                    path = self._directory / self._plan.files[index].path
                     files[index] = opened.enter_context(storage.open(path, write=True))
-            for group in range(self._groups):
-                first = group * GROUP_BLOCKS
-                blocks = self._share[first : first + GROUP_BLOCKS]
-                self._relay.run(group, read, lambda move, part: self._place(buffer, move, part))
-                with agree(self._layout), naming_failures(what):
-                    hashes |= self._flush(buffer, blocks, files)
+            disk = opened.enter_context(_Disk(files))
+            for number, moves in enumerate(self._plan.groups):
+                if len(ahead) == len(memory):
+                    with agree(self._layout), naming_failures(what):
+                        hashes |= ahead.pop(0).result()
+                ahead.append(disk.write(self._filled(number, moves, memory[number % 2], read)))
             with agree(self._layout), naming_failures(what):
-                for file in files.values():
-                    file.sync()
+                for written in ahead:
+                    hashes |= written.result()
+                disk.sync()
         return hashes
 
-    def _place(self, buffer: Tensor, move: Move, elements: Tensor) -> None:
-        """Put elements that arrived where they belong in the buffer."""
-        wanted = self._wanted[move.want]
-        part = wanted.part
-        start = wanted.block % GROUP_BLOCKS * BLOCK_BYTES + part.start
-        raw = buffer[start : start + part.box.elements * part.dtype.itemsize]
-        there = raw.view(part.dtype).view(part.box.sizes)
-        there[move.box.relative_to(part.box).slices].copy_(elements)
+    def _filled(
+        self, number: int, moves: Group, memory: Tensor, read: Callable[[Move], Tensor]
+    ) -> list[tuple[Block, BlockMemory]]:
+        """A few blocks, put together. Collective."""
+        first = number * _GROUP_BLOCKS
+        share = self._plan.share[first : first + _GROUP_BLOCKS]
+        blocks = buffers([block.stop - block.start for block in share], memory)
+        for block, there in zip(share, blocks, strict=True):
+            header = self._plan.files[block.file].header[block.start : block.stop]
+            if header:
+                there.part(0, (len(header),), torch.uint8).numpy()[:] = np.frombuffer(
+                    header, np.uint8
+                )
 
-    def _flush(
-        self, buffer: Tensor, blocks: Sequence[Block], files: dict[int, File]
-    ) -> BlockHashes:
-        memory = memoryview(buffer.numpy().data).cast("B")
+        def write(move: Move, elements: Tensor) -> None:
+            place = self._plan.places[move.want]
+            there = blocks[place.slot - first]
+            if move.source == move.target and move.box == place.box and is_plain(elements):
+                there.put(place.start, elements)
+            else:
+                part = there.part(place.start, place.box.sizes, move.dtype)
+                part[move.box.relative_to(place.box).slices].copy_(elements)
+
+        self._relay.run(moves, read, write)
+        return list(zip(share, blocks, strict=True))
+
+
+class _Disk:
+    """Two threads: one hashes and writes blocks in the order given, one syncs what was written so far."""
+
+    def __init__(self, files: dict[int, File]) -> None:
+        self._files = files
+        self._writing = ThreadPoolExecutor(1, "burnish-write")
+        self._syncing = ThreadPoolExecutor(1, "burnish-sync")
+        self._unsynced = dict.fromkeys(files, 0)
+        self._syncs: list[Future[None]] = []
+
+    def write(self, blocks: list[tuple[Block, BlockMemory]]) -> Future[BlockHashes]:
+        """Begin to write blocks; their hashes, in time."""
+        return self._writing.submit(self._write, blocks)
+
+    def sync(self) -> None:
+        """Return when all that was written survives a power loss. Nothing may be being written."""
+        for begun in self._syncs:
+            begun.result()
+        for file in self._files.values():
+            file.sync()
+
+    def _write(self, blocks: list[tuple[Block, BlockMemory]]) -> BlockHashes:
         hashes: BlockHashes = {}
-        for slot, block in enumerate(blocks):
-            start = slot * BLOCK_BYTES
-            data = memory[start : start + block.stop - block.start]
-            header = self._files[block.file].header[block.start : block.stop]
-            data[: len(header)] = header
-            hashes[block.file, block.number] = block_hash(data)
-            files[block.file].pwrite(data, block.start)
+        for block, memory in blocks:
+            digest, at = xxhash.xxh3_128(), block.start
+            for data in memory.pieces():
+                digest.update(data)
+                self._files[block.file].pwrite(data, at)
+                at += len(data)
+            hashes[block.file, block.number] = digest.hexdigest()
+            self._unsynced[block.file] += at - block.start
+            if self._unsynced[block.file] >= _SYNC_BYTES:
+                self._unsynced[block.file] = 0
+                self._syncs.append(self._syncing.submit(self._files[block.file].sync))
         return hashes
 
+    def __enter__(self) -> Self:
+        """The disk itself."""
+        return self
 
-def _wanted(files: Sequence[PlannedFile], share: Sequence[Block]) -> list[_Wanted]:
-    return [
-        _Wanted(Piece(part.key, part.shape, part.box, part.dtype), index, part)
-        for index, block in enumerate(share)
-        for part in parts_of(files[block.file], block)
-    ]
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for what has begun; drop the rest."""
+        self._writing.shutdown(cancel_futures=True)
+        self._syncing.shutdown(cancel_futures=True)

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from burnish.errors import IncompatibleError
-from burnish.parallel.box_table import BoxTable, Ints, concatenated
+from burnish.parallel.box_table import BoxTable, Ints, concatenated, padded
 from burnish.parallel.collectives import gather_objects
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Piece
@@ -116,34 +116,34 @@ class TensorIndex:
         """Every dtype met, by a number of its own."""
         self._numbers: dict[str, int] = {}
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._numbers
+
+    @property
+    def dims(self) -> int:
+        """Of the tensor that has the most; 1 at least."""
+        return max(1, *map(len, self.shapes)) if self.shapes else 1
+
     def merge(self, *sides: Sequence[PieceTable]) -> list[Pieces]:
         """For each list of tables by rank, one table of all ranks' pieces.
 
         Raises `IncompatibleError` where two ranks disagree on a tensor's shape.
         """
-        dims = max((table.boxes.dims for tables in sides for table in tables), default=1)
-        return [self._merged(tables, dims) for tables in sides]
+        numbers: dict[tuple[Described, ...], tuple[Ints, Ints]] = {}
+        for tables in sides:
+            for rank, table in enumerate(tables):
+                if table.tensors not in numbers:
+                    numbers[table.tensors] = self.add(table.tensors, f"on rank {rank}")
+        return [
+            joined([self._merged(rank, t, *numbers[t.tensors]) for rank, t in enumerate(tables)])
+            for tables in sides
+        ]
 
-    def _merged(self, tables: Sequence[PieceTable], dims: int) -> Pieces:
-        seen: dict[tuple[Described, ...], tuple[Ints, Ints]] = {}
-        found: list[Pieces] = []
-        for rank, table in enumerate(tables):
-            if table.tensors not in seen:
-                seen[table.tensors] = self._numbers_of(table.tensors, rank)
-            numbers, kinds = seen[table.tensors]
-            index = np.flatnonzero(table.boxes.elements)
-            boxes = table.boxes.take(index)
-            ranks, dtype = np.full(len(index), rank), kinds[boxes.tensor]
-            boxes = _widened(boxes, numbers[boxes.tensor], dims)
-            found.append(Pieces(boxes, ranks, index, dtype))
-        return joined(found)
+    def add(self, tensors: Sequence[Described], where: str) -> tuple[Ints, Ints]:
+        """The numbers of tensors and of their dtypes, which are given where they have none.
 
-    def shape_table(self, dims: int) -> Ints:
-        """`[tensors, dims]`: all shapes, padded with 1."""
-        return np.array([[*s, *[1] * (dims - len(s))] for s in self.shapes], np.int64)
-
-    def _numbers_of(self, tensors: Sequence[Described], rank: int) -> tuple[Ints, Ints]:
-        """Numbers of tensors and of dtypes, new ones given where needed."""
+        Raises `IncompatibleError` for another shape than is known; `where` says whose it is.
+        """
         numbers, kinds = [], []
         for name, shape, dtype in tensors:
             number = self._numbers.setdefault(name, len(self.names))
@@ -154,13 +154,28 @@ class TensorIndex:
                 raise IncompatibleError(
                     f"tensor {name} has different shapes",
                     have=list(self.shapes[number]),
-                    want=f"{list(shape)} on rank {rank}",
+                    want=f"{list(shape)} {where}",
                 )
             if dtype not in self.dtypes:
                 self.dtypes.append(dtype)
             numbers.append(number)
             kinds.append(self.dtypes.index(dtype))
         return np.array(numbers, np.int64), np.array(kinds, np.int64)
+
+    def shape_table(self) -> Ints:
+        """`[tensors, dims]`: all shapes, padded with 1."""
+        rows = [padded(shape, self.dims, 1) for shape in self.shapes]
+        return np.array(rows, np.int64).reshape(len(rows), self.dims)
+
+    def itemsizes(self) -> Ints:
+        """`[dtypes]`: bytes per element."""
+        return np.array([dtype.itemsize for dtype in self.dtypes], np.int64)
+
+    def _merged(self, rank: int, table: PieceTable, numbers: Ints, kinds: Ints) -> Pieces:
+        index = np.flatnonzero(table.boxes.elements)
+        boxes = table.boxes.take(index)
+        widened = _widened(boxes, numbers[boxes.tensor], self.dims)
+        return Pieces(widened, np.full(len(index), rank), index, kinds[boxes.tensor])
 
 
 def _widened(table: BoxTable, tensor: Ints, dims: int) -> BoxTable:

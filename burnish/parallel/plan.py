@@ -70,8 +70,7 @@ class Moves:
     @property
     def bytes(self) -> Ints:
         """How many bytes each is."""
-        itemsize = np.array([dtype.itemsize for dtype in self.tensors.dtypes], np.int64)
-        return self.boxes.elements * itemsize[self.dtype]
+        return self.boxes.elements * self.tensors.itemsizes()[self.dtype]
 
     def take(self, rows: Ints) -> Moves:
         """Some of the rows, by index."""

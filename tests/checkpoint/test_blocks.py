@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.checkpoint.blocks import Stored, blocks_of, parts_of, plan_files, shares_of
+from burnish.checkpoint.blocks import Stored, blocks_of, plan_files
 from burnish.checkpoint.dtypes import BY_NAME, dtype_name
+from burnish.checkpoint.parts import Parts, owners, slots_of
 from burnish.checkpoint.tensor_sets import set_of
 from burnish.errors import IncompatibleError
 from burnish.files.safetensors import DTYPE_BITS
 from burnish.parallel.boxes import flat_runs
+from burnish.parallel.pieces import TensorIndex
 
 stored = st.lists(
     st.builds(
@@ -39,17 +42,23 @@ def test_blocks_hold_every_byte_once(tensors, block_bytes, max_file_bytes):
         count[: len(file.header)] += 1
         blocks = blocks_of(number, file.size, block_bytes)
         assert [b.start for b in blocks] == list(range(0, file.size, block_bytes))
-        entries = {entry.name: entry for entry in file.entries}
-        for block in blocks:
-            for part in parts_of(file, block):
-                entry = entries[part.key.rpartition("/")[2]]
-                [(start, elements)] = flat_runs(part.shape, part.box)
-                first = block.start + part.start
-                assert first == entry.begin + start * part.dtype.itemsize
-                assert part.start % part.dtype.itemsize == 0
-                assert first + elements * part.dtype.itemsize <= block.stop
-                count[first : first + elements * part.dtype.itemsize] += 1
+        known = TensorIndex()
+        keys = {f"{file.tensor_set}/{entry.name}": entry for entry in file.entries}
+        known.add([(k, e.shape, BY_NAME[e.dtype]) for k, e in keys.items()], "")
+        parts = Parts.of([file], [replace(block, file=0) for block in blocks], known)
+        places = parts.places(np.arange(len(blocks)))
+        for part, place in places.items():
+            key = known.names[parts.pieces.boxes.tensor[part]]
+            entry, block = keys[key], blocks[place.slot]
+            [(start, elements)] = flat_runs(entry.shape, place.box)
+            first, itemsize = block.start + place.start, BY_NAME[entry.dtype].itemsize
+            assert first == entry.begin + start * itemsize
+            assert place.start % itemsize == 0
+            assert parts.bytes[part] == elements * itemsize
+            assert first + elements * itemsize <= block.stop
+            count[first : first + elements * itemsize] += 1
         assert (count == 1).all()
+        assert sorted(places) == list(range(len(parts.block)))
     names = [(set_of(f.path), e.name) for f in files for e in f.entries]
     assert sorted(names) == sorted((t.tensor_set, t.name) for t in tensors)
 
@@ -76,12 +85,30 @@ def test_many_files_have_numbers_and_an_index():
     assert index["metadata"] == {"total_size": 12000}
 
 
-@given(st.integers(0, 50), st.integers(1, 9))
-def test_shares_are_even_and_in_order(count, world):
-    blocks = blocks_of(0, count * 4096, 4096)
-    shares = shares_of(blocks, world)
-    assert [block for share in shares for block in share] == blocks
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+@given(
+    st.lists(st.tuples(st.integers(0, 19), st.integers(0, 5), st.integers(1, 9)), max_size=60),
+    st.integers(6, 9),
+)
+def test_every_block_has_an_owner_and_all_ranks_as_many(rows, world):
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    owner = owners(table[:, 0], table[:, 1], table[:, 2], 20, world)
+    assert len(owner) == 20
+    assert np.bincount(owner, minlength=world).max() <= -(-20 // world)
+    slots = slots_of(owner)
+    for rank in range(world):
+        assert slots[owner == rank].tolist() == list(range((owner == rank).sum()))
+
+
+def test_a_block_belongs_to_whom_has_the_most_of_it():
+    block = np.array([0, 0, 1, 1, 1, 2, 3])
+    rank = np.array([0, 1, 0, 1, 0, 1, 0])
+    size = np.array([3, 4, 3, 4, 3, 1, 1])
+    assert owners(block, rank, size, 4, 2).tolist() == [1, 0, 1, 0]
+
+
+def test_those_who_have_the_same_take_turns():
+    block, rank = np.repeat(np.arange(6), 3), np.tile(np.arange(3), 6)
+    assert owners(block, rank, np.ones(18, np.int64), 6, 3).tolist() == [0, 1, 2, 0, 1, 2]
 
 
 @pytest.mark.parametrize("name", sorted(BY_NAME))

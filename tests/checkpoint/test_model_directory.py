@@ -10,7 +10,7 @@ from checkpoints_for_tests import save_once, shards_of
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
-from burnish.checkpoint import save
+from burnish.checkpoint import planner
 from burnish.checkpoint.committed import newest
 from burnish.checkpoint.load import CheckpointSource
 from burnish.parallel.layout import Layout
@@ -20,7 +20,7 @@ from burnish.parallel.layout import Layout
 @pytest.mark.parametrize("max_file_bytes", [1 << 32, 20_000])
 def test_transformers_loads_the_model(tmp_path, monkeypatch, split, max_file_bytes):
     monkeypatch.setattr(
-        save, "plan_files", functools.partial(save.plan_files, max_file_bytes=max_file_bytes)
+        planner, "plan_files", functools.partial(planner.plan_files, max_file_bytes=max_file_bytes)
     )
     model = tiny_model("llama")
     dtype = torch.bfloat16 if split else torch.float32

@@ -1,152 +1,21 @@
-"""Plans against marking elements one by one, and transfers against indexing the whole tensor."""
+"""Transfers against indexing the whole tensor."""
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections import Counter, defaultdict
 
-import numpy as np
 import pytest
 import torch
 from distributed import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pieces_for_tests import BF16, F32, random_layout
 
-from burnish.errors import IncompatibleError, MissingError
-from burnish.parallel.boxes import Box, flat_range, subtract, whole
+from burnish.errors import MissingError
+from burnish.parallel.boxes import Box, whole
 from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Piece, Shard, TensorSpec
-from burnish.parallel.transfer import Transfer, plan, waves
-
-F32, BF16 = torch.float32, torch.bfloat16
-
-
-def cut_at_random(rng, box, depth=3):
-    """Boxes that make up `box`, disjoint."""
-    if depth == 0 or box.elements < 2 or rng.random() < 0.2:
-        return [box]
-    dim = rng.choice([d for d, size in enumerate(box.sizes) if size > 1])
-    size = rng.randint(1, box.sizes[dim] - 1)
-    first = Box(box.offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :]))
-    return [
-        p for part in (first, *subtract(box, first)) for p in cut_at_random(rng, part, depth - 1)
-    ]
-
-
-def random_layout(rng, shapes, world, replicas):
-    """Per rank pieces that cover every tensor, some of them several times."""
-    ranks = [[] for _ in range(world)]
-    for name, shape in shapes.items():
-        for _ in range(rng.randint(1, replicas)):
-            if rng.random() < 0.3:  # flat ranges, as a distributed optimizer holds them
-                total = whole(shape).elements
-                cuts = sorted([0, total, *(rng.randint(0, total) for _ in range(world - 1))])
-                parts = [b for a, z in itertools.pairwise(cuts) for b in flat_range(shape, a, z)]
-            else:
-                parts = cut_at_random(rng, whole(shape))
-            for box in parts:
-                ranks[rng.randrange(world)].append(Piece(name, shape, box, F32))
-    return ranks
-
-
-shape_sets = st.dictionaries(
-    st.sampled_from("abc"), st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1
-)
-
-
-@given(shape_sets, st.integers(1, 4), st.integers(0, 1 << 30))
-@settings(deadline=None)
-def test_every_wanted_element_comes_once_from_a_holder(shapes, world, seed):
-    rng = random.Random(seed)
-    have = random_layout(rng, shapes, world, replicas=3)
-    want = random_layout(rng, shapes, world, replicas=2)
-    seen = defaultdict(lambda: None)
-    for move in plan(have, want):
-        source, target = have[move.source][move.have], want[move.target][move.want]
-        assert source.name == target.name
-        assert source.box.contains(move.box)
-        assert target.box.contains(move.box)
-        counts = seen[move.target, move.want]
-        counts = np.zeros(target.shape, dtype=int) if counts is None else counts
-        counts[move.box.slices] += 1
-        seen[move.target, move.want] = counts
-    for target, pieces in enumerate(want):
-        for number, piece in enumerate(pieces):
-            expected = np.zeros(piece.shape, dtype=int)
-            expected[piece.box.slices] = 1
-            if piece.box.elements:
-                np.testing.assert_array_equal(seen[target, number], expected)
-
-
-@given(shape_sets, st.integers(1, 4), st.integers(0, 1 << 30), st.sampled_from([64, 100, 4096]))
-@settings(deadline=None)
-def test_waves_hold_every_remote_element_once_within_the_bound(shapes, world, seed, limit):
-    rng = random.Random(seed)
-    have = random_layout(rng, shapes, world, replicas=1)
-    moves = plan(have, random_layout(rng, shapes, world, replicas=2))
-    rounds = waves(moves, limit)
-
-    def elements(moves):
-        return Counter(
-            (m.source, m.have, m.target, m.want, index)
-            for m in moves
-            for index in np.ndindex(m.box.sizes)
-            for index in [tuple(np.add(index, m.box.offsets).tolist())]
-        )
-
-    assert elements(m for wave in rounds for m in wave) == elements(
-        m for m in moves if m.source != m.target
-    )
-    for wave in rounds:
-        sent, got = Counter(), Counter()
-        for move in wave:
-            sent[move.source] += move.bytes
-            got[move.target] += move.bytes
-        assert max(*sent.values(), *got.values()) <= limit
-
-
-def test_own_copies_are_preferred_and_others_take_turns():
-    shape = (8, 2)
-    full = [Piece(name, shape, whole(shape), F32) for name in "abcdef"]
-    nothing_moves = plan([full] * 3, [full] * 3)
-    assert all(move.source == move.target for move in nothing_moves)
-    asked = Counter(move.source for move in plan([full, full, full, []], [[], [], [], full]))
-    assert asked == {0: 2, 1: 2, 2: 2}
-
-
-def test_full_copies_from_shards_fill_waves_on_all_ranks_at_once():
-    world, rows = 8, 1024
-    shape = (world * rows, 64)
-    have = [[Piece("w", shape, Box((r * rows, 0), (rows, 64)), F32)] for r in range(world)]
-    want = [[Piece("w", shape, whole(shape), F32)]] * world
-    limit = 128 << 10
-    needed = rows * 64 * 4 * (world - 1) / limit
-    assert len(waves(plan(have, want), limit)) <= 1.35 * needed + 1
-
-
-def test_what_nobody_holds_is_named_with_its_box():
-    have = [
-        [Piece("w", (4, 4), Box((0, 0), (2, 4)), F32)],
-        [Piece("w", (4, 4), Box((3, 0), (1, 4)), F32)],
-    ]
-    want = [[Piece("w", (4, 4), whole((4, 4)), F32)], []]
-    with pytest.raises(MissingError, match=r"tensor w[^$]*offsets \[2, 0\], sizes \[1, 4\]"):
-        plan(have, want)
-    with pytest.raises(MissingError, match="tensor v"):
-        plan(have, [[Piece("v", (1,), whole((1,)), F32)], []])
-
-
-def test_shapes_that_differ_are_refused():
-    have = [[Piece("w", (4, 4), whole((4, 4)), F32)]]
-    with pytest.raises(IncompatibleError, match=r"tensor w[^$]*\[4, 4\][^$]*\[5, 4\]"):
-        plan(have, [[Piece("w", (5, 4), whole((5, 4)), F32)]])
-
-
-def test_a_wave_too_small_for_anything_is_refused():
-    with pytest.raises(ValueError, match="63 bytes"):
-        waves([], 63)
-
+from burnish.parallel.shards import Shard, TensorSpec
+from burnish.parallel.transfer import Transfer
 
 # Execution: every rank knows the whole tensors, holds parts of them, and asks for other parts.
 

@@ -1,0 +1,207 @@
+"""The blocks of a step's tensor files, from the disk to the ranks' memory: `burnish.checkpoint.write` the other way round.
+
+Each block is read by one rank, of those that want the most of it, and checked; its elements go to
+whoever wants them. Where all that a part of a block is wanted for is to lie in one tensor as it
+lies in the file, it is read to where it belongs. While a few blocks are given away, the next are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from burnish.checkpoint.blocks import Block, PlannedFile, blocks_of
+from burnish.checkpoint.committed import Committed
+from burnish.checkpoint.parts import Parts, Place, owners, slots_of
+from burnish.checkpoint.relay import BlockMemory, Relay, buffers
+from burnish.checkpoint.verify import read_block_into
+from burnish.files.storage import ReadableFile, Source
+from burnish.parallel.box_table import intersections
+from burnish.parallel.collectives import agree
+from burnish.parallel.layout import Layout
+from burnish.parallel.pieces import PieceTable, TensorIndex
+from burnish.parallel.plan import Move, Moves
+from burnish.parallel.rounds import Group, schedule
+
+_GROUP_BYTES = 8 << 20
+# Blocks given away at one time; as many are being read meanwhile. One block at least.
+_WAVE_BYTES = 8 << 20
+_READERS = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadPlan:
+    """Which blocks this rank reads, and where their elements go."""
+
+    share: Sequence[Block]
+    """The blocks that this rank reads."""
+    group_blocks: int
+    """How many of them at one time."""
+    places: dict[int, Place]
+    """Where in them a move's elements lie, by `Move.have`."""
+    groups: Sequence[Group]
+    """The moves from each few blocks of all ranks."""
+    only: frozenset[int]
+    """The parts, by `Move.have`, that a single move takes."""
+
+    @classmethod
+    def of(
+        cls,
+        files: Sequence[PlannedFile],
+        block_bytes: Sequence[int],
+        want: Sequence[PieceTable],
+        layout: Layout,
+    ) -> ReadPlan:
+        """Plan for what ranks want of tensors in `files`, named by key; `block_bytes` has the size of each file's blocks."""
+        tensors = TensorIndex()
+        [wanted] = tensors.merge(want)
+        blocks = [
+            block
+            for index, (file, size) in enumerate(zip(files, block_bytes, strict=True))
+            for block in blocks_of(index, file.size, size)
+        ]
+        parts = Parts.of(files, blocks, tensors)
+        piece, part, boxes = intersections(wanted.boxes, parts.pieces.boxes)
+        dtype = parts.pieces.dtype[part]
+        needed, block = np.unique(parts.block[part], return_inverse=True)
+        size = boxes.elements * tensors.itemsizes()[dtype]
+        owner = owners(block, wanted.rank[piece], size, len(needed), layout.world)
+        moves = Moves(
+            tensors,
+            owner[block],
+            part,
+            wanted.rank[piece],
+            wanted.index[piece],
+            boxes,
+            dtype,
+        )
+        group_blocks = max(1, _GROUP_BYTES // max(block_bytes, default=1))
+        slots = slots_of(owner)
+        groups = -(-int(slots.max(initial=-1) + 1) // group_blocks)
+        own_slots = np.full(len(blocks), -1)
+        mine = np.flatnonzero(owner == layout.rank)
+        own_slots[needed[mine]] = slots[mine]
+        return cls(
+            [blocks[number] for number in needed[mine].tolist()],
+            group_blocks,
+            parts.places(own_slots),
+            schedule(moves, layout.rank, _WAVE_BYTES, slots[block] // group_blocks, groups),
+            frozenset(np.flatnonzero(np.bincount(part) == 1).tolist()),
+        )
+
+
+class BlockReader:
+    """Reads this rank's blocks of a step's files and passes on what is in them."""
+
+    def __init__(
+        self, step: Committed, files: Sequence[PlannedFile], plan: ReadPlan, layout: Layout
+    ) -> None:
+        self._step = step
+        self._files = files
+        self._plan = plan
+        self._layout = layout
+
+    def read(
+        self,
+        storage: Source,
+        place: Callable[[Move], Tensor | None],
+        write: Callable[[Move, Tensor], None],
+    ) -> None:
+        """Give every rank what it wants. Collective, errors included.
+
+        `place` may give the memory in which a move's elements are wanted as they are in the file; for
+        all others `write` takes them, valid until it returns. Raises `DamagedBlock` naming file and
+        tensors for a block that is not what was written.
+        """
+        plan, relay = self._plan, Relay(self._layout, torch.device("cpu"))
+        sizes = [block.stop - block.start for block in plan.share]
+        room = min(len(sizes), plan.group_blocks) * (max(sizes, default=0) + 64)
+        memory = [torch.empty(room, dtype=torch.uint8) for _ in range(2)]
+        with ExitStack() as opened:
+            files: dict[int, ReadableFile] = {}
+            with agree(self._layout):
+                for index in sorted({block.file for block in plan.share}):
+                    file = storage.open(self._step.path / self._files[index].path)
+                    files[index] = opened.enter_context(file)
+            disk = opened.enter_context(_Disk(self._step, self._files, files))
+            coming = [self._ask(disk, number, memory[number], place) for number in range(2)]
+            for number, moves in enumerate(plan.groups):
+                asked = coming.pop(0)
+                with agree(self._layout):
+                    for read in asked.reads:
+                        read.result()
+                self._pass_on(relay, moves, asked, write)
+                coming.append(self._ask(disk, number + 2, memory[number % 2], place))
+
+    def _ask(
+        self,
+        disk: _Disk,
+        number: int,
+        memory: Tensor,
+        place: Callable[[Move], Tensor | None],
+    ) -> _Asked:
+        """Begin to read a few blocks; none where there are no more."""
+        plan = self._plan
+        first = number * plan.group_blocks
+        share = plan.share[first : first + plan.group_blocks]
+        blocks = buffers([block.stop - block.start for block in share], memory)
+        placed: set[int] = set()
+        for move in plan.groups[number].own if share else ():
+            where = plan.places[move.have]
+            if move.have in plan.only and move.box == where.box:
+                there = place(move)
+                if there is not None:
+                    blocks[where.slot - first].put(where.start, there)
+                    placed.add(move.have)
+        reads = [disk.read(*each) for each in zip(share, blocks, strict=True)]
+        return _Asked(first, blocks, reads, placed)
+
+    def _pass_on(
+        self, relay: Relay, moves: Group, asked: _Asked, write: Callable[[Move, Tensor], None]
+    ) -> None:
+        def read(move: Move) -> Tensor:
+            where = self._plan.places[move.have]
+            block = asked.blocks[where.slot - asked.first]
+            part = block.part(where.start, where.box.sizes, move.dtype)
+            return part[move.box.relative_to(where.box).slices]
+
+        own = [move for move in moves.own if move.have not in asked.placed]
+        relay.run(Group(own, moves.waves), read, write)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A few blocks that are being read."""
+
+    first: int
+    """Slot of the first."""
+    blocks: list[BlockMemory]
+    reads: list[Future[None]]
+    placed: set[int]
+    """Parts that are read to where they belong."""
+
+
+class _Disk(ThreadPoolExecutor):
+    """Threads that read and check blocks."""
+
+    def __init__(
+        self,
+        step: Committed,
+        names: Sequence[PlannedFile],
+        files: dict[int, ReadableFile],
+    ) -> None:
+        super().__init__(_READERS, "burnish-read")
+        self._step = step
+        self._names = names
+        self._files = files
+
+    def read(self, block: Block, memory: BlockMemory) -> Future[None]:
+        """Begin to read a block."""
+        name, file = self._names[block.file].path, self._files[block.file]
+        return self.submit(read_block_into, file, self._step, name, block.number, memory.pieces())
