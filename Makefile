@@ -19,7 +19,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 faults: $(STAMP)
-	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/crashes.py
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/campaigns.py
 
 bench: $(STAMP)
 	$(BIN)/python -m bench

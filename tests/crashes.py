@@ -1,35 +1,46 @@
-"""One cell of the crash matrix: a moment, a fault and a layout; what happened, and whether all is as it has to be.
-
-Run as a program it tries the whole matrix and prints a table (`make faults`).
-"""
+"""One cell of the crash matrix: a moment, a fault and a layout; what happened, and whether all is as it has to be."""
 
 from __future__ import annotations
 
-import argparse
-import logging
 import os
-import random
-import sys
-import tempfile
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpoints_for_tests import BIG_SHAPES, contents_of, fill_and_compare, make_state
+import torch
+from aftermath import ONE, Verdict, resumable
+from checkpoints_for_tests import (
+    BIG_SHAPES,
+    contents_of,
+    fill_and_compare,
+    make_state,
+    save_once,
+    shards_of,
+)
 from distributed import RankFailed, run_ranks
-from failpoints import FAULTS, MOMENTS, FaultStorage
-from faultfs import crash_states
-from killed_runs import KINDS, killed
-from power_loss import SCENES, check
-from training_files import done, make_files, outcome
+from failpoints import (
+    EXPORTING,
+    FAULTS,
+    MOMENTS,
+    RESUMING,
+    SAVING,
+    SECOND,
+    STAGING,
+    FaultStorage,
+    StrikingList,
+)
+from power_loss import EXPORT_BYTES, finite_weights
 
-from burnish.checkpoint.committed import committed
+from burnish.checkpoint.committed import open_step
 from burnish.checkpoint.directory import Checkpoints
-from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.export import export
 from burnish.checkpoint.verify import verify
 from burnish.errors import BurnishError
+from burnish.files.storage import LocalStorage
 from burnish.parallel.layout import Layout
+from burnish.trainers.signals import catch_signals
 
 LAYOUTS = {
     "1 process": (1, False),
@@ -37,8 +48,11 @@ LAYOUTS = {
     "1 + writer": (1, True),
     "2 + writers": (2, True),
 }
-"""By name: processes, and whether they save in the background."""
-HANG_SECONDS = 6.0
+"""By name: processes, and whether they save in the background, in a process beside each."""
+PATIENCE_SECONDS = (6.0, 25.0, 100.0)
+"""For one that hangs; longer ones where the machine was too busy to get that far."""
+BLOCKS, FILES = 10, 4
+"""Of tensors, in a step of `BIG_SHAPES`."""
 
 
 @dataclass(frozen=True)
@@ -57,159 +71,174 @@ def cells() -> Iterator[Cell]:
     """All that make sense."""
     for layout, (world, background) in LAYOUTS.items():
         for fault in FAULTS:
-            if (fault == "kill another" and world == 1) or (
-                fault == "kill parent" and not background
-            ):
+            if fault in ("kill another", "kill all") and world == 1:
                 continue
-            if fault == "kill all" and world == 1:
+            if fault == "kill parent" and not background:
                 continue
-            for moment in MOMENTS:
-                yield Cell(moment, fault, layout)
+            for moment in _moments(world, background):
+                if moment != STAGING or _may_fail_while_staging(fault, background):
+                    yield Cell(moment, fault, layout)
 
 
-def _save_three(layout, root, moment, fault, background):
+def _may_fail_while_staging(fault: str, background: bool) -> bool:
+    """There is no disk in it, but for the memory that a writer shares."""
+    return fault not in ("kill parent", *([] if background else ["ENOSPC", "EIO"]))
+
+
+def _moments(world: int, background: bool) -> Iterator[str]:
+    yield from (name for name, moment in SAVING.items() if world > 1 or not moment.last_rank)
+    yield STAGING
+    if not background:
+        yield from RESUMING
+    if not background and world == 1:
+        yield from EXPORTING
+
+
+def try_cell(cell: Cell, directory: Path) -> Verdict:
+    """Run it in a directory that is not there, and look at what is left."""
+    attempt = _try_saving
+    if cell.moment in RESUMING:
+        attempt = _try_resuming
+    if cell.moment in EXPORTING:
+        attempt = _try_exporting
+    for patience in PATIENCE_SECONDS if cell.fault == "hang" else (120.0,):
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+        verdict = attempt(cell, directory, patience)
+        if verdict.struck:
+            break
+    return verdict
+
+
+def _run(fn: Callable[..., None], cell: Cell, patience: float, *arguments: object) -> str:
+    """The function on the cell's ranks; how it ended, where it did not end well."""
+    world, background = LAYOUTS[cell.layout]
+    outlasts = cell.fault == "hang" and background  # the run, which goes on without that save
+    try:
+        run_ranks(fn, world, *arguments, timeout=4 * patience if outlasts else patience)
+    except RankFailed as failed:
+        return str(failed)
+    return ""
+
+
+def _try_saving(cell: Cell, directory: Path, patience: float) -> Verdict:
+    root = directory / "checkpoints"
+    writers = patience if LAYOUTS[cell.layout][1] else None
+    ended = _run(_save_three, cell, patience, str(root), cell.moment, cell.fault, writers)
+    struck = (directory / "struck").exists()
+    if not (directory / "acked").exists():
+        return Verdict(struck, wrong=f"not even the first save was made: {ended}")
+    acked = int((directory / "acked").read_text())
+    if cell.fault in ("ENOSPC", "EIO") and acked != 3:
+        return Verdict(struck, wrong=f"training did not go on: {ended}")
+    return replace(resumable(root, acked, BIG_SHAPES), struck=struck)
+
+
+def _save_three(layout, root, moment, fault, writers_patience):
+    background = writers_patience is not None
+    root = Path(root)
+    pids = root.parent
+    (pids / f"rank-{layout.rank}").write_text(str(os.getpid()))
+    storage = LocalStorage()
+    if moment in MOMENTS and layout.is_main != MOMENTS[moment].last_rank:
+        totals = {"create": FILES, "unlink": 9, "look": 2}
+        totals |= {"write": BLOCKS // layout.world, "sync": FILES // layout.world}
+        there = "" if MOMENTS[moment].op == "look" else SECOND
+        storage = FaultStorage(
+            moment, fault, pids, totals=totals, once_there=there, is_writer=background
+        )
+    with (
+        catch_signals(),
+        Checkpoints(
+            root,
+            layout,
+            retention=ONE,
+            background_timeout=writers_patience,
+            storage=storage,
+        ) as checkpoints,
+    ):
+        for step in (1, 2, 3):
+            weights, slots = make_state(step, BIG_SHAPES)
+            shards = shards_of(weights, layout)
+            if moment == STAGING and step == 2 and layout.is_main:
+                shards = StrikingList(shards, fault, pids)
+            contents = contents_of(weights, slots, layout, weights=shards)
+            if _saved(checkpoints, step, contents, background) and layout.is_main:
+                (pids / "acked").write_text(str(step))
+
+
+def _saved(checkpoints, step, contents, background) -> bool:
+    """Whether a save tells that the step is committed."""
+    try:
+        if background:
+            checkpoints.begin_save(step, contents)
+            return checkpoints.finished(wait=True).error is None
+        checkpoints.save(step, contents)
+    except BurnishError as failure:
+        return "is committed" in str(failure)
+    return True
+
+
+def _try_resuming(cell: Cell, directory: Path, patience: float) -> Verdict:
+    """Step 1 is whole, step 2 damaged, step 3 half written, and an old one half removed."""
+    root = directory / "checkpoints"
+    save_once(root, 1, seed=1)
+    damaged = save_once(root, 2, seed=2) / "training/exp_avg_sq.safetensors"
+    (root / "trash").mkdir(exist_ok=True)
+    shutil.copytree(root / "step-00000001", root / ".inflight-00000003.abc")
+    shutil.copytree(root / "step-00000001", root / "trash/step-00000000")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    _run(_resume, cell, patience, str(root), cell.moment, cell.fault)
+    return replace(resumable(root, 1, damaged=damaged.name), struck=(directory / "struck").exists())
+
+
+def _resume(layout, root, moment, fault):
     root = Path(root)
     (root.parent / f"rank-{layout.rank}").write_text(str(os.getpid()))
-    storage = FaultStorage(moment, fault, root.parent, armed=layout.rank == 0)
-    patience = HANG_SECONDS if fault == "hang" else 30.0
-    with Checkpoints(
-        root,
-        layout,
-        retention=Retention(1),
-        background_timeout=patience if background else None,
-        storage=storage,
-    ) as checkpoints:
-        for step in (1, 2, 3):
-            contents = contents_of(*make_state(step, BIG_SHAPES), layout)
-            error = None
-            if background:
-                checkpoints.begin_save(step, contents)
-                error = checkpoints.finished(wait=True).error
-            else:
-                try:
-                    checkpoints.save(step, contents)
-                except BurnishError as failure:
-                    error = failure
-                    if "is committed" in str(failure):
-                        error = None
-            if error is None and layout.is_main:
-                (root.parent / "acked").write_text(str(step))
-
-
-def try_cell(cell: Cell, directory: Path) -> bool:
-    """Run it and check what is left; whether the fault came at all. Raises `AssertionError` when something was lost."""
-    world, background = LAYOUTS[cell.layout]
-    directory.mkdir()
-    root = directory / "checkpoints"
-    seconds = 4 * HANG_SECONDS if cell.fault == "hang" else 90
-    ended: object = None
-    try:
-        run_ranks(
-            _save_three, world, str(root), cell.moment, cell.fault, background,
-            timeout=HANG_SECONDS if cell.fault == "hang" and not background else seconds,
-        )  # fmt: skip
-    except RankFailed as failed:
-        ended = failed
-    assert (directory / "acked").exists(), f"{cell}: not even the first save was made: {ended}"
-    acked = int((directory / "acked").read_text())
+    storage = LocalStorage()
+    if layout.is_main:
+        totals = {"unlink": 9, "read": 2}
+        storage = FaultStorage(moment, fault, root.parent, totals=totals)
 
     def load(step, source):
-        fill_and_compare(source, *make_state(step.step, BIG_SHAPES), Layout())
+        fill_and_compare(source, *make_state(step.step), layout)
 
-    with Checkpoints(root, Layout(), retention=Retention(1)) as checkpoints:
-        resumed = checkpoints.resume(load)
-    assert resumed is not None, f"{cell}: nothing is left, step {acked} was saved"
-    assert resumed.skipped == (), f"{cell}: {resumed.skipped}"
-    assert acked <= resumed.step.step <= acked + 1, f"{cell}: {acked}, {resumed.step.step}"
-    if cell.fault in ("ENOSPC", "EIO"):
-        assert acked == 3, f"{cell}: training did not go on"
-    assert not [path.name for path in root.iterdir() if "inflight" in path.name], str(cell)
-    assert not any(list(verify(step.path)) for step in committed(root)), str(cell)
-    return (directory / "struck").exists()
+    with catch_signals(), Checkpoints(root, layout, retention=ONE, storage=storage) as checkpoints:
+        checkpoints.resume(load)
 
 
-def try_power_loss(
-    scene: str, directory: Path, rng: random.Random, extra: int
-) -> tuple[int, list[str]]:
-    """Lose power in a scene in every way; how many ways, and what went wrong."""
-    directory.mkdir()
-    history = SCENES[scene](directory / "disk")
-    tried, wrong = 0, []
-    for moment, nodes in crash_states(history, rng, extra):
-        tried += 1
-        try:
-            check(history, moment, nodes, directory / "left", scene)
-        except Exception as error:
-            wrong.append(f"power loss, {scene}, moment {moment}: {error}")
-    return tried, wrong
+def _try_exporting(cell: Cell, directory: Path, patience: float) -> Verdict:
+    root = directory / "checkpoints"
+    step = save_once(root, 1, weights=shards_of(finite_weights(), Layout()))
+    whole = _export(Layout(), str(step), str(directory / "whole"))
+    _run(_export, cell, patience, str(step), str(directory / "out"), cell.moment, cell.fault)
+    struck = (directory / "struck").exists()
+    problems = [str(error) for error in verify(step)]
+    if problems:
+        return Verdict(struck, lost=1, wrong="; ".join(problems))
+    if (directory / "out").exists() and _content(directory / "out") != whole:
+        return Verdict(struck, uncommitted=1, wrong="a part of an export is there under its name")
+    shutil.rmtree(directory / "out", ignore_errors=True)
+    again = _export(Layout(), str(step), str(directory / "out"))
+    return Verdict(struck, wrong="" if again == whole else "exporting again gives other files")
 
 
-def main() -> int:
-    """Try everything; 1 when anything was lost."""
-    arguments = argparse.ArgumentParser(description=main.__doc__)
-    arguments.add_argument("--seed", type=int, default=0)
-    arguments.add_argument("--extra", type=int, default=16, help="random losses of power a moment")
-    arguments.add_argument("--kills", type=int, default=50, help="kills of each kind of run")
-    arguments.add_argument("--faults", nargs="*", default=FAULTS, choices=FAULTS)
-    arguments.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
-    chosen = arguments.parse_args()
-    logging.disable()  # of what is set aside, which is on purpose
-    began, wrong = time.monotonic(), []
-    with tempfile.TemporaryDirectory() as name:
-        wrong += _matrix(Path(name), chosen.faults, chosen.layouts)
-        print(f"\n{'power loss':<44}{'ways':>8}{'lost':>8}")
-        for scene in SCENES:
-            rng = random.Random(f"{chosen.seed} {scene}")
-            tried, bad = try_power_loss(
-                scene, Path(name) / scene.replace(" ", "-"), rng, chosen.extra
-            )
-            print(f"{scene:<44}{tried:>8}{len(bad):>8}", flush=True)
-            wrong += bad
-        if chosen.kills:
-            wrong += _kill_runs(Path(name) / "runs", chosen.kills)
-    print(f"\n{len(wrong)} committed steps lost or others loaded, {time.monotonic() - began:.0f} s")
-    print(*wrong, sep="\n")
-    return int(bool(wrong))
+def _export(layout, step, target, moment="", fault=""):
+    target = Path(target)
+    storage, signals = LocalStorage(), nullcontext()
+    if moment:
+        (target.parent / "rank-0").write_text(str(os.getpid()))
+        totals = {"read": 2, "write": 4}
+        storage = FaultStorage(moment, fault, target.parent, totals=totals)
+        signals = catch_signals()
+    with signals:
+        export(open_step(Path(step), LocalStorage()), target, torch.float32, EXPORT_BYTES, storage)
+    return _content(target)
 
 
-def _kill_runs(directory: Path, kills: int) -> list[str]:
-    """Kill training runs that save in the background; those that come to another end than one left in peace."""
-    directory.mkdir()
-    work, wrong = make_files(directory), []
-    print(f"\n{'killed runs':<44}{'kills':>8}{'':>4}outcome")
-    for kind in KINDS:
-        for world in (1, 2):
-            peace = outcome(done(work, *KINDS[kind], f"name=peace_{kind}_{world}", world=world))
-            same = outcome(killed(work, kind, world, kills, f"{kind}_{world}")) == peace
-            what = f"{kind}, {world} process{'es' * (world > 1)}"
-            print(f"{what:<44}{kills:>8}{'':>4}{'the same' if same else 'ANOTHER'}", flush=True)
-            wrong += [] if same else [f"{what}: another outcome"]
-    return wrong
-
-
-def _matrix(directory: Path, faults: list[str], layouts: list[str]) -> list[str]:
-    """Print a row per moment and layout and a column per fault: ok, LOST, or - where it does not come."""
-    wanted = {cell for cell in cells() if cell.fault in faults and cell.layout in layouts}
-    wrong = []
-    print(f"{'':<44}" + "".join(f"{fault:>14}" for fault in faults))
-    for layout in layouts:
-        print(f"-- {layout}")
-        for moment in MOMENTS:
-            row = []
-            for fault in faults:
-                cell = Cell(moment, fault, layout)
-                text = "-"
-                if cell in wanted:
-                    try:
-                        place = Path(tempfile.mkdtemp(dir=directory)) / "cell"
-                        text = "ok" if try_cell(cell, place) else "-"
-                    except Exception as error:
-                        wrong.append(f"{cell}: {error}")
-                        text = "LOST"
-                row.append(text)
-            print(f"{moment:<44}" + "".join(f"{text:>14}" for text in row), flush=True)
-    return wrong
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _content(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }

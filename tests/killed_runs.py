@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from training_files import Command, done, ranks
@@ -21,17 +22,29 @@ def wait_for_a_step(command: Command) -> None:
         time.sleep(0.01)
 
 
-def killed(work: Path, kind: str, world: int, kills: int, name: str) -> Path:
+def killed(
+    work: Path,
+    kind: str,
+    world: int,
+    kills: int,
+    name: str,
+    tell: Callable[[], None] = lambda: None,
+) -> Path:
     """The directory of a run that saves in the background, after so many kills of a random rank at random moments, finished.
 
-    A run that has come to its end in between begins anew under another name.
+    Every fourth kill comes while the run starts and resumes, the others while it trains and saves.
+    A run that has come to its end in between begins anew under another name. `tell` is called
+    after every kill.
     """
     moments = random.Random(f"{kind} {world}")
     attempt, argv = 0, [*KINDS[kind], f"name={name}", *SAVING]
-    for _ in range(kills):
+    for number in range(kills):
         started = ranks(work, argv, world)
-        wait_for_a_step(started[0])
-        time.sleep(moments.uniform(0, 0.4))
+        if number % 4 == 3:
+            time.sleep(moments.uniform(0, 1.5))
+        else:
+            wait_for_a_step(started[0])
+            time.sleep(moments.uniform(0, 0.4))
         victim = moments.randrange(world)
         started[victim].send(signal.SIGKILL)
         codes = [each.wait() for each in started]
@@ -39,6 +52,7 @@ def killed(work: Path, kind: str, world: int, kills: int, name: str) -> Path:
         if codes == [0] * world:
             attempt += 1
             argv = [*KINDS[kind], f"name={name}_{attempt}", *SAVING]
+        tell()
     run = done(work, *argv, world=world)
     assert not any(list(verify(step.path)) for step in committed(run / "checkpoints"))
     return run

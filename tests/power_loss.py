@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
-from checkpoints_for_tests import contents_of, fill_and_compare, make_state, save_once
+import torch
+from aftermath import ONE, Verdict, resumable
+from checkpoints_for_tests import contents_of, fill_and_compare, make_state, save_once, shards_of
 from distributed import run_ranks
+from failpoints import EXPORTING, RESUMING, SAVING
 from faultfs import History, RecordingStorage, fresh, write_out
+from safetensors.torch import load_file
 
+from burnish.checkpoint.committed import open_step
 from burnish.checkpoint.directory import Checkpoints
-from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.export import export
+from burnish.files.storage import LocalStorage
 from burnish.parallel.layout import Layout
 
-ONE = Retention(1)
+EXPORT_BYTES = 1600
+"""Of a file of an export: three files."""
 
 
 def save_steps(root, storage, steps, layout=None):
@@ -91,29 +99,83 @@ def record_ranks(disk, world):
     return History(disk, [op for log in logs for op in log])
 
 
+def finite_weights():
+    """What is exported."""
+    weights, _ = make_state(1)
+    weights["embed.weight"][0, :6] = 1.0
+    return weights
+
+
+def record_export(disk, storage_type=RecordingStorage):
+    """Export a step; nothing was there before."""
+    disk.mkdir()
+    weights = shards_of(finite_weights(), Layout())
+    path = save_once(disk.with_name("source"), 1, weights=weights)
+    step = open_step(path, LocalStorage())
+    storage = storage_type()
+    export(step, disk / "out", torch.float32, EXPORT_BYTES, storage)
+    storage.ack(1)
+    return History(disk, storage.log)
+
+
 SCENES = {
     "saving": record_saving,
     "restarting": record_restarting,
     "quarantine": record_quarantine,
     "2 processes": lambda disk: record_ranks(disk, 2),
     "3 processes": lambda disk: record_ranks(disk, 3),
+    "exporting": record_export,
 }
 
 
-def check(history, moment, nodes, directory, scene="saving"):
-    """Resume from what is left: nothing that was acknowledged is lost, nothing half written is loaded."""
+def check(history, moment, nodes, directory, scene="saving") -> Verdict:
+    """Resume from what is left, or look at what is left of an export."""
     write_out(nodes, fresh(directory))
-    found = resume_after(directory / "checkpoints", scene)
     acked = history.acked(moment)
-    assert acked <= found <= acked + 1, f"step {acked} was saved, step {found} is found"
-    return found
+    if scene == "exporting":
+        return _exported(directory / "out", acked)
+    damaged = "exp_avg" if scene == "quarantine" else "no step"
+    return resumable(directory / "checkpoints", acked, damaged=damaged)
 
 
-def resume_after(directory, scene):
-    """Like `resume`; the scene with a damaged step may find that one again."""
-    if scene != "quarantine":
-        return resume(directory)
-    with Checkpoints(directory, Layout(), retention=ONE) as checkpoints:
-        resumed = checkpoints.resume(_loads)
-    assert all("exp_avg" in reason for reason in resumed.skipped)
-    return resumed.step.step
+def _exported(target, acked):
+    """The directory is whole or not there; there, once that was told."""
+    if not target.exists():
+        return Verdict(lost=acked, wrong="the export is gone" if acked else "")
+    try:
+        found = {}
+        for path in target.glob("*.safetensors"):
+            found |= load_file(path)
+        wanted = finite_weights()
+        same = (target / "config.json").is_file() and found.keys() == wanted.keys()
+        same = same and all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    except Exception as error:  # whatever reading a part of a file raises
+        return Verdict(uncommitted=1, wrong=str(error))
+    return Verdict() if same else Verdict(uncommitted=1, wrong="a part of an export is there")
+
+
+def named_moments(history) -> list[str]:
+    """For every moment of a log (a number of operations) the named one that had come last."""
+    names, shares = [], {}
+    group, at = RESUMING, "resuming, before a leftover's rename"
+    if history.saved == 0:
+        group, at = SAVING, "before mkdir"
+    if any(EXPORTING["exporting, before mkdir"].matches(op.kind, op.path) for op in history.ops):
+        group, at = EXPORTING, "exporting, before mkdir"
+    for op in history.ops:
+        if SAVING["before mkdir"].matches(op.kind, op.path):
+            group, shares = SAVING, {}
+        comes = [name for name, moment in group.items() if _comes(moment, op, name, shares)]
+        before = [name for name in comes if group[name].when == "before"]
+        names.append((before or [at])[-1])
+        at = (comes or [at])[-1]
+    return [*names, at]
+
+
+def _comes(moment, op, name, seen) -> bool:
+    """Whether an operation is the one of a moment, for files of one block each."""
+    if moment.last_rank or not moment.matches(op.kind, op.path):
+        return False
+    seen[name] = seen.get(name, 0) + 1
+    total = {"write": 4, "create": 4, "sync": 4, "unlink": 9}.get(op.kind, 1)
+    return seen[name] == max(1, math.ceil(moment.at * total))

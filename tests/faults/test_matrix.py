@@ -5,17 +5,26 @@ from __future__ import annotations
 import random
 
 import pytest
-from crashes import cells, try_cell
+from crashes import LAYOUTS, cells, try_cell
+from failpoints import EXPORTING, RESUMING
 
-SAMPLE = 14
+EACH = {"1 process": 4, "2 processes": 4, "1 + writer": 3, "2 + writers": 3}
+"""Cells of saving, by layout: those with writers take longer."""
 
 
 def sample():
-    """Some cells of every layout; a hang takes long and is left to the whole matrix."""
+    """Some cells of every layout and of resuming and exporting; a hang takes long and is left to the whole matrix."""
+    rng = random.Random(20261121)
     found = [cell for cell in cells() if cell.fault != "hang"]
-    return random.Random(20261121).sample(found, SAMPLE)
+    other = RESUMING | EXPORTING
+    for layout in LAYOUTS:
+        saving = [c for c in found if c.layout == layout and c.moment not in other]
+        yield from rng.sample(saving, EACH[layout])
+    yield from rng.sample([cell for cell in found if cell.moment in other], 6)
 
 
-@pytest.mark.parametrize("cell", sample(), ids=str)
+@pytest.mark.parametrize("cell", list(sample()), ids=str)
 def test_nothing_committed_is_lost(tmp_path, cell):
-    assert try_cell(cell, tmp_path / "cell")
+    verdict = try_cell(cell, tmp_path / "cell")
+    assert verdict.is_good, verdict
+    assert verdict.struck

@@ -1,0 +1,67 @@
+"""What has to hold after a crash, whatever crashed: nothing that was acknowledged is lost, nothing half written is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoints_for_tests import fill_and_compare, make_state
+
+from burnish.checkpoint.committed import committed
+from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.verify import verify
+from burnish.errors import BurnishError
+from burnish.parallel.layout import Layout
+
+ONE = Retention(1)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a crash."""
+
+    struck: bool = True
+    """Whether it came at all."""
+    lost: int = 0
+    """Committed steps that are gone."""
+    uncommitted: int = 0
+    """What was loaded, or can be seen, and was never committed."""
+    wrong: str = ""
+    """Whatever is not as it has to be, in words."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether all is as it has to be."""
+        return not (self.lost or self.uncommitted or self.wrong)
+
+
+def resumable(root: Path, acked: int, shapes=None, damaged: str = "no step") -> Verdict:
+    """Resume as a run does: the step that was acknowledged, or the one that was just being committed, bit for bit.
+
+    A step may be set aside for what is called `damaged` only.
+    """
+
+    def load(step, source):
+        fill_and_compare(source, *make_state(step.step, shapes), Layout())
+
+    with Checkpoints(root, Layout(), retention=ONE) as checkpoints:
+        try:
+            resumed = checkpoints.resume(load)
+        except AssertionError as error:
+            return Verdict(uncommitted=1, wrong=f"other numbers are loaded: {error}")
+        except BurnishError as error:
+            return Verdict(lost=1, wrong=str(error))
+    found = 0 if resumed is None else resumed.step.step
+    half = [] if resumed is None else [why for why in resumed.skipped if damaged not in why]
+    if found < acked:
+        return Verdict(lost=acked - found, wrong=f"step {acked} was saved, {found} is found")
+    if found > acked + 1 or half:
+        return Verdict(uncommitted=1, wrong=f"step {found} after {acked}; {'; '.join(half)}")
+    return Verdict(wrong=_untidy(root))
+
+
+def _untidy(root: Path) -> str:
+    left = [path.name for path in root.iterdir() if "inflight" in path.name]
+    left += [str(error) for step in committed(root) for error in verify(step.path)]
+    return "; ".join(left)

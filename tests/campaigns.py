@@ -1,0 +1,253 @@
+"""All that the suite tries a sample of, in full (`make faults`): crashes, loss of power, flipped bits, hostile files, killed runs.
+
+Prints one table, a row per dangerous moment and campaign and a column per fault, and ends with 1
+when anything committed was lost, anything else was loaded, or anything hostile was not refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import corruption
+import crashes
+import fuzzing
+from aftermath import Verdict
+from failpoints import FAULTS, MOMENTS, STAGING
+from faultfs import crash_states
+from killed_runs import KINDS, killed
+from power_loss import SCENES, check, named_moments
+from training_files import done, make_files, outcome
+
+from burnish.tracking.progress import Progress
+
+POWER = "power loss"
+CAMPAIGNS = ("crashes", "power", "flips", "fuzz", "runs")
+_SLOW_SECONDS = 1.0
+_MEMORY = 256 << 20
+_ORDER = [*list(MOMENTS)[:2], STAGING, *list(MOMENTS)[2:]]
+
+
+@dataclass
+class Tally:
+    """What came of the campaigns, by moment and fault."""
+
+    runs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)
+    uncommitted: Counter[str] = field(default_factory=Counter)
+    wrong: Counter[str] = field(default_factory=Counter)
+    words: list[str] = field(default_factory=list)
+
+    def add(self, moment: str, fault: str, what: object, verdict: Verdict) -> None:
+        """Count a run in which the fault came."""
+        if verdict.struck:
+            self.runs[moment, fault] += 1
+        self.lost[moment] += verdict.lost
+        self.uncommitted[moment] += verdict.uncommitted
+        if not verdict.is_good:
+            self.wrong[moment] += 1
+            self.words.append(f"{what}: {verdict.wrong}")
+
+    def rows(self) -> Iterator[str]:
+        """The table, a line each."""
+        faults = (*FAULTS, POWER)
+        yield f"{'':<42}" + "".join(
+            f"{name:>14}" for name in (*faults, "lost", "uncommitted", "verdict")
+        )
+        for moment in _ORDER:
+            counts = [str(self.runs[moment, fault] or "-") for fault in faults]
+            verdict = "WRONG" if self.wrong[moment] else "ok"
+            cells = (*counts, self.lost[moment], self.uncommitted[moment], verdict)
+            yield f"{moment:<42}" + "".join(f"{cell!s:>14}" for cell in cells)
+        sums = [sum(self.runs[moment, fault] for moment in _ORDER) for fault in faults]
+        totals = (*sums, self.lost.total(), self.uncommitted.total(), self.wrong.total())
+        yield f"{'all':<42}" + "".join(f"{cell:>14}" for cell in totals)
+
+
+def crash(tally: Tally, chosen: argparse.Namespace, directory: Path, progress: Progress) -> None:
+    """The whole matrix, several cells at a time: they wait for each other's processes more than they work."""
+    cells = [cell for cell in crashes.cells() if cell.fault in chosen.faults]
+    with (
+        progress.phase("crashes", len(cells)) as bar,
+        ThreadPoolExecutor(chosen.jobs) as threads,
+    ):
+        attempts = {
+            threads.submit(crashes.try_cell, cell, directory / f"cell-{number}"): cell
+            for number, cell in enumerate(cells)
+        }
+        for attempt in as_completed(attempts):
+            cell = attempts[attempt]
+            try:
+                verdict = attempt.result()
+            except Exception as error:  # a campaign goes on, and says so at its end
+                verdict = Verdict(wrong=f"{type(error).__name__}: {error}")
+            tally.add(cell.moment, cell.fault, cell, verdict)
+            bar.advance()
+
+
+def lose_power(
+    tally: Tally, chosen: argparse.Namespace, directory: Path, progress: Progress
+) -> None:
+    """Every scene, at every moment, with any part of what was not synced."""
+    for scene, record in SCENES.items():
+        history = record(directory / scene.replace(" ", "-"))
+        names = named_moments(history)
+        states = list(crash_states(history, random.Random(f"{chosen.seed} {scene}"), chosen.extra))
+        with progress.phase(f"power, {scene}", len(states)) as bar:
+            for moment, nodes in states:
+                what = f"power loss, {scene}, operation {moment}"
+                try:
+                    verdict = check(history, moment, nodes, directory / "left", scene)
+                except Exception as error:  # as above
+                    verdict = Verdict(wrong=f"{type(error).__name__}: {error}")
+                tally.add(names[moment], POWER, what, verdict)
+                bar.advance()
+
+
+def in_parts(
+    work: Any, arguments: Iterable[tuple[Any, ...]], workers: Executor, bar: Any
+) -> list[str]:
+    """`work(*arguments)` for each in the workers; all complaints."""
+    found = []
+    for part in as_completed([workers.submit(work, *each) for each in arguments]):
+        done_, words = part.result()
+        found += words
+        bar.advance(done_)
+    return found
+
+
+def flip_some(directory: str, seed: str, count: int) -> tuple[int, list[str]]:
+    """So many flips in a step of one's own."""
+    step = corruption.make_step(Path(tempfile.mkdtemp(dir=directory)))
+    chosen = itertools.islice(corruption.flips(step, random.Random(seed)), count)
+    return count, [each for flip in chosen for each in corruption.check_flip(step, flip)]
+
+
+def fuzz_some(directory: str, target: str, seed: str, count: int) -> tuple[int, list[str]]:
+    """So many hostile inputs, within a second and a quarter of a gigabyte each."""
+    limit_memory()
+    found, rng = [], random.Random(seed)
+    for _ in range(count):
+        state, begun = rng.getstate(), time.process_time()
+        words = fuzzing.complaint(target, rng, Path(directory))
+        if time.process_time() - begun > _SLOW_SECONDS:
+            words = f"took {time.process_time() - begun:.1f} s {words}"
+        if words:
+            found.append(f"{target}, {hash(state)}: {words}")
+    return count, found
+
+
+def limit_memory() -> None:
+    """From here on this process gets so much more memory, and `MemoryError` beyond it."""
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        held = pages * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (held + _MEMORY, held + _MEMORY))
+
+
+def _workers(chosen: argparse.Namespace) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "corruption", "fuzzing"])
+    return ProcessPoolExecutor(chosen.jobs, mp_context=context)
+
+
+def _split(count: int, most: int) -> Iterator[tuple[int, int]]:
+    """A number and a size for each part of a count."""
+    for number, start in enumerate(range(0, count, most)):
+        yield number, min(most, count - start)
+
+
+def flip(chosen: argparse.Namespace, directory: Path, progress: Progress) -> list[str]:
+    """Single bits over a step."""
+    with _workers(chosen) as workers, progress.phase("flipped bits", chosen.flips) as bar:
+        parts = [
+            (str(directory), f"{chosen.seed} {number}", size)
+            for number, size in _split(chosen.flips, 500)
+        ]
+        return in_parts(flip_some, parts, workers, bar)
+
+
+def fuzz(chosen: argparse.Namespace, directory: Path, progress: Progress) -> list[str]:
+    """Hostile files of every kind."""
+    share = chosen.inputs // len(fuzzing.TARGETS)
+    with _workers(chosen) as workers, progress.phase("hostile files", chosen.inputs) as bar:
+        parts = []
+        for target in fuzzing.TARGETS:
+            for number, size in _split(share, 5000):
+                own = Path(tempfile.mkdtemp(dir=directory))
+                parts.append((str(own), target, f"{chosen.seed} {target} {number}", size))
+        return in_parts(fuzz_some, parts, workers, bar)
+
+
+def kill_runs(chosen: argparse.Namespace, directory: Path, progress: Progress) -> list[str]:
+    """Training runs that save in the background, killed at random; those that come to another end than one left in peace."""
+    directory.mkdir()
+    work, wrong = make_files(directory), []
+    kinds = [(kind, world) for kind in KINDS for world in (1, 2)]
+    with progress.phase("killed runs", chosen.kills * len(kinds)) as bar:
+        for kind, world in kinds:
+            peace = outcome(done(work, *KINDS[kind], f"name=peace_{kind}_{world}", world=world))
+            run = killed(work, kind, world, chosen.kills, f"{kind}_{world}", bar.advance)
+            if outcome(run) != peace:
+                wrong.append(f"{kind}, {world} processes: another outcome")
+    return wrong
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Try everything; 1 when anything is not as it has to be."""
+    arguments = argparse.ArgumentParser(description=main.__doc__)
+    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time")
+    arguments.add_argument("--only", nargs="*", default=CAMPAIGNS, choices=CAMPAIGNS)
+    arguments.add_argument("--faults", nargs="*", default=FAULTS, choices=FAULTS)
+    arguments.add_argument("--extra", type=int, default=16, help="random losses of power a moment")
+    arguments.add_argument("--flips", type=int, default=10_000)
+    arguments.add_argument("--inputs", type=int, default=1_000_000, help="hostile files")
+    arguments.add_argument("--kills", type=int, default=50, help="of each kind of run")
+    chosen = arguments.parse_args(argv)
+    logging.disable()  # of what is set aside, which is on purpose
+    with tempfile.TemporaryDirectory() as name, (Path(name) / "stderr").open("w") as log:
+        screen = os.fdopen(os.dup(2), "w")
+        os.dup2(log.fileno(), 2)  # the stacks of processes that hang, on purpose
+        return _campaigns(chosen, Path(name), Progress(True, stream=screen))
+
+
+def _campaigns(chosen: argparse.Namespace, directory: Path, progress: Progress) -> int:
+    begun, tally = time.monotonic(), Tally()
+    if "crashes" in chosen.only:
+        crash(tally, chosen, directory, progress)
+    if "power" in chosen.only:
+        lose_power(tally, chosen, directory, progress)
+    print(*tally.rows(), sep="\n", flush=True)
+    wrong = tally.words
+    others = {
+        "flips": (flip, f"{chosen.flips:,} flipped bits"),
+        "fuzz": (fuzz, f"{chosen.inputs:,} hostile files"),
+        "runs": (kill_runs, f"{chosen.kills} kills of SFT and RL each on 1 and 2 processes"),
+    }
+    for name, (campaign, what) in others.items():
+        if name in chosen.only:
+            found = campaign(chosen, directory / "runs" if name == "runs" else directory, progress)
+            print(f"{what}: {len(found)} not as they have to be", flush=True)
+            wrong += found
+    print(f"{len(wrong)} wrong, {time.monotonic() - begun:.0f} s")
+    print(*wrong, sep="\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Flipped bits and hostile files, a seeded sample; `make faults` tries ten thousand and a million."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tracemalloc
+
+import pytest
+from corruption import check_flip, flips, make_step
+from fuzzing import TARGETS, complaint
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+FLIPS = 400
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    return make_step(tmp_path_factory.mktemp("checkpoints"))
+
+
+def test_every_flipped_bit_is_found_and_named(step):
+    chosen = list(itertools.islice(flips(step, random.Random(1)), FLIPS))
+    assert len({flip.name for flip in chosen}) == sum(p.is_file() for p in step.rglob("*"))
+    assert [words for flip in chosen for words in check_flip(step, flip)] == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@given(rng=st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+def test_hostile_files_are_refused_in_plain_words(tmp_path_factory, target, rng):
+    assert complaint(target, rng, tmp_path_factory.getbasetemp()) == ""
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_refusing_takes_little_memory(tmp_path, target):
+    tracemalloc.start()
+    try:
+        assert [complaint(target, random.Random(seed), tmp_path) for seed in range(200)] == [
+            ""
+        ] * 200
+        assert tracemalloc.get_traced_memory()[1] < 256 << 20
+    finally:
+        tracemalloc.stop()
