@@ -8,7 +8,7 @@ from pathlib import Path
 from burnish.cli.columns import bytes_text, count_text
 from burnish.cli.inputs import committed_steps, data_files
 from burnish.config.check import Command
-from burnish.config.schema import EngineConfig, RunConfig, SamplingConfig
+from burnish.config.schema import EngineConfig, ModelConfig, RunConfig, SamplingConfig
 
 
 def summary(config: RunConfig, command: Command, world: int, run_dir: Path | None = None) -> str:
@@ -105,9 +105,16 @@ def _model(config: RunConfig, run_dir: Path | None) -> str:
     if run_dir is not None:
         return f"newest checkpoint of {run_dir}"
     if model.path is not None:
-        return model.path
+        return f"{model.path}{_adapter(model)}"
     made_from = model.fresh if isinstance(model.fresh, str) else "model.fresh"
     return f"new, random weights, from {made_from}"
+
+
+def _adapter(model: ModelConfig) -> str:
+    if model.adapter is None:
+        return ""
+    layers = ", ".join(model.adapter.targets) or "all linear layers"
+    return f", an adapter of rank {model.adapter.rank} on {layers}"
 
 
 def _sampling(sampling: SamplingConfig) -> str:

@@ -64,6 +64,11 @@ class ModelConfig(Section):
     lora: LoraConfig = Field(default_factory=LoraConfig)
     """Train an adapter, on a model that stays as it is."""
 
+    @property
+    def adapter(self) -> LoraConfig | None:
+        """The adapter that is trained; None where it is the model itself."""
+        return self.lora if self.lora.rank else None
+
 
 class EngineConfig(Section):
     """How the model is trained."""

@@ -11,8 +11,10 @@ from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from burnish.config.schema import EngineConfig
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard, ShardSource
 from burnish.records import Batch, MicroBatch, TokenOutputs
@@ -28,9 +30,16 @@ class Part(Enum):
     """Which tensors of an engine are meant."""
 
     WEIGHTS = "weights"
-    """The model's parameters, fp32 where the engine keeps fp32 main weights."""
+    """What is trained: the model's parameters, or those of its adapter; fp32 where the engine keeps fp32 main weights."""
+    FROZEN = "frozen"
+    """The model's parameters where an adapter is trained in their place, in the dtype of computing; none otherwise."""
     TRAINING = "training"
     """Optimizer slots, named `exp_avg/<weight>` and so on."""
+
+
+def compute_dtype(config: EngineConfig) -> torch.dtype:
+    """The dtype of matrix products, in training and in generation."""
+    return torch.bfloat16 if config.precision == "bf16" else torch.float32
 
 
 class Engine(Protocol):
@@ -51,8 +60,11 @@ class Engine(Protocol):
         of micro-batches. Calling it again before `optim_step` adds to the gradients.
         """
 
-    def forward(self, batch: Batch) -> list[TokenOutputs]:
-        """Log-probs and entropies without gradients: one entry per micro-batch of this rank, in order, on its device."""
+    def forward(self, batch: Batch, *, adapter: bool = True) -> list[TokenOutputs]:
+        """Log-probs and entropies without gradients: one entry per micro-batch of this rank, in order, on its device.
+
+        With `adapter` False a model that has an adapter computes as if it had none.
+        """
 
     def optim_step(self, lr: float) -> Stats:
         """Clip, step at this learning rate, zero the gradients.
@@ -63,6 +75,9 @@ class Engine(Protocol):
 
     def shards(self, what: Part) -> Iterator[Shard]:
         """This rank's pieces, in the same order of names on every rank."""
+
+    def published(self) -> Iterator[Shard]:
+        """This rank's pieces of the model as others may use it, to be read only: an adapter is merged in. Collective."""
 
     def load(self, source: ShardSource, what: Part) -> None:
         """Fill this rank's pieces from a source. Collective."""

@@ -7,7 +7,7 @@ code over a mesh of one. Left out so far: tensor and context parallelism, offloa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import cast
 
@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
-from burnish.config.schema import EngineConfig, OptimConfig
-from burnish.engines.base import LossFn, Part
+from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
+from burnish.engines.base import LossFn, Part, compute_dtype
 from burnish.engines.fitting import require_fitting
 from burnish.engines.optimizer import SLOTS, ShardedAdamW
 from burnish.engines.parallelize import parallelize
 from burnish.errors import BurnishError
 from burnish.models.building import build_on_meta, materialize
+from burnish.models.lora import Adapter
 from burnish.models.names import model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
 from burnish.models.ulysses import Division
@@ -38,8 +39,10 @@ from burnish.tracking.metrics import Mean, Stats, Sum
 class TorchEngine:
     """A causal language model trained with FSDP2; implements `burnish.engines.base.Engine`.
 
-    Without `optim` the engine is a frozen model: `forward` and `shards(WEIGHTS)` only. The weights
-    are undefined until `load(source, Part.WEIGHTS)`.
+    Without `optim` the engine is a frozen model: `forward` and `shards(WEIGHTS)` only. With `lora` an
+    adapter is trained, and the model itself is kept in the dtype of computing, without gradients
+    and optimizer state. The weights are undefined until `load(source, Part.WEIGHTS)`, and
+    `Part.FROZEN` where there is an adapter.
     """
 
     def __init__(
@@ -50,20 +53,24 @@ class TorchEngine:
         *,
         layout: Layout,
         device: torch.device,
+        lora: LoraConfig | None = None,
     ) -> None:
         require_fitting(hf_config, config)
         self.layout = replace(layout, sequence=config.sequence_parallel)
         self._config = config
         self._device = device
         self.skipped_in_a_row = 0
-        self._scorer = Scorer(build_on_meta(hf_config), config.logprob_chunk)
-        self._scorer.requires_grad_(optim is not None)
+        model = build_on_meta(hf_config)
+        self._adapter = None if lora is None else Adapter(model, lora, compute_dtype(config))
+        self._scorer = Scorer(model, config.logprob_chunk)
+        if optim is None:
+            self._scorer.requires_grad_(False)
         self._mesh = Mesh.of(self.layout, config.replicas, device)
         self._division = Division(self._mesh.sequence)
         parallelize(self._scorer, config, self._mesh)
         materialize(self._scorer, device)
-        self._regions = regions(self._scorer.model)
-        self._parameters = dict(self._scorer.model.named_parameters())
+        self._regions = self._adapter.weights if self._adapter else regions(model)
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._optimizer = None if optim is None else ShardedAdamW(self._parameters, optim)
 
     @property
@@ -93,10 +100,11 @@ class TorchEngine:
         return Stats(reduced | {"loss": Mean(reduced["loss"].value(), 1.0)})
 
     @torch.no_grad()
-    def forward(self, batch: Batch) -> list[TokenOutputs]:
-        """Log-probs and entropies of this rank's micro-batches, without gradients."""
+    def forward(self, batch: Batch, *, adapter: bool = True) -> list[TokenOutputs]:
+        """Log-probs and entropies of this rank's micro-batches, without gradients; see `Engine.forward`."""
         self._scorer.eval()
-        return [self._score(micro) for micro in batch.microbatches]
+        with nullcontext() if adapter or self._adapter is None else self._adapter.off():
+            return [self._score(micro) for micro in batch.microbatches]
 
     @torch.no_grad()
     def optim_step(self, lr: float) -> Stats:
@@ -122,9 +130,17 @@ class TorchEngine:
         if what is Part.WEIGHTS:
             yield from model_shards(self._scorer.model, parts=self._regions)
             return
+        if what is Part.FROZEN:
+            parts = self._adapter.base if self._adapter else ()
+            yield from model_shards(self._scorer.model, parts=parts)
+            return
         for slot in SLOTS:
             held = self._trained().slot(slot)
             yield from model_shards(self._scorer.model, held, f"{slot}/", self._regions)
+
+    def published(self) -> Iterator[Shard]:
+        """This rank's pieces of the model; see `Engine.published`."""
+        return self._adapter.merged(self.layout) if self._adapter else self.shards(Part.WEIGHTS)
 
     def load(self, source: ShardSource, what: Part) -> None:
         """Fill this rank's pieces from `source`."""

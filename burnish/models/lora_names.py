@@ -1,4 +1,4 @@
-"""How PEFT names what is in an adapter's directory. Without torch, for those who only look at names."""
+"""How PEFT names what is in an adapter's directory, and where a run describes one. Without torch, for those who only look at names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 """Describes the adapter: rank, layers, the model that it belongs to."""
 ADAPTER_WEIGHTS = "adapter_model"
 """Name of the file of its tensors, of which there is one, without suffix."""
+ADAPTER_STATE = "adapter"
+"""The key of a run's state that describes the adapter which the run trains."""
 PREFIX = "base_model.model."
 """Begins the names of its tensors."""
 

@@ -1,15 +1,12 @@
 """What is written down about an adapter: which model it belongs to, and how it lies on it.
 
 It goes into a checkpoint twice: into `adapter_config.json`, which is PEFT's, and into the state of
-the run, where resuming compares it. Another model, or the same one trained further, has other
-weights in the same shapes, so a sample of their bytes is part of the model's digest.
+the run, where resuming compares it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
@@ -19,14 +16,10 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError
-from burnish.files.safetensors import read_header
+from burnish.files.weights import model_digest
 from burnish.models.building import build_on_meta
 from burnish.models.lora import adapted_layers, layer_kinds, peft_config
 from burnish.models.lora_names import ADAPTER_CONFIG
-from burnish.models.sources import weight_files
-
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
-# Of each file of weights, evenly over it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +91,3 @@ def require_same_adapter(
         want=kinds[1],
         do="restore model.path and model.lora, or begin another run with name=NAME",
     )
-
-
-def model_digest(directory: Path) -> str:
-    """Names the content of a Hugging Face model directory, in hex: config.json, and of each file of weights its size, its header and a sample."""
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
-    for path in weight_files(directory):
-        size, first = path.stat().st_size, read_header(path).size
-        digest.update(f"{path.name} {size} {first}\n".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(first))
-            for number in range(_SAMPLES):
-                file.seek(first + (size - first) * number // _SAMPLES, os.SEEK_SET)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()

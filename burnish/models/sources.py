@@ -6,7 +6,6 @@ Both fill shards, so each rank reads or keeps its own part only. Left out: Burni
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ from transformers import PretrainedConfig
 
 from burnish.errors import CorruptError, IncompatibleError, MissingError
 from burnish.files.safetensors import TensorEntry, read_header
+from burnish.files.weights import few, weight_files
 from burnish.models.building import build_on_meta, initialized_copy, owned_modules
 from burnish.models.names import Region, regions
 from burnish.parallel.boxes import Box, flat_runs
@@ -34,8 +34,6 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 """Dtypes that weights and buffers are read from."""
 
 _BUFFER_BYTES = 16 << 20
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +70,7 @@ class SafetensorsSource:
                 "%s holds %d tensors that the model has no use for: %s",
                 self.directory,
                 len(extra),
-                _few(extra),
+                few(extra),
             )
         return extra
 
@@ -97,7 +95,7 @@ class SafetensorsSource:
                 return self._entries[candidate]
         raise MissingError(
             f"{self.directory} has no tensor {name}",
-            have=_few(list(self._entries)),
+            have=few(list(self._entries)),
             want=" or ".join(names),
             do="check that the directory belongs to this model type",
         )
@@ -196,7 +194,7 @@ class FreshSource:
         region = self._regions.get(spec.name)
         if region is None:
             raise MissingError(
-                f"the model has no tensor {spec.name}", have=_few(list(self._regions))
+                f"the model has no tensor {spec.name}", have=few(list(self._regions))
             )
         if region.shape != spec.shape:
             raise IncompatibleError(
@@ -255,41 +253,6 @@ def _read_headers(directory: Path) -> dict[str, tuple[Path, TensorEntry]]:
     return entries
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that make up the model, by its index or its single file.
-
-    Raises `MissingError` where there are none or one is missing, `CorruptError` for an index that is none.
-    """
-    index = directory / _INDEX
-    if index.is_file():
-        try:
-            names = sorted(
-                {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptError(f"{index} is not an index of weights", have=error) from error
-        outside = [name for name in names if Path(name).name != name]
-        if outside:
-            raise CorruptError(f"{index} names files outside its directory", have=outside[0])
-        missing = [name for name in names if not (directory / name).is_file()]
-        if missing:
-            raise MissingError(
-                f"{directory} lacks {len(missing)} of the {len(names)} files its index names",
-                have=f"no {_few(missing)}",
-                do="get the missing files",
-            )
-        return [directory / name for name in names]
-    if (directory / _SINGLE).is_file():
-        return [directory / _SINGLE]
-    found = sorted(path.name for path in directory.glob("*")) if directory.is_dir() else []
-    raise MissingError(
-        f"{directory} has no weights that Burnish reads",
-        have=_few(found) if found else "an empty or absent directory",
-        want=f"{_SINGLE}, or {_INDEX} and its files (pickled weights are never read)",
-        do="set model.path to a directory with safetensors, or model.fresh for new weights",
-    )
-
-
 def _contiguous(box: Box, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
     """The shard in parts whose memory is contiguous: itself, or its rows, or theirs."""
     if tensor.is_contiguous():
@@ -299,8 +262,3 @@ def _contiguous(box: Box, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
     for row in range(box.sizes[0]):
         for part, memory in _contiguous(Box(*rest), tensor[row]):
             yield Box((box.offsets[0] + row, *part.offsets), (1, *part.sizes)), memory
-
-
-def _few(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown}, ... ({len(names)} in all)"

@@ -9,7 +9,7 @@ gradient, every weight after the step. Left out: the generator, whose log-probs 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,13 @@ from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import BurnishError
 from burnish.launch.run import launch
 from burnish.models.counting import count_flops
-from burnish.models.names import model_shards
+from burnish.models.lora import Adapter
+from burnish.models.names import model_shards, regions
 from burnish.models.shrinking import shrunk
 from burnish.models.sources import FreshSource
 from burnish.parallel.collectives import gather_objects
 from burnish.parallel.layout import Layout
+from burnish.parallel.shards import Shard
 from burnish.records import Batch, Example, MicroBatch, TokenOutputs
 from burnish.records.seeds import derive_seed
 from burnish.trainers.setup import example_dataset, lay_foundation, prompt_dataset
@@ -39,6 +41,7 @@ SEQUENCES, LONGEST, LR = 12, 64, 1e-3
 """How many sequences are run, their longest in tokens, and the learning rate of the step."""
 TOLERANCE = 1e-5
 """Relative difference (2-norm) that fp32 arithmetic in another order may make."""
+_ADAPTER_SCALE = 0.1
 
 Tensors = Mapping[str, Tensor]
 """By name; whole tensors on the CPU."""
@@ -78,8 +81,10 @@ def run_check(config: RunConfig) -> None:
 def _check(config: RunConfig, layout: Layout, device: torch.device) -> None:
     examples, loss, hf_config = material(config)
     settings = config.engine.model_copy(update={"precision": "fp32"})
-    engine = TorchEngine(hf_config, settings, config.optim, layout=layout, device=device)
-    engine.load(FreshSource(hf_config, config.seed), Part.WEIGHTS)
+    engine = TorchEngine(
+        hf_config, settings, config.optim, layout=layout, device=device, lora=config.model.adapter
+    )
+    fill(engine, config, hf_config)
     differences = compared(engine, config, examples, loss, hf_config)
     if layout.is_main:
         for kind in ("log-probs", "loss", "gradient", "weight"):
@@ -90,6 +95,28 @@ def _check(config: RunConfig, layout: Layout, device: torch.device) -> None:
         print(f"{layout.world} processes compute what one plain process does")
 
 
+def fill(engine: Engine, config: RunConfig, hf_config: PretrainedConfig) -> None:
+    """Give an engine fresh weights, and an adapter where it has one. Collective."""
+    weights = FreshSource(hf_config, config.seed)
+    engine.load(weights, Part.FROZEN)
+    engine.load(RandomAdapter(config.seed) if config.model.adapter else weights, Part.WEIGHTS)
+
+
+class RandomAdapter:
+    """A `ShardSource` of small random values: of an adapter that is fresh, half of the gradients are 0."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def fill(self, shards: Iterable[Shard]) -> None:
+        """See `ShardSource.fill`."""
+        for shard in shards:
+            seed = derive_seed(self._seed, "check adapter", shard.spec.name)
+            generator = torch.Generator().manual_seed(seed)
+            drawn = torch.randn(shard.spec.shape, generator=generator) * _ADAPTER_SCALE
+            shard.tensor.detach().copy_(drawn[shard.box.slices])
+
+
 def compared(
     engine: Engine,
     config: RunConfig,
@@ -97,7 +124,7 @@ def compared(
     loss: LossFn,
     hf_config: PretrainedConfig,
 ) -> list[Difference]:
-    """How far one step of an engine, its weights fresh, is from plain PyTorch. Collective; the same on every rank."""
+    """How far one step of an engine, filled by `fill`, is from plain PyTorch. Collective; the same on every rank."""
     tokens = sum(len(example.token_ids) for example in examples)
     budget = max(LONGEST, tokens // (2 * engine.layout.data_size))
     flops, temperature = count_flops(hf_config), config.rollout.temperature
@@ -190,9 +217,13 @@ def _whole(engine: Engine, part: Part) -> dict[str, Tensor]:
 def plain_step(
     config: RunConfig, hf_config: PretrainedConfig, examples: Sequence[Example], loss: LossFn
 ) -> Outcome:
-    """The same loss by transformers, in this process, one sequence at a time."""
+    """The same loss by transformers (and PEFT), in this process, one sequence at a time."""
     model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
     FreshSource(hf_config, config.seed).fill(model_shards(model))
+    parts = regions(model)
+    if config.model.adapter:
+        parts = Adapter(model, config.model.adapter).weights
+        RandomAdapter(config.seed).fill(model_shards(model, parts=parts))
     total = sum(len(example.token_ids) for example in examples)
     flops, temperature = count_flops(hf_config), config.rollout.temperature
     batch = make_batch(examples, Layout(), total, flops, temperature)
@@ -207,8 +238,8 @@ def plain_step(
         _by_sequence(micro, order, joined.logprobs.detach()),
         float(value.detach()),
         float(norm),
-        {shard.spec.name: shard.tensor for shard in model_shards(model, gradients)},
-        {shard.spec.name: shard.tensor for shard in model_shards(model)},
+        {shard.spec.name: shard.tensor for shard in model_shards(model, gradients, parts=parts)},
+        {shard.spec.name: shard.tensor for shard in model_shards(model, parts=parts)},
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from burnish.algorithms.evaluation import evaluation_stats
 from burnish.checkpoint.committed import Committed, newest
 from burnish.checkpoint.load import CheckpointSource
-from burnish.config.schema import RunConfig
+from burnish.config.schema import ModelConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import PromptDataset
 from burnish.engines.base import Engine, Part
@@ -125,10 +125,7 @@ def evaluate(config: RunConfig, run_directory: Path | None = None) -> dict[str, 
     step = None
     if run_directory is not None:
         step = _newest_step(run_directory)
-        # model/ holds the tokenizer as well, its chat template included.
-        own = ("fresh", "tokenizer", "chat_template")
-        model = {"path": str(step.path / "model"), **dict.fromkeys(own)}
-        config = config.model_copy(update={"model": config.model.model_copy(update=model)})
+        config = config.model_copy(update={"model": _model_of(step, config.model)})
     return launch(
         lambda layout, device: _evaluate(config, step, layout, device), config.distributed
     )
@@ -161,7 +158,7 @@ def _measured(
                 held_out = held_out_prompts(foundation, pool)
                 engine = _loaded(foundation, layout, device)
                 collector = make_collector(foundation, pool, layout, device, stopper, progress)
-                collector.generator.load_weights(engine.shards(Part.WEIGHTS), version=0)
+                collector.generator.load_weights(engine.published(), version=0)
                 validate = prompt_validation(foundation, collector, held_out)
                 return validate() if validate else {}
         engine = _loaded(foundation, layout, device)
@@ -173,8 +170,19 @@ def _measured(
 
 def _loaded(foundation: Foundation, layout: Layout, device: torch.device) -> Engine:
     engine = make_engine(foundation, None, layout, device)
+    engine.load(foundation.base, Part.FROZEN)
     engine.load(foundation.source, Part.WEIGHTS)
     return engine
+
+
+def _model_of(step: Committed, model: ModelConfig) -> ModelConfig:
+    """Where the model of a step is: in `model/`, with the tokenizer and its chat template; an adapter's stays where it was."""
+    own = str(step.path / "model")
+    if model.adapter:
+        return model.model_copy(update={"tokenizer": own, "chat_template": None})
+    return model.model_copy(
+        update={"path": own, "fresh": None, "tokenizer": None, "chat_template": None}
+    )
 
 
 def _newest_step(run_directory: Path) -> Committed:

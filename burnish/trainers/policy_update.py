@@ -5,7 +5,7 @@ Left out: the loss (`burnish.algorithms.loss`) and the updates themselves (`burn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,8 +29,8 @@ class Policy:
 
     engine: Engine
     """The trained model."""
-    reference: Engine | None
-    """The frozen model that training started from; None where no KL term wants it."""
+    reference: Callable[[Batch], list[TokenOutputs]] | None
+    """Scores batches as `Engine.forward` does, by the model that training started from; None where no KL term wants it."""
     flops: ModelFlops
     """What its sequences cost."""
 
@@ -74,7 +74,7 @@ def minibatches(
     if len(batches) > 1 and not kept:
         batches = [batch.with_old_logprobs(policy.engine.forward(batch)) for batch in batches]
     if policy.reference is not None and config.algorithm.kl.place == "loss":
-        batches = [batch.with_ref_logprobs(policy.reference.forward(batch)) for batch in batches]
+        batches = [batch.with_ref_logprobs(policy.reference(batch)) for batch in batches]
     return batches
 
 
@@ -106,7 +106,7 @@ def _kl_penalties(rollouts: Sequence[Rollout], policy: Policy, config: RunConfig
         return penalties
     batch = _batch([to_example(rollouts[i]) for i in answered], policy, config)
     mine = _by_example(batch, policy.engine.forward(batch))
-    theirs = _by_example(batch, policy.reference.forward(batch))
+    theirs = _by_example(batch, policy.reference(batch))
     local = {
         number: kl_penalty(
             config.algorithm.kl.estimator, config.algorithm.kl.coef, mine[number], theirs[number]

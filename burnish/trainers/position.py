@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.manifest import STATE
 from burnish.errors import IncompatibleError
+from burnish.models.lora_names import ADAPTER_STATE
+from burnish.models.lora_record import AdapterRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +35,15 @@ class Position:
     """Whether the last step's validation was interrupted and is still to be done."""
 
 
+def adapter_state(adapter: AdapterRecord | None) -> dict[str, Any]:
+    """What state.json holds of the adapter, beside the position."""
+    return {} if adapter is None else {ADAPTER_STATE: adapter.as_state()}
+
+
 def position_of(step: Committed) -> Position:
     """The position in a step's state.json. Raises `IncompatibleError` where that says something unknown."""
     known = [field.name for field in fields(Position)]
-    unknown = step.state.keys() - set(known)
+    unknown = step.state.keys() - {*known, ADAPTER_STATE}
     if unknown:
         raise IncompatibleError(
             f"{step.path / STATE} was not written by this trainer",
@@ -43,4 +51,4 @@ def position_of(step: Committed) -> Position:
             want=", ".join(known),
             do="resume with the version of Burnish that wrote it",
         )
-    return Position(**step.state)
+    return Position(**{name: value for name, value in step.state.items() if name in known})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -57,7 +58,7 @@ def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
             policy = _policy(foundation, run, total)
             bar.advance()
             collector = make_collector(foundation, pool, layout, device, run.stopper, run.progress)
-            collector.generator.load_weights(policy.engine.shards(Part.WEIGHTS), run.position.step)
+            collector.generator.load_weights(policy.engine.published(), run.position.step)
             loader = Loader(len(dataset), config.seed, config.data.shuffle, run.position.cursor)
             loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
             run.validate = prompt_validation(foundation, collector, held_out)
@@ -76,7 +77,7 @@ def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
                     stats = stats.merge(policy.engine.optim_step(lr))
                     bar.advance()
             with run.spans("publish"):
-                collector.generator.load_weights(policy.engine.shards(Part.WEIGHTS), step + 1)
+                collector.generator.load_weights(policy.engine.published(), step + 1)
             rollouts = [rollout for group in groups for rollout in group]
             generated = [rollout for group in left_out for rollout in group] + rollouts
             run.write_rollouts(rollouts, [float(a.mean()) if len(a) else 0.0 for a in by_token])
@@ -86,16 +87,21 @@ def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
 
 
 def _policy(foundation: Foundation, run: Run, total_steps: int) -> Policy:
-    """The trained engine, its weights resumed or initial, and the frozen reference where KL wants one."""
+    """The trained engine, its weights resumed or initial, and the frozen reference where KL wants one.
+
+    The reference of an adapter is the model without it, which is there already.
+    """
     config = foundation.config
     engine = make_engine(foundation, config.optim, run.layout, run.device)
     if run.begin(engine, foundation, total_steps) is None:
         engine.load(foundation.source, Part.WEIGHTS)
     if config.algorithm.kl.coef == 0:
         return Policy(engine, None, foundation.flops)
+    if config.model.adapter:
+        return Policy(engine, partial(engine.forward, adapter=False), foundation.flops)
     reference = make_engine(foundation, None, run.layout, run.device)
     reference.load(foundation.source, Part.WEIGHTS)
-    return Policy(engine, reference, foundation.flops)
+    return Policy(engine, reference.forward, foundation.flops)
 
 
 def collect_groups(

@@ -25,11 +25,12 @@ from burnish.checkpoint.tensor_sets import MAIN
 from burnish.config.identity import require_may_resume, require_same_run
 from burnish.config.load import dump_yaml, load_config
 from burnish.config.schema import RunConfig
-from burnish.engines.base import Engine, Part
+from burnish.engines.base import Engine, Part, compute_dtype
 from burnish.errors import BurnishError, IncompatibleError, StoppedError, UsageError
 from burnish.files.durable import naming_failures
 from burnish.files.storage import LocalStorage
-from burnish.models.loading import save_model_assets
+from burnish.models.lora_names import ADAPTER_STATE
+from burnish.models.lora_record import require_same_adapter
 from burnish.parallel.collectives import agree, same_on_all_ranks
 from burnish.parallel.device import device_name, peak_flops, peak_memory
 from burnish.parallel.layout import Layout
@@ -46,8 +47,8 @@ from burnish.tracking.spans import Spans
 from burnish.tracking.tensorboard import TensorBoardTracker
 from burnish.tracking.throughput import throughput
 from burnish.tracking.trackers import Tracker, Trackers
-from burnish.trainers.position import Position, position_of
-from burnish.trainers.setup import Foundation, compute_dtype
+from burnish.trainers.position import Position, adapter_state, position_of
+from burnish.trainers.setup import Foundation
 from burnish.trainers.signals import Stopper, StopRequested, catch_signals, check_stop
 
 log = logging.getLogger("burnish")
@@ -113,11 +114,13 @@ class Run:
     def begin(self, engine: Engine, foundation: Foundation, total_steps: int) -> Resumed | None:
         """Take up the engine that is trained, and resume it where a committed step exists. Collective.
 
-        Returns what was resumed from. The engine's weights are not touched when there is none.
+        Returns what was resumed from. What is trained is not touched when there is none; what is frozen
+        is loaded.
         """
         self._engine, self._foundation, self._total_steps = engine, foundation, total_steps
-        self._peak = peak_flops(self.device, compute_dtype(self.config))
+        self._peak = peak_flops(self.device, compute_dtype(self.config.engine))
         resumed = self.checkpoints.resume(self._load)
+        engine.load(foundation.base, Part.FROZEN)
         if resumed is not None and self.layout.is_main:
             log.warning("resumed step %d from %s", resumed.step.step, resumed.step.path)
         return resumed
@@ -178,7 +181,8 @@ class Run:
         self._report("finished")
         if self.layout.is_main:
             path = self.directory.checkpoints / step_name(self.position.step)
-            log.info("done: the model is %s", path / "model")
+            what = "adapter" if self._foundation.adapter else "model"
+            log.info("done: the %s is %s", what, path / "model")
 
     def write_rollouts(self, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> None:
         """Keep the rollouts of the step under way where the configuration asks for it, the first and the last always."""
@@ -223,15 +227,14 @@ class Run:
             log.error("STEP %d IS NOT SAVED; training goes on. %s", step, error)
 
     def _contents(self) -> Contents:
-        hf_config, tokenizer = self._foundation.hf_config, self._foundation.tokenizer
         model = ModelContents(
             weights=list(self._engine.shards(Part.WEIGHTS)),
             training=list(self._engine.shards(Part.TRAINING)),
-            write_assets=lambda path: save_model_assets(hf_config, tokenizer, path, torch.bfloat16),
+            write_assets=self._foundation.write_assets,
         )
         return Contents(
             models={MAIN: model},
-            state=asdict(self.position),
+            state=asdict(self.position) | adapter_state(self._foundation.adapter),
             healthy=self._finite_loss,
             check_finite=True,
         )
@@ -256,6 +259,7 @@ class Run:
     def _load(self, step: Committed, source: CheckpointSource) -> None:
         """Make the engine and the position those of a committed step."""
         position = position_of(step)
+        require_same_adapter(step.state.get(ADAPTER_STATE), self._foundation.adapter, step.path)
         self._engine.load(source, Part.WEIGHTS)
         self._engine.load(source, Part.TRAINING)
         self.position = position

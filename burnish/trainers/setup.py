@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -12,11 +13,19 @@ from burnish.config.schema import OptimConfig, RunConfig, SamplingConfig
 from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.data.tokenizer import eos_token_ids, load_tokenizer
+from burnish.engines.base import compute_dtype
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError
 from burnish.models.counting import count_flops
 from burnish.models.flops import ModelFlops
-from burnish.models.loading import generation_config, read_model_config, weights_source
+from burnish.models.loading import (
+    generation_config,
+    read_model_config,
+    save_model_assets,
+    weights_source,
+)
+from burnish.models.lora import FreshAdapter
+from burnish.models.lora_record import AdapterRecord
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import ShardSource
 from burnish.rewards.pool import RewardPool
@@ -38,11 +47,22 @@ class Foundation:
     tokenizer: PreTrainedTokenizerBase
     """Its tokenizer, pad and eos repaired."""
     source: ShardSource
-    """Its initial weights."""
+    """First values of what is trained: the model's weights, or its adapter's."""
+    base: ShardSource
+    """The model's weights."""
+    adapter: AdapterRecord | None
+    """What is written down of the adapter; None where the model itself is trained."""
     eos_token_ids: tuple[int, ...]
     """All ids that end a completion."""
     flops: ModelFlops
     """What its sequences cost."""
+
+    def write_assets(self, directory: Path) -> None:
+        """Write what makes a directory of the trained weights a Hugging Face model, or an adapter of PEFT's."""
+        if self.adapter is None:
+            save_model_assets(self.hf_config, self.tokenizer, directory, torch.bfloat16)
+        else:
+            self.adapter.save(directory, self.tokenizer)
 
 
 def lay_foundation(config: RunConfig) -> Foundation:
@@ -61,11 +81,15 @@ def lay_foundation(config: RunConfig) -> Foundation:
             want="no more tokens than embeddings",
             do="use the model's own tokenizer, or a fresh model with a larger vocab_size",
         )
+    base = weights_source(config.model, hf_config, config.seed)
+    adapter = AdapterRecord.of(config.model, hf_config) if config.model.adapter else None
     return Foundation(
         config,
         hf_config,
         tokenizer,
-        weights_source(config.model, hf_config, config.seed),
+        FreshAdapter(config.seed) if adapter else base,
+        base,
+        adapter,
         eos_token_ids(tokenizer, hf_config, generation_config(hf_config)),
         count_flops(hf_config),
     )
@@ -96,8 +120,8 @@ def make_engine(
     foundation: Foundation, optim: OptimConfig | None, layout: Layout, device: torch.device
 ) -> TorchEngine:
     """The engine that the configuration names, its weights not loaded yet; frozen when `optim` is None."""
-    config = foundation.config.engine
-    return TorchEngine(foundation.hf_config, config, optim, layout=layout, device=device)
+    config, lora = foundation.config.engine, foundation.config.model.adapter
+    return TorchEngine(foundation.hf_config, config, optim, layout=layout, device=device, lora=lora)
 
 
 def make_collector(
@@ -114,7 +138,7 @@ def make_collector(
         foundation.hf_config,
         layout=layout,
         device=device,
-        dtype=compute_dtype(config),
+        dtype=compute_dtype(config.engine),
         slots=config.rollout.slots,
         eos_token_ids=foundation.eos_token_ids,
         decode=tokenizer.decode,
@@ -124,11 +148,6 @@ def make_collector(
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
     return Collector(generator, decode, pool.score, layout, stopper, progress)
-
-
-def compute_dtype(config: RunConfig) -> torch.dtype:
-    """The dtype of matrix products, in training and in generation."""
-    return torch.bfloat16 if config.engine.precision == "bf16" else torch.float32
 
 
 def sampling(config: RunConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:

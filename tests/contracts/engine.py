@@ -107,10 +107,11 @@ def _by_example(batch: Batch, outputs: Sequence[TokenOutputs]) -> dict[int, tupl
 
 
 def train_by_hand(model: PreTrainedModel, examples: Sequence[Example]) -> dict[str, Any]:
-    """The oracle: a plain model, one sequence at a time, torch's AdamW and clipping."""
+    """The oracle: a plain model, one sequence at a time, torch's AdamW and clipping of what is trained."""
     model = model.float()
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    plain = [p for p in model.parameters() if p.ndim < 2]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = [p for p in trained.values() if p.ndim >= 2]
+    plain = [p for p in trained.values() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=1e-8)
     tokens = sum(int(example.loss_mask.sum()) for example in examples)
@@ -123,18 +124,17 @@ def train_by_hand(model: PreTrainedModel, examples: Sequence[Example]) -> dict[s
             total = total + torch.where(mask, -logprobs - 0.01 * entropy, 0.0).sum() / tokens
         total.backward()
         losses.append(total.item())
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), CLIP).item())
         adamw.step()
         adamw.zero_grad()
-    names = {id(p): name for name, p in model.named_parameters()}
     slots = {
-        f"{slot}/{names[id(p)]}": adamw.state[p][slot]
+        f"{slot}/{name}": adamw.state[p][slot]
         for slot in ("exp_avg", "exp_avg_sq")
-        for p in model.parameters()
+        for name, p in trained.items()
     }
     with torch.no_grad():
         logprobs = {i: score_by_hand(model, example) for i, example in enumerate(examples)}
-    weights = {name: p.detach() for name, p in model.named_parameters()}
+    weights = {name: p.detach() for name, p in trained.items()}
     return {
         "losses": losses,
         "norms": norms,

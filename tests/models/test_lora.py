@@ -16,10 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError
+from burnish.files.weights import model_digest
 from burnish.models.building import build_on_meta
 from burnish.models.lora import Adapter, FreshAdapter
 from burnish.models.lora_names import PREFIX, is_adapter
-from burnish.models.lora_record import AdapterRecord, model_digest, require_same_adapter
+from burnish.models.lora_record import AdapterRecord, require_same_adapter
 from burnish.models.names import model_shards, regions
 from burnish.parallel.boxes import Box, whole
 from burnish.parallel.shards import Shard, TensorSpec

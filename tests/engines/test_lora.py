@@ -1,0 +1,257 @@
+"""An engine that trains an adapter computes what PEFT on plain transformers does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from adapters_for_tests import LORA, RandomAdapter, plain_adapted, saved_name
+from contracts.engine import (
+    BETAS,
+    CLIP,
+    LR,
+    assert_relative,
+    cut,
+    loss,
+    make_examples,
+    score_by_hand,
+    train,
+    train_by_hand,
+    whole,
+)
+from distributed import run_ranks
+from tiny import VOCAB, save_tiny
+from torch import Tensor
+from transformers import AutoConfig
+
+from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
+from burnish.engines.base import Part
+from burnish.engines.torch_engine import TorchEngine
+from burnish.models.sources import SafetensorsSource
+from burnish.parallel.layout import Layout
+from burnish.records import Example
+
+OPTIM = OptimConfig(betas=BETAS, weight_decay=0.1)
+CPU = torch.device("cpu")
+
+
+def make_engine(
+    layout: Layout, path: Path, lora: LoraConfig = LORA, trained: bool = True, **changes: Any
+) -> TorchEngine:
+    settings = {"precision": "fp32", "max_grad_norm": CLIP, "logprob_chunk": 5, **changes}
+    engine = TorchEngine(
+        AutoConfig.from_pretrained(path),
+        EngineConfig(**settings),
+        OPTIM if trained else None,
+        layout=layout,
+        device=CPU,
+        lora=lora,
+    )
+    engine.load(SafetensorsSource(path), Part.FROZEN)
+    engine.load(RandomAdapter(), Part.WEIGHTS)
+    return engine
+
+
+def examples_that_begin_alike() -> list[Example]:
+    """Half of the sequences share their first tokens with others."""
+    examples = make_examples(VOCAB)
+    begin = np.arange(5, 11)
+    shared = [
+        Example(np.concatenate([begin, e.token_ids]), np.concatenate([begin < 0, e.loss_mask]))
+        for e in examples[:3]
+    ]
+    return [*shared, *examples[3:]]
+
+
+def train_rank(
+    layout: Layout, path: Path, lora: LoraConfig, per_micro: int, changes: dict[str, Any]
+) -> dict[str, Any]:
+    engine = make_engine(layout, path, lora, **changes)
+    return train(engine, examples_that_begin_alike(), per_micro)
+
+
+def together(ranks: list[dict[str, Any]], key: str) -> dict[str, Tensor]:
+    shapes = {name: shape for rank in ranks for name, shape in rank["shapes"].items()}
+    return whole([rank[key] for rank in ranks], shapes)
+
+
+CASES = [
+    ("qwen3", LORA, 1, 6, {"activation_checkpointing": "full"}),
+    ("qwen3", LORA, 2, 2, {}),
+    ("qwen2", LoraConfig(rank=3, alpha=5.0, rslora=True), 1, 2, {}),
+    (
+        "gemma3_text",
+        LoraConfig(rank=2, alpha=3.0, targets=["down_proj", "k_proj"]),
+        2,
+        1,
+        {"activation_checkpointing": "selective"},
+    ),
+    ("qwen3_moe", LoraConfig(rank=2, alpha=3.0, targets=["q_proj", "o_proj"]), 1, 3, {}),
+]
+
+
+@pytest.mark.parametrize(("family", "lora", "world", "per_micro", "changes"), CASES)
+def test_it_trains_as_peft_on_plain_transformers_does(
+    tmp_path: Path,
+    family: str,
+    lora: LoraConfig,
+    world: int,
+    per_micro: int,
+    changes: dict[str, Any],
+) -> None:
+    path = save_tiny(tmp_path / "m", family, torch.float32)
+    wanted = train_by_hand(plain_adapted(path, lora), examples_that_begin_alike())
+    ranks = run_ranks(train_rank, world, path, lora, per_micro, changes)
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=2e-6)
+        assert rank["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+    merged = {k: v for rank in ranks for k, v in rank["logprobs"].items()}
+    for number, (logprobs, entropy) in wanted["logprobs"].items():
+        assert_relative(merged[number][0], logprobs, 2e-5, f"log-probs of example {number}")
+        assert_relative(merged[number][1], entropy, 2e-5, f"entropy of example {number}")
+    found = together(ranks, "weights") | together(ranks, "slots")
+    expected = {saved_name(n): t for n, t in (wanted["weights"] | wanted["slots"]).items()}
+    trained = {name for name in found if "lora_" in name}
+    assert trained == expected.keys()
+    for kind in ("base_model", "exp_avg/", "exp_avg_sq/"):
+        mine, theirs = (
+            torch.cat([held[n].flatten() for n in sorted(trained) if n.startswith(kind)])
+            for held in (found, expected)
+        )
+        assert_relative(mine, theirs, 1e-5, kind)
+
+
+def gradients(layout: Layout, path: Path) -> dict[str, Any]:
+    engine = make_engine(layout, path, max_grad_norm=1e9)
+    batch = cut(examples_that_begin_alike(), engine.layout, 2)
+    engine.forward_backward(batch, loss)
+    engine.optim_step(0.0)
+    slots = [(s.spec.name, s.box, s.tensor.clone()) for s in engine.shards(Part.TRAINING)]
+    return {
+        "shapes": {s.spec.name: s.spec.shape for s in engine.shards(Part.TRAINING)},
+        "slots": slots,
+    }
+
+
+def test_every_gradient_is_pefts(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
+    examples, oracle = examples_that_begin_alike(), plain_adapted(path)
+    tokens = sum(int(example.loss_mask.sum()) for example in examples)
+    for example in examples:
+        logprobs, entropy = score_by_hand(oracle, example)
+        mask = torch.from_numpy(example.loss_mask)
+        (torch.where(mask, -logprobs - 0.01 * entropy, 0.0).sum() / tokens).backward()
+    for world in (1, 2):
+        found = together(run_ranks(gradients, world, path), "slots")
+        for name, parameter in oracle.named_parameters():
+            if parameter.requires_grad:
+                gradient = found[f"exp_avg/{saved_name(name)}"] / (1 - BETAS[0])
+                assert_relative(gradient, parameter.grad, 2e-6, f"gradient of {name} on {world}")
+
+
+def test_only_the_adapter_has_gradients_and_state(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        (counted,) = run_ranks(count_bytes, 1, path, precision)
+        adapter = counted["weights"]
+        assert counted["slots"] == 2 * adapter
+        assert counted["gradients"] == adapter
+        assert counted["frozen"] == dtype.itemsize * counted["frozen_elements"]
+        assert counted["parameters"] == adapter + counted["frozen"]
+        assert adapter < counted["frozen"]
+
+
+def count_bytes(layout: Layout, path: Path, precision: str) -> dict[str, int]:
+    engine = make_engine(layout, path, precision=precision)
+    engine.forward_backward(cut(make_examples(VOCAB), engine.layout, 2), loss)
+    model = engine._scorer.model
+    held = [p.to_local() for p in model.parameters()]
+    return {
+        "weights": sum(s.tensor.nbytes for s in engine.shards(Part.WEIGHTS)),
+        "slots": sum(s.tensor.nbytes for s in engine.shards(Part.TRAINING)),
+        "frozen": sum(s.tensor.nbytes for s in engine.shards(Part.FROZEN)),
+        "frozen_elements": sum(s.tensor.numel() for s in engine.shards(Part.FROZEN)),
+        "gradients": sum(
+            p.grad.to_local().nbytes for p in model.parameters() if p.grad is not None
+        ),
+        "parameters": sum(tensor.nbytes for tensor in held),
+    }
+
+
+def off_rank(layout: Layout, path: Path) -> dict[str, Any]:
+    """Log-probs without the adapter before the first step, which must not keep it from learning."""
+    engine = make_engine(layout, path)
+    batch = cut(make_examples(VOCAB), engine.layout, 2)
+    before = engine.forward(batch, adapter=False)
+    engine.forward_backward(batch, loss)
+    norm = engine.optim_step(LR).values_by_name()["grad_norm"]
+    plain = TorchEngine(
+        AutoConfig.from_pretrained(path),
+        EngineConfig(precision="fp32", logprob_chunk=5),
+        None,
+        layout=layout,
+        device=CPU,
+    )
+    plain.load(SafetensorsSource(path), Part.WEIGHTS)
+    with_it, without = engine.forward(batch), engine.forward(batch, adapter=False)
+    return {
+        "norm": norm,
+        "same": all(
+            torch.equal(a.logprobs, b.logprobs) and torch.equal(b.logprobs, c.logprobs)
+            for a, b, c in zip(before, without, plain.forward(batch), strict=True)
+        ),
+        "differ": not torch.equal(with_it[0].logprobs, without[0].logprobs),
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_off_it_is_the_model_it_was_made_for(tmp_path: Path, world: int) -> None:
+    path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
+    for rank in run_ranks(off_rank, world, path):
+        assert rank["same"]
+        assert rank["differ"]
+        assert rank["norm"] > 0
+
+
+def published_rank(layout: Layout, path: Path, precision: str) -> dict[str, Any]:
+    engine = make_engine(layout, path, trained=False, precision=precision)
+    shards = list(engine.published())
+    pieces = [(s.spec.name, s.box, s.part(s.box).clone()) for s in shards]
+    # A part of a piece is the same as that part of the whole piece.
+    for shard in shards:
+        if shard.tensor.ndim == 2 and min(shard.box.sizes) > 2:
+            inner = tuple(o + 1 for o in shard.box.offsets), tuple(s - 2 for s in shard.box.sizes)
+            box = replace(shard.box, offsets=inner[0], sizes=inner[1])
+            assert torch.equal(shard.part(box), shard.part(shard.box)[1:-1, 1:-1])
+    return {
+        "pieces": pieces,
+        "shapes": {s.spec.name: s.spec.shape for s in shards},
+        "dtypes": {s.tensor.dtype for s in shards},
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_is_published_is_pefts_merged_model(tmp_path: Path, world: int) -> None:
+    path = save_tiny(tmp_path / "m", "qwen2", torch.float32)
+    merged = plain_adapted(path).merge_and_unload()
+    state = {n: t for n, t in merged.state_dict().items() if n != "lm_head.weight"}  # tied
+    ranks = run_ranks(published_rank, world, path, "fp32")
+    found = together(ranks, "pieces")
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        assert_relative(found[name], tensor, 2e-7, name)
+
+
+def test_in_bf16_it_is_rounded_once(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "m", "qwen2", torch.bfloat16)
+    merged = plain_adapted(path).merge_and_unload().state_dict()
+    (rank,) = run_ranks(published_rank, 1, path, "bf16")
+    assert rank["dtypes"] == {torch.bfloat16}
+    found = together([rank], "pieces")
+    for name, tensor in found.items():
+        step = merged[name].abs() * 2**-8  # half a bf16 step at most
+        assert bool(((tensor - merged[name]).abs() <= step * 1.01).all()), name
