@@ -27,7 +27,17 @@ _CONFIG = {
     "dfs.client.failover.max.attempts": "4",
     "dfs.client.failover.sleep.base.millis": "50",
     "dfs.client.failover.sleep.max.millis": "500",
+    "dfs.client.socket-timeout": "30000",  # of data nodes; a name node that hangs is left to Patience
 }
+
+_HOPELESS = (
+    "QuotaExceededException",
+    "IllegalStateException",
+    "IllegalArgumentException",
+    "InvalidPathException",
+    "NotDirectoryException",
+    "FileAlreadyExistsException",
+)
 
 
 class Hdfs:
@@ -43,7 +53,7 @@ class Hdfs:
         text = str(error)
         if "AccessControlException" in text:
             return "denied"
-        if "QuotaExceededException" in text:
+        if any(each in text for each in _HOPELESS):
             return "wrong"
         return verdict_of(error) if isinstance(error, OSError) else "transient"
 
@@ -71,8 +81,8 @@ class Hdfs:
     def read(self, path: str, offset: int, size: int) -> bytes:
         """A range of a file; its checksums are checked by the client."""
         reader = self._client.read(path)
-        data: bytes = reader.read_range(offset, max(0, min(size, len(reader) - offset)))
-        return data
+        count = min(size, len(reader) - offset)
+        return bytes(reader.read_range(offset, count)) if count > 0 else b""
 
     def put(self, path: str, data: Bytes) -> None:
         """Write under a temporary name, then rename."""

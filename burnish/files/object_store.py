@@ -22,7 +22,7 @@ _PARALLEL_PARTS = 4
 _MAX_PARTS = 10_000
 _CONNECT_SECONDS = 10
 _READ_SECONDS = 30
-_MAX_ATTEMPTS = 3
+_MAX_ATTEMPTS = 2
 _VERSIONS = ("ETag", "etag", "generation", "created")
 
 
@@ -34,11 +34,9 @@ class ObjectStore:
         system: Any,
         faults: tuple[type[Exception], ...],
         verdict: Callable[[Exception], Verdict | None],
-        **upload: int,
     ) -> None:
         self._system = system
         self._verdict = verdict
-        self._upload = upload
         self.faults = (OSError, *faults)
 
     def verdict(self, error: Exception) -> Verdict:
@@ -82,10 +80,9 @@ class ObjectStore:
 
     def put_file(self, path: str, source: Path, pulse: Pulse) -> None:
         """One object, large ones in parts; S3's several at a time."""
-        upload = dict(self._upload)
-        if upload:
-            upload["chunksize"] = max(_PART, -(-source.stat().st_size // _MAX_PARTS))
-        self._system.put_file(str(source), path, callback=_Pulsing(pulse), **upload)
+        parts = -(-source.stat().st_size // _PART)
+        chunk = _PART * max(1, -(-parts // _MAX_PARTS))
+        self._system.put_file(str(source), path, callback=_Pulsing(pulse), chunksize=chunk)
 
     def remove(self, path: str) -> None:
         """One object."""
@@ -102,15 +99,18 @@ class ObjectStore:
 
 
 class _Pulsing(Callback):  # type: ignore[misc]
-    """fsspec's way to hear of progress."""
+    """fsspec's way to hear of progress: its `value` is the bytes that have moved."""
 
     def __init__(self, pulse: Pulse) -> None:
         super().__init__()
         self._pulse = pulse
+        self._told = 0
 
-    def relative_update(self, inc: int = 1) -> None:
-        """So many bytes more."""
-        self._pulse(inc)
+    def call(self, hook_name: str | None = None, **_: Any) -> None:
+        """Told whenever `value` has changed."""
+        if self.value != self._told:
+            self._pulse(self.value - self._told)
+            self._told = self.value
 
 
 def open_s3() -> ObjectStore:
@@ -134,39 +134,52 @@ def open_s3() -> ObjectStore:
             "retries": {"total_max_attempts": _MAX_ATTEMPTS, "mode": "standard"},
         },
     )
-    system.retries = 1
+    system.retries = _MAX_ATTEMPTS
     faults = (exceptions.BotoCoreError, exceptions.ClientError, aiohttp.ClientError)
-    return ObjectStore(system, faults, verdict, chunksize=_PART)
+    return ObjectStore(system, faults, verdict)
 
 
 def open_gs() -> ObjectStore:
     """Google Cloud Storage; credentials as google-auth finds them, STORAGE_EMULATOR_HOST for another endpoint."""
     import aiohttp
-    import gcsfs
+    from gcsfs.core import (
+        GCSFileSystem,
+    )  # the package's own name asks for the bucket's kind before each use
     from gcsfs.retry import HttpError
     from google.auth.exceptions import GoogleAuthError
 
     def verdict(error: Exception) -> Verdict | None:
-        if isinstance(error, GoogleAuthError):
+        if isinstance(error, GoogleAuthError) or str(error).startswith("Forbidden"):
             return "denied"
+        if isinstance(error, ValueError):  # a bad request
+            return "wrong"
         code = int(getattr(error, "code", None) or 0) if isinstance(error, HttpError) else 0
         if code in (401, 403):
             return "denied"
         return "wrong" if 400 <= code < 500 and code not in (408, 429) else None
 
-    system = gcsfs.GCSFileSystem(
+    system = GCSFileSystem(
         use_listings_cache=False, skip_instance_cache=True, requests_timeout=_READ_SECONDS
     )
-    system.retries = _MAX_ATTEMPTS
-    faults = (HttpError, GoogleAuthError, aiohttp.ClientError)
-    return ObjectStore(system, faults, verdict, chunksize=_PART)
+    faults = (HttpError, GoogleAuthError, aiohttp.ClientError, ValueError)
+    return ObjectStore(system, faults, verdict)
+
+
+class _Memory(ObjectStore):
+    """Its objects appear whole, too."""
+
+    def put_file(self, path: str, source: Path, pulse: Pulse) -> None:
+        """Read, then put."""
+        content = source.read_bytes()
+        pulse(len(content))
+        self.put(path, content)
 
 
 def open_memory() -> ObjectStore:
     """Objects in this process's memory, all of them in one store."""
     import fsspec
 
-    return ObjectStore(fsspec.filesystem("memory"), (), lambda error: None)
+    return _Memory(fsspec.filesystem("memory"), (), lambda error: None)
 
 
 def _found(info: dict[str, Any]) -> Found:

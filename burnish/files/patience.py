@@ -24,7 +24,7 @@ Pulse = Callable[[int], None]
 class Patience:
     """How long to put up with faults, in seconds."""
 
-    tries: int = 8
+    tries: int = 24
     """Most attempts of one call that fail one after another."""
     seconds: float = 120.0
     """No attempt is begun later than this after the first one failed."""

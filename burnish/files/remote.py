@@ -99,13 +99,13 @@ class Remote:
         def read(backend: Backend, pulse: Pulse) -> bytes:
             try:
                 data = backend.read(path, offset, len(view))
-                if len(data) == len(view):
-                    return data
+            except backend.faults as error:
+                if backend.verdict(error) != "wrong":
+                    raise
+                data = b""  # how some services refuse a range behind the end
+            if len(data) < len(view) <= backend.info(path).size - offset:
                 raise ConnectionError(f"{len(data)} of {len(view)} bytes came")
-            except backend.faults:
-                if offset + len(view) > backend.info(path).size:
-                    return b""
-                raise
+            return data
 
         data = self._persist(name, "read", read)
         if len(data) != len(view):
@@ -213,7 +213,7 @@ class Remote:
 
     def _missing(self, name: str) -> MissingError:
         return MissingError(
-            f"there is no file {self.url.below(name)}", do="correct the URL, or put the file there"
+            f"there is no {self.url.below(name)}", do="correct the URL, or put it there"
         )
 
 
@@ -242,7 +242,8 @@ _BACKENDS = {
 
 
 def _explained(url: Url, done: str, verdict: Verdict, error: Exception) -> BurnishError:
-    have = redacted(" ".join(f"{type(error).__name__}: {error}".split()))[:_REASON]
+    text = str(error).replace("\\n", "\n").partition("\n")[0]  # without a Java trace
+    have = redacted(f"{type(error).__name__}: {text}")[:_REASON]
     if verdict == "denied":
         return UsageError(
             f"{url} may not be {done} with the credentials that there are",

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import builtins
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contracts.remote import QUICK, RemoteContract
+from fault_proxy import Fault
+from gcs_server import GcsServer
+from hdfs_server import HdfsServer
+from s3_server import S3Server
+
+from burnish.errors import BurnishError, MissingError, UsageError
+from burnish.files.patience import Patience
+from burnish.files.remote import Remote
+
+number = itertools.count()
+HASTY = Patience(tries=3, seconds=10, first_pause=0.02, longest_pause=0.05, silence=2)
+
+
+class TestMemory(RemoteContract):
+    @pytest.fixture
+    def url(self) -> str:
+        return f"memory://place {next(number)}/run"
+
+
+class TestFile(RemoteContract):
+    @pytest.fixture
+    def url(self, tmp_path: Path) -> str:
+        return f"file://{tmp_path}/a place"
+
+
+class TestS3(RemoteContract):
+    @pytest.fixture
+    def url(self, s3_server: S3Server) -> str:
+        return s3_server.make_bucket(f"bucket-{next(number)}") + "/a place"
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # of aiohttp to gcsfs
+class TestGcs(RemoteContract):
+    # The emulator takes some names for others.
+    names = ("plain", "with space", "it's", "a#b", "a+b=c&d", "日本語", "deep/er/name")
+
+    @pytest.fixture
+    def url(self, gcs_server: GcsServer) -> str:
+        # How the real service says that an upload was cancelled; the emulator cannot.
+        gcs_server.proxy.faults.append(Fault("status", 9, "DELETE", "upload", status=499))
+        return gcs_server.make_bucket(f"bucket-{next(number)}") + "/a place"
+
+
+class TestHdfs(RemoteContract):
+    @pytest.fixture
+    def url(self, hdfs_server: HdfsServer) -> str:
+        return f"{hdfs_server.url}/a place {next(number)}"
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server) -> str:
+    return s3_server.make_bucket(f"bucket-{next(number)}")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source"
+    path.write_bytes(os.urandom(17 << 20))
+    return path
+
+
+FAULTS = {
+    "503": lambda: Fault("status", 5),
+    "500": lambda: Fault("status", 3, status=500),
+    "cut in an answer": lambda: Fault("cut answer", 3, method="GET", after=1 << 20),
+    "cut in an upload": lambda: Fault("cut request", 5, method="PUT", after=1 << 20),
+    "cut at once": lambda: Fault("cut request", 5),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_s3_faults_that_pass_are_waited_out(
+    s3_server: S3Server, bucket: str, source: Path, fault: Callable[[], Fault]
+) -> None:
+    remote = Remote(bucket, QUICK)
+    for call in (
+        lambda: remote.put_file("file", source),
+        lambda: remote.read("file", 1 << 30) == source.read_bytes(),
+    ):
+        s3_server.proxy.reset()
+        s3_server.proxy.faults.append(fault())
+        assert call() in (None, True)
+        assert remote.names() == ["file"]
+
+
+def test_s3_every_call_is_tried_again(s3_server: S3Server, bucket: str) -> None:
+    remote = Remote(bucket, QUICK)
+    calls: dict[str, Callable[[], Any]] = {
+        "put": lambda: remote.put("file", b"content"),
+        "stat": lambda: remote.stat("file").size == 7,
+        "files": lambda: [file.name for file in remote.files()] == ["file"],
+        "names": lambda: remote.names() == ["file"],
+        "remove": lambda: remote.remove("file"),
+    }
+    for call in calls.values():
+        s3_server.proxy.faults.append(Fault("cut request", 5))
+        assert call() in (None, True)
+    assert remote.files() == []
+
+
+def test_s3_faults_that_stay_are_named_in_bounded_time(s3_server: S3Server, bucket: str) -> None:
+    s3_server.proxy.faults.append(Fault("status", 10**6))
+    began = time.monotonic()
+    with pytest.raises(BurnishError) as caught:
+        Remote(bucket, HASTY).put("file", b"content")
+    assert caught.value.problem == f"{bucket}/file could not be written, again and again"
+    assert "start again" in (caught.value.do or "")
+    assert time.monotonic() - began < 60
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [403, 404, 400])
+def test_s3_refusals_are_not_tried_again(s3_server: S3Server, bucket: str, status: int) -> None:
+    s3_server.proxy.reset()
+    s3_server.proxy.faults.append(Fault("status", 10**6, status=status))
+    patient = Remote(bucket, Patience(first_pause=300, seconds=600))
+    if status == 404:
+        assert patient.stat("file") is None
+    else:
+        kind = UsageError if status == 403 else BurnishError
+        with pytest.raises(kind, match=r"may not be|cannot be"):
+            patient.stat("file")
+    assert len(s3_server.proxy.asked) <= 2
+
+
+def test_a_service_that_is_silent_is_given_up(s3_server: S3Server, bucket: str) -> None:
+    s3_server.proxy.faults.append(Fault("silence", 10**6, seconds=3))
+    with pytest.raises(BurnishError, match="could not be looked at") as caught:
+        Remote(bucket, Patience(tries=2, first_pause=0.01, silence=0.3)).stat("file")
+    assert "nothing moved for 0.3 s" in str(caught.value)
+
+
+def test_a_bucket_that_is_not_there_is_no_reason_to_wait(s3_server: S3Server) -> None:
+    remote = Remote("s3://there-is-none/run", Patience(first_pause=300, seconds=600))
+    with pytest.raises(BurnishError, match="cannot be written") as caught:
+        remote.put("file", b"")
+    assert "bucket does not exist" in str(caught.value)
+    with pytest.raises(MissingError):
+        remote.files()
+
+
+def test_s3_without_credentials_says_which(
+    s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    with pytest.raises(UsageError, match="with the credentials that there are") as caught:
+        Remote(bucket, HASTY).stat("file")
+    assert "AWS_PROFILE" in (caught.value.do or "")
+
+
+def test_a_large_file_goes_up_in_parts_and_each_is_tried_again(
+    s3_server: S3Server, bucket: str, source: Path
+) -> None:
+    s3_server.proxy.reset()
+    s3_server.proxy.faults.append(Fault("status", 1, method="PUT", contains="partNumber=2"))
+    Remote(bucket, QUICK).put_file("file", source)
+    parts = [each.path for each in s3_server.proxy.asked if "partNumber=" in each.path]
+    assert len(parts) == 4
+    assert sum("partNumber=2" in each for each in parts) == 2
+
+
+def test_gcs_faults_that_pass_are_waited_out(gcs_server: GcsServer) -> None:
+    remote = Remote(gcs_server.make_bucket(f"bucket-{next(number)}"), QUICK)
+    for fault in (Fault("status", 1), Fault("cut answer", 1, method="GET", after=2)):
+        gcs_server.proxy.faults.append(fault)
+        remote.put("file", b"content")
+        assert remote.read("file", 10) == b"content"
+        assert fault.times == 0
+
+
+def test_gcs_refusals_are_not_tried_again(gcs_server: GcsServer) -> None:
+    remote = Remote(gcs_server.make_bucket(f"bucket-{next(number)}"), Patience(first_pause=300))
+    gcs_server.proxy.faults.append(Fault("status", 10**6, status=403))
+    with pytest.raises(UsageError, match="may not be looked at") as caught:
+        remote.stat("file")
+    assert "GOOGLE_APPLICATION_CREDENTIALS" in (caught.value.do or "")
+
+
+def test_hdfs_killed_and_started_again_is_waited_for(hdfs_server: HdfsServer, source: Path) -> None:
+    remote = Remote(f"{hdfs_server.url}/killed", Patience(first_pause=0.1, longest_pause=1))
+    content = source.read_bytes()
+
+    def kill_once(count: int, killed: list[bool] = []) -> None:  # noqa: B006 - remembers
+        if not killed:
+            killed.append(True)
+            hdfs_server.kill("namenode")
+            threading.Thread(target=hdfs_server.start, args=("namenode",)).start()
+
+    remote.put_file("file", source, kill_once)
+    assert remote.read("file", 1 << 30) == content
+    assert remote.names() == ["file"]
+    hdfs_server.kill("datanode")
+    starting = threading.Thread(target=hdfs_server.start, args=("datanode",))
+    starting.start()
+    assert remote.read("file", 1 << 30) == content
+    starting.join()
+
+
+def test_hdfs_that_hangs_is_given_up(hdfs_server: HdfsServer) -> None:
+    remote = Remote(hdfs_server.url, Patience(tries=2, first_pause=0.01, silence=0.5))
+    remote.put("hangs", b"content")
+    hdfs_server.pause("namenode")
+    try:
+        with pytest.raises(BurnishError, match=r"nothing moved for 0\.5 s"):
+            remote.stat("hangs")
+    finally:
+        hdfs_server.resume("namenode")
+    assert remote.read("hangs", 10) == b"content"
+
+
+def test_hdfs_that_is_down_is_named(hdfs_server: HdfsServer) -> None:
+    remote = Remote("hdfs://127.0.0.1:9/run", Patience(tries=2, first_pause=0.01))
+    with pytest.raises(BurnishError, match="run could not be listed") as caught:
+        remote.names()
+    assert "Connection refused" in str(caught.value)
+
+
+def test_hdfs_denies_and_says_who_may(
+    hdfs_server: HdfsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HADOOP_USER_NAME", "a-stranger")
+    with pytest.raises(UsageError, match="may not be written") as caught:
+        Remote(f"{hdfs_server.url}/denied", Patience(first_pause=300)).put("file", b"")
+    assert "HADOOP_USER_NAME" in (caught.value.do or "")
+    assert "\n\tat " not in str(caught.value)
+
+
+def test_a_disk_that_may_not_be_written_is_not_waited_for(tmp_path: Path) -> None:
+    remote = Remote("file:///proc/run", Patience(first_pause=300))
+    with pytest.raises(BurnishError, match="cannot be written"):
+        remote.put("file", b"")
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "command"),
+    [
+        ("s3://bucket", "s3fs", 'pip install "burnish[s3]"'),
+        ("gs://bucket", "gcsfs", 'pip install "burnish[gcs]"'),
+        ("hdfs://host:1", "hdfs_native", 'pip install "burnish[hdfs]"'),
+    ],
+)
+def test_a_missing_package_fails_with_the_command_that_installs_it(
+    url: str, module: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported = builtins.__import__
+
+    def without(name: str, *arguments: Any) -> Any:
+        if name.partition(".")[0] == module:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+        return imported(name, *arguments)
+
+    monkeypatch.delitem(sys.modules, "burnish.files.hdfs", raising=False)
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingError) as caught:
+        Remote(url).connect()
+    assert (caught.value.have, caught.value.do) == (f"no module {module}", command)
