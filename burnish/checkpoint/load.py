@@ -15,9 +15,11 @@ from torch import Tensor
 from burnish.checkpoint.blocks import PlannedFile
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.dtypes import BY_NAME
+from burnish.checkpoint.fit import require_fit, require_slots
 from burnish.checkpoint.read import BlockReader, ReadPlan
 from burnish.checkpoint.relay import is_plain
 from burnish.checkpoint.split import add_residual
+from burnish.checkpoint.streams import Described
 from burnish.checkpoint.tensor_sets import MAIN, MODEL, RESIDUAL, prefix_of, roles_in, set_of
 from burnish.checkpoint.verify import checked_header
 from burnish.errors import CorruptError, IncompatibleError, MissingError
@@ -77,6 +79,42 @@ class CheckpointSource:
         other = copy.copy(self)
         other._prefix = prefix
         return other
+
+    def require(self, weights: Iterable[Shard], training: Iterable[Shard]) -> None:
+        """Raise unless the step holds what all ranks' shards are pieces of, in the same dtypes, and no more. Collective.
+
+        `MissingError` for optimizer slots that are not there, else a table of have and want:
+        `MissingError` where the step only lacks tensors, or `IncompatibleError`. Nothing is filled.
+        """
+        mine = {f"{MODEL}/{shard.spec.name}": _described(shard) for shard in weights}
+        mine |= {shard.spec.name: _described(shard) for shard in training}
+        stored = self._stored()
+        misfits = {key: each for key, each in mine.items() if stored.get(key) != each}
+        told = gather_objects((misfits, stored.keys() - mine.keys()), self._layout)
+        want = {key: each for theirs, _ in told for key, each in theirs.items()}
+        unwanted = set.intersection(*(unwanted for _, unwanted in told))
+        have = {key: stored[key] for key in want.keys() | unwanted if key in stored}
+        require_slots(self._step.path, _kinds(stored), _kinds(want))
+        require_fit(self._step.path, have, want)
+
+    @property
+    def holds_training(self) -> bool:
+        """Whether the step holds optimizer state of the model."""
+        return bool(_kinds(self._stored()) - {MODEL, RESIDUAL})
+
+    def _stored(self) -> dict[str, Described]:
+        """The model's tensors by key, without their role; a weight that was split as the fp32 that comes back."""
+        found: dict[str, Described] = {}
+        for place in self._places.values():
+            tensor_set, entry = self._files[place.file].tensor_set, place.entry
+            kind = tensor_set.removeprefix(self._prefix)
+            if f"{self._prefix}{kind}" == tensor_set and "/" not in kind:
+                found[f"{kind}/{entry.name}"] = Described(BY_NAME[entry.dtype], entry.shape)
+        for key in [key for key in found if key.startswith(f"{RESIDUAL}/")]:
+            weight = f"{MODEL}/{key.removeprefix(f'{RESIDUAL}/')}"
+            if weight in found:
+                found[weight] = Described(torch.float32, found.pop(key).shape)
+        return found
 
     def fill(self, shards: Iterable[Shard]) -> None:
         """Write each shard's tensor in place, converting to its dtype. Collective, errors included.
@@ -165,6 +203,15 @@ class CheckpointSource:
 
         reader = BlockReader(self._step, self._files, plan, self._layout)
         reader.read(self._storage, place, write)
+
+
+def _described(shard: Shard) -> Described:
+    return Described(shard.tensor.dtype, shard.spec.shape)
+
+
+def _kinds(keys: Iterable[str]) -> set[str]:
+    """The sets that these keys are of."""
+    return {key.partition("/")[0] for key in keys}
 
 
 def _copy(mine: Tensor, elements: Tensor) -> None:
