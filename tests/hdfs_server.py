@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 import urllib.request
 import venv
@@ -133,6 +134,10 @@ class HdfsServer:
             if dead or time.monotonic() > deadline:
                 raise RuntimeError(f"HDFS did not come up: {dead}, see {self._root}/*.log")
             time.sleep(0.05)
+
+    def start_later(self, node: Node) -> None:
+        """Start it while the caller goes on."""
+        threading.Thread(target=self.start, args=(node,), daemon=True).start()
 
     def ensure_up(self) -> None:
         """Start what is not running."""

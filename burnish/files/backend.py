@@ -59,8 +59,8 @@ class Backend(Protocol):
     def verdict(self, error: Exception) -> Verdict:
         """What one of `faults` means."""
 
-    def files(self, path: str) -> Iterator[Found]:
-        """All files below a directory, at any depth; none where there is no such directory."""
+    def files(self, path: str, *, deep: bool) -> Iterator[Found]:
+        """The files of a directory, and if `deep` those further below it; none where there is no such directory."""
 
     def names(self, path: str) -> Iterator[str]:
         """Names of files and directories directly in a directory; none where there is no such directory."""

@@ -57,10 +57,10 @@ class Hdfs:
             return "wrong"
         return verdict_of(error) if isinstance(error, OSError) else "transient"
 
-    def files(self, path: str) -> Iterator[Found]:
-        """All files below, without those that are being written."""
+    def files(self, path: str, *, deep: bool) -> Iterator[Found]:
+        """Files below, without those that are being written."""
         with suppress(FileNotFoundError):
-            for status in self._client.list_status(path, True):
+            for status in self._client.list_status(path, deep):
                 if not status.isdir and not _is_unfinished(status.path) and status.path != path:
                     yield _found(status)
 

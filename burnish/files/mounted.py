@@ -32,14 +32,16 @@ class Mounted:
         """By the system's error number."""
         return verdict_of(error) if isinstance(error, OSError) else "transient"
 
-    def files(self, path: str) -> Iterator[Found]:
-        """All files below, without those that are being written; a link to a file is one, a link to a directory is not followed."""
+    def files(self, path: str, *, deep: bool) -> Iterator[Found]:
+        """Files below, without those that are being written; a link to a file is one, a link to a directory is not followed."""
 
         def refuse(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):
                 raise error
 
-        for folder, _, names in os.walk(path, onerror=refuse):
+        for folder, folders, names in os.walk(path, onerror=refuse):
+            if not deep:
+                folders.clear()
             for name in names:
                 file = Path(folder, name)
                 if not _is_unfinished(name) and file.is_file():

@@ -46,10 +46,18 @@ class ObjectStore:
             return verdict_of(error) if isinstance(error, OSError) else "transient"
         return said
 
-    def files(self, path: str) -> Iterator[Found]:
-        """All objects below a prefix, without the empty ones that stand for directories."""
-        for name, info in self._system.find(path, detail=True).items():
-            if name != path and not name.endswith("/"):
+    def files(self, path: str, *, deep: bool) -> Iterator[Found]:
+        """Objects below a prefix, without the empty ones that stand for directories."""
+        if deep:
+            listed = self._system.find(path, detail=True).values()
+        else:
+            try:
+                listed = self._system.ls(path, detail=True)
+            except FileNotFoundError:
+                return
+        for info in listed:
+            name = info["name"]
+            if info["type"] == "file" and name != path and not name.endswith("/"):
                 yield _found(info)
 
     def names(self, path: str) -> Iterator[str]:

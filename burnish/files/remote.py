@@ -63,13 +63,17 @@ class Remote:
         """Load what this kind of URL needs. Raises `MissingError` with the command that installs it."""
         self._backend()
 
-    def files(self, below: str = "") -> list[RemoteFile]:
-        """All files below a directory, at any depth, by name; [] where there is no such directory.
+    def files(self, below: str = "", *, deep: bool = True) -> list[RemoteFile]:
+        """The files of a directory, and if `deep` those further below it, by name; [] where there is no such directory.
 
         Their names are paths below the URL, not below `below`.
         """
         folder, root = self._path(below), self._path("")
-        found = self._persist(below, "listed", lambda backend, pulse: list(backend.files(folder)))
+
+        def look(backend: Backend, pulse: Pulse) -> list[Found]:
+            return list(backend.files(folder, deep=deep))
+
+        found = self._persist(below, "listed", look)
         return sorted((self._file(each, root) for each in found), key=lambda file: file.name)
 
     def names(self, below: str = "") -> list[str]:

@@ -4,7 +4,6 @@ import builtins
 import itertools
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -199,16 +198,14 @@ def test_hdfs_killed_and_started_again_is_waited_for(hdfs_server: HdfsServer, so
         if not killed:
             killed.append(True)
             hdfs_server.kill("namenode")
-            threading.Thread(target=hdfs_server.start, args=("namenode",)).start()
+            hdfs_server.start_later("namenode")
 
     remote.put_file("file", source, kill_once)
     assert remote.read("file", 1 << 30) == content
     assert remote.names() == ["file"]
     hdfs_server.kill("datanode")
-    starting = threading.Thread(target=hdfs_server.start, args=("datanode",))
-    starting.start()
+    hdfs_server.start_later("datanode")
     assert remote.read("file", 1 << 30) == content
-    starting.join()
 
 
 def test_hdfs_that_hangs_is_given_up(hdfs_server: HdfsServer) -> None:

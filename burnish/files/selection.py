@@ -1,0 +1,89 @@
+"""Which files behind a URL are meant: one, those of a directory, or those that fit a pattern.
+
+The rules are those of paths on this machine: a name that is there is itself even where it has `*` in
+it, `*` and `?` stay within a directory, `**` crosses them, and neither finds hidden files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from burnish.errors import MissingError
+from burnish.files.remote import Remote, RemoteFile
+
+_WILD = re.compile(r"[*?[]")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Files below one URL, as they are at the moment."""
+
+    remote: Remote
+    """What their names are relative to."""
+    files: tuple[RemoteFile, ...]
+    """At least one, by name."""
+
+
+def select(remote: Remote, wanted: Callable[[str], bool]) -> Selection:
+    """The file at a URL, or the files directly in its directory that `wanted` says yes to, or that fit it as a pattern.
+
+    Raises `MissingError` where that is nothing.
+    """
+    url = remote.url
+    only = remote.stat() if url.path else None
+    if only is not None:
+        folder = Remote(url.parent, remote.patience)
+        return Selection(folder, (RemoteFile(url.name, only.size, only.version),))
+    here = remote.files(deep=False)
+    if files := tuple(file for file in here if wanted(file.name)):
+        return Selection(remote, files)
+    if _WILD.search(url.path) and not here:
+        return _select_pattern(remote)
+    raise MissingError(
+        f"there is nothing to read at {url}",
+        have=_listed([file.name for file in here]),
+        want="a file, a directory of such, or a pattern that matches",
+    )
+
+
+def _select_pattern(remote: Remote) -> Selection:
+    parts = remote.url.path.split("/")
+    plain = next(index for index, part in enumerate(parts) if _WILD.search(part))
+    pattern = parts[plain:]
+    root = remote.url
+    for _ in pattern:
+        root = root.parent
+    above = Remote(root, remote.patience)
+    found = above.files(deep=len(pattern) > 1 or pattern == ["**"])
+    files = tuple(file for file in found if _fits(file.name.split("/"), pattern))
+    if not files:
+        raise MissingError(
+            f"nothing fits the pattern {remote.url}",
+            have=f"below {root}: {_listed([file.name for file in found])}",
+            want="a pattern that matches a file",
+        )
+    return Selection(above, files)
+
+
+def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether the parts of a path fit those of a pattern, as `glob.glob(..., recursive=True)` has it."""
+    if not pattern:
+        return not parts
+    if not parts:
+        return False
+    hidden = parts[0].startswith(".")
+    if pattern[0] == "**":
+        here = len(pattern) > 1 and _fits(parts, pattern[1:])
+        last = len(pattern) == len(parts) == 1
+        return here or (not hidden and (last or _fits(parts[1:], pattern)))
+    if hidden and not pattern[0].startswith("."):
+        return False
+    return fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more if names else "no file"
