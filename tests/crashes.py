@@ -36,6 +36,7 @@ from power_loss import EXPORT_BYTES, finite_weights
 from burnish.checkpoint.committed import open_step
 from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.export import export
+from burnish.checkpoint.exportable import StepModel
 from burnish.checkpoint.verify import verify
 from burnish.errors import BurnishError
 from burnish.files.storage import LocalStorage
@@ -232,7 +233,8 @@ def _export(layout, step, target, moment="", fault=""):
         storage = FaultStorage(moment, fault, target.parent, totals=totals)
         signals = catch_signals()
     with signals:
-        export(open_step(Path(step), LocalStorage()), target, torch.float32, EXPORT_BYTES, storage)
+        model = StepModel(open_step(Path(step), LocalStorage()), storage=storage)
+        export(model, target, torch.float32, EXPORT_BYTES, storage)
     return _content(target)
 
 

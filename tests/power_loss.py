@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from burnish.checkpoint.committed import open_step
 from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.export import export
+from burnish.checkpoint.exportable import StepModel
 from burnish.files.storage import LocalStorage
 from burnish.parallel.layout import Layout
 
@@ -113,7 +114,7 @@ def record_export(disk, storage_type=RecordingStorage):
     path = save_once(disk.with_name("source"), 1, weights=weights)
     step = open_step(path, LocalStorage())
     storage = storage_type()
-    export(step, disk / "out", torch.float32, EXPORT_BYTES, storage)
+    export(StepModel(step, storage=storage), disk / "out", torch.float32, EXPORT_BYTES, storage)
     storage.ack(1)
     return History(disk, storage.log)
 

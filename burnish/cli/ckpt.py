@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.cli import ckpt_inspect, ckpt_keep
+from burnish.cli.ckpt_paths import one_step
 from burnish.files.durable import naming_failures
 
 Arguments = argparse.Namespace
@@ -66,6 +67,17 @@ def add_ckpt(commands: Any) -> None:
         "--role",
         default="",
         help="a further model of the run, as critic; the run's own if not given",
+    )
+    export.add_argument(
+        "--merged",
+        action="store_true",
+        help="of a run with model.lora: the model with the adapter merged in; without, the adapter",
+    )
+    export.add_argument(
+        "--base",
+        type=Path,
+        metavar="DIR",
+        help="where the model that was trained on is, if it moved",
     )
     imported = add("import", "Make a step of weights alone.", "SOURCE", _FOREIGN)
     imported.add_argument("run", type=Path, metavar="RUN", help="gets the step in its checkpoints/")
@@ -123,9 +135,9 @@ def _diff(given: Arguments, say: ckpt_inspect.Say) -> dict[str, Any]:
 def _export(given: Arguments, say: ckpt_inspect.Say) -> dict[str, Any]:
     from burnish.cli import ckpt_tensors
 
-    return ckpt_tensors.export_step(
-        given.path, given.target, given.dtype, given.shard_gb, say, role=given.role
-    )
+    step = one_step(given.path)
+    model = ckpt_tensors.exportable(step, given.role, given.base, merged=given.merged)
+    return ckpt_tensors.export_step(step, model, given.target, given.dtype, given.shard_gb, say)
 
 
 def _import(given: Arguments, say: ckpt_inspect.Say) -> dict[str, Any]:

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.diff import Compared, compare
 from burnish.checkpoint.export import export
+from burnish.checkpoint.exportable import Exportable, MergedModel, StepModel
 from burnish.checkpoint.importing import Foreign, HuggingFace, save_foreign
 from burnish.checkpoint.pickled import Pickled, guarded_by, pickled_kind
 from burnish.checkpoint.streams import SUFFIX, DirectoryTensors, StepTensors, TensorStream
@@ -45,17 +47,27 @@ def diff(a: Path, b: Path, say: Say) -> dict[str, Any]:
     return {**paths, "same": set(verdicts) <= {"equal"}, "counts": dict(verdicts), "tensors": found}
 
 
+def exportable(step: Committed, role: str, base: Path | None, *, merged: bool) -> Exportable:
+    """The model of a step, or of a role, or the one that its adapter belongs to with the adapter merged in.
+
+    Raises `UsageError` for choices that exclude each other.
+    """
+    if merged and role:
+        raise UsageError("only the run's own model has an adapter", have=f"--merged --role {role}")
+    if base is not None and not merged:
+        raise UsageError("--base is for --merged", have=f"--base {base}", want="--merged")
+    return MergedModel(step, base) if merged else StepModel(step, role)
+
+
 def export_step(
-    path: Path, target: Path, dtype: str, shard_gb: float, say: Say, *, role: str
+    step: Committed, model: Exportable, target: Path, dtype: str, shard_gb: float, say: Say
 ) -> dict[str, Any]:
-    """Write a step's model, or that of a role, as a plain Hugging Face directory."""
+    """Write a model of a step as a plain Hugging Face directory."""
     if not 0 < shard_gb < math.inf:
         raise UsageError("files need a size", have=f"--shard-gb {shard_gb}", want="more than 0")
-    step = one_step(path)
-    done = export(step, target, DTYPES[dtype], int(shard_gb * 1e9), role=role)
-    say(
-        f"{done.path}: {role or 'the model'} of {step.path.name} in {dtype}, {bytes_text(done.size)}"
-    )
+    with model:
+        done = export(model, target, DTYPES[dtype], int(shard_gb * 1e9))
+    say(f"{done.path}: {model.what} of {step.path.name} in {dtype}, {bytes_text(done.size)}")
     for name in done.files:
         say(f"  {name}")
     files = list(done.files)

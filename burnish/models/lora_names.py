@@ -19,6 +19,12 @@ def factor_name(layer: str, letter: str) -> str:
     return f"{PREFIX}{layer}.lora_{letter}.weight"
 
 
+def adapted_weights(names: Iterable[str]) -> dict[str, str]:
+    """From the names of an adapter's tensors: the model's weights that it changes, each with the layer that has it."""
+    layers = dict.fromkeys(name.removeprefix(PREFIX).partition(".lora_")[0] for name in names)
+    return {f"{layer}.weight": layer for layer in layers}
+
+
 def is_adapter(names: Iterable[str]) -> bool:
     """Whether tensors with these names, one at least, are an adapter's."""
     found = list(names)

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from burnish.checkpoint.committed import open_step
 from burnish.checkpoint.export import export
+from burnish.checkpoint.exportable import StepModel
 from burnish.checkpoint.split import rounded
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, UsageError
 from burnish.files.safetensors import read_header
@@ -47,7 +48,7 @@ def save_finite(root, shapes=None, **changes):
 @pytest.mark.parametrize("split", [True, False])
 def test_every_tensor_in_the_dtype_of_choice(tmp_path, dtype, split):
     step = save_finite(tmp_path / "checkpoints", BIG_SHAPES, split=split)
-    done = export(step, tmp_path / "out", dtype, BIG, LOCAL)
+    done = export(StepModel(step), tmp_path / "out", dtype, BIG, LOCAL)
     weights, _ = finite_state(0, BIG_SHAPES)
     convert = rounded if split and dtype == torch.bfloat16 else (lambda tensor: tensor.to(dtype))
     found = load_file(tmp_path / "out/model.safetensors")
@@ -63,7 +64,7 @@ def test_every_tensor_in_the_dtype_of_choice(tmp_path, dtype, split):
 def test_integers_stay(tmp_path):
     weights = {"counts": torch.arange(5), "flags": torch.tensor([True]), "w": torch.ones(2)}
     step = save_finite(tmp_path / "checkpoints", weights=shards_of(weights, Layout()), training=[])
-    export(step, tmp_path / "out", torch.float16, BIG, LOCAL)
+    export(StepModel(step), tmp_path / "out", torch.float16, BIG, LOCAL)
     found = load_file(tmp_path / "out/model.safetensors")
     assert found["counts"].tolist() == [0, 1, 2, 3, 4]
     assert (found["flags"].dtype, found["w"].dtype) == (torch.bool, torch.float16)
@@ -71,7 +72,7 @@ def test_integers_stay(tmp_path):
 
 def test_files_of_a_size_and_their_index(tmp_path):
     step = save_finite(tmp_path / "checkpoints")
-    export(step, tmp_path / "out", torch.float32, 1600, LOCAL)
+    export(StepModel(step), tmp_path / "out", torch.float32, 1600, LOCAL)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     files = sorted(tmp_path.glob("out/*.safetensors"))
     assert [file.name for file in files] == sorted(set(index["weight_map"].values()))
@@ -102,7 +103,7 @@ def test_the_configuration_names_the_dtype(tmp_path, before, after):
         (directory / "config.json").write_text(json.dumps({"model_type": "x"} | before))
 
     step = save_finite(tmp_path / "checkpoints", write_assets=write_assets)
-    export(step, tmp_path / "out", torch.float16, BIG, LOCAL)
+    export(StepModel(step), tmp_path / "out", torch.float16, BIG, LOCAL)
     assert json.loads((tmp_path / "out/config.json").read_text()) == {"model_type": "x"} | after
 
 
@@ -117,7 +118,7 @@ def test_transformers_loads_it(tmp_path, family):
         training=[],
         write_assets=lambda directory: model.config.save_pretrained(directory),
     )
-    export(step, tmp_path / "out", torch.float32, 20_000, LOCAL)
+    export(StepModel(step), tmp_path / "out", torch.float32, 20_000, LOCAL)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokens = torch.arange(10)[None]
     assert torch.equal(again(tokens).logits, model(tokens).logits)
@@ -127,10 +128,10 @@ def test_a_number_that_does_not_fit_is_refused(tmp_path):
     weights = {"fine": torch.ones(2), "large": torch.tensor([1.0, -7e4, float("inf")])}
     step = save_finite(tmp_path / "checkpoints", weights=shards_of(weights, Layout()), training=[])
     with pytest.raises(IncompatibleError, match=r"tensor large .* float16") as caught:
-        export(step, tmp_path / "out", torch.float16, BIG, LOCAL)
+        export(StepModel(step), tmp_path / "out", torch.float16, BIG, LOCAL)
     assert "70000" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
-    export(step, tmp_path / "out", torch.bfloat16, BIG, LOCAL)
+    export(StepModel(step), tmp_path / "out", torch.bfloat16, BIG, LOCAL)
 
 
 @pytest.mark.parametrize("there", ["file", "directory"])
@@ -140,21 +141,22 @@ def test_what_is_there_is_not_touched(tmp_path, there):
     (target if there == "file" else target / "mine").parent.mkdir(exist_ok=True)
     (target if there == "file" else target / "mine").write_text("x")
     with pytest.raises(UsageError, match=r"out is there already"):
-        export(step, target, torch.float32, BIG, LOCAL)
+        export(StepModel(step), target, torch.float32, BIG, LOCAL)
     assert (target if there == "file" else target / "mine").read_text() == "x"
 
 
 def test_an_empty_directory_is_filled(tmp_path):
     step = save_finite(tmp_path / "checkpoints")
     (tmp_path / "out").mkdir()
-    assert export(step, tmp_path / "out", torch.float32, BIG, LOCAL).path == tmp_path / "out"
+    done = export(StepModel(step), tmp_path / "out", torch.float32, BIG, LOCAL)
+    assert done.path == tmp_path / "out"
     assert (tmp_path / "out/config.json").is_file()
 
 
 def test_a_step_without_a_whole_model_is_refused(tmp_path):
     step = save_finite(tmp_path / "checkpoints", write_assets=lambda directory: None)
     with pytest.raises(IncompatibleError, match=r"holds no whole model"):
-        export(step, tmp_path / "out", torch.float32, BIG, LOCAL)
+        export(StepModel(step), tmp_path / "out", torch.float32, BIG, LOCAL)
 
 
 def test_damage_is_found_and_leaves_nothing(tmp_path):
@@ -164,28 +166,29 @@ def test_damage_is_found_and_leaves_nothing(tmp_path):
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(CorruptError, match=r"residual\.safetensors is damaged"):
-        export(step, tmp_path / "out", torch.float32, BIG, LOCAL)
+        export(StepModel(step), tmp_path / "out", torch.float32, BIG, LOCAL)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
-    export(step, tmp_path / "out", torch.bfloat16, BIG, LOCAL)  # the residual is not needed
+    # bf16 does not need the residual
+    export(StepModel(step), tmp_path / "out", torch.bfloat16, BIG, LOCAL)
 
 
 def test_a_failing_disk_leaves_nothing(tmp_path):
     step = save_finite(tmp_path / "checkpoints")
     storage = FaultyStorage()
-    export(step, tmp_path / "out", torch.float32, 2000, storage)
+    export(StepModel(step), tmp_path / "out", torch.float32, 2000, storage)
     operations = len(storage.operations)
     assert operations > 15
     for number in range(1, operations):  # the last one syncs what has its name already
         storage = FaultyStorage(fail_at=number, error=errno.ENOSPC)
         with pytest.raises(BurnishError, match=r"could not be written"):
-            export(step, tmp_path / f"failed-{number}", torch.float32, 2000, storage)
+            export(StepModel(step), tmp_path / f"failed-{number}", torch.float32, 2000, storage)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "out"]
 
 
 def test_a_steps_model_is_unchanged_by_the_round(tmp_path):
     """Saved, exported in fp32, saved again from that: the same files."""
     step = save_finite(tmp_path / "checkpoints")
-    export(step, tmp_path / "out", torch.float32, BIG, LOCAL)
+    export(StepModel(step), tmp_path / "out", torch.float32, BIG, LOCAL)
     weights = load_file(tmp_path / "out/model.safetensors")
     again = save_finite(tmp_path / "again", weights=contents_of(weights, {}).weights)
     for name in ("model/model.safetensors", "training/residual.safetensors"):

@@ -24,6 +24,7 @@ from burnish.checkpoint.contents import ModelContents
 from burnish.checkpoint.diff import compare
 from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.export import export
+from burnish.checkpoint.exportable import StepModel
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.streams import StepTensors
@@ -164,11 +165,11 @@ def test_one_role_that_is_not_finite_makes_the_step_unhealthy(tmp_path):
 def test_export_of_a_role(tmp_path, root):
     step = newest(root)
     with pytest.raises(MissingError, match="holds no actor") as caught:
-        export(step, tmp_path / "out", torch.bfloat16, 1 << 30, role="actor")
+        export(StepModel(step, "actor"), tmp_path / "out", torch.bfloat16, 1 << 30)
     assert caught.value.have == "further models: critic, judge_2"
     for role in ROLES:
         target = tmp_path / f"out{role}"
-        assert "config.json" in export(step, target, torch.float32, 1 << 30, role=role).files
+        assert "config.json" in export(StepModel(step, role), target, torch.float32, 1 << 30).files
         held, wanted = load_file(target / "model.safetensors"), state_of(role)[0]
         assert held.keys() == wanted.keys()
         for name, tensor in wanted.items():
