@@ -301,6 +301,8 @@ class CheckpointConfig(Section):
     """Keep the best by a metric."""
     background: bool = False
     """Save while training goes on: it waits only until weights and optimizer state are copied to host memory, which each process needs once more for that. The last save of a run is waited for."""
+    fresh_optimizer: bool = False
+    """Resume a step that holds no optimizer state, and begin with a fresh one; otherwise such a step is refused."""
     reserve_gb: float = Field(0.1, ge=0)
     """Disk space that must stay free after a save, in GB."""
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.schema import DataConfig
@@ -44,14 +45,16 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
 
     lengths: npt.NDArray[np.int64]
     """Tokens of each item, shape [len(self)]."""
+    digest: str
+    """The same for the same items in the same order: of all that is trained on."""
 
     def __init__(self, rows: Rows, data: DataConfig) -> None:
         self.rows = rows
         self._data = data
 
     @abstractmethod
-    def _measure(self, indices: range, rows: list[Row]) -> list[int]:
-        """The length of each row in tokens; 0 for one with nothing to train on."""
+    def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
+        """The length of each row in tokens, 0 for one with nothing to train on; and all that tells it from others."""
 
     @abstractmethod
     def _make(self, index: int) -> Item:
@@ -61,9 +64,16 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
         """Measure all rows, and keep those that are neither empty nor over the limit."""
         total = len(self.rows)
         lengths = np.zeros(total, dtype=np.int64)
+        digest = xxhash.xxh3_128()
         for start in range(0, total, _SPAN):
             span = range(start, min(start + _SPAN, total))
-            lengths[start : span.stop] = self._measure(span, self.rows.span(start, span.stop))
+            for index, (length, content) in zip(
+                span, self._measure(span, self.rows.span(start, span.stop)), strict=True
+            ):
+                lengths[index] = length
+                if length > 0 and (limit is None or length <= limit):
+                    digest.update(b"%d " % len(content) + content)
+        self.digest = digest.hexdigest()
         over = np.zeros(total, dtype=np.bool_) if limit is None else lengths > limit
         if over.any() and self._data.overlong == "error":
             raise self._overlong(int(np.flatnonzero(over)[0]), lengths, limit, setting)
@@ -164,8 +174,12 @@ class PromptDataset(_Items[Prompt]):
         setting = min(most, key=most.__getitem__, default="data.max_prompt_length")
         self._scan(most.get(setting), setting)
 
-    def _measure(self, indices: range, rows: list[Row]) -> list[int]:
-        return [len(ids) for _, _, ids in self._encode(indices, rows)]
+    def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
+        encoded = self._encode(indices, rows)
+        return [
+            (len(ids), ids.tobytes() + repr(self._answer_of(row)).encode())
+            for (_, _, ids), row in zip(encoded, rows, strict=True)
+        ]
 
     def _make(self, index: int) -> Prompt:
         row = self.rows[index]
@@ -175,7 +189,7 @@ class PromptDataset(_Items[Prompt]):
             token_ids=ids,
             text=text,
             messages=messages,
-            answer=None if self._answer is None else value_at(row, self._answer),
+            answer=self._answer_of(row),
             source=str(row.get("data_source") or ""),
             columns=row,
         )
@@ -198,6 +212,9 @@ class PromptDataset(_Items[Prompt]):
                 )
             encoded.append((text, messages, np.array(ids, dtype=np.int64)))
         return encoded
+
+    def _answer_of(self, row: Row) -> Any:
+        return None if self._answer is None else value_at(row, self._answer)
 
     def _prompt(self, index: int, row: Row) -> tuple[str, list[Message] | None]:
         value, name = value_at(row, self._column), self.rows.where(index)
@@ -276,8 +293,11 @@ class ExampleDataset(_Items[Example]):
     def _text(self, index: int, row: Row) -> Conversation | Text:
         return Text(text_of(row[self._data.text_column], self.rows.where(index)))
 
-    def _measure(self, indices: range, rows: list[Row]) -> list[int]:
-        return [len(ids) if mask.any() else 0 for ids, mask in self._encode(indices, rows)]
+    def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
+        return [
+            (len(ids) if mask.any() else 0, ids.tobytes() + mask.tobytes())
+            for ids, mask in self._encode(indices, rows)
+        ]
 
     def _make(self, index: int) -> Example:
         ids, mask = self._encode(range(index, index + 1), [self.rows[index]])[0]

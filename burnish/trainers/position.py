@@ -9,8 +9,12 @@ from typing import Any
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.manifest import STATE
 from burnish.errors import IncompatibleError
+from burnish.files.strict_json import shortened
 from burnish.models.lora_names import ADAPTER_STATE
 from burnish.models.lora_record import AdapterRecord
+from burnish.trainers.inputs import INPUTS
+
+_ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +45,28 @@ def adapter_state(adapter: AdapterRecord | None) -> dict[str, Any]:
 
 
 def position_of(step: Committed) -> Position:
-    """The position in a step's state.json. Raises `IncompatibleError` where that says something unknown."""
-    known = [field.name for field in fields(Position)]
-    unknown = step.state.keys() - {*known, ADAPTER_STATE}
-    if unknown:
+    """The position in a step's state.json. Raises `IncompatibleError` for anything that a trainer does not write there."""
+    kinds = {field.name: str(field.type) for field in fields(Position)}
+    values = {name: each for name, each in step.state.items() if name in kinds}
+    unknown = step.state.keys() - {*kinds, INPUTS, ADAPTER_STATE}
+    wrong = [name for name, kind in kinds.items() if not _is(kind, values.get(name, _ABSENT))]
+    if unknown or wrong or values["step"] != step.step:
+        shown = [f"{name} {shortened(step.state.get(name), 60)}" for name in wrong]
         raise IncompatibleError(
             f"{step.path / STATE} was not written by this trainer",
-            have=", ".join(sorted(unknown)),
-            want=", ".join(known),
+            have=", ".join([*sorted(unknown), *shown]) or f"step {values['step']}",
+            want=", ".join(kinds),
             do="resume with the version of Burnish that wrote it",
         )
-    return Position(**{name: value for name, value in step.state.items() if name in known})
+    return Position(**values)
+
+
+def _is(kind: str, value: Any) -> bool:
+    """Whether JSON's value is one of the kinds of fields that a position has."""
+    if kind == "int":
+        return type(value) is int and value >= 0
+    if kind == "bool":
+        return type(value) is bool
+    return value is None or (
+        isinstance(value, dict) and all(type(each) in (int, float, str) for each in value.values())
+    )

@@ -28,6 +28,7 @@ from burnish.rewards.pool import RewardPool
 from burnish.tracking.metrics import Stats
 from burnish.trainers.collect import Collector
 from burnish.trainers.evaluate import held_out_prompts, prompt_validation
+from burnish.trainers.inputs import Inputs
 from burnish.trainers.policy_update import Policy, minibatches, token_advantages
 from burnish.trainers.run import Run, Work, open_run
 from burnish.trainers.setup import (
@@ -55,7 +56,7 @@ def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
             held_out = held_out_prompts(foundation, pool)
             bar.advance()
             total = config.steps or math.ceil(len(dataset) * config.epochs / config.batch.prompts)
-            policy = _policy(foundation, run, total)
+            policy = _policy(foundation, run, Inputs.of(foundation.tokenizer, dataset), total)
             bar.advance()
             collector = make_collector(foundation, pool, layout, device, run.stopper, run.progress)
             collector.generator.load_weights(policy.engine.published(), run.position.step)
@@ -86,14 +87,14 @@ def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
         run.complete()
 
 
-def _policy(foundation: Foundation, run: Run, total_steps: int) -> Policy:
+def _policy(foundation: Foundation, run: Run, inputs: Inputs, total_steps: int) -> Policy:
     """The trained engine, its weights resumed or initial, and the frozen reference where KL wants one.
 
     The reference of an adapter is the model without it, which is there already.
     """
     config = foundation.config
     engine = make_engine(foundation, config.optim, run.layout, run.device)
-    if run.begin(engine, foundation, total_steps) is None:
+    if run.begin(engine, foundation, inputs, total_steps) is None:
         engine.load(foundation.source, Part.WEIGHTS)
     if config.algorithm.kl.coef == 0:
         return Policy(engine, None, foundation.flops)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,6 +48,7 @@ from burnish.tracking.spans import Spans
 from burnish.tracking.tensorboard import TensorBoardTracker
 from burnish.tracking.throughput import throughput
 from burnish.tracking.trackers import Tracker, Trackers
+from burnish.trainers.inputs import INPUTS, Inputs
 from burnish.trainers.position import Position, adapter_state, position_of
 from burnish.trainers.setup import Foundation
 from burnish.trainers.signals import Stopper, StopRequested, catch_signals, check_stop
@@ -111,13 +113,16 @@ class Run:
         self._saved_step: int | None = None
         self._finite_loss = True
 
-    def begin(self, engine: Engine, foundation: Foundation, total_steps: int) -> Resumed | None:
+    def begin(
+        self, engine: Engine, foundation: Foundation, inputs: Inputs, total_steps: int
+    ) -> Resumed | None:
         """Take up the engine that is trained, and resume it where a committed step exists. Collective.
 
         Returns what was resumed from. What is trained is not touched when there is none; what is frozen
         is loaded.
         """
         self._engine, self._foundation, self._total_steps = engine, foundation, total_steps
+        self._inputs = inputs
         self._peak = peak_flops(self.device, compute_dtype(self.config.engine))
         resumed = self.checkpoints.resume(self._load)
         engine.load(foundation.base, Part.FROZEN)
@@ -234,10 +239,15 @@ class Run:
         )
         return Contents(
             models={MAIN: model},
-            state=asdict(self.position) | adapter_state(self._foundation.adapter),
+            state=self._state(),
             healthy=self._finite_loss,
             check_finite=True,
         )
+
+    def _state(self) -> dict[str, Any]:
+        """What state.json says."""
+        inputs = {INPUTS: self._inputs.as_state()}
+        return asdict(self.position) | inputs | adapter_state(self._foundation.adapter)
 
     def stopped(self, request: StopRequested) -> StoppedError:
         """Commit what there is, and what to raise then. Collective."""
@@ -257,11 +267,21 @@ class Run:
         self._trackers.close()
 
     def _load(self, step: Committed, source: CheckpointSource) -> None:
-        """Make the engine and the position those of a committed step."""
+        """Make the engine and the position those of a committed step, once all of it is known to fit."""
         position = position_of(step)
         require_same_adapter(step.state.get(ADAPTER_STATE), self._foundation.adapter, step.path)
+        changed = self._inputs.changed_since(step.state.get(INPUTS), step.path)
+        if changed and self.layout.is_main:
+            log.warning("since %s was saved there changed: %s", step.path, ", ".join(changed))
+        fresh = self.config.checkpoint.fresh_optimizer and not source.holds_training
+        weights, training = (list(self._engine.shards(p)) for p in (Part.WEIGHTS, Part.TRAINING))
+        source.require(weights, [] if fresh else training)
         self._engine.load(source, Part.WEIGHTS)
-        self._engine.load(source, Part.TRAINING)
+        if fresh:
+            log.warning("%s has no optimizer state: a fresh one begins", step.path)
+            position = replace(position, optimizer_steps=0, skipped_in_a_row=0)
+        else:
+            self._engine.load(source, Part.TRAINING)
         self.position = position
         self._engine.steps = self.position.optimizer_steps
         self._engine.skipped_in_a_row = self.position.skipped_in_a_row

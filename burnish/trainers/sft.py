@@ -18,6 +18,7 @@ from burnish.engines.base import Part
 from burnish.launch.run import launch
 from burnish.parallel.layout import Layout
 from burnish.trainers.evaluate import example_validation
+from burnish.trainers.inputs import Inputs
 from burnish.trainers.run import Work, open_run
 from burnish.trainers.setup import example_dataset, lay_foundation, make_engine
 
@@ -37,7 +38,8 @@ def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
             bar.advance()
             total = config.steps or math.ceil(len(dataset) * config.epochs / size)
             engine = make_engine(foundation, config.optim, layout, device)
-            if run.begin(engine, foundation, total) is None:
+            inputs = Inputs.of(foundation.tokenizer, dataset)
+            if run.begin(engine, foundation, inputs, total) is None:
                 engine.load(foundation.source, Part.WEIGHTS)
             loader = Loader(len(dataset), config.seed, config.data.shuffle, run.position.cursor)
             run.validate = example_validation(foundation, engine, device, run.check_stop)

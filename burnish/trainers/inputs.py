@@ -1,0 +1,92 @@
+"""What a run was given beside its configuration: whether it is still the same when the run goes on.
+
+A configuration names files; here is what was in them. The position in the data is a number of samples
+in an order that follows from how many there are, and the weights are about token ids, so a run that
+went on with other data or another tokenizer would go wrong without a sign.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import PurePath
+from typing import Any
+
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from burnish.data.tasks import ExampleDataset, PromptDataset
+from burnish.errors import IncompatibleError
+
+INPUTS = "inputs"
+"""The key of state.json under which they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Digests of the tokenizer and of the data that are trained on."""
+
+    vocabulary: str
+    """Of every token with its id, and of the ids with a meaning."""
+    tokenizer: str
+    """Of all else that makes tokens out of text: its rules, and the chat template."""
+    samples: int
+    """How many samples there are to train on."""
+    data: str
+    """Of their tokens and answers, in order."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, data: ExampleDataset | PromptDataset) -> Inputs:
+        """What these are."""
+        special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+        vocabulary = [sorted(tokenizer.get_vocab().items()), special]
+        rules = [_rules(tokenizer), tokenizer.chat_template]
+        return cls(_digest(vocabulary), _digest(rules), len(data), data.digest)
+
+    def changed_since(self, recorded: Any, where: PurePath) -> list[str]:
+        """What may differ between two attempts at a run and does, in words for a warning.
+
+        Raises `IncompatibleError` for what may not: the vocabulary, and how many samples there are.
+        """
+        names = {field.name: type(getattr(self, field.name)) for field in fields(self)}
+        if not isinstance(recorded, Mapping) or {k: type(v) for k, v in recorded.items()} != names:
+            raise IncompatibleError(f"{where} does not say what it was trained on", want=INPUTS)
+        before = Inputs(**recorded)
+        if self.vocabulary != before.vocabulary:
+            raise IncompatibleError(
+                f"{where} was trained with another vocabulary",
+                have="token ids that mean something else",
+                want="the tokenizer that the run began with",
+                do="restore model.tokenizer, or begin another run with name=NAME",
+            )
+        if self.samples != before.samples:
+            raise IncompatibleError(
+                f"{where} was trained on other data",
+                have=f"{before.samples} samples, and a position among them",
+                want=f"{self.samples} samples, as data.train holds",
+                do="restore data.train and what leaves samples out, or begin another run with name=NAME",
+            )
+        told = []
+        if self.tokenizer != before.tokenizer:
+            told.append("the tokenizer's rules or its chat template")
+        if self.data != before.data:
+            told.append("the content of data.train")
+        return told
+
+    def as_state(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return asdict(self)
+
+
+def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """How a fast tokenizer cuts text, without what calls leave in it; None where there is no such description."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    rules = json.loads(backend.to_str())
+    return {name: rule for name, rule in rules.items() if name not in ("padding", "truncation")}
+
+
+def _digest(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())

@@ -1,0 +1,45 @@
+"""state.json is read with suspicion: what a trainer would not write there is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from burnish.checkpoint.committed import Committed
+from burnish.checkpoint.manifest import Commit, Manifest
+from burnish.errors import IncompatibleError
+from burnish.trainers.position import Position, position_of
+
+POSITION = Position(7, 56, 100, 7, 0, {"val/loss": 1.5}, {"lr": "nan", "n": 1}, unvalidated=True)
+
+
+def read(**changes):
+    state = {**asdict(POSITION), **changes}
+    state = {name: value for name, value in state.items() if value is not ...}
+    commit = Commit("0.1", "ab", 7, "", 0, healthy=True)
+    return position_of(Committed(Path("step-00000007"), commit, Manifest("ab", 7, 1, {}), state))
+
+
+def test_what_was_written_is_read():
+    assert read() == POSITION
+    assert read(inputs={}, measured=None).measured is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cursor", "56"), ("cursor", -1), ("cursor", 1.0), ("cursor", True), ("cursor", ...),
+        ("tokens", None), ("measured", [1]), ("measured", {"a": None}), ("unlogged", "x"),
+        ("unlogged", {"a": {"b": 1}}), ("unvalidated", 1), ("epoch", 3),
+    ],
+)  # fmt: skip
+def test_anything_else_is_refused_by_name(name, value):
+    with pytest.raises(IncompatibleError, match=rf"state\.json was not written(.|\n)*{name}"):
+        read(**{name: value})
+
+
+def test_the_state_of_another_step_is_refused():
+    with pytest.raises(IncompatibleError, match="have: step 8"):
+        read(step=8)
