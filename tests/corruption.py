@@ -16,6 +16,7 @@ from tokenizers_for_tests import save_char_tokenizer
 
 from burnish.checkpoint.committed import open_step
 from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.manifest import COMMIT, MANIFEST, Commit, Manifest, record_of, sha256
 from burnish.checkpoint.verify import DamagedBlock, verify
 from burnish.errors import CorruptError
 from burnish.files.safetensors import read_header
@@ -112,11 +113,34 @@ def _verified(step: Path) -> CorruptError | None:
         return error
 
 
-def _loaded(step: Path) -> CorruptError | None:
+def load_all(source: CheckpointSource) -> None:
+    """Fill weights and slots from a step of `make_step`."""
     weights, slots = make_state(7)
+    source.fill(shards_of(weights | slots, Layout()))
+
+
+def _loaded(step: Path) -> CorruptError | None:
     try:
-        source = CheckpointSource(open_step(step, LocalStorage()), Layout())
-        source.fill(shards_of(weights | slots, Layout()))
+        load_all(CheckpointSource(open_step(step, LocalStorage()), Layout()))
     except CorruptError as error:
         return error
     return None
+
+
+def reseal(step: Path) -> None:
+    """Write manifest and COMMIT for the files as they are, as one who wants to be believed would."""
+    files = {
+        path.relative_to(step).as_posix(): record_of(path.read_bytes())
+        for path in sorted(step.rglob("*"))
+        if path.is_file() and path.name not in (COMMIT, MANIFEST)
+    }
+    before = json.loads((step / COMMIT).read_bytes())
+    seal(step, Manifest(before["uuid"], before["step"], 1, files))
+
+
+def seal(step: Path, manifest: Manifest) -> None:
+    """Write this manifest, and a COMMIT that fits it."""
+    data = manifest.encode()
+    (step / MANIFEST).write_bytes(data)
+    commit = Commit("0.1", manifest.uuid, manifest.step, sha256(data), manifest.total_bytes, True)
+    (step / COMMIT).write_bytes(commit.encode())

@@ -64,8 +64,9 @@ def _rebuild(
 def verify(path: PurePath, storage: Source | None = None) -> Iterator[CorruptError]:
     """Read all of the step at `path`; yields an error per damaged block, naming file and tensors.
 
-    A thread reads the next block while one is hashed. Raises `CorruptError` when COMMIT, manifest,
-    state or the list of files is not in order.
+    A thread reads the next block while one is hashed. A header that is what was committed and yet
+    says what cannot be is a problem too. Raises `CorruptError` when COMMIT, manifest, state or the
+    list of files is not in order.
     """
     storage = storage or LocalStorage()
     step = open_step(path, storage)
@@ -74,7 +75,12 @@ def verify(path: PurePath, storage: Source | None = None) -> Iterator[CorruptErr
     buffers = [memoryview(bytearray(largest)) for _ in range(2)]
     with ThreadPoolExecutor(1) as reader:
         for name in step.manifest.files:
-            yield from _verify_file(step, name, storage, reader, buffers)
+            is_sound = True
+            for error in _verify_file(step, name, storage, reader, buffers):
+                is_sound = False
+                yield error
+            if is_sound and name.endswith(_TENSORS):
+                yield from _header_problem(step, name, storage)
 
 
 def _verify_file(
@@ -98,7 +104,7 @@ def _verify_file(
 
 
 def verify_quickly(path: PurePath, storage: Source | None = None) -> Iterator[CorruptError]:
-    """Check what needs no reading of tensors: COMMIT, manifest, state, names, sizes and headers.
+    """Check what needs no reading of tensors: COMMIT, manifest, names, sizes, small files and headers.
 
     Yields and raises as `verify` does.
     """
@@ -106,10 +112,32 @@ def verify_quickly(path: PurePath, storage: Source | None = None) -> Iterator[Co
     step = open_step(path, storage)
     for name in step.manifest.files:
         if name.endswith(_TENSORS):
+            yield from _header_problem(step, name, storage)
+        else:
             try:
-                checked_header(step, name, storage)
+                _check_file(step, name, storage)
             except CorruptError as error:
                 yield error
+
+
+def check_small_files(step: Committed, storage: Source | None = None) -> None:
+    """Raise `DamagedBlock` unless all files without tensors are what was committed: configuration, tokenizer."""
+    for name in step.manifest.files:
+        if not name.endswith(_TENSORS):
+            _check_file(step, name, storage or LocalStorage())
+
+
+def _check_file(step: Committed, name: str, storage: Source) -> None:
+    with storage.open(step.path / name) as file:
+        for number in range(len(step.manifest.files[name].blocks)):
+            read_block(file, step, name, number)
+
+
+def _header_problem(step: Committed, name: str, storage: Source) -> Iterator[CorruptError]:
+    try:
+        checked_header(step, name, storage)
+    except CorruptError as error:
+        yield error
 
 
 def read_block(file: ReadableFile, step: Committed, name: str, number: int) -> memoryview:

@@ -16,6 +16,7 @@ import torch
 from burnish.algorithms.evaluation import evaluation_stats
 from burnish.checkpoint.committed import Committed, newest
 from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.verify import check_small_files
 from burnish.config.schema import ModelConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import PromptDataset
@@ -192,4 +193,5 @@ def _newest_step(run_directory: Path) -> Committed:
             f"{run_directory} has no committed checkpoint",
             do="train first, or name a configuration file instead",
         )
+    check_small_files(committed)
     return committed
