@@ -18,6 +18,7 @@ import tempfile
 import time
 import venv
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +29,8 @@ CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / ".venv-peers"
 PACKAGES = {
-    "trl": ("torch==2.13.0", "trl==1.16.0", "transformers==5.19.0", "datasets", "accelerate")
+    "trl": ("torch==2.13.0", "trl==1.16.0", "transformers==5.19.0", "datasets", "accelerate"),
+    "verl": ("torch==2.13.0", "verl==0.9.1"),
 }
 """What is installed for each peer; `bench/NAME-constraints.txt` pins the rest."""
 _LOG_TAIL = 3000
@@ -51,10 +53,12 @@ def peer_python(name: str) -> Path:
 
 
 class Peer:
-    """A peer's process, asked one thing at a time. A context manager."""
+    """A peer's process, asked one thing at a time. A context manager, entered when the process is set up."""
 
-    def __init__(self, name: str, module: str, settings: dict[str, Any], threads: int) -> None:
-        """Start `module` under the Python of peer `name`; it gets `settings` as its first message."""
+    def __init__(
+        self, name: str | None, module: str, settings: dict[str, Any], threads: int
+    ) -> None:
+        """Start `module` under the Python of peer `name`, or our own; it gets `settings` as its first message."""
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed on exit)
         environment = os.environ | {
             "OMP_NUM_THREADS": str(threads),
@@ -62,7 +66,7 @@ class Peer:
             "HF_HUB_OFFLINE": "1",
         }
         self._process = subprocess.Popen(
-            [str(peer_python(name)), "-m", module],
+            [str(peer_python(name)) if name else sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -70,19 +74,24 @@ class Peer:
             cwd=ROOT,
             env=environment,
         )
-        self.ask(settings)
+        self.send(settings)
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Send one question and wait for its answer. Raises `RuntimeError` with the log's end when the peer died."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        try:
-            stdin.write(json.dumps(question) + "\n")
-            stdin.flush()
-            line = stdout.readline()
-        except BrokenPipeError:
-            line = ""
+        self.send(question)
+        return self.receive()
+
+    def send(self, question: dict[str, Any]) -> None:
+        """Send one question."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # told by `receive`
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+
+    def receive(self) -> dict[str, Any]:
+        """The answer to the oldest question without one. Raises `RuntimeError` with the log's end when the peer died."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
         if not line:
             self._process.wait()
             self._log.seek(0)
@@ -91,6 +100,7 @@ class Peer:
         return answer
 
     def __enter__(self) -> Self:
+        self.receive()
         return self
 
     def __exit__(

@@ -1,0 +1,195 @@
+"""Checkpoints beside the machine's own limits and beside other libraries: speed, memory, bytes read.
+
+    python -m bench.checkpoint [--json] [--sizes 0.1 0.5 1] [--processes 1 2 4] [--rounds 3]
+                               [--cases save load block memory reshard] [--without verl]
+
+Sizes are 10^9 bytes of fp32 weights and AdamW's two slots, cut by rows over the processes. All sides
+act in turn in each round, in the same processes (verl's in its own, under its own Python); a figure
+is the median over rounds of one side's time over the other's in the same round, each the slowest
+rank's. Files are in a directory of --directory (default: beside the temporary files) and everybody's
+are synced. The limits:
+
+    save     each rank writes its bytes to one preallocated file in 4 MiB pieces, then fsync
+    load     each rank reads as many bytes with preadv, 4 MiB at a time, over memory it has; all warm
+    block    each rank copies its tensors to memory that it keeps
+    memory   64 MiB and a wave of 16 MiB to save, 32 MiB to load, beside the tensors
+    reshard  the bytes that are wanted (saved by rows; wanted by uneven rows, and by columns)
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.machine import Result, ratio, report
+from bench.peers import Peer
+
+CASES = ("memory", "save", "load", "reshard", "block")
+SAVE_PEERS = ("dcp", "dcp_hf", "torch", "safetensors")
+LOAD_PEERS = ("dcp", "torch", "safetensors")
+MIB = 1 << 20
+BOUNDS = {"save": (64 + 16) * MIB, "load": 32 * MIB}
+"""Bytes beside the tensors."""
+
+Team = list[Peer]
+
+
+def ask_all(team: Team, question: dict[str, Any]) -> list[dict[str, Any]]:
+    """Ask every rank the same at once; the answers by rank."""
+    for peer in team:
+        peer.send(question)
+    return [peer.receive() for peer in team]
+
+
+def slowest(team: Team, question: dict[str, Any]) -> float:
+    return max(answer["seconds"] for answer in ask_all(team, question))
+
+
+@contextmanager
+def started(name: str | None, module: str, settings: dict[str, Any], world: int) -> Iterator[Team]:
+    """A process per rank, set up and waiting."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    threads = settings["threads"]
+    team = [
+        Peer(name, module, settings | {"rank": rank, "world": world, "port": port}, threads)
+        for rank in range(world)
+    ]
+    with ExitStack() as stack:
+        for peer in team:
+            stack.enter_context(peer)
+        yield team
+
+
+class Setting:
+    """One size at one number of processes."""
+
+    def __init__(self, label: str, ours: Team, verl: Team | None, rounds: int) -> None:
+        self.label = label
+        self.ours = ours
+        self.verl = verl
+        self.rounds = rounds
+
+    def rounds_of(self, sides: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+        """Seconds of each side in each round, after one to warm up."""
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        for number in range(self.rounds + 1):
+            for side, run in sides.items():
+                found = run()
+                if number:
+                    seconds[side].append(found)
+        return seconds
+
+    def in_turns(self, kind: str, limit: str, peers: Sequence[str], goal: float) -> list[Result]:
+        """One kind of work of all sides, beside its limit and beside each peer."""
+        sides = {
+            side: lambda side=side: slowest(self.ours, {"do": "timed", "kind": kind, "side": side})
+            for side in (limit, "ours", *peers)
+        }
+        verl = self.verl
+        if verl is not None and kind != "block":
+            sides["verl"] = lambda: slowest(verl, {"do": kind})
+        seconds = self.rounds_of(sides)
+        mine, bound = median(seconds["ours"]), median(seconds[limit])
+        name = f"checkpoint/{kind}/{self.label}"
+        over = ratio(seconds[limit], seconds["ours"])
+        results = [Result(f"{name}/limit", mine, None, bound, "s", over, goal)]
+        for side in sides:
+            if side not in (limit, "ours"):
+                over = ratio(seconds[side], seconds["ours"])
+                peer = median(seconds[side])
+                results.append(Result(f"{name}/{side}", mine, peer, bound, "s", over, 1.0))
+        return results
+
+    def save(self) -> list[Result]:
+        return self.in_turns("save", "raw", SAVE_PEERS, 0.95)
+
+    def load(self) -> list[Result]:
+        return self.in_turns("load", "raw", LOAD_PEERS, 0.85)
+
+    def block(self) -> list[Result]:
+        return self.in_turns("block", "copy", ("dcp",), 1 / 1.1)
+
+    def memory(self) -> list[Result]:
+        results = []
+        for kind, bound in BOUNDS.items():
+            answers = ask_all(self.ours, {"do": "memory", "kind": kind})
+            most = max(answer["bytes"] for answer in answers)
+            name = f"checkpoint/memory-{kind}/{self.label}"
+            figures = (most / MIB, None, bound / MIB, "MiB", bound / max(most, 1))
+            results.append(Result(name, *figures, 1.0))
+        return results
+
+    def reshard(self) -> list[Result]:
+        results = []
+        for dim, (cut, goal) in enumerate((("rows", 1.1), ("columns", 2.0))):
+            found = {}
+            for side in ("ours", "dcp"):
+                answers = ask_all(self.ours, {"do": "read", "side": side, "dim": dim})
+                read, wanted = (sum(each[key] for each in answers) for key in ("read", "wanted"))
+                found[side] = read / wanted
+                if not dim:
+                    break  # what DCP has no way to say: uneven rows
+            name = f"checkpoint/reshard-{cut}/{self.label}"
+            mine, peer = found["ours"], found.get("dcp")
+            results.append(Result(name, mine, peer, 1.0, "bytes per byte", 1 / mine, 1 / goal))
+        return results
+
+
+def measure(arguments: argparse.Namespace, size: float, world: int) -> list[Result]:
+    """All cases at one size and number of processes."""
+    cases = [case for case in CASES if case in arguments.cases]
+    needs_saved = {"load", "reshard"} & set(cases)
+    if needs_saved and "save" not in cases:
+        cases.insert(0, "save")
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.directory))
+        threads = max(1, arguments.threads // world)
+        common = {"gigabytes": size, "directory": directory, "threads": threads}
+        ours = stack.enter_context(started(None, "bench.checkpoint_ranks", common, world))
+        verl = None
+        if "verl" not in arguments.without and {"save", "load"} & set(cases):
+            verl = stack.enter_context(started("verl", "bench.checkpoint_verl", common, world))
+        label = f"{size:g}gb/{world}-processes"
+        setting = Setting(label, ours, verl, arguments.rounds)
+        results: list[Result] = []
+        for case in cases:
+            print(f"  {label}: {case}", file=sys.stderr, flush=True)
+            results += getattr(setting, case)()
+        return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
+    parser.add_argument("--sizes", nargs="+", type=float, default=[0.1, 0.5, 1.0])
+    parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--without", nargs="*", choices=["verl"], default=[])
+    parser.add_argument("--threads", type=int, default=2, help="over all processes of a side")
+    parser.add_argument("--directory", type=Path, help="where files are written")
+    arguments = parser.parse_args()
+    results = [
+        result
+        for size in arguments.sizes
+        for world in arguments.processes
+        for result in measure(arguments, size, world)
+    ]
+    report(results, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
