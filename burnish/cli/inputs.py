@@ -1,6 +1,6 @@
 """Whether the files and directories that a configuration names are there, before torch is loaded.
 
-Left out: whether what they hold can be read, which the data, model and reward layers find out.
+They lie on this machine, or behind URLs, of which nothing is copied yet. Left out: whether what they hold can be read, which the data, model and reward layers find out.
 """
 
 from __future__ import annotations
@@ -16,12 +16,19 @@ from pathlib import Path
 from burnish.config.check import Command
 from burnish.config.problems import Problem, refusal
 from burnish.config.schema import RunConfig
+from burnish.data.kinds import READERS, is_data
 from burnish.errors import MissingError
+from burnish.files.patience import Patience
+from burnish.files.remote import Remote
+from burnish.files.selection import select
+from burnish.files.urls import is_url
+from burnish.models.lora_names import ADAPTER_CONFIG
 
-DATA_SUFFIXES = frozenset({".jsonl", ".json", ".parquet"})
-"""What a directory of data is searched for."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """One of these makes a directory a tokenizer's."""
+
+# A service that is down, or a host that does not exist, should show before somebody looks elsewhere.
+_PATIENCE = Patience(seconds=20)
 
 
 def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = None) -> None:
@@ -40,14 +47,19 @@ def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = N
         raise refusal(problems, "the inputs of this run", MissingError)
 
 
-def data_files(path: str) -> list[Path]:
-    """The files that an entry of `data.train` stands for: itself, a directory's, or a pattern's."""
-    plain = Path(path).expanduser()
+def data_sizes(path: str) -> list[int]:
+    """The sizes of the files that an entry of `data.train` stands for: itself, a directory's, or a pattern's."""
+    if is_url(path):
+        return [file.size for file in select(Remote(path, _PATIENCE), is_data).files]
+    return [file.stat().st_size for file in _data_files(Path(path).expanduser())]
+
+
+def _data_files(plain: Path) -> list[Path]:
     if plain.is_dir():
-        return sorted(each for each in plain.iterdir() if each.suffix in DATA_SUFFIXES)
+        return [each for each in plain.iterdir() if is_data(each.name)]
     if plain.exists():
         return [plain]
-    return sorted(Path(each) for each in glob.glob(str(plain), recursive=True))
+    return [Path(each) for each in glob.glob(str(plain), recursive=True)]
 
 
 def committed_steps(directory: Path) -> list[Path]:
@@ -68,6 +80,9 @@ def _model(config: RunConfig) -> Iterator[Problem]:
 
 
 def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[Problem]:
+    if is_url(path):
+        yield from _remote_directory(path, setting, members)
+        return
     folder, wanted = Path(path).expanduser(), " or ".join(members)
     if not folder.is_dir():
         yield Problem(
@@ -77,15 +92,32 @@ def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[Prob
             do=f"correct {setting}; a model on a hub has to be downloaded first",
         )
     elif not any((folder / each).is_file() for each in members):
+        adapter = (folder / ADAPTER_CONFIG).is_file()
+        merge = f"merge it into its model with burnish ckpt export {folder.parent} DIRECTORY --merged, and set {setting}=DIRECTORY"
         yield Problem(
             f"{setting}: {path} holds no {wanted}",
             have=", ".join(sorted(each.name for each in folder.iterdir())[:8]) or "nothing",
+            want=f"a Hugging Face directory with {wanted}",
+            do=merge if adapter else f"correct {setting}",
+        )
+
+
+def _remote_directory(url: str, setting: str, members: Sequence[str]) -> Iterator[Problem]:
+    remote, wanted = Remote(url, _PATIENCE), " or ".join(members)
+    if not any(remote.stat(each) for each in members):
+        names = remote.names()
+        yield Problem(
+            f"{setting}: {url} holds no {wanted}",
+            have=", ".join(names[:8]) or "nothing",
             want=f"a Hugging Face directory with {wanted}",
             do=f"correct {setting}",
         )
 
 
 def _file(path: str, setting: str) -> Iterator[Problem]:
+    if is_url(path):
+        yield from _remote_file(path, setting)
+        return
     file = Path(path).expanduser()
     if not file.is_file():
         yield Problem(
@@ -96,14 +128,37 @@ def _file(path: str, setting: str) -> Iterator[Problem]:
         )
 
 
-def _data(path: str, setting: str) -> Iterator[Problem]:
-    if not data_files(path):
+def _remote_file(url: str, setting: str) -> Iterator[Problem]:
+    remote = Remote(url, _PATIENCE)
+    if remote.stat() is None:
+        folder = Remote(remote.url.parent, _PATIENCE)
         yield Problem(
-            f"{setting}: nothing to read at {path}",
-            have=_neighbours(Path(path).expanduser()),
-            want=f"a {', '.join(sorted(DATA_SUFFIXES))} file, a directory of such, or a pattern that matches",
+            f"{setting}: there is no file {url}",
+            have=f"{folder} with {', '.join(folder.names()[:8]) or 'nothing'}",
+            want="a file",
             do=f"correct {setting}",
         )
+
+
+def _data(path: str, setting: str) -> Iterator[Problem]:
+    have = _instead_of_data(path)
+    if have is not None:
+        yield Problem(
+            f"{setting}: nothing to read at {path}",
+            have=have,
+            want=f"a {', '.join(sorted(READERS))} file, a directory of such, or a pattern that matches",
+            do=f"correct {setting}",
+        )
+
+
+def _instead_of_data(path: str) -> str | None:
+    """What lies where data should be; None where there are data."""
+    try:
+        if data_sizes(path):
+            return None
+    except MissingError as error:  # of a URL
+        return str(error.have)
+    return _neighbours(Path(path).expanduser())
 
 
 def _rewards(config: RunConfig) -> Iterator[Problem]:

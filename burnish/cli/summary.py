@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from burnish.cli.columns import bytes_text, count_text
-from burnish.cli.inputs import committed_steps, data_files
+from burnish.cli.inputs import committed_steps, data_sizes
 from burnish.config.check import Command
 from burnish.config.schema import EngineConfig, ModelConfig, RunConfig, SamplingConfig
 
@@ -126,6 +126,5 @@ def _sampling(sampling: SamplingConfig) -> str:
 
 
 def _files(paths: list[str]) -> str:
-    files = [file for path in paths for file in data_files(path)]
-    size = sum(file.stat().st_size for file in files)
-    return f"{', '.join(paths)} ({count_text(len(files), 'file')}, {bytes_text(size)})"
+    sizes = [size for path in paths for size in data_sizes(path)]
+    return f"{', '.join(paths)} ({count_text(len(sizes), 'file')}, {bytes_text(sum(sizes))})"

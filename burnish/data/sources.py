@@ -2,7 +2,7 @@
 
 The Arrow files lie in the cache of `datasets` (`HF_HOME`, `HF_DATASETS_CACHE`), so that the
 processes of a machine share one copy and a second run starts at once. Nothing is asked of a hub.
-Left out: remote files, streaming, and what the columns mean (`burnish.data.tasks`).
+Left out: URLs, which are copied first (`burnish.trainers.localize`), streaming, and what the columns mean (`burnish.data.tasks`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import datasets
 from datasets.packaged_modules.json.json import JsonConfig
 
+from burnish.data.kinds import READERS
 from burnish.errors import MissingError, UsageError
 
 Row = dict[str, Any]
 """One row: a value for every column, None where the row has none."""
 
-_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _EXCERPT = 60
 _PARQUET_ROWS = 1024
 _REASON = 300
@@ -58,7 +58,7 @@ class Rows:
             columns: dict[str, list[Any]] = self.table[start:stop]
         except UnicodeDecodeError as error:
             files = [Path(file) for file in self.files]
-            raise _explained(error, _READERS[files[0].suffix], files, "the data") from error
+            raise _explained(error, READERS[files[0].suffix], files, "the data") from error
         return [
             dict(zip(columns, values, strict=True))
             for values in zip(*columns.values(), strict=True)
@@ -132,7 +132,7 @@ def _matches(path: str, setting: str) -> list[Path]:
     plain = Path(path).expanduser()
     if plain.is_dir():
         found = sorted(
-            file for file in plain.iterdir() if file.suffix in _READERS and file.is_file()
+            file for file in plain.iterdir() if file.suffix in READERS and file.is_file()
         )
         want = "at least one .jsonl, .json or .parquet file directly in it"
     elif plain.exists():
@@ -167,14 +167,14 @@ def _neighbours(path: Path) -> str:
 def _kind(files: Sequence[Path], setting: str) -> str:
     kinds = {file.suffix: file for file in files}
     for suffix, file in kinds.items():
-        if suffix not in _READERS:
+        if suffix not in READERS:
             raise UsageError(
                 f"{setting}: {file} is of no known kind",
                 have=f"suffix {suffix!r}",
-                want=", ".join(_READERS),
+                want=", ".join(READERS),
                 do="rename or convert it",
             )
-    readers = {_READERS[suffix] for suffix in kinds}
+    readers = {READERS[suffix] for suffix in kinds}
     if len(readers) > 1:
         raise UsageError(
             f"{setting} mixes kinds of file",

@@ -32,21 +32,44 @@ def select(remote: Remote, wanted: Callable[[str], bool]) -> Selection:
 
     Raises `MissingError` where that is nothing.
     """
-    url = remote.url
-    only = remote.stat() if url.path else None
+    only = _only(remote)
     if only is not None:
-        folder = Remote(url.parent, remote.patience)
-        return Selection(folder, (RemoteFile(url.name, only.size, only.version),))
+        return only
     here = remote.files(deep=False)
     if files := tuple(file for file in here if wanted(file.name)):
         return Selection(remote, files)
-    if _WILD.search(url.path) and not here:
+    if _WILD.search(remote.url.path) and not here:
         return _select_pattern(remote)
-    raise MissingError(
-        f"there is nothing to read at {url}",
-        have=_listed([file.name for file in here]),
-        want="a file, a directory of such, or a pattern that matches",
-    )
+    raise _nothing(remote, here, "a file, a directory of such, or a pattern that matches")
+
+
+def select_directory(remote: Remote, wanted: Callable[[str], bool]) -> Selection:
+    """The files directly in a directory that `wanted` says yes to. Raises `MissingError` where there are none."""
+    here = remote.files(deep=False)
+    if files := tuple(file for file in here if wanted(file.name)):
+        return Selection(remote, files)
+    raise _nothing(remote, here, "a directory with files")
+
+
+def select_file(remote: Remote) -> Selection:
+    """The file at a URL. Raises `MissingError` where there is none."""
+    only = _only(remote)
+    if only is None:
+        raise _nothing(remote, remote.files(deep=False), "a file")
+    return only
+
+
+def _only(remote: Remote) -> Selection | None:
+    found = remote.stat() if remote.url.path else None
+    if found is None:
+        return None
+    folder = Remote(remote.url.parent, remote.patience)
+    return Selection(folder, (RemoteFile(remote.url.name, found.size, found.version),))
+
+
+def _nothing(remote: Remote, here: Sequence[RemoteFile], want: str) -> MissingError:
+    names = [file.name for file in here]
+    return MissingError(f"there is nothing to read at {remote}", have=_listed(names), want=want)
 
 
 def _select_pattern(remote: Remote) -> Selection:

@@ -35,6 +35,7 @@ from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard
 from burnish.records import Batch, Example, MicroBatch, TokenOutputs
 from burnish.records.seeds import derive_seed
+from burnish.trainers.localize import with_local_inputs
 from burnish.trainers.setup import example_dataset, lay_foundation, prompt_dataset
 
 SEQUENCES, LONGEST, LR = 12, 64, 1e-3
@@ -75,7 +76,8 @@ class Difference:
 
 def run_check(config: RunConfig) -> None:
     """Compare, and print how far apart they are; raises `BurnishError` naming the first thing that differs."""
-    launch(lambda layout, device: _check(config, layout, device), config.distributed)
+    local = with_local_inputs(config)
+    launch(lambda layout, device: _check(local, layout, device), config.distributed)
 
 
 def _check(config: RunConfig, layout: Layout, device: torch.device) -> None:

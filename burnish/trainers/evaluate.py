@@ -33,6 +33,7 @@ from burnish.tracking.metrics import Mean, Stats
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory
 from burnish.trainers.collect import Collector
+from burnish.trainers.localize import with_local_inputs
 from burnish.trainers.run import Validation
 from burnish.trainers.setup import (
     Foundation,
@@ -127,8 +128,9 @@ def evaluate(config: RunConfig, run_directory: Path | None = None) -> dict[str, 
     if run_directory is not None:
         step = _newest_step(run_directory)
         config = config.model_copy(update={"model": _model_of(step, config.model)})
+    local = with_local_inputs(config, trains=False)
     return launch(
-        lambda layout, device: _evaluate(config, step, layout, device), config.distributed
+        lambda layout, device: _evaluate(local, step, layout, device), config.distributed
     )
 
 

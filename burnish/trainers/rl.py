@@ -29,6 +29,7 @@ from burnish.tracking.metrics import Stats
 from burnish.trainers.collect import Collector
 from burnish.trainers.evaluate import held_out_prompts, prompt_validation
 from burnish.trainers.inputs import Inputs
+from burnish.trainers.localize import with_local_inputs
 from burnish.trainers.policy_update import Policy, minibatches, token_advantages
 from burnish.trainers.run import Run, Work, open_run
 from burnish.trainers.setup import (
@@ -43,15 +44,16 @@ from burnish.trainers.setup import (
 
 def train(config: RunConfig) -> None:
     """Run reinforcement learning as `config` says; resumes where its run directory left off."""
-    launch(lambda layout, device: _train(config, layout, device), config.distributed)
+    local = with_local_inputs(config)
+    launch(lambda layout, device: _train(config, local, layout, device), config.distributed)
 
 
-def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
-    with open_run(config, "rl", layout, device) as run, RewardPool(config.reward) as pool:
+def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
+    with open_run(config, "rl", layout, device) as run, RewardPool(local.reward) as pool:
         with run.progress.phase("setup", 4) as bar:
-            foundation = lay_foundation(config)
+            foundation = lay_foundation(local)
             bar.advance()
-            dataset = prompt_dataset(foundation, config.data.train, "data.train")
+            dataset = prompt_dataset(foundation, local.data.train, "data.train")
             pool.check_columns(dataset.rows.columns, "data.train")
             held_out = held_out_prompts(foundation, pool)
             bar.advance()

@@ -19,22 +19,24 @@ from burnish.launch.run import launch
 from burnish.parallel.layout import Layout
 from burnish.trainers.evaluate import example_validation
 from burnish.trainers.inputs import Inputs
+from burnish.trainers.localize import with_local_inputs
 from burnish.trainers.run import Work, open_run
 from burnish.trainers.setup import example_dataset, lay_foundation, make_engine
 
 
 def train(config: RunConfig) -> None:
     """Fine-tune as `config` says; resumes where its run directory left off."""
-    launch(lambda layout, device: _train(config, layout, device), config.distributed)
+    local = with_local_inputs(config)
+    launch(lambda layout, device: _train(config, local, layout, device), config.distributed)
 
 
-def _train(config: RunConfig, layout: Layout, device: torch.device) -> None:
+def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
     size = config.batch.examples
     with open_run(config, "sft", layout, device) as run:
         with run.progress.phase("setup", 3) as bar:
-            foundation = lay_foundation(config)
+            foundation = lay_foundation(local)
             bar.advance()
-            dataset = example_dataset(foundation, config.data.train, "data.train")
+            dataset = example_dataset(foundation, local.data.train, "data.train")
             bar.advance()
             total = config.steps or math.ceil(len(dataset) * config.epochs / size)
             engine = make_engine(foundation, config.optim, layout, device)

@@ -10,6 +10,7 @@ import pytest
 import burnish.trainers
 from burnish.cli.main import main
 from burnish.config.load import dump_yaml, load_config
+from burnish.files.remote import Remote
 
 
 @pytest.fixture
@@ -86,6 +87,55 @@ def test_missing_inputs_exit_with_5(
     written = capsys.readouterr().err
     for fact in [*facts, "have:", "want:", "do:"]:
         assert fact in written
+
+
+@pytest.mark.parametrize(
+    ("override", "facts"),
+    [
+        ("model.path=memory://cli/no", ["model.path: memory://cli/no holds no config.json"]),
+        ("model.path=memory://cli", ["holds no config.json", "data, fresh.json"]),
+        ("model.chat_template=memory://cli/t", ["there is no file memory://cli/t", "fresh.json"]),
+        ("data.train=[memory://cli/*.jsonl]", ["nothing to read at", "below memory://cli"]),
+        ("data.train=[memory://cli/none]", ["nothing to read at memory://cli/none", "no file"]),
+        ("reward.functions=[{function: 'memory://cli/r.py:f'}]", ["no file memory://cli/r.py"]),
+    ],
+)
+def test_inputs_missing_behind_urls_exit_with_5(
+    work: Path, override: str, facts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Remote("memory://cli").put("fresh.json", b"{}")
+    Remote("memory://cli").put("data/a.jsonl", b"{}\n")
+    assert main(["rl", "c.yaml", override, "--dry-run"]) == 5
+    written = capsys.readouterr().err
+    for fact in [*facts, "have:", "want:", "do:"]:
+        assert fact in written
+
+
+def test_inputs_behind_urls_are_counted_and_not_copied(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BURNISH_CACHE", str(work / "cache"))
+    remote = Remote("memory://there")
+    for name in ("model/config.json", "data/a.jsonl", "data/b.jsonl", "data/c.txt", "r.py"):
+        remote.put(name, b"12345")
+    argv = [
+        "model.path=memory://there/model/", "data.train=[memory://there/data]",
+        "reward.functions=[{function: 'memory://there/r.py:f'}]",
+    ]  # fmt: skip
+    assert main(["rl", "c.yaml", *argv, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "memory://there/data (2 files, 10 B)" in text
+    assert "memory://there/model" in text
+    assert not (work / "cache").exists()
+
+
+def test_credentials_in_a_url_are_refused_and_not_shown(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rl", "c.yaml", "data.train=['s3://key:hunter2@b/d']", "--dry-run"]) == 2
+    written = capsys.readouterr().err
+    assert "has credentials in it" in written
+    assert "hunter2" not in written
 
 
 def test_missing_inputs_are_listed_together(work: Path, capsys: pytest.CaptureFixture[str]) -> None:

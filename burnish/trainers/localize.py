@@ -1,0 +1,95 @@
+"""Inputs of a run that lie behind URLs: copied to this machine before anything else is begun.
+
+What a run records is its configuration with the URLs; what it works with is one with paths of this
+machine, which nothing else has to know apart. Every process asks for its copies, and those of one
+machine get the same. Left out: where a run writes to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from burnish.config.schema import ModelConfig, RewardConfig, RunConfig
+from burnish.data.kinds import is_data
+from burnish.files.cached import Watch, copied
+from burnish.files.remote import Remote
+from burnish.files.selection import select, select_directory, select_file
+from burnish.files.urls import is_url
+from burnish.parallel.environment import place_of
+from burnish.tracking.progress import Progress
+
+_MODEL_SUFFIXES = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja", ".py"})
+
+
+def with_local_inputs(config: RunConfig, *, trains: bool = True) -> RunConfig:
+    """The configuration with paths of copies in the place of URLs; itself where there are none.
+
+    Training data are copied only where it `trains`. Raises `MissingError` for what is not there,
+    and `BurnishError` for what cannot be copied.
+    """
+    progress = Progress(config.tracking.progress and place_of(os.environ).layout.is_main)
+    watch: Watch = progress.phase
+    data = {"validation": _data(config.data.validation, watch)}
+    if trains:
+        data["train"] = _data(config.data.train, watch)
+    return config.model_copy(
+        update={
+            "model": _model(config.model, watch),
+            "data": config.data.model_copy(update=data),
+            "reward": _reward(config.reward, watch),
+        }
+    )
+
+
+def local_directory(url: str, watch: Watch | None = None) -> Path:
+    """A copy of the files of a Hugging Face directory, those of its own code included. Raises `MissingError` where there are none."""
+    return copied(select_directory(Remote(url), _is_of_model), watch)
+
+
+def _model(model: ModelConfig, watch: Watch) -> ModelConfig:
+    local: dict[str, Any] = {}
+    for field, copy in (
+        ("path", local_directory),
+        ("tokenizer", local_directory),
+        ("chat_template", _file),
+        ("fresh", _file),
+    ):
+        value = getattr(model, field)
+        if isinstance(value, str) and is_url(value):
+            local[field] = str(copy(value, watch))
+    return model.model_copy(update=local)
+
+
+def _data(entries: Sequence[str], watch: Watch) -> list[str]:
+    paths: list[str] = []
+    for entry in entries:
+        if not is_url(entry):
+            paths.append(entry)
+            continue
+        selection = select(Remote(entry), is_data)
+        folder = copied(selection, watch)
+        paths += [str(folder / file.name) for file in selection.files]
+    return paths
+
+
+def _reward(reward: RewardConfig, watch: Watch) -> RewardConfig:
+    functions = []
+    for each in reward.functions:
+        file, colon, name = each.function.rpartition(":")
+        if file.endswith(".py") and is_url(file):
+            local = f"{_file(file, watch)}{colon}{name}"
+            each = each.model_copy(update={"function": local})
+        functions.append(each)
+    return reward.model_copy(update={"functions": functions})
+
+
+def _file(url: str, watch: Watch) -> Path:
+    selection = select_file(Remote(url))
+    return copied(selection, watch) / selection.files[0].name
+
+
+def _is_of_model(name: str) -> bool:
+    return PurePosixPath(name).suffix in _MODEL_SUFFIXES
