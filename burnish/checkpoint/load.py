@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from burnish.checkpoint.block_memory import is_plain
 from burnish.checkpoint.blocks import PlannedFile
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.dtypes import BY_NAME
 from burnish.checkpoint.fit import require_fit, require_slots
 from burnish.checkpoint.read import BlockReader, ReadPlan
-from burnish.checkpoint.relay import is_plain
 from burnish.checkpoint.split import add_residual
 from burnish.checkpoint.streams import Described
 from burnish.checkpoint.tensor_sets import MAIN, MODEL, RESIDUAL, prefix_of, roles_in, set_of

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from burnish.checkpoint.block_memory import BlockMemory, buffers
 from burnish.checkpoint.blocks import Block, PlannedFile, blocks_of
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.parts import Parts, Place, owners, slots_of
-from burnish.checkpoint.relay import BlockMemory, Relay, buffers
 from burnish.checkpoint.verify import read_block_into
 from burnish.files.storage import ReadableFile, Source
 from burnish.parallel.box_table import intersections
@@ -28,6 +28,7 @@ from burnish.parallel.layout import Layout
 from burnish.parallel.pieces import PieceTable, TensorIndex
 from burnish.parallel.plan import Move, Moves
 from burnish.parallel.rounds import Group, schedule
+from burnish.parallel.transfer import Exchange
 
 _GROUP_BYTES = 8 << 20
 # Blocks given away at one time; as many are being read meanwhile. One block at least.
@@ -119,7 +120,7 @@ class BlockReader:
         all others `write` takes them, valid until it returns. Raises `DamagedBlock` naming file and
         tensors for a block that is not what was written.
         """
-        plan, relay = self._plan, Relay(self._layout, torch.device("cpu"))
+        plan, exchange = self._plan, Exchange(self._layout, torch.device("cpu"))
         sizes = [block.stop - block.start for block in plan.share]
         room = min(len(sizes), plan.group_blocks) * (max(sizes, default=0) + 64)
         memory = [torch.empty(room, dtype=torch.uint8) for _ in range(2)]
@@ -136,7 +137,7 @@ class BlockReader:
                 with agree(self._layout):
                     for read in asked.reads:
                         read.result()
-                self._pass_on(relay, moves, asked, write)
+                self._pass_on(exchange, moves, asked, write)
                 coming.append(self._ask(disk, number + 2, memory[number % 2], place))
 
     def _ask(
@@ -163,16 +164,20 @@ class BlockReader:
         return _Asked(first, blocks, reads, placed)
 
     def _pass_on(
-        self, relay: Relay, moves: Group, asked: _Asked, write: Callable[[Move, Tensor], None]
+        self, exchange: Exchange, moves: Group, asked: _Asked, write: Callable[[Move, Tensor], None]
     ) -> None:
-        def read(move: Move) -> Tensor:
+        def found(move: Move) -> Tensor:
             where = self._plan.places[move.have]
             block = asked.blocks[where.slot - asked.first]
             part = block.part(where.start, where.box.sizes, move.dtype)
             return part[move.box.relative_to(where.box).slices]
 
-        own = [move for move in moves.own if move.have not in asked.placed]
-        relay.run(Group(own, moves.waves), read, write)
+        with torch.no_grad():
+            for move in moves.own:
+                if move.have not in asked.placed:
+                    write(move, found(move))
+            for wave in moves.waves:
+                exchange.run(wave, lambda move, into: into.copy_(found(move)), write)
 
 
 @dataclass(frozen=True, slots=True)

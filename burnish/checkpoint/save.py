@@ -53,11 +53,29 @@ class _Held:
 
     piece: Piece
     shard: Shard
-    take: Callable[[Tensor], Tensor]
+    convert: Callable[[Tensor, Tensor], None] | None
+    """Writes the shard's elements as they are stored; None when they are stored as they are."""
 
-    def read(self, move: Move) -> Tensor:
-        """The elements of a move, as they are stored."""
-        return self.take(self.shard.tensor[move.box.relative_to(self.shard.box).slices])
+
+class _Elements:
+    """The elements of this rank's pieces."""
+
+    def __init__(self, held: Sequence[_Held]) -> None:
+        self._held = held
+
+    def read(self, move: Move, into: Tensor) -> None:
+        """See `burnish.checkpoint.write.Elements`."""
+        held = self._held[move.have]
+        (held.convert or _copy)(held.shard.part(move.box), into)
+
+    def as_stored(self, move: Move) -> Tensor | None:
+        """See `burnish.checkpoint.write.Elements`."""
+        held = self._held[move.have]
+        return held.shard.part(move.box) if held.convert is None else None
+
+
+def _copy(elements: Tensor, into: Tensor) -> None:
+    into.copy_(elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +133,7 @@ def save_step(
                 needed = plan.size + sum(map(len, small.values()))
                 _check_room(root, step, needed, reserve_bytes, storage)
                 _lay_out(inflight, files, small, storage)
-        hashes = writer.write(lambda move: held[move.have].read(move), storage, what)
+        hashes = writer.write(_Elements(held), storage, what)
         all_hashes = gather_objects(hashes, layout)
         with agree(layout), naming_failures(what):
             if layout.is_main:
@@ -154,10 +172,10 @@ def _held_of(model: ModelContents, prefix: str, *, split: bool) -> Iterator[_Hel
             yield _Held(_piece(shard, key, torch.bfloat16), shard, rounded)
             yield _Held(_piece(shard, beside, torch.int16), shard, residual)
         else:
-            yield _Held(_piece(shard, key, shard.tensor.dtype), shard, Tensor.detach)
+            yield _Held(_piece(shard, key, shard.tensor.dtype), shard, None)
     for shard in model.training:
         key = f"{prefix}{shard.spec.name}"
-        yield _Held(_piece(shard, key, shard.tensor.dtype), shard, Tensor.detach)
+        yield _Held(_piece(shard, key, shard.tensor.dtype), shard, None)
 
 
 def _piece(shard: Shard, key: str, dtype: torch.dtype) -> Piece:
@@ -189,15 +207,16 @@ def _small_files(contents: Contents) -> dict[str, bytes]:
 def all_finite(shards: Sequence[Shard]) -> bool:
     """Whether none of these holds a NaN or an infinity; one wait for the device.
 
-    What has no norm in torch (integers, 8-bit floats) counts as finite.
+    What torch finds no extremes in as numbers (integers, 8-bit floats) counts as finite.
     """
     tensors = [shard.tensor.detach() for shard in shards if shard.tensor.numel()]
-    largest = [
-        torch.linalg.vector_norm(tensor, torch.inf).float()
+    extremes = [
+        extreme.float()
         for tensor in tensors
         if tensor.is_floating_point() and tensor.dtype.itemsize > 1
+        for extreme in torch.aminmax(tensor)
     ]
-    return not largest or bool(torch.stack(largest).isfinite().all())
+    return not extremes or bool(torch.stack(extremes).isfinite().all())
 
 
 def check_new(root: Path, step: int, storage: Storage) -> None:

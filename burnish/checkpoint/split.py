@@ -10,21 +10,35 @@ holds any NaN is marked unhealthy by those who save it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-
-def rounded(x: Tensor) -> Tensor:
-    """B: fp32 to bf16, as the model directory holds it. Same shape."""
-    bits = x.detach().view(torch.int32)
-    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+_CHUNK = 1 << 16  # elements that a processor's cache holds between two operations
 
 
-def residual(x: Tensor) -> Tensor:
-    """R: int16, the lower half of x's bits, which is what B lacks. Same shape."""
-    return x.detach().view(torch.int32).to(torch.int16)
+def rounded(x: Tensor, into: Tensor) -> None:
+    """Write B, the bf16 that the model directory holds, of fp32 weights into memory of the same shape."""
+    for bits, upper in _chunks(x.detach().view(torch.int32), into.view(torch.int16)):
+        upper.copy_(torch.add(bits, 0x8000).bitwise_right_shift_(16))
+
+
+def residual(x: Tensor, into: Tensor) -> None:
+    """Write R, the lower half of x's bits, which is what B lacks, into int16 memory of the same shape."""
+    into.copy_(x.detach().view(torch.int32))
 
 
 def add_residual(x: Tensor, rest: Tensor) -> None:
     """Make x, fp32 that was filled from B, exact by adding R to its bits, in place."""
-    x.detach().view(torch.int32).add_(rest.to(x.device))
+    for bits, lower in _chunks(x.detach().view(torch.int32), rest.to(x.device)):
+        bits.add_(lower)
+
+
+def _chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The two side by side, in chunks where both lie in a processor's memory without gaps."""
+    if a.is_cpu and b.is_cpu and a.is_contiguous() and b.is_contiguous():
+        flat = (torch.split(each.view(-1), _CHUNK) for each in (a, b))
+        yield from zip(*flat, strict=True)
+    else:
+        yield a, b

@@ -8,23 +8,23 @@ thread hashes and writes them and another has the disk begin. Left out: what fil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
+from burnish.checkpoint.block_memory import BlockMemory, buffers, is_plain
 from burnish.checkpoint.blocks import Block, PlannedFile, blocks_of
 from burnish.checkpoint.manifest import BLOCK_BYTES
 from burnish.checkpoint.parts import Parts, Place, owners, slots_of
-from burnish.checkpoint.relay import BlockMemory, Relay, buffers, is_plain
 from burnish.files.durable import naming_failures
 from burnish.files.storage import File, Storage
 from burnish.parallel.collectives import agree
@@ -32,6 +32,7 @@ from burnish.parallel.layout import Layout
 from burnish.parallel.pieces import PieceTable, TensorIndex
 from burnish.parallel.plan import Cover, Move
 from burnish.parallel.rounds import Group, schedule
+from burnish.parallel.transfer import Exchange
 
 BlockHashes = dict[tuple[int, int], str]
 """By index of the file and index of the block in it."""
@@ -89,6 +90,16 @@ class WritePlan:
         )
 
 
+class Elements(Protocol):
+    """What this rank has, by the moves of a plan."""
+
+    def read(self, move: Move, into: Tensor) -> None:
+        """Write the elements of a move, as they are stored, into memory of their dtype and shape."""
+
+    def as_stored(self, move: Move) -> Tensor | None:
+        """The memory that already holds them as they are stored; None when there is none."""
+
+
 class BlockWriter:
     """Writes this rank's blocks of the plan's files, which lie in `directory` at their final size."""
 
@@ -98,13 +109,12 @@ class BlockWriter:
         self._directory = directory
         self._plan = plan
         self._layout = layout
-        self._relay = Relay(layout, device)
+        self._exchange = Exchange(layout, device)
 
-    def write(self, read: Callable[[Move], Tensor], storage: Storage, what: str) -> BlockHashes:
+    def write(self, elements: Elements, storage: Storage, what: str) -> BlockHashes:
         """Write and sync all blocks; the hashes of this rank's. Collective, errors included.
 
-        `read` gives the elements of a move that this rank has, already in the stored dtype; `what`
-        starts the message when the disk fails.
+        `what` starts the message when the disk fails.
         """
         size = min(len(self._plan.share), _GROUP_BLOCKS) * BLOCK_BYTES
         memory = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
@@ -121,7 +131,7 @@ class BlockWriter:
                 if len(ahead) == len(memory):
                     with agree(self._layout), naming_failures(what):
                         hashes |= ahead.pop(0).result()
-                ahead.append(disk.write(self._filled(number, moves, memory[number % 2], read)))
+                ahead.append(disk.write(self._filled(number, moves, memory[number % 2], elements)))
             with agree(self._layout), naming_failures(what):
                 for written in ahead:
                     hashes |= written.result()
@@ -129,7 +139,7 @@ class BlockWriter:
         return hashes
 
     def _filled(
-        self, number: int, moves: Group, memory: Tensor, read: Callable[[Move], Tensor]
+        self, number: int, moves: Group, memory: Tensor, elements: Elements
     ) -> list[tuple[Block, BlockMemory]]:
         """A few blocks, put together. Collective."""
         first = number * _GROUP_BLOCKS
@@ -137,21 +147,22 @@ class BlockWriter:
         blocks = buffers([block.stop - block.start for block in share], memory)
         for block, there in zip(share, blocks, strict=True):
             header = self._plan.files[block.file].header[block.start : block.stop]
-            if header:
-                there.part(0, (len(header),), torch.uint8).numpy()[:] = np.frombuffer(
-                    header, np.uint8
-                )
+            there.part(0, (len(header),), torch.uint8).numpy()[:] = np.frombuffer(header, np.uint8)
 
-        def write(move: Move, elements: Tensor) -> None:
+        def into(move: Move) -> Tensor:
             place = self._plan.places[move.want]
-            there = blocks[place.slot - first]
-            if move.source == move.target and move.box == place.box and is_plain(elements):
-                there.put(place.start, elements)
-            else:
-                part = there.part(place.start, place.box.sizes, move.dtype)
-                part[move.box.relative_to(place.box).slices].copy_(elements)
+            part = blocks[place.slot - first].part(place.start, place.box.sizes, move.dtype)
+            return part[move.box.relative_to(place.box).slices]
 
-        self._relay.run(moves, read, write)
+        with torch.no_grad():
+            for move in moves.own:
+                place, stored = self._plan.places[move.want], elements.as_stored(move)
+                if stored is not None and move.box == place.box and is_plain(stored):
+                    blocks[place.slot - first].put(place.start, stored)
+                else:
+                    elements.read(move, into(move))
+            for wave in moves.waves:
+                self._exchange.run(wave, elements.read, lambda move, got: into(move).copy_(got))
         return list(zip(share, blocks, strict=True))
 
 

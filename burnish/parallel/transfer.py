@@ -35,12 +35,12 @@ class Exchange:
     def run(
         self,
         wave: Sequence[Move],
-        read: Callable[[Move], Tensor],
-        write: Callable[[Move, Tensor], None],
+        read: Callable[[Move, Tensor], object],
+        write: Callable[[Move, Tensor], object],
     ) -> None:
         """One wave: this rank's moves of a round that all ranks run. Collective.
 
-        `read` gives the elements of a move that this rank sends, in any dtype and on any device;
+        `read` writes the elements of a move that this rank sends into memory of the move's dtype;
         `write` takes those of a move that it gets, in the move's dtype, valid until it returns.
         """
         rank, world = self._layout.rank, self._layout.world
@@ -54,7 +54,7 @@ class Exchange:
         self._out, self._in = _room(self._out, sum(send_sizes)), _room(self._in, sum(get_sizes))
         out, into = self._out[: sum(send_sizes)], self._in[: sum(get_sizes)]
         for move, part in _parts(going, out):
-            part.copy_(read(move))
+            read(move, part)
         dist.all_to_all_single(into, out, get_sizes, send_sizes)
         for move, part in _parts(coming, into):
             write(move, part)
@@ -113,15 +113,15 @@ class Transfer:
         if [Piece.of(s) for s in have] != self._have or [Piece.of(s) for s in want] != self._want:
             raise ValueError("the shards are not those that the transfer was planned for")
 
-        def read(move: Move) -> Tensor:
-            return have[move.have].part(move.box)
+        def read(move: Move, into: Tensor) -> None:
+            into.copy_(have[move.have].part(move.box))
 
         def write(move: Move, elements: Tensor) -> None:
             want[move.want].part(move.box).copy_(elements)
 
         with torch.no_grad():
             for move in self._moves.own:
-                write(move, read(move))
+                read(move, want[move.want].part(move.box))
             exchange = Exchange(self._layout, self._device)
             for wave in self._moves.waves:
                 exchange.run(wave, read, write)

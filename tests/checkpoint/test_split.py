@@ -8,7 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from burnish.checkpoint.split import add_residual, residual, rounded
+from burnish.checkpoint import split
+from burnish.checkpoint.split import add_residual
+
+
+def rounded(x):
+    into = torch.empty(x.shape, dtype=torch.bfloat16)
+    split.rounded(x, into)
+    return into
+
+
+def residual(x):
+    into = torch.empty(x.shape, dtype=torch.int16)
+    split.residual(x, into)
+    return into
 
 
 def by_the_page(x):
@@ -58,3 +71,14 @@ def test_strided_weights():
     again = torch.zeros(8, 10)[:, 1::2].copy_(rounded(x))
     add_residual(again, residual(x))
     assert torch.equal(again, x)
+    upper = torch.zeros(8, 10, dtype=torch.bfloat16)
+    split.rounded(x, upper[:, 1::2])
+    assert torch.equal(upper[:, 1::2], rounded(x))
+    assert not upper[:, ::2].any()
+
+
+@given(st.integers(0, 3), st.integers(-2, 2))
+@settings(deadline=None)
+def test_sizes_around_a_chunk(chunks, more):
+    size = max(0, chunks * split._CHUNK + more)
+    check(np.arange(size, dtype=np.uint32) * np.uint32(2654435761))

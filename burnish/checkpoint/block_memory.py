@@ -1,40 +1,18 @@
-"""What passes between ranks and files: a few blocks at a time, from and to the ranks' memory.
+"""A block in memory, between the ranks' tensors and a file.
 
-A block is made of pieces of memory: those of tensors that lie somewhere as they lie in the file, and
-a buffer for all the rest.
+It is made of pieces: those of tensors that lie somewhere as they lie in the file, and a buffer for
+all the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from burnish.parallel.layout import Layout
-from burnish.parallel.plan import Move
-from burnish.parallel.rounds import Group
-from burnish.parallel.transfer import Exchange
-
 DIRECT_BYTES = 64 << 10
 """Smaller pieces are copied into the buffer: a system call costs more."""
-
-
-class Relay:
-    """Runs groups of moves, one after the other on all ranks."""
-
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        self._exchange = Exchange(layout, device)
-
-    def run(
-        self, moves: Group, read: Callable[[Move], Tensor], write: Callable[[Move, Tensor], None]
-    ) -> None:
-        """Carry out a group: `read` gives what this rank has, `write` takes what it wants. Collective."""
-        with torch.no_grad():
-            for move in moves.own:
-                write(move, read(move))
-            for wave in moves.waves:
-                self._exchange.run(wave, read, write)
 
 
 class BlockMemory:
