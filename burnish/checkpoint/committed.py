@@ -73,13 +73,19 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_number(name: str) -> int | None:
+    """The step whose directory has this name; None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
 def step_paths(root: P, storage: Source) -> dict[int, P]:
     """What has a step's name below `root`, whole or not, oldest first; a link or a file as well, which no reader takes."""
     found: dict[int, P] = {}
     for entry in storage.entries(root):
-        match = _STEP.fullmatch(entry.name)
-        if match and step_name(int(match[1])) == entry.name:
-            found[int(match[1])] = root / entry.name
+        step = step_number(entry.name)
+        if step is not None:
+            found[step] = root / entry.name
     return dict(sorted(found.items()))
 
 

@@ -2,49 +2,39 @@
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from burnish.checkpoint.background import BackgroundSaver, Finished
-from burnish.checkpoint.committed import (
-    QUARANTINE,
-    Committed,
-    open_step,
-    step_paths,
-)
 from burnish.checkpoint.contents import Contents
 from burnish.checkpoint.leftovers import clear
-from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.mirror import CHECKPOINTS, Mirror
+from burnish.checkpoint.resuming import Load, OnDisk, OnMirror, Resumed, Resuming, Side
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.saver import Saver
+from burnish.checkpoint.uploader import Progress, Uploader
+from burnish.config.places import mirror_url, run_directory
+from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError, CorruptError
-from burnish.files.durable import make_dirs_durably, move_aside, naming_failures
+from burnish.files.durable import make_dirs_durably, naming_failures
 from burnish.files.lease import Lease
 from burnish.files.storage import LocalStorage, Storage
-from burnish.parallel.collectives import agree, gather_objects, same_on_all_ranks
+from burnish.parallel.collectives import agree, any_rank, gather_objects
 from burnish.parallel.layout import Layout
 
 _OWN_LEVELS = 3
 # The run's directory, that of all runs, and the one that holds it: the run may have made the former.
 _PATIENCE_SECONDS = 30.0
 # For a save in flight when a run ends with an error.
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """What a run continues from."""
-
-    step: Committed
-    """The step that was loaded."""
-    skipped: tuple[str, ...]
-    """Why newer steps were not: one text each, newest first."""
+_LOOK_SECONDS = 0.2
+# Between two looks at the mirror at the end of a run.
+_PAUSE_SECONDS = 5.0
+# Before what failed there is tried again.
 
 
 class Checkpoints:
@@ -72,7 +62,21 @@ class Checkpoints:
         self._saver = Saver(root, layout, self._storage, retention or Retention(), reserve_bytes)
         self._background_timeout = background_timeout
         self._background: BackgroundSaver | None = None
+        self._mirror: Mirror | None = None
+        self._uploader: Uploader | None = None
         self._held = ExitStack()
+
+    @classmethod
+    def of(cls, config: RunConfig, layout: Layout) -> Self:
+        """Those of a run."""
+        settings, patience = config.checkpoint, config.distributed.timeout_seconds
+        return cls(
+            run_directory(config) / CHECKPOINTS,
+            layout,
+            retention=Retention.of(settings, mirror_url(config)),
+            reserve_bytes=int(settings.reserve_gb * 1e9),
+            background_timeout=patience if settings.background else None,
+        )
 
     def __enter__(self) -> Self:
         """Take the lease and clear leftovers."""
@@ -105,6 +109,9 @@ class Checkpoints:
         if self._background is not None:
             self._background.close(patience_seconds)
             self._background = None
+        if self._uploader is not None:
+            self._uploader.close()
+            self._uploader = None
         self._held.close()
 
     def save(self, step: int, contents: Contents) -> Path:
@@ -113,7 +120,9 @@ class Checkpoints:
         An error on any rank is raised on every rank and leaves earlier steps untouched. Whoever
         uses `begin_save` asks `finished(wait=True)` first.
         """
-        return self._saver.save(step, contents)
+        path = self._saver.save(step, contents)
+        self._begin_upload()
+        return path
 
     def begin_save(self, step: int, contents: Contents) -> None:
         """Have a step committed while training goes on; returns when the contents may change.
@@ -127,68 +136,62 @@ class Checkpoints:
 
     def finished(self, *, wait: bool) -> Finished | None:
         """How the save in the background went, the same on every rank, once; None while it is under way, or when there is none."""
-        return None if self._background is None else self._background.finished(wait=wait)
+        finished = None if self._background is None else self._background.finished(wait=wait)
+        if finished is not None and finished.error is None:
+            self._begin_upload()
+        elif self._uploader is not None:
+            self._uploader.hear()
+        return finished
 
-    def resume(self, load: Callable[[Committed, CheckpointSource], None]) -> Resumed | None:
-        """Load the newest step that can be; None when nothing was ever committed here.
-
-        `load` fills the engine from the source, which checks what it reads; it may be called again
-        with an older step. A damaged step is moved to `quarantine/`, and so is an unhealthy one,
-        which is not loaded. Raises `CorruptError` when there are steps and none of them can be
-        used; other errors of `load` pass through and leave the step where it is.
-        """
-        skipped: list[str] = []
-        while (path := self._newest()) is not None:
-            try:
-                step = self._open(path)
-                load(step, CheckpointSource(step, self._layout, self._storage))
-            except CorruptError as error:
-                skipped.append(str(error))
-                self._quarantine(path, error)
-            else:
-                return Resumed(step, tuple(skipped))
-        aside = self._storage.entries(self._root / QUARANTINE)
-        if aside:
-            raise CorruptError(
-                f"no checkpoint in {self._root} can be used",
-                have="\n".join(skipped) or ", ".join(entry.name for entry in aside),
-                want="one that is whole and healthy",
-                do=f"look into {self._root / QUARANTINE}; remove it to start from the beginning",
-            )
-        return None
-
-    def _newest(self) -> Path | None:
-        """The path of the newest step by name, as rank 0 sees it."""
-        with agree(self._layout), naming_failures(f"{self._root} cannot be read"):
-            paths = list(step_paths(self._root, self._storage).values())
-        return gather_objects(paths[-1] if paths else None, self._layout)[0]
-
-    def _open(self, path: Path) -> Committed:
-        """The step at `path`, the same on every rank. Raises `CorruptError` when any rank cannot use it."""
-        with agree(self._layout), naming_failures(f"{path} cannot be read"):
-            self._check_shared(path)
-            step = open_step(path, self._storage)
-            if not step.healthy:
-                raise CorruptError(
-                    f"{path} is marked unhealthy",
-                    have="a loss or weights that are not finite",
-                    want="a step that training can continue from",
-                )
-        same_on_all_ranks(step.commit.encode(), f"what lies in {path}", self._layout)
-        return step
-
-    def _check_shared(self, path: Path) -> None:
-        """A step that rank 0 has found and this rank does not see is not damaged: it lies on another machine."""
-        if not any(entry.name == path.name for entry in self._storage.entries(path.parent)):
-            raise BurnishError(
-                f"{path} is not there for every rank",
-                have=f"rank {self._layout.rank} does not see what rank 0 sees",
-                want="checkpoints on a file system that all ranks share",
-                do="set output_dir to a shared directory",
-            )
-
-    def _quarantine(self, path: Path, error: CorruptError) -> None:
-        with agree(self._layout), naming_failures(f"{path} cannot be moved to {QUARANTINE}"):
+    def _let_go(self) -> None:
+        """Remove what only waited for the mirror."""
+        with agree(self._layout), naming_failures(f"{self._root} cannot be cleared"):
             if self._layout.is_main:
-                aside = move_aside(self._storage, path, self._root / QUARANTINE)
-                _log.warning("moved to %s: %s", aside, error)
+                self._saver.retention.apply(self._root, self._storage)
+
+    def _begin_upload(self) -> None:
+        if self._uploader is not None:
+            self._uploader.begin()
+
+    def resume(self, load: Load) -> Resumed | None:
+        """Load the newest step that can be, of this directory and its mirror; see `Resuming.resume`."""
+        sides: list[Side] = [OnDisk(self._root, self._storage)]
+        if self._mirror is not None:
+            sides.append(OnMirror(self._mirror))
+        return Resuming(sides, self._layout).resume(load)
+
+    def mirror_to(self, mirror: Mirror | None) -> None:
+        """From here on, resume from this mirror as well, and bring it in line after every save."""
+        self._mirror = mirror
+        if mirror is not None and self._layout.is_main:
+            self._uploader = Uploader(mirror)
+
+    def settle_mirror(
+        self, seconds: float, stopped: Callable[[], bool], show: Callable[[Progress], None]
+    ) -> BurnishError | None:
+        """Bring the mirror in line once more and wait for it; says why it is not, when it is not.
+
+        It is tried again while the time lasts and `stopped` is false on every rank; rank 0 shows how
+        far it is. The same on every rank; None as well where there is no mirror.
+        """
+        if self._mirror is None:
+            return None
+        deadline = time.monotonic() + seconds
+        left = BurnishError(f"{self._mirror.remote} is not waited for any longer")
+        if self._uploader is not None:
+            self._uploader.begin()
+        while True:
+            done, error = True, None
+            if self._uploader is not None:
+                done = not self._uploader.hear(_LOOK_SECONDS)
+                error = self._uploader.error
+                show(self._uploader.progress)
+            done, error = gather_objects((done, error), self._layout)[0]
+            if done and (error is None or isinstance(error, CorruptError)):
+                self._let_go()
+                return error
+            if any_rank(stopped() or time.monotonic() > deadline, self._layout):
+                return error or left
+            if done and self._uploader is not None:
+                time.sleep(_PAUSE_SECONDS)
+                self._uploader.begin()

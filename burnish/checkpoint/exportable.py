@@ -62,9 +62,7 @@ class StepModel:
     model without its configuration.
     """
 
-    def __init__(
-        self, step: Committed, role: str = MAIN, storage: Source | None = None
-    ) -> None:
+    def __init__(self, step: Committed, role: str = MAIN, storage: Source | None = None) -> None:
         self._step, self._storage = step, storage or LocalStorage()
         self._directory = _model_directory(step, role)
         is_adapter = f"{self._directory}{ADAPTER_CONFIG}" in step.manifest.files

@@ -10,14 +10,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal, Self
 
 from burnish.checkpoint.committed import TRASH, open_step, read_commit, step_paths
+from burnish.checkpoint.mirrored import read_mirrored
 from burnish.checkpoint.pins import holding_pins
 from burnish.config.schema import CheckpointConfig
-from burnish.errors import CorruptError, IncompatibleError
+from burnish.errors import CorruptError, IncompatibleError, UsageError
 from burnish.files.durable import move_aside
 from burnish.files.storage import Source, Storage
 
@@ -84,13 +86,21 @@ class Retention:
     """Keep the steps that this divides; 0: none."""
     keep_best: Best | None = None
     """Keep the best by a metric."""
+    mirror: str | None = None
+    """URL of the mirror that has to have a step before it may go from here."""
 
     @classmethod
-    def of(cls, config: CheckpointConfig) -> Self:
-        """What a run's configuration says."""
+    def of(cls, config: CheckpointConfig, mirror: str | None = None) -> Self:
+        """What a run's configuration says; `mirror` is the URL of its copy."""
         which = config.keep_best
         kept = Best(which.metric, which.mode, which.count) if which.metric and which.mode else None
-        return cls(config.keep_last, config.keep_every, kept)
+        return cls(config.keep_last, config.keep_every, kept, mirror)
+
+    @classmethod
+    def of_mirror(cls, config: CheckpointConfig) -> Self | None:
+        """What the configuration says of the mirror's own steps; None: all of them stay."""
+        count = config.mirror_keep_last
+        return replace(cls.of(config), keep_last=count) if count else None
 
     def outlived(self, steps: Collection[Facts], pins: Iterable[int] = ()) -> list[int]:
         """The steps that may go, oldest first. Pure.
@@ -104,36 +114,79 @@ class Retention:
         newest = max((each.step for each in steps if each.healthy), default=-1)
         return sorted(each.step for each in steps if each.step not in kept and each.step < newest)
 
-    def apply(self, root: Path, storage: Storage) -> list[int]:
+    def removable(self, root: Path, storage: Storage, pins: Iterable[int]) -> list[int]:
+        """The steps below `root` that may go: outlived, and on the mirror where there is one."""
+        gone = self.outlived(self.facts(root, storage), pins)
+        return [step for step in gone if step not in self._awaited(root, storage)]
+
+    def apply(self, root: Path, storage: Storage, room: int = 0) -> list[int]:
         """Remove what has outlived its use below `root`; returns those steps.
 
         Each goes into the trash by one rename before it is removed. Steps that cannot be read are
-        left alone; while `pins.json` cannot be read nothing goes.
+        left alone; while `pins.json` cannot be read nothing goes. What only waits for the mirror
+        goes, oldest first, where less than `room` bytes are free: training needs the disk more.
         """
         try:
             with holding_pins(root, storage) as pins:
-                gone = self.outlived(self.facts(root, storage), pins)
-                paths = step_paths(root, storage)
-                aside = [move_aside(storage, paths[step], root / TRASH) for step in gone]
+                outlived = self.outlived(self.facts(root, storage), pins)
+                awaited = self._awaited(root, storage)
+                gone = [step for step in outlived if step not in awaited]
+                aside = _move_aside(gone, root, storage)
+            for path in aside:
+                storage.remove(path)
+            waiting = [step for step in outlived if step in awaited]
+            return gone + _make_room(waiting, root, storage, room)
         except CorruptError as error:
             _log.warning("no step was removed: %s", error)
             return []
-        for path in aside:
-            storage.remove(path)
-        return gone
+
+    def _awaited(self, root: Path, storage: Storage) -> set[int]:
+        """The steps that the mirror still wants."""
+        if self.mirror is None:
+            return set()
+        settled = read_mirrored(root, self.mirror, storage)
+        found = set()
+        for step, path in step_paths(root, storage).items():
+            with suppress(CorruptError, IncompatibleError):  # which `facts` has told of
+                if settled.get(step) != read_commit(path, storage).uuid:
+                    found.add(step)
+        return found
 
     def facts(self, root: PurePath, storage: Source) -> list[Facts]:
         """What the predicates ask of the steps below `root`; those that cannot be read are named in the log."""
-        found = []
-        for path in step_paths(root, storage).values():
-            try:
-                commit = read_commit(path, storage)
-            except (CorruptError, IncompatibleError) as error:
-                _log.warning("left alone, for it cannot be read: %s", error)
-                continue
-            measured = _measured(path, storage) if self.keep_best else {}
-            found.append(Facts(commit.step, commit.healthy, measured))
-        return found
+        found = [self.fact(path, storage) for path in step_paths(root, storage).values()]
+        return [each for each in found if each is not None]
+
+    def fact(self, path: PurePath, storage: Source) -> Facts | None:
+        """The same of one step; None where it cannot be read, which is said in the log."""
+        try:
+            commit = read_commit(path, storage)
+        except (CorruptError, IncompatibleError) as error:
+            _log.warning("left alone, for it cannot be read: %s", error)
+            return None
+        measured = _measured(path, storage) if self.keep_best else {}
+        return Facts(commit.step, commit.healthy, measured)
+
+
+def _move_aside(steps: Iterable[int], root: Path, storage: Storage) -> list[Path]:
+    paths = step_paths(root, storage)
+    return [move_aside(storage, paths[step], root / TRASH) for step in steps]
+
+
+def _make_room(waiting: list[int], root: Path, storage: Storage, room: int) -> list[int]:
+    """Remove what waits for the mirror, oldest first, until `room` bytes are free; returns those steps."""
+    gone: list[int] = []
+    for step in waiting:
+        if storage.free_bytes(root) >= room:
+            _log.warning("steps %s stay until they are on the mirror", waiting[len(gone) :])
+            break
+        with holding_pins(root, storage) as pins:
+            aside = [] if step in pins else _move_aside([step], root, storage)
+        for path in aside:
+            _log.error("STEP %d GOES BEFORE IT IS ON THE MIRROR: the disk is full", step)
+            storage.remove(path)
+        gone.append(step)
+    return gone
 
 
 def _measured(path: PurePath, storage: Source) -> Mapping[str, Any]:
@@ -148,3 +201,14 @@ def _measured(path: PurePath, storage: Source) -> Mapping[str, Any]:
 
 def _is_number(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def require_measured(metric: str | None, measured: Mapping[str, float]) -> None:
+    """Refuse a metric to keep steps by that the validation does not give. Raises `UsageError`."""
+    if metric is not None and metric not in measured:
+        raise UsageError(
+            f"the validation does not measure {metric}",
+            have=", ".join(measured),
+            want="one of them",
+            do="set checkpoint.keep_best.metric to one of them",
+        )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from burnish.checkpoint.committed import read_commit
 from burnish.checkpoint.contents import Contents
 from burnish.checkpoint.planner import Planner
 from burnish.checkpoint.retention import Retention
@@ -59,5 +60,6 @@ class Saver:
         failed = f"step {step} is committed, but older steps could not be removed"
         with agree(self.layout), naming_failures(failed):
             if self.layout.is_main:
-                self.retention.apply(self.root, self.storage)
+                room = read_commit(path, self.storage).total_bytes + self.reserve_bytes
+                self.retention.apply(self.root, self.storage, room)
         return path

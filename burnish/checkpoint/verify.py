@@ -1,6 +1,6 @@
 """Whether the bytes on disk are those that were committed: every block against its hash.
 
-Without torch, in two blocks of memory. Readers of tensors use the same check on the blocks they
+Without torch, in two blocks of memory, or nine for what is remote. Readers of tensors use the same check on the blocks they
 read.
 """
 
@@ -64,16 +64,16 @@ def _rebuild(
 def verify(path: PurePath, storage: Source | None = None) -> Iterator[CorruptError]:
     """Read all of the step at `path`; yields an error per damaged block, naming file and tensors.
 
-    A thread reads the next block while one is hashed. A header that is what was committed and yet
-    says what cannot be is a problem too. Raises `CorruptError` when COMMIT, manifest, state or the
+    The next blocks are read while one is hashed. A header that is what was committed and yet says
+    what cannot be is a problem too. Raises `CorruptError` when COMMIT, manifest, state or the
     list of files is not in order.
     """
     storage = storage or LocalStorage()
     step = open_step(path, storage)
     largest = max((record.block_bytes for record in step.manifest.files.values()), default=0)
     largest = min(largest, MAX_BLOCK_BYTES, step.manifest.total_bytes)
-    buffers = [memoryview(bytearray(largest)) for _ in range(2)]
-    with ThreadPoolExecutor(1) as reader:
+    buffers = [memoryview(bytearray(largest)) for _ in range(storage.reads_at_once + 1)]
+    with ThreadPoolExecutor(storage.reads_at_once) as reader:
         for name in step.manifest.files:
             is_sound = True
             for error in _verify_file(step, name, storage, reader, buffers):
@@ -94,10 +94,10 @@ def _verify_file(
     ahead: list[tuple[int, memoryview, Future[str | None]]] = []
     with storage.open(step.path / name) as file:
         for number in range(len(record.blocks)):
-            data = buffers[number % 2][: _size(record, number)]
+            data = buffers[number % len(buffers)][: _size(record, number)]
             read = reader.submit(_fill, file, data, number * record.block_bytes)
             ahead.append((number, data, read))
-            if len(ahead) == 2:
+            if len(ahead) == len(buffers):
                 yield from _damage(file, step, name, *ahead.pop(0))
         while ahead:
             yield from _damage(file, step, name, *ahead.pop(0))

@@ -13,16 +13,18 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from burnish.cli import ckpt_inspect, ckpt_keep
-from burnish.cli.ckpt_paths import one_step
+from burnish.cli.ckpt_paths import one_step, place
 from burnish.files.durable import naming_failures
 
 Arguments = argparse.Namespace
+_Place = Callable[[str], PurePath]
 
-_WHERE = "RUN or RUN/checkpoints/step-N"
+_WHERE = "RUN or RUN/checkpoints/step-N, here or as a URL"
+_STEP = "RUN/checkpoints/step-N"
 _FOREIGN = "a directory of Hugging Face, torch's DCP, or verl's FSDP (global_step_N/actor)"
 _EITHER = f"{_WHERE} or a Hugging Face directory"
 
@@ -34,15 +36,17 @@ def add_ckpt(commands: Any) -> None:
         dest="ckpt_command", metavar="ls|show|verify|diff|export|import|pin|unpin|gc", required=True
     )
 
-    def add(name: str, description: str, metavar: str, help_: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, description: str, metavar: str, help_: str, kind: type[Path] | _Place = place
+    ) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = added.add_parser(
             name, description=description, help=description
         )
-        parser.add_argument("path", type=Path, metavar=metavar, help=help_)
+        parser.add_argument("path", type=kind, metavar=metavar, help=help_)
         parser.add_argument("--json", action="store_true", help="print one JSON object")
         return parser
 
-    add("ls", "List the steps of a run.", "RUN", "as runs/my-run")
+    add("ls", "List the steps of a run.", "RUN", "as runs/my-run or s3://bucket/my-run")
     show = add("show", "Say what is in a step.", "STEP", f"{_WHERE}; a run: its newest")
     show.add_argument("--tensors", action="store_true", help="list every tensor")
     verify = add(
@@ -56,7 +60,7 @@ def add_ckpt(commands: Any) -> None:
     diff = add(
         "diff", "Compare two steps tensor by tensor; exit code 1 where they differ.", "A", _EITHER
     )
-    diff.add_argument("other", type=Path, metavar="B", help="the same")
+    diff.add_argument("other", type=place, metavar="B", help="the same")
     export = add(
         "export", "Write a plain Hugging Face directory.", "STEP", f"{_WHERE}; a run: its newest"
     )
@@ -79,7 +83,7 @@ def add_ckpt(commands: Any) -> None:
         metavar="DIR",
         help="where the model that was trained on is, if it moved",
     )
-    imported = add("import", "Make a step of weights alone.", "SOURCE", _FOREIGN)
+    imported = add("import", "Make a step of weights alone.", "SOURCE", _FOREIGN, Path)
     imported.add_argument("run", type=Path, metavar="RUN", help="gets the step in its checkpoints/")
     imported.add_argument(
         "--step", type=int, default=0, metavar="N", help="its number; 0 if not given"
@@ -95,10 +99,12 @@ def add_ckpt(commands: Any) -> None:
         action="store_true",
         help="unpickle (DCP, verl), in a process of its own",
     )
-    pin = add("pin", "Keep a step whatever retention says.", "STEP", "RUN/checkpoints/step-N")
+    pin = add("pin", "Keep a step whatever retention says.", "STEP", _STEP, Path)
     pin.add_argument("--reason", default="by hand", metavar="TEXT", help="shown by ls")
-    add("unpin", "Let retention decide on a step again.", "STEP", "RUN/checkpoints/step-N")
-    gc = add("gc", "Remove what the run's configuration does not keep.", "RUN", "as runs/my-run")
+    add("unpin", "Let retention decide on a step again.", "STEP", _STEP, Path)
+    gc = add(
+        "gc", "Remove what the run's configuration does not keep.", "RUN", "as runs/my-run", Path
+    )
     gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 
 

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from burnish.checkpoint.committed import (
@@ -19,50 +19,61 @@ from burnish.checkpoint.committed import (
 )
 from burnish.checkpoint.manifest import COMMIT
 from burnish.checkpoint.pins import read_pins
+from burnish.checkpoint.remote_steps import RemoteSteps
 from burnish.checkpoint.verify import DamagedBlock, checked_header, verify, verify_quickly
-from burnish.cli.ckpt_paths import one_step, steps_at, steps_directory
+from burnish.cli.ckpt_paths import one_step, source_of, steps_at, steps_directory
 from burnish.cli.columns import bytes_text, count_text, table
 from burnish.errors import BurnishError, CorruptError, IncompatibleError
 from burnish.files.safetensors import DTYPE_BITS, TensorEntry
-from burnish.files.storage import LocalStorage
+from burnish.files.storage import Source
 
 Say = Callable[[str], None]
 """Prints a line for people; does nothing where JSON was asked for."""
 
-_LOCAL = LocalStorage()
 
-
-def list_steps(path: Path, say: Say) -> dict[str, Any]:
+def list_steps(path: PurePath, say: Say) -> dict[str, Any]:
     """Every step of a run: size, time, health, pin, and what else lies there."""
     root = steps_directory(path)
-    pins = read_pins(root, _LOCAL)
-    steps = [_listed(step, pins.get(number)) for number, step in step_paths(root, _LOCAL).items()]
+    source = source_of(root)
+    pins = read_pins(root, source)
+    steps = [
+        _listed(step, source, pins.get(number)) for number, step in step_paths(root, source).items()
+    ]
     say(str(root))
     rows = [("step", "size", "saved", "state", "pinned"), *map(_row, steps)]
     for line in table(rows, right=2):
         say(f"  {line}")
-    names = [entry.name for entry in _LOCAL.entries(root)]
-    beside = {
-        "unfinished": [name for name in names if name.startswith(INFLIGHT)],
-        QUARANTINE: [entry.name for entry in _LOCAL.entries(root / QUARANTINE)],
-        TRASH: [entry.name for entry in _LOCAL.entries(root / TRASH)],
-    }
+    beside = _beside(root, source)
     for what, found in beside.items():
         if found:
             say(f"  {what}: {', '.join(found)}")
     return {"path": str(root), "steps": steps, **beside}
 
 
-def show_step(path: Path, say: Say, *, tensors: bool) -> dict[str, Any]:
+def _beside(root: PurePath, source: Source) -> dict[str, list[str]]:
+    """What lies beside the steps."""
+    if isinstance(source, RemoteSteps):
+        unfinished = [path.name for path in source.unfinished()]
+        return {"unfinished": unfinished, QUARANTINE: source.damaged(), TRASH: []}
+    names = [entry.name for entry in source.entries(root)]
+    return {
+        "unfinished": [name for name in names if name.startswith(INFLIGHT)],
+        QUARANTINE: [entry.name for entry in source.entries(root / QUARANTINE)],
+        TRASH: [entry.name for entry in source.entries(root / TRASH)],
+    }
+
+
+def show_step(path: PurePath, say: Say, *, tensors: bool) -> dict[str, Any]:
     """One step: who wrote it, what is in it, where the run was; with `tensors` each of them."""
     step = one_step(path)
-    sets = _sets(step)
+    source = source_of(step.path.parent)
+    sets = _sets(step, source)
     facts = {
         "step": step.step,
         "healthy": step.healthy,
-        "pinned": read_pins(step.path.parent, _LOCAL).get(step.step),
+        "pinned": read_pins(step.path.parent, source).get(step.step),
         "bytes": step.manifest.total_bytes,
-        "saved": _saved(Path(step.path)),
+        "saved": _saved(step.path),
         "version": step.commit.version,
         "processes": step.manifest.world,
         "uuid": step.commit.uuid,
@@ -83,7 +94,7 @@ def show_step(path: Path, say: Say, *, tensors: bool) -> dict[str, Any]:
     return report
 
 
-def verify_steps(path: Path, say: Say, *, fast: bool) -> dict[str, Any]:
+def verify_steps(path: PurePath, say: Say, *, fast: bool) -> dict[str, Any]:
     """Check a step, or every step of a run; each problem is told as it is found."""
     results = [_verified(step, say, fast) for step in steps_at(path)]
     return {"full": not fast, "steps": results, "ok": all(result["ok"] for result in results)}
@@ -103,14 +114,15 @@ def damage(report: dict[str, Any]) -> CorruptError | None:
     )
 
 
-def _verified(path: Path, say: Say, fast: bool) -> dict[str, Any]:
+def _verified(path: PurePath, say: Say, fast: bool) -> dict[str, Any]:
     begun = time.perf_counter()
     problems = []
-    for error in _problems(path, fast):
+    source = source_of(path.parent)
+    for error in _problems(path, source, fast):
         problems.append(_problem(path, error))
         say(f"{error}")
     seconds = time.perf_counter() - begun
-    size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    size = _bytes(path, source)
     rate = "" if fast else f", {bytes_text(size / seconds)}/s"
     verdict = count_text(len(problems), "problem") if problems else "whole"
     say(f"{path}: {verdict} ({bytes_text(size)} in {seconds:.1f} s{rate})")
@@ -123,14 +135,22 @@ def _verified(path: Path, say: Say, fast: bool) -> dict[str, Any]:
     }
 
 
-def _problems(path: Path, fast: bool) -> Iterator[BurnishError]:
+def _bytes(path: PurePath, source: Source) -> int:
+    """Of all files below a directory."""
+    return sum(
+        _bytes(path / entry.name, source) if entry.kind == "directory" else entry.size
+        for entry in source.entries(path)
+    )
+
+
+def _problems(path: PurePath, source: Source, fast: bool) -> Iterator[BurnishError]:
     try:
-        yield from (verify_quickly if fast else verify)(path)
+        yield from (verify_quickly if fast else verify)(path, source)
     except (CorruptError, IncompatibleError) as error:
         yield error
 
 
-def _problem(path: Path, error: BurnishError) -> dict[str, Any]:
+def _problem(path: PurePath, error: BurnishError) -> dict[str, Any]:
     """A problem as JSON."""
     found: dict[str, Any] = {"problem": error.problem, "have": error.have, "want": error.want}
     if isinstance(error, DamagedBlock):
@@ -142,10 +162,10 @@ def _problem(path: Path, error: BurnishError) -> dict[str, Any]:
     }
 
 
-def _listed(path: Path, reason: str | None) -> dict[str, Any]:
+def _listed(path: PurePath, source: Source, reason: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {"path": str(path), "pinned": reason}
     try:
-        step = open_step(path, _LOCAL)
+        step = open_step(path, source)
     except (CorruptError, IncompatibleError) as error:
         return {**found, "step": int(path.name.removeprefix("step-")), "problem": error.problem}
     size, saved = step.manifest.total_bytes, _saved(path)
@@ -173,13 +193,15 @@ def _word(value: object) -> str:
     return str(value)
 
 
-def _saved(path: Path) -> str:
-    """When a step was committed, by its file."""
+def _saved(path: PurePath) -> str:
+    """When a step was committed, by its file; "" for one on a mirror, which got it later."""
+    if not isinstance(path, Path):
+        return ""
     seconds = (path / COMMIT).stat().st_mtime
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
-def _sets(step: Committed) -> dict[str, list[TensorEntry]]:
+def _sets(step: Committed, source: Source) -> dict[str, list[TensorEntry]]:
     """The tensors of each set ("model", "training/exp_avg", ...), from checked headers."""
     sets: dict[str, list[TensorEntry]] = {}
     for name in sorted(step.manifest.files):
@@ -187,7 +209,7 @@ def _sets(step: Committed) -> dict[str, list[TensorEntry]]:
         if file.endswith(".safetensors"):
             stem = file.removesuffix(".safetensors").partition("-")[0]
             key = directory if directory.endswith(stem) else f"{directory}/{stem}"
-            entries = checked_header(step, name, _LOCAL).entries.values()
+            entries = checked_header(step, name, source).entries.values()
             sets.setdefault(key, []).extend(entries)
     return sets
 

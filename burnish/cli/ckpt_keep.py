@@ -15,6 +15,7 @@ from burnish.cli.ckpt_inspect import Say
 from burnish.cli.ckpt_paths import is_step, steps_directory
 from burnish.cli.columns import bytes_text, count_text
 from burnish.config.load import load_config
+from burnish.config.places import mirror_url
 from burnish.errors import MissingError, UsageError
 from burnish.files.durable import move_aside, naming_failures
 from burnish.files.lease import Lease
@@ -83,7 +84,10 @@ def collect_garbage(path: Path, say: Say, *, dry_run: bool) -> dict[str, Any]:
 def _retention(root: Path) -> Retention | None:
     """What the run's configuration says; None where there is no configuration."""
     config = root.parent / "config.yaml"
-    return Retention.of(load_config(config).config.checkpoint) if config.is_file() else None
+    if not config.is_file():
+        return None
+    loaded = load_config(config).config
+    return Retention.of(loaded.checkpoint, mirror_url(loaded))
 
 
 def _outlived(retention: Retention | None, root: Path, pins: Iterable[int]) -> list[Path]:
@@ -91,7 +95,7 @@ def _outlived(retention: Retention | None, root: Path, pins: Iterable[int]) -> l
     if retention is None:
         return []
     paths = step_paths(root, _LOCAL)
-    return [paths[step] for step in retention.outlived(retention.facts(root, _LOCAL), pins)]
+    return [paths[step] for step in retention.removable(root, _LOCAL, pins)]
 
 
 def _step_of(path: Path) -> tuple[Path, int]:

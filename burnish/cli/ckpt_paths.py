@@ -1,55 +1,91 @@
-"""What a path on the command line of `burnish ckpt` stands for: a run, its `checkpoints/`, or one step."""
+"""What a path or URL on the command line of `burnish ckpt` stands for: a run, its `checkpoints/`, or one step."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import TypeVar
 
-from burnish.checkpoint.committed import Committed, newest, open_step, step_paths
+from burnish.checkpoint.committed import Committed, newest, open_step, step_number, step_paths
+from burnish.checkpoint.remote_steps import RemotePath, RemoteSteps
 from burnish.errors import MissingError
-from burnish.files.storage import LocalStorage
+from burnish.files.remote import Remote
+from burnish.files.storage import LocalStorage, Source
+from burnish.files.urls import Url, is_url
 
 CHECKPOINTS = "checkpoints"
 """The directory of steps in a run's directory."""
 
+P = TypeVar("P", bound=PurePath)
 
-def is_step(path: Path) -> bool:
+
+def place(text: str) -> PurePath:
+    """What a person wrote: a path of this machine or a URL. Raises `UsageError` for one that is not understood."""
+    return RemotePath(str(Url.parse(text))) if is_url(text) else Path(text)
+
+
+def source_of(directory: PurePath) -> Source:
+    """What reads a directory of steps."""
+    if isinstance(directory, RemotePath):
+        return RemoteSteps(Remote(str(directory)))
+    return LocalStorage()
+
+
+def is_step(path: PurePath) -> bool:
     """Whether this is the directory of a step, whole or not, by its name."""
-    return path.is_dir() and path in step_paths(path.parent, LocalStorage()).values()
+    if step_number(path.name) is None or (isinstance(path, Path) and not path.is_dir()):
+        return False
+    return path in step_paths(path.parent, source_of(path.parent)).values()
 
 
-def steps_directory(path: Path) -> Path:
+def steps_directory(path: P) -> P:
     """The directory of steps that a run's directory or itself is. Raises `MissingError`."""
-    if (path / CHECKPOINTS).is_dir():
+    kinds = _directories(path)
+    if CHECKPOINTS in kinds:
         return path / CHECKPOINTS
-    if path.is_dir() and (path.name == CHECKPOINTS or step_paths(path, LocalStorage())):
+    if kinds and (path.name == CHECKPOINTS or any(step_number(name) is not None for name in kinds)):
+        return path
+    if path.name == CHECKPOINTS and isinstance(path, Path) and path.is_dir():
         return path
     raise _missing(path)
 
 
-def one_step(path: Path) -> Committed:
+def one_step(path: PurePath) -> Committed:
     """The step at `path`, or the newest healthy one where it is a run or its `checkpoints/`.
 
     Raises `MissingError` where there is none, and `CorruptError` for a damaged one.
     """
     if is_step(path):
-        return open_step(path, LocalStorage())
-    found = newest(steps_directory(path))
+        return open_step(path, source_of(path.parent))
+    directory = steps_directory(path)
+    found = newest(directory, source_of(directory))
     if found is None:
         raise MissingError(f"{path} has no committed step", want="a run that has saved")
     return found
 
 
-def steps_at(path: Path) -> list[Path]:
+def steps_at(path: P) -> list[P]:
     """The step at `path`, or every step of the run that it is, oldest first. Raises `MissingError` where there is none."""
     if is_step(path):
         return [path]
-    found = list(step_paths(steps_directory(path), LocalStorage()).values())
+    directory = steps_directory(path)
+    found = list(step_paths(directory, source_of(directory)).values())
     if not found:
         raise MissingError(f"{path} has no committed step", want="a run that has saved")
     return found
 
 
-def _missing(path: Path) -> MissingError:
+def _directories(path: PurePath) -> list[str]:
+    """What is directly in a directory here, or behind a URL."""
+    if isinstance(path, RemotePath):
+        return Remote(str(path)).names()
+    return [entry.name for entry in LocalStorage().entries(path) if entry.kind == "directory"]
+
+
+def _missing(path: PurePath) -> MissingError:
+    if not isinstance(path, Path):
+        return MissingError(
+            f"there are no checkpoints at {path}", want="a run, or one of its steps"
+        )
     if not path.exists():
         near = path.parent
         while not near.exists():

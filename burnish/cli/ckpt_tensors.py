@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from burnish.checkpoint.importing import Foreign, HuggingFace, save_foreign
 from burnish.checkpoint.pickled import Pickled, guarded_by, pickled_kind
 from burnish.checkpoint.streams import SUFFIX, DirectoryTensors, StepTensors, TensorStream
 from burnish.cli.ckpt_inspect import Say
-from burnish.cli.ckpt_paths import CHECKPOINTS, is_step, one_step
+from burnish.cli.ckpt_paths import CHECKPOINTS, is_step, one_step, source_of
 from burnish.cli.columns import bytes_text, count_text
 from burnish.errors import UsageError
 
@@ -30,7 +30,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 """What a model can be exported in."""
 
 
-def diff(a: Path, b: Path, say: Say) -> dict[str, Any]:
+def diff(a: PurePath, b: PurePath, say: Say) -> dict[str, Any]:
     """Compare two steps, or Hugging Face directories, tensor by tensor; `same` in the report says whether all are equal."""
     verdicts: Counter[str] = Counter()
     found = []
@@ -56,7 +56,8 @@ def exportable(step: Committed, role: str, base: Path | None, *, merged: bool) -
         raise UsageError("only the run's own model has an adapter", have=f"--merged --role {role}")
     if base is not None and not merged:
         raise UsageError("--base is for --merged", have=f"--base {base}", want="--merged")
-    return MergedModel(step, base) if merged else StepModel(step, role)
+    source = source_of(step.path.parent)
+    return MergedModel(step, base, source) if merged else StepModel(step, role, source)
 
 
 def export_step(
@@ -127,11 +128,17 @@ def _foreign(source: Path, assets: Path | None, unsafe_pickle: bool) -> Foreign:
     return Pickled(source, assets or (inside if inside.is_dir() else source))
 
 
-def _open(path: Path) -> TensorStream:
+def _open(path: PurePath) -> TensorStream:
     """A step, a run's newest one, or a Hugging Face directory."""
-    if path.is_dir() and not is_step(path) and any(path.glob(f"*{SUFFIX}")):
+    if (
+        isinstance(path, Path)
+        and path.is_dir()
+        and not is_step(path)
+        and any(path.glob(f"*{SUFFIX}"))
+    ):
         return DirectoryTensors(path)
-    return StepTensors(one_step(path))
+    step = one_step(path)
+    return StepTensors(step, source_of(step.path.parent))
 
 
 def _words(found: Compared) -> str:

@@ -15,6 +15,7 @@ from burnish.cli.summary import summary
 from burnish.config.check import Command, check
 from burnish.config.identity import require_may_resume, require_same_run
 from burnish.config.load import load_config
+from burnish.config.places import run_directory
 from burnish.config.schema import RunConfig
 from burnish.errors import MissingError, UsageError
 from burnish.parallel.environment import place_of
@@ -67,7 +68,7 @@ def _config_file(path: str, run_dir: Path | None) -> Path:
 
 def _require_own_directory(config: RunConfig) -> None:
     """What opening the run refuses too, here without torch."""
-    directory = Path(config.output_dir) / config.name
+    directory = run_directory(config)
     recorded = directory / "config.yaml"
     if recorded.is_file():
         require_same_run(directory, load_config(recorded).config, config)

@@ -8,6 +8,7 @@ from pathlib import Path
 from burnish.cli.columns import bytes_text, count_text
 from burnish.cli.inputs import committed_steps, data_sizes
 from burnish.config.check import Command
+from burnish.config.places import mirror_url, run_directory
 from burnish.config.schema import EngineConfig, ModelConfig, RunConfig, SamplingConfig
 
 
@@ -95,9 +96,12 @@ def _training_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
         "checkpoints",
         f"{every}at the end, {', '.join(kept)} kept{', in the background' if checkpoint.background else ''}",
     )
-    directory = Path(config.output_dir) / config.name
+    directory = run_directory(config)
     saved = committed_steps(directory)
     yield "writes", f"{directory}{f', which continues from {saved[-1].name}' if saved else ''}"
+    mirror, count = mirror_url(config), checkpoint.mirror_keep_last
+    if mirror:
+        yield "mirror", f"{mirror}, {f'the last {count}' if count else 'all'} steps kept"
 
 
 def _model(config: RunConfig, run_dir: Path | None) -> str:

@@ -8,8 +8,10 @@ is wrong is reported at once. Left out: whether the files that settings name exi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
+from burnish.config.places import is_remote
 from burnish.config.problems import Problem, refusal
 from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 
@@ -37,6 +39,7 @@ def check(config: RunConfig, command: Command, world: int = 1) -> None:
         problems += _of_algorithm(config)
     problems += _of_evaluation(config, command)
     problems += _of_retention(config, command)
+    problems += _of_mirror(config)
     if problems:
         raise refusal(problems, "this configuration")
 
@@ -347,4 +350,29 @@ def _of_retention(config: RunConfig, command: Command) -> Iterator[Problem]:
             have=f"checkpoint.keep_every: {config.checkpoint.keep_every}, checkpoint.save_every: {save_every}",
             want="a multiple of checkpoint.save_every",
             do=f"set checkpoint.keep_every={-(-config.checkpoint.keep_every // save_every) * save_every}",
+        )
+
+
+def _of_mirror(config: RunConfig) -> Iterator[Problem]:
+    mirror = config.checkpoint.mirror
+    if mirror is not None and not is_remote(mirror):
+        yield Problem(
+            "checkpoint.mirror is no URL",
+            have=f"checkpoint.mirror: {mirror}",
+            want="hdfs://, s3://, gs:// or file://",
+            do=f"set checkpoint.mirror=file://{Path(mirror).absolute()}",
+        )
+    if mirror is not None and is_remote(config.output_dir):
+        yield Problem(
+            "output_dir is a URL, and checkpoint.mirror is set",
+            have=f"output_dir: {config.output_dir}, checkpoint.mirror: {mirror}",
+            want="one of them: both say where the run is copied to",
+            do="remove checkpoint.mirror, or set output_dir to a directory of this machine",
+        )
+    if config.checkpoint.mirror_keep_last and mirror is None and not is_remote(config.output_dir):
+        yield Problem(
+            "checkpoint.mirror_keep_last is set, and there is no mirror",
+            have=f"checkpoint.mirror_keep_last: {config.checkpoint.mirror_keep_last}",
+            want="checkpoint.mirror, or an output_dir that is a URL",
+            do="set checkpoint.mirror, or remove checkpoint.mirror_keep_last",
         )

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from burnish.config.schema import RunConfig, Section
@@ -77,7 +77,7 @@ def difference(before: RunConfig, after: RunConfig) -> list[Difference]:
     ]
 
 
-def require_same_run(run_dir: Path, recorded: RunConfig, config: RunConfig) -> None:
+def require_same_run(run_dir: PurePath, recorded: RunConfig, config: RunConfig) -> None:
     """Refuse a run directory whose recorded configuration describes another run than `config`.
 
     Raises `IncompatibleError` with a table of the settings that differ.
@@ -93,7 +93,7 @@ def require_same_run(run_dir: Path, recorded: RunConfig, config: RunConfig) -> N
     )
 
 
-def require_may_resume(run_dir: Path, steps: Sequence[str], config: RunConfig) -> None:
+def require_may_resume(run_dir: PurePath, steps: Sequence[str], config: RunConfig) -> None:
     """Refuse a run directory that holds `steps` (their names, oldest first) where `resume` is never.
 
     Raises `UsageError`.

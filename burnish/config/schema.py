@@ -305,6 +305,12 @@ class CheckpointConfig(Section):
     """Resume a step that holds no optimizer state, and begin with a fresh one; otherwise such a step is refused."""
     reserve_gb: float = Field(0.1, ge=0)
     """Disk space that must stay free after a save, in GB."""
+    mirror: str | None = None
+    """URL below which the run's directory is copied, as URL/NAME, after every save and while training goes on; resuming looks there as well. hdfs://, s3://, gs:// or file://."""
+    mirror_keep_last: int = Field(0, ge=0)
+    """Newest steps to keep on the mirror, besides those that keep_every, keep_best and pins keep there too; 0: all steps."""
+    mirror_patience_seconds: float = Field(1800.0, ge=0)
+    """How long the end of a run waits for its mirror."""
 
 
 class TrackingConfig(Section):
@@ -333,7 +339,7 @@ class RunConfig(Section):
     name: str = "run"
     """Names the run's directory."""
     output_dir: str = "runs"
-    """Where run directories lie."""
+    """Where run directories lie. A URL: they lie in runs/ and are copied below it, as with checkpoint.mirror."""
     seed: int = Field(0, ge=0)
     """All randomness derives from it."""
     steps: int | None = Field(None, ge=1)

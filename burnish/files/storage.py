@@ -67,6 +67,10 @@ class File(ReadableFile, Protocol):
 class Source(Protocol):
     """A place whose files can be read. Every method raises `OSError` when it cannot do what it says."""
 
+    @property
+    def reads_at_once(self) -> int:
+        """How many reads at the same time are faster than one after the other."""
+
     def open(self, path: PurePath) -> ReadableFile:
         """An existing regular file; a link or a device is refused."""
 
@@ -147,6 +151,8 @@ class LocalFile:
 
 class LocalStorage:
     """The file systems of this machine, those mounted from elsewhere included."""
+
+    reads_at_once = 1
 
     def create(self, path: Path, size: int) -> File:
         """A new file of this length; fails at once where the disk has no room for it."""

@@ -27,6 +27,11 @@ def json_number(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
+def json_numbers(values: Mapping[str, float]) -> dict[str, float | str]:
+    """The values as JSON can hold them."""
+    return {name: json_number(value) for name, value in values.items()}
+
+
 def json_line(record: Mapping[str, Any]) -> str:
     """`record` as one line of JSON with its newline.
 
@@ -113,3 +118,8 @@ def logged_values(path: Path, step: int) -> dict[str, float]:
 def number(value: float | str) -> float:
     """What `json_number` wrote, as a number."""
     return float(value) if isinstance(value, str) else value
+
+
+def numbers(values: Mapping[str, float | str]) -> dict[str, float]:
+    """What `json_numbers` wrote, as numbers."""
+    return {name: number(value) for name, value in values.items()}

@@ -7,7 +7,7 @@ traces of single events.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -51,3 +51,8 @@ class Spans:
         self._seconds = {}
         self._taken_at = now
         return taken
+
+
+def added(values: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
+    """The numbers with these seconds added to those of the same names."""
+    return {**values, **{name: values.get(name, 0.0) + more for name, more in seconds.items()}}

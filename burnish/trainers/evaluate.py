@@ -129,9 +129,7 @@ def evaluate(config: RunConfig, run_directory: Path | None = None) -> dict[str, 
         step = _newest_step(run_directory)
         config = config.model_copy(update={"model": _model_of(step, config.model)})
     local = with_local_inputs(config, trains=False)
-    return launch(
-        lambda layout, device: _evaluate(local, step, layout, device), config.distributed
-    )
+    return launch(lambda layout, device: _evaluate(local, step, layout, device), config.distributed)
 
 
 def _evaluate(

@@ -12,24 +12,24 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from burnish.checkpoint.committed import Committed, step_name, step_paths
+from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.contents import Contents, ModelContents
-from burnish.checkpoint.directory import Checkpoints, Resumed
+from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.load import CheckpointSource
-from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.mirror import Mirror
+from burnish.checkpoint.resuming import Resumed
+from burnish.checkpoint.retention import require_measured
 from burnish.checkpoint.tensor_sets import MAIN
-from burnish.config.identity import require_may_resume, require_same_run
-from burnish.config.load import dump_yaml, load_config
+from burnish.config.load import dump_yaml
+from burnish.config.places import run_directory
 from burnish.config.schema import RunConfig
 from burnish.engines.base import Engine, Part, compute_dtype
-from burnish.errors import BurnishError, IncompatibleError, StoppedError, UsageError
+from burnish.errors import BurnishError, StoppedError
 from burnish.files.durable import naming_failures
-from burnish.files.storage import LocalStorage
 from burnish.models.lora_names import ADAPTER_STATE
 from burnish.models.lora_record import require_same_adapter
 from burnish.parallel.collectives import agree, same_on_all_ranks
@@ -38,20 +38,33 @@ from burnish.parallel.layout import Layout
 from burnish.records import Batch, Rollout
 from burnish.tracking.atomic import discard_leftovers
 from burnish.tracking.console import ConsoleTracker
-from burnish.tracking.jsonl import JsonlTracker, json_number, logged_values, number
+from burnish.tracking.jsonl import JsonlTracker, json_numbers, logged_values, numbers
 from burnish.tracking.metrics import Stats
 from burnish.tracking.progress import Progress
 from burnish.tracking.report import State, write_report
 from burnish.tracking.rollouts import discard_rollouts_after, write_rollouts
 from burnish.tracking.rundir import RunDirectory, environment
-from burnish.tracking.spans import Spans
+from burnish.tracking.spans import Spans, added
 from burnish.tracking.tensorboard import TensorBoardTracker
 from burnish.tracking.throughput import throughput
 from burnish.tracking.trackers import Tracker, Trackers
+from burnish.trainers.claim import (
+    TRAINER,
+    behind,
+    bring_back,
+    claim,
+    mirror_of,
+    percent_on,
+    require_own_directory,
+    step_place,
+)
 from burnish.trainers.inputs import INPUTS, Inputs
 from burnish.trainers.position import Position, adapter_state, position_of
 from burnish.trainers.setup import Foundation
 from burnish.trainers.signals import Stopper, StopRequested, catch_signals, check_stop
+
+_GRACE_SECONDS = 10.0
+# How long a run that was told to stop waits for its mirror: what counts then is the step on its disk.
 
 log = logging.getLogger("burnish")
 
@@ -94,21 +107,15 @@ class Run:
         self.layout = layout
         self.device = device
         self.stopper = stopper
-        self.directory = RunDirectory(Path(config.output_dir) / config.name)
-        self.checkpoints = Checkpoints(
-            self.directory.checkpoints,
-            layout,
-            retention=Retention.of(config.checkpoint),
-            reserve_bytes=int(config.checkpoint.reserve_gb * 1e9),
-            background_timeout=config.distributed.timeout_seconds
-            if config.checkpoint.background
-            else None,
-        )
+        self.directory = RunDirectory(run_directory(config))
+        self.checkpoints = Checkpoints.of(config, layout)
         self.position = Position()
         self.spans = Spans()
         self.progress = Progress(config.tracking.progress and layout.is_main)
         self.validate: Validation | None = None
         """Validates the current weights; set by the trainer where there are held-out data."""
+        self.mirror: Mirror | None = None
+        """Where the run's directory is copied to."""
         self._trackers = Trackers()
         self._saved_step: int | None = None
         self._finite_loss = True
@@ -128,6 +135,7 @@ class Run:
         engine.load(foundation.base, Part.FROZEN)
         if resumed is not None and self.layout.is_main:
             log.warning("resumed step %d from %s", resumed.step.step, resumed.step.path)
+        bring_back(self.mirror, self.directory, resumed, self.layout)
         return resumed
 
     def start(self) -> None:
@@ -146,9 +154,9 @@ class Run:
         self.spans.take()
         left = self.position.unlogged
         if left is not None and not self.position.unvalidated:
-            self._log(logged or _numbers(left))
+            self._log(logged or numbers(left))
         elif left is not None:
-            self._record(_numbers(left), validate=True)
+            self._record(numbers(left), validate=True)
         elif self.position.step == 0 and self.validate and self.config.evaluation.before:
             self._record({}, validate=True)
         self.spans.take()
@@ -184,10 +192,13 @@ class Run:
         self.check_stop()
         self.save()
         self._report("finished")
+        left = self._settle_mirror(self.config.checkpoint.mirror_patience_seconds)
         if self.layout.is_main:
-            path = self.directory.checkpoints / step_name(self.position.step)
+            path = step_place(self.position.step, self.directory, self.mirror)
             what = "adapter" if self._foundation.adapter else "model"
             log.info("done: the %s is %s", what, path / "model")
+        if left is not None:
+            raise behind(self.mirror, self.directory, left)
 
     def write_rollouts(self, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> None:
         """Keep the rollouts of the step under way where the configuration asks for it, the first and the last always."""
@@ -253,11 +264,20 @@ class Run:
         """Commit what there is, and what to raise then. Collective."""
         self.save()
         self._report("stopped")
+        self._settle_mirror(_GRACE_SECONDS)
         return StoppedError(
             f"{request}: step {self.position.step} is committed in {self.directory.root}; "
             "the same command continues from there",
             signal_number=request.signal_number,
         )
+
+    def _settle_mirror(self, seconds: float) -> BurnishError | None:
+        """Wait so long for the mirror, or until a signal comes; says why it has not all of the run. Collective."""
+        if self.mirror is None:
+            return None
+        self._trackers.close()
+        with self.progress.phase("mirror", 100) as bar:
+            return self.checkpoints.settle_mirror(seconds, self.stopper.changed(), percent_on(bar))
 
     def _writing(self) -> AbstractContextManager[None]:
         return naming_failures(f"{self.directory.root} cannot be written")
@@ -313,17 +333,19 @@ class Run:
             self.check_stop()
             with self.spans("validate"):
                 measured = validation()
-            _check_metric(self.config.checkpoint.keep_best.metric, measured)
-            values = {**_added(values, self.spans.take()), **measured}
+            require_measured(self.config.checkpoint.keep_best.metric, measured)
+            values = {**added(values, self.spans.take()), **measured}
             self._leave(values)
-            self.position = replace(self.position, measured=_json(measured), unvalidated=False)
+            self.position = replace(
+                self.position, measured=json_numbers(measured), unvalidated=False
+            )
         if save:
             self.save(background=self.config.checkpoint.background)
-        self._log(_added(values, self.spans.take()))
+        self._log(added(values, self.spans.take()))
 
     def _leave(self, values: Mapping[str, float]) -> None:
         """Keep the line in the position."""
-        self.position = replace(self.position, unlogged=_json(values))
+        self.position = replace(self.position, unlogged=json_numbers(values))
 
     def _log(self, values: Mapping[str, float]) -> None:
         with self._writing():
@@ -364,55 +386,14 @@ def open_run(
         run = Run(config, layout, device, stopper)
         same_on_all_ranks(dump_yaml(config), "the configuration", layout)
         with run.checkpoints, closing(run):
+            run.mirror = mirror_of(config, run.directory.root, layout)
+            run.checkpoints.mirror_to(run.mirror)
             with agree(layout):
-                _claim(run, trainer)
+                require_own_directory(run.directory, config, trainer)
+                if layout.is_main:
+                    found = environment(device_name(device), layout.world)
+                    claim(run.directory, run.mirror, config, {TRAINER: trainer, **found})
             try:
                 yield run
             except StopRequested as request:
                 raise run.stopped(request) from None
-
-
-def _claim(run: Run, trainer: str) -> None:
-    """Make the directory, whose lease is ours, this run's; or refuse it."""
-    directory = run.directory
-    before = directory.read_environment().get("trainer", trainer)
-    if before != trainer:
-        raise IncompatibleError(
-            f"{directory.root} holds a run of another kind",
-            have=f"burnish {before}",
-            want=f"burnish {trainer}",
-            do="set name=NAME to begin another run",
-        )
-    if directory.config.exists():
-        require_same_run(directory.root, load_config(directory.config).config, run.config)
-    steps = step_paths(directory.checkpoints, LocalStorage()).values()
-    require_may_resume(directory.root, [path.name for path in steps], run.config)
-    if run.layout.is_main:
-        directory.create()
-        directory.write_config(dump_yaml(run.config))
-        found = environment(device_name(run.device), run.layout.world)
-        directory.write_environment({"trainer": trainer, **found})
-
-
-def _added(values: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
-    """The numbers with these seconds added to those of the same names."""
-    return {**values, **{name: values.get(name, 0.0) + more for name, more in seconds.items()}}
-
-
-def _json(values: Mapping[str, float]) -> dict[str, float | str]:
-    return {name: json_number(value) for name, value in values.items()}
-
-
-def _numbers(values: Mapping[str, float | str]) -> dict[str, float]:
-    return {name: number(value) for name, value in values.items()}
-
-
-def _check_metric(metric: str | None, measured: Mapping[str, float]) -> None:
-    """Refuse a metric to keep checkpoints by that the validation does not give."""
-    if metric is not None and metric not in measured:
-        raise UsageError(
-            f"the validation does not measure {metric}",
-            have=", ".join(measured),
-            want="one of them",
-            do="set checkpoint.keep_best.metric to one of them",
-        )

@@ -7,7 +7,7 @@ a checkpoint. A second signal ends the process at once, for a person who means i
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -35,6 +35,11 @@ class Stopper:
         """Raise `StopRequested` when a signal has arrived at this process."""
         if self.received is not None:
             raise StopRequested(self.received)
+
+    def changed(self) -> Callable[[], bool]:
+        """Tells whether a first signal has arrived since this call."""
+        before = self.received
+        return lambda: self.received != before
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:

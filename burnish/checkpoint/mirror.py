@@ -1,0 +1,317 @@
+"""Bringing a mirror in line with a run's directory: what is missing goes up, what outlived its use goes.
+
+What has to be done is seen from both sides each time and remembered nowhere, so a machine that dies
+in the middle of it leaves nothing but work for the next. A step's files go up first, several at a
+time, then its manifest, then its COMMIT, with which it begins to exist.
+
+**Verifying.** Every file is read back after it was sent, and every block compared with the hash that was
+computed when it left the training processes' memory; the same is done with a file that is already
+there, which is then not sent again. An ETag would cost less and prove less: it is no hash of the
+content for uploads in parts or with encryption by key, other services have others, and HDFS has none
+that a client without Java can ask for. Only then may the local step go, so the price of reading is
+paid once, and while training goes on.
+
+No torch here: this runs in a process of its own (`burnish.checkpoint.uploader`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from burnish.checkpoint.committed import Committed, open_step, read_commit, step_paths
+from burnish.checkpoint.manifest import (
+    COMMIT,
+    COMMIT_LIMIT,
+    MANIFEST,
+    MANIFEST_LIMIT,
+    Commit,
+    FileRecord,
+    block_hash,
+)
+from burnish.checkpoint.mirrored import write_mirrored
+from burnish.checkpoint.pins import read_pins
+from burnish.checkpoint.remote_steps import RemoteSteps
+from burnish.checkpoint.retention import Facts, Retention
+from burnish.checkpoint.verify import verify
+from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
+from burnish.files.durable import naming_failures
+from burnish.files.remote import Remote
+from burnish.files.storage import LocalStorage, Source
+
+CHECKPOINTS = "checkpoints"
+"""The directory of steps, below the mirror as below the run's directory."""
+ENVIRONMENT = "environment.json"
+"""The file that says which run a mirror belongs to, and which start of it has it."""
+ENVIRONMENT_LIMIT = 1 << 20
+"""Most bytes that it may have."""
+
+_KEPT = ("rollouts", "tensorboard")
+_CHANGING = ("config.yaml", "metrics.jsonl", "report.html", f"{CHECKPOINTS}/pins.json")
+_FILES_AT_ONCE = 4
+_TRIES = 3
+
+_log = logging.getLogger(__name__)
+
+Moved = Callable[[int], None]
+"""Hears of bytes that were sent or read back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """What is mirrored, and where to."""
+
+    directory: Path
+    """The run's directory."""
+    remote: Remote
+    """Its copy."""
+    retention: Retention | None
+    """Which steps stay on the mirror; None: all."""
+    start: str
+    """Names this start of the run; while the mirror names another, nothing is changed there."""
+
+    @property
+    def root(self) -> Path:
+        """The local steps."""
+        return self.directory / CHECKPOINTS
+
+    def steps(self) -> RemoteSteps:
+        """The steps on the mirror."""
+        return RemoteSteps(self.remote.below(CHECKPOINTS))
+
+    def check(self) -> None:
+        """Raise `BurnishError` when another start of the run, or another run, has taken the mirror."""
+        try:
+            text = self.remote.read(ENVIRONMENT, ENVIRONMENT_LIMIT)
+            found = json.loads(text).get("start")
+        except (MissingError, ValueError, AttributeError) as error:
+            found = str(error)
+        if found != self.start:
+            raise BurnishError(
+                f"this run no longer has {self.remote} to itself",
+                have=f"start {found}",
+                want=f"start {self.start}",
+                do="see which other run was started with this mirror",
+            )
+
+
+class Sync:
+    """One comparison of both sides. `run` does what there is to do. Raises `BurnishError`."""
+
+    def __init__(self, mirror: Mirror, moved: Moved) -> None:
+        self._mirror = mirror
+        self._moved = moved
+        self._storage = LocalStorage()
+        self._there = mirror.steps()
+        mirror.check()
+        self._paths = step_paths(mirror.root, self._storage)
+        self._local = _commits(self._paths, self._storage)
+        self._remote = _commits(step_paths(self._there.root, self._there), self._there)
+        self._facts: dict[int, Facts] = {}
+        self._pins: dict[int, str] | None = None
+        if mirror.retention is not None:
+            self._facts = self._find_facts(mirror.retention)
+            self._pins = _pins(mirror.root, self._storage)
+        self._unwanted = self._outlived(self._facts)
+
+    def missing(self) -> list[int]:
+        """The committed steps that the mirror wants and has not, newest first."""
+        return [
+            step
+            for step, commit in sorted(self._local.items(), reverse=True)
+            if self._remote.get(step) != commit and step not in self._unwanted
+        ]
+
+    def size(self) -> int:
+        """Bytes to be moved: each is sent and read back."""
+        return 2 * sum(self._local[step].total_bytes for step in self.missing())
+
+    def run(self) -> list[int]:
+        """Send steps, then the run's small files, then remove what outlived its use; returns the steps sent.
+
+        A step that is damaged here, or that goes from here meanwhile, keeps no other back; damage is
+        raised at the end.
+        """
+        sent, failed = [], None
+        self._note()
+        for step in self.missing():
+            try:
+                if self._send(step):
+                    sent.append(step)
+                    self._note()
+            except CorruptError as error:
+                failed = failed or error
+        send_outputs(self._mirror.directory, self._mirror.remote)
+        self._retain()
+        if failed is not None:
+            raise failed
+        return sent
+
+    def _send(self, step: int) -> bool:
+        """Whether it was there to be sent."""
+        path = self._paths[step]
+        try:
+            with naming_failures(f"{path} cannot be read"):
+                opened = open_step(path, self._storage)
+                upload(opened, self._there, self._mirror.check, self._moved)
+        except BurnishError:
+            if path.exists():
+                raise
+            _log.warning("%s is not on the mirror: it went from here meanwhile", path)
+            return False
+        self._remote[step] = self._local[step]
+        return True
+
+    def _find_facts(self, retention: Retention) -> dict[int, Facts]:
+        """What retention asks, of the steps of both sides."""
+        paths = step_paths(self._there.root, self._there)
+        found = [retention.fact(path, self._storage) for path in self._paths.values()]
+        found += [
+            retention.fact(paths[step], self._there) for step in paths.keys() - self._local.keys()
+        ]
+        return {each.step: each for each in found if each is not None}
+
+    def _outlived(self, steps: Iterable[int]) -> set[int]:
+        """Which of these the mirror's retention would not keep, if these were all."""
+        if self._mirror.retention is None or self._pins is None:
+            return set()
+        facts = [self._facts[step] for step in steps if step in self._facts]
+        return set(self._mirror.retention.outlived(facts, self._pins))
+
+    def _note(self) -> None:
+        """Write down which local steps need not be kept for the mirror's sake."""
+        settled = {
+            step: commit.uuid
+            for step, commit in self._local.items()
+            if self._remote.get(step) == commit or step in self._unwanted
+        }
+        with naming_failures(f"{self._mirror.root} cannot be written"):
+            write_mirrored(self._mirror.root, str(self._mirror.remote), settled, self._storage)
+
+    def _retain(self) -> None:
+        """Remove from the mirror what its retention does not keep, and what was never finished."""
+        there = self._there
+        there.refresh()
+        gone = self._outlived(self._remote)
+        paths = [path for step, path in step_paths(there.root, there).items() if step in gone]
+        for path in [*paths, *there.unfinished()]:
+            self._mirror.check()
+            there.remove(path)
+
+
+def _commits(paths: Mapping[int, PurePath], source: Source) -> dict[int, Commit]:
+    """The seals of these steps; those that cannot be read are named in the log."""
+    found = {}
+    for step, path in paths.items():
+        try:
+            found[step] = read_commit(path, source)
+        except (CorruptError, IncompatibleError) as error:
+            _log.warning("not mirrored, for it cannot be read: %s", error)
+    return found
+
+
+def _pins(root: Path, storage: Source) -> dict[int, str] | None:
+    """The pinned steps; None when they cannot be read, and all count as pinned."""
+    try:
+        return read_pins(root, storage)
+    except CorruptError as error:
+        _log.warning("nothing is removed from the mirror: %s", error)
+        return None
+
+
+def upload(step: Committed, there: RemoteSteps, check: Callable[[], None], moved: Moved) -> None:
+    """Make a committed step of this machine one of the mirror; returns when all of it was read back.
+
+    What an interrupted upload left is compared and kept; another step of this number, and files that
+    are not of this one, go first. `check` is called before anything that makes or unmakes a step.
+    Raises `CorruptError` for a step that is damaged here, `BurnishError` for faults that do not pass.
+    """
+    path = Path(step.path)
+    remote = there.remote.below(path.name)
+    commit, manifest = (path / COMMIT).read_bytes(), (path / MANIFEST).read_bytes()
+    sizes = {file.name: file.size for file in remote.files()}
+    if COMMIT in sizes:
+        if remote.read(COMMIT, COMMIT_LIMIT) == commit:
+            return
+        check()
+        remote.remove(COMMIT)
+    for name in sizes.keys() - step.manifest.files.keys() - {COMMIT}:
+        remote.remove(name)
+
+    def send(name: str) -> None:
+        _send_file(step, name, remote, sizes.get(name), moved)
+
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+        sending = [pool.submit(send, name) for name in step.manifest.files]
+        try:
+            for each in sending:
+                each.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    _put_checked(remote, MANIFEST, manifest)
+    check()
+    _put_checked(remote, COMMIT, commit)
+
+
+def _send_file(step: Committed, name: str, remote: Remote, there: int | None, moved: Moved) -> None:
+    """Send a file until what is read back is what was committed; nothing where it is there already."""
+    record = step.manifest.files[name]
+    if there == record.size and is_intact(remote, name, record, moved):
+        moved(record.size)
+        return
+    for _ in range(_TRIES):
+        remote.put_file(name, Path(step.path) / name, moved)
+        if is_intact(remote, name, record, moved):
+            return
+    for damage in verify(step.path):
+        raise damage
+    raise BurnishError(
+        f"{remote.url.below(name)} is not what was sent, {_TRIES} times",
+        have="a file of which a block read back has another hash",
+        want="the bytes that were committed",
+        do="see that the service is in order",
+    )
+
+
+def is_intact(remote: Remote, name: str, record: FileRecord, moved: Moved) -> bool:
+    """Whether a file's blocks, read back, have the hashes that they had when they were committed."""
+    buffer = memoryview(bytearray(min(record.block_bytes, record.size)))
+    for number, wanted in enumerate(record.blocks):
+        start = number * record.block_bytes
+        block = buffer[: min(record.block_bytes, record.size - start)]
+        try:
+            remote.read_into(name, block, start)
+        except CorruptError:  # it ends before
+            return False
+        if block_hash(block) != wanted:
+            return False
+        moved(len(block))
+    return True
+
+
+def send_outputs(directory: Path, remote: Remote) -> None:
+    """Copy a run's files beside its steps: configuration, metrics, report, rollouts, events, pins.
+
+    Those in directories of their own go when their size is another than there. Raises `BurnishError`.
+    """
+    there = {file.name: file.size for kept in _KEPT for file in remote.files(kept)}
+    changing = [directory / name for name in _CHANGING]
+    kept = [path for each in _KEPT for path in sorted((directory / each).rglob("*"))]
+    for path in changing + kept:
+        name = path.relative_to(directory).as_posix()
+        with naming_failures(f"{path} cannot be read"), suppress(FileNotFoundError):
+            if path.is_file() and (path in changing or there.get(name) != path.stat().st_size):
+                remote.put(name, path.read_bytes())
+
+
+def _put_checked(remote: Remote, name: str, data: bytes) -> None:
+    """Put a small file and read it back."""
+    remote.put(name, data)
+    if remote.read(name, MANIFEST_LIMIT) != data:
+        raise BurnishError(f"{remote.url.below(name)} is not what was sent")

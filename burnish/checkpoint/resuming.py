@@ -1,0 +1,187 @@
+"""Which step a run continues from: the newest that can be, on this disk or on the mirror.
+
+A step is opened by every rank, and what one of them finds wrong is wrong for all: it is set aside
+where it lies, and the next older one is taken, whichever side has it. Of a step that both sides
+have, the disk's is tried first. Left out: reading its tensors (`burnish.checkpoint.load`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Protocol
+
+from burnish.checkpoint.committed import QUARANTINE, Committed, open_step, step_paths
+from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.mirror import Mirror
+from burnish.checkpoint.remote_steps import DAMAGED
+from burnish.errors import BurnishError, CorruptError
+from burnish.files.durable import move_aside, naming_failures
+from burnish.files.storage import Source, Storage
+from burnish.parallel.collectives import agree, gather_objects, same_on_all_ranks
+from burnish.parallel.layout import Layout
+
+_log = logging.getLogger(__name__)
+
+Load = Callable[[Committed, CheckpointSource], None]
+"""Fills the engine from a step; it may be called again with an older one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a run continues from."""
+
+    step: Committed
+    """The step that was loaded."""
+    skipped: tuple[str, ...]
+    """Why newer steps were not: one text each, newest first."""
+
+
+class Side(Protocol):
+    """A place where steps may lie."""
+
+    @property
+    def root(self) -> PurePath:
+        """The directory of steps."""
+
+    @property
+    def source(self) -> Source:
+        """Reads what is below."""
+
+    def paths(self) -> Mapping[int, PurePath]:
+        """The steps, as they are at this moment."""
+
+    def set_aside(self, path: PurePath, error: CorruptError) -> str:
+        """Take a step out of sight, for people to look into; says where it is."""
+
+    def aside(self) -> list[str]:
+        """What was set aside, now or earlier."""
+
+
+class OnDisk:
+    """A run's `checkpoints/`."""
+
+    def __init__(self, root: Path, storage: Storage) -> None:
+        self.root = root
+        self.source = storage
+
+    def paths(self) -> Mapping[int, PurePath]:
+        """What has a step's name."""
+        return step_paths(self.root, self.source)
+
+    def set_aside(self, path: PurePath, error: CorruptError) -> str:
+        """By a rename into `quarantine/`."""
+        return str(move_aside(self.source, Path(path), self.root / QUARANTINE))
+
+    def aside(self) -> list[str]:
+        """The content of `quarantine/`."""
+        quarantine = self.root / QUARANTINE
+        return [str(quarantine / entry.name) for entry in self.source.entries(quarantine)]
+
+
+class OnMirror:
+    """The mirror of one."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        self.source = mirror.steps()
+        self.root = self.source.root
+        self._check = mirror.check
+
+    def paths(self) -> Mapping[int, PurePath]:
+        """What has a COMMIT."""
+        self.source.refresh()
+        return step_paths(self.root, self.source)
+
+    def set_aside(self, path: PurePath, error: CorruptError) -> str:
+        """By another seal: COMMIT goes, and a file says why."""
+        self._check()
+        self.source.mark_damaged(path, str(error))
+        return f"{path / DAMAGED}"
+
+    def aside(self) -> list[str]:
+        """The steps with that file."""
+        return [str(self.root / name / DAMAGED) for name in self.source.damaged()]
+
+
+class Resuming:
+    """One search for a step to continue from. Collective."""
+
+    def __init__(self, sides: Sequence[Side], layout: Layout) -> None:
+        self._sides = sides
+        self._layout = layout
+
+    def resume(self, load: Load) -> Resumed | None:
+        """Load the newest step that can be; None when nothing was ever committed.
+
+        A damaged step is set aside, and so is an unhealthy one, which is not loaded. Raises
+        `CorruptError` when there are steps and none of them can be used; other errors of `load`, and
+        a side that cannot be reached, pass through and leave the step where it is.
+        """
+        skipped: list[str] = []
+        while (found := self._newest()) is not None:
+            side, path = self._sides[found[0]], found[1]
+            try:
+                step = self._open(side, path)
+                load(step, CheckpointSource(step, self._layout, side.source))
+            except CorruptError as error:
+                skipped.append(str(error))
+                self._set_aside(side, path, error)
+            else:
+                return Resumed(step, tuple(skipped))
+        aside = self._aside()
+        if aside:
+            places = " and ".join(str(side.root) for side in self._sides)
+            raise CorruptError(
+                f"no checkpoint in {places} can be used",
+                have="\n".join(skipped) or ", ".join(aside),
+                want="one that is whole and healthy",
+                do=f"look into {', '.join(aside)}; remove it to start from the beginning",
+            )
+        return None
+
+    def _newest(self) -> tuple[int, PurePath] | None:
+        """The side and path of the newest step by name, as rank 0 sees them."""
+        found: list[tuple[int, int, PurePath]] = []
+        with agree(self._layout):
+            for index, side in enumerate(self._sides if self._layout.is_main else ()):
+                with naming_failures(f"{side.root} cannot be read"):
+                    found += [(step, -index, path) for step, path in side.paths().items()]
+        newest = max(found, default=None)
+        mine = None if newest is None else (-newest[1], newest[2])
+        return gather_objects(mine, self._layout)[0]
+
+    def _open(self, side: Side, path: PurePath) -> Committed:
+        """The step at `path`, the same on every rank. Raises `CorruptError` when any rank cannot use it."""
+        with agree(self._layout), naming_failures(f"{path} cannot be read"):
+            self._check_shared(side, path)
+            step = open_step(path, side.source)
+            if not step.healthy:
+                raise CorruptError(
+                    f"{path} is marked unhealthy",
+                    have="a loss or weights that are not finite",
+                    want="a step that training can continue from",
+                )
+        same_on_all_ranks(step.commit.encode(), f"what lies in {path}", self._layout)
+        return step
+
+    def _check_shared(self, side: Side, path: PurePath) -> None:
+        """A step that rank 0 has found and this rank does not see is not damaged: it lies on another machine."""
+        if not any(entry.name == path.name for entry in side.source.entries(path.parent)):
+            raise BurnishError(
+                f"{path} is not there for every rank",
+                have=f"rank {self._layout.rank} does not see what rank 0 sees",
+                want="checkpoints on a file system that all ranks share",
+                do="set output_dir to a shared directory",
+            )
+
+    def _set_aside(self, side: Side, path: PurePath, error: CorruptError) -> None:
+        with agree(self._layout), naming_failures(f"{path} cannot be set aside"):
+            if self._layout.is_main:
+                _log.warning("moved to %s: %s", side.set_aside(path, error), error)
+
+    def _aside(self) -> list[str]:
+        with agree(self._layout):
+            found = [each for side in self._sides for each in side.aside()]
+        return gather_objects(found, self._layout)[0]

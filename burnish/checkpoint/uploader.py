@@ -1,0 +1,155 @@
+"""The process that keeps a mirror in line while training goes on, and rank 0's end of it.
+
+It does one `Sync` after the other, whenever it is asked to. What fails is said loudly, stops nothing,
+and is done by the next one: after the next save, and at the end of the run. Why it is a process:
+`burnish.checkpoint.companion`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from burnish.checkpoint.companion import Companion, accompany
+from burnish.checkpoint.mirror import Mirror, Sync
+from burnish.errors import BurnishError
+
+_WHAT = "the process that copies to the mirror"
+_REPORTS = 100
+# Most messages of progress in one sync: they have to fit into the pipe, for nobody may be reading.
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a sync is."""
+
+    done: int
+    """Bytes moved."""
+    total: int
+    """Bytes to move."""
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """What came of a sync."""
+
+    steps: tuple[int, ...]
+    """The steps that were sent."""
+    error: BurnishError | None
+    """None when the mirror has all that it should."""
+
+
+def serve(pipe: int, parent: int) -> None:
+    """Be the process of `parent`; the descriptor is this process's own."""
+    accompany(parent)
+    with Connection(pipe) as connection:
+        mirror: Mirror = connection.recv()
+        while True:
+            try:
+                connection.recv()
+            except EOFError:
+                return
+            connection.send(_synced(mirror, connection.send))
+
+
+def _synced(mirror: Mirror, tell: Callable[[Progress], None]) -> Synced:
+    try:
+        meter = _Meter(tell)
+        sync = Sync(mirror, meter.moved)
+        meter.total = sync.size()
+        return Synced(tuple(sync.run()), None)
+    except BurnishError as error:
+        return Synced((), error)
+    except Exception as error:  # noqa: BLE001 - told to the training process, which goes on
+        have = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        return Synced((), BurnishError(f"{mirror.remote} could not be brought in line", have=have))
+
+
+class _Meter:
+    """Tells of every hundredth part; from several threads, of which the last word wins."""
+
+    def __init__(self, tell: Callable[[Progress], None]) -> None:
+        self.total = 0
+        self._tell = tell
+        self._done = self._told = 0
+        self._lock = threading.Lock()
+
+    def moved(self, count: int) -> None:
+        """So many bytes more."""
+        with self._lock:
+            self._done = min(self._done + count, self.total)
+            if self._done - self._told > self.total // _REPORTS:
+                self._told = self._done
+                self._tell(Progress(self._done, self.total))
+
+
+class Uploader:
+    """Rank 0's end: asks for syncs and hears how they went. Started when it is first needed."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        self.mirror = mirror
+        """What is mirrored."""
+        self.progress = Progress(0, 0)
+        """Of the sync under way."""
+        self.error: BurnishError | None = None
+        """Why the last sync that ended did not do all."""
+        self._companion: Companion | None = None
+        self._busy = False
+        self._again = False
+
+    def begin(self) -> None:
+        """Ask for a sync; for another one, where one is under way. Returns at once."""
+        self.hear()
+        if self._busy:
+            self._again = True
+            return
+        companion = self._companion
+        if companion is None or not companion.is_alive():
+            companion = self._start()
+        self.progress = Progress(0, 0)
+        self._busy = companion.send("sync")
+        if not self._busy:
+            self._note(Synced((), BurnishError(f"{_WHAT} died")))
+
+    def hear(self, seconds: float = 0.0) -> bool:
+        """Take the news there are, waiting so long for the first; whether a sync is under way."""
+        while self._busy and self._companion is not None:
+            answer = self._companion.answer(seconds)
+            seconds = 0.0
+            if answer is None:
+                break
+            if isinstance(answer, Progress):
+                self.progress = answer
+                continue
+            self._busy = False
+            self._note(answer if isinstance(answer, Synced) else Synced((), answer))
+            if self._again:
+                self._again = False
+                self.begin()
+        return self._busy
+
+    def close(self) -> None:
+        """End the process, whatever it is doing; the next start goes on from there."""
+        if self._companion is not None:
+            self._companion.kill()
+            self._companion = None
+        self._busy = False
+
+    def _start(self) -> Companion:
+        self.close()
+        self._companion = Companion("burnish.checkpoint.uploader", _WHAT)
+        self._companion.send(self.mirror)
+        return self._companion
+
+    def _note(self, synced: Synced) -> None:
+        self.error = synced.error
+        for step in synced.steps:
+            _log.info("step %d is on the mirror, %s", step, self.mirror.remote)
+        if synced.error is not None:
+            _log.error("THE MIRROR IS BEHIND; training goes on. %s", synced.error)
