@@ -7,21 +7,20 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from tiny import FAMILIES, tiny_config
+from tiny import FAMILIES, save_tiny, tiny_config
 from tokenizers_for_tests import char_tokenizer
 from torch.distributed.fsdp import FSDPModule
 from training_files import RL, SFT, burnish, done, make_files
 
 from burnish.config.schema import RunConfig
-from burnish.engines.base import LossFn, Part
+from burnish.engines.base import LossFn
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import BurnishError
 from burnish.models.shrinking import shrunk
-from burnish.models.sources import FreshSource
 from burnish.parallel.layout import Layout
 from burnish.records import Batch
 from burnish.tracking.metrics import Stats
-from burnish.trainers.check import compared, material, require_equal
+from burnish.trainers.check import compared, fill, material, require_equal
 
 CPU = torch.device("cpu")
 
@@ -85,8 +84,11 @@ def config_of(root: Path, settings: dict[str, Any], **changes: Any) -> RunConfig
 def check_rank(layout: Layout, config: RunConfig, kind: str) -> tuple[str, list[str], float]:
     """The refusal, if any; what was compared; the largest difference."""
     examples, loss, hf_config = material(config)
-    engine = ENGINES[kind](hf_config, config.engine, config.optim, layout=layout, device=CPU)
-    engine.load(FreshSource(hf_config, config.seed), Part.WEIGHTS)
+    lora = config.model.adapter
+    engine = ENGINES[kind](
+        hf_config, config.engine, config.optim, layout=layout, device=CPU, lora=lora
+    )
+    fill(engine, config, hf_config)
     differences = compared(engine, config, examples, loss, hf_config)
     refusal = ""
     try:
@@ -136,6 +138,22 @@ def test_planted_faults_are_found_and_named(root: Path, fault: str, first: str) 
     config = config_of(root, SFT)
     for refusal, _, _ in run_ranks(check_rank, 2, config, fault):
         assert f"2 processes do not compute what one plain process does: {first} differs" in refusal
+
+
+@pytest.mark.parametrize(("fault", "first"), [("TorchEngine", ""), ("Averaging", "gradient norm")])
+def test_an_adapter_is_compared(root: Path, tmp_path: Path, fault: str, first: str) -> None:
+    save_tiny(tmp_path / "base", "qwen3", vocab_size=len(char_tokenizer()))
+    model = {
+        "path": str(tmp_path / "base"),
+        "tokenizer": str(root / "tokenizer"),
+        "lora": {"rank": 3},
+    }
+    config = config_of(root, RL, model=model)
+    for refusal, compared_things, _ in run_ranks(check_rank, 2, config, fault):
+        assert (first in refusal) if first else refusal == ""
+        gradients = {each for each in compared_things if each.startswith("gradient of")}
+        assert len(gradients) == 2 * 2 * 7
+        assert all("base_model.model." in each for each in gradients)
 
 
 def test_a_shrunken_model_keeps_its_kind() -> None:

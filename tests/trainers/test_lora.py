@@ -1,0 +1,151 @@
+"""Runs that train an adapter, through the real command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from checkpoints_for_tests import contents_of
+from peft import PeftModel
+from safetensors.torch import load_file
+from tokenizers_for_tests import save_char_tokenizer
+from training_files import FRESH, RL, SFT, burnish, done, metrics, outcome, weights
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from burnish.checkpoint.committed import committed
+from burnish.checkpoint.directory import Checkpoints
+from burnish.models.lora_names import PREFIX
+from burnish.parallel.layout import Layout
+
+KL = {"algorithm": {"kl": {"coef": 0.1, "place": "reward"}}}
+
+
+@pytest.fixture(scope="module")
+def lora(work):
+    """The directory, with a base model and two configurations that train an adapter on it."""
+    save_base(work / "base", seed=0)
+    for name, settings in (("sft", SFT), ("rl", {**RL, **KL})):
+        model = {"path": "base", "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "up_proj"]}}
+        (work / f"{name}-lora.yaml").write_text(json.dumps({**settings, "model": model}))
+    return work
+
+
+def save_base(directory, seed):
+    settings = dict(FRESH)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    save_char_tokenizer(directory)
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_interrupted_equals_uninterrupted(lora, kind):
+    config = f"{kind}-lora.yaml"
+    peace = outcome(done(lora, kind, config, f"name={kind}_peace"))
+    done(lora, kind, config, f"name={kind}_war", "steps=3")
+    assert outcome(done(lora, kind, config, f"name={kind}_war")) == peace
+    assert {name for name in peace if name.endswith(".safetensors")} == {
+        f"checkpoints/step-00000006/{name}.safetensors"
+        for name in (
+            "model/adapter_model",
+            "training/residual",
+            "training/exp_avg",
+            "training/exp_avg_sq",
+        )
+    }
+
+
+def test_the_kl_to_the_model_without_it_begins_at_zero(lora):
+    run = done(lora, "rl", "rl-lora.yaml", "name=kl", "algorithm.kl.place=loss", "steps=3")
+    kl = [row["actor/kl_loss"] for row in metrics(run) if row["step"]]
+    assert kl[0] == 0
+    assert kl[2] > 0
+
+
+def test_on_other_numbers_of_processes_it_continues(lora):
+    alone = weights(done(lora, "sft", "sft-lora.yaml", "name=alone"))
+    done(lora, "sft", "sft-lora.yaml", "name=grown", "steps=3")
+    grown = weights(done(lora, "sft", "sft-lora.yaml", "name=grown", world=2))
+    assert alone.keys() == grown.keys()
+    for name, tensor in alone.items():
+        if name.startswith("exp_avg"):
+            error = (grown[name] - tensor).norm() / tensor.norm().clamp_min(1e-30)
+            assert error < 1e-3, name
+
+
+def test_what_it_learned_is_in_pefts_adapter_and_in_the_merged_model(lora):
+    run = done(lora, "sft", "sft-lora.yaml", "name=learned")
+    code, output = burnish(lora, "eval", "runs/learned")
+    assert code == 0, output
+    loss = metrics(run)[-1]["val/loss"]
+    assert float(output.split()[-1]) == pytest.approx(loss, rel=1e-5)
+    code, output = burnish(lora, "ckpt", "export", "runs/learned", "merged", "--merged", "--dtype", "fp32")  # fmt: skip
+    assert code == 0, output
+    merged = done(
+        lora, "sft", "sft.yaml", "name=merged", "steps=1", "model.path=merged", "model.fresh=null"
+    )
+    assert metrics(merged)[0]["val/loss"] == pytest.approx(loss, rel=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(lora / "base", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, run / "checkpoints/step-00000006/model")
+    plain = AutoModelForCausalLM.from_pretrained(lora / "merged", dtype=torch.float32)
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert torch.allclose(loaded(ids).logits, plain(ids).logits, atol=0.02)  # bf16
+        with loaded.disable_adapter():
+            assert not torch.allclose(loaded(ids).logits, plain(ids).logits, atol=0.02)
+    code, output = burnish(lora, "sft", "sft.yaml", "name=x", f"model.path={run}/checkpoints/step-00000006/model", "model.fresh=null")  # fmt: skip
+    assert code == 5, output
+    assert "burnish ckpt export" in output
+
+
+def test_another_adapter_is_refused(lora):
+    run = done(lora, "sft", "sft-lora.yaml", "name=mine", "steps=1")
+    code, output = burnish(lora, "sft", "sft-lora.yaml", "name=mine", "model.lora.rank=8")
+    assert code == 4, output
+    assert ["model.lora.rank", "4", "8"] in [line.split() for line in output.splitlines()]
+    (run / "config.yaml").unlink()  # the checkpoint knows it too
+    argv = ["sft", "sft-lora.yaml", "name=mine", "steps=2", "model.lora.targets=[k_proj]"]
+    code, output = burnish(lora, *argv, "model.lora.rank=2")
+    assert code == 4, output
+    rows = [line.split() for line in output.splitlines()]
+    assert ["rank", "4", "2"] in rows
+    assert ["targets", "['q_proj',", "'up_proj']", "['k_proj']"] in rows
+
+
+def test_another_model_in_the_place_of_the_adapters_is_refused(lora):
+    shutil.copytree(lora / "base", lora / "changing")
+    argv = ["sft", "sft-lora.yaml", "name=changed", "model.path=changing"]
+    done(lora, *argv, "steps=1")
+    save_base(lora / "changing", seed=1)
+    code, output = burnish(lora, *argv)
+    assert code == 4, output
+    assert "differs in base_digest" in output
+    assert "\nstep " not in output
+
+
+@pytest.mark.parametrize(("change", "status"), [("one is missing", 5), ("one is too much", 4)])
+def test_an_adapter_with_other_keys_is_refused(lora, change, status):
+    name = change.replace(" ", "_")
+    run = done(lora, "sft", "sft-lora.yaml", f"name={name}", "steps=1")
+    step = committed(run / "checkpoints")[0]
+    tensors = load_file(step.path / "model/adapter_model.safetensors")
+    slots = {
+        f"{slot}/{key}": tensor
+        for slot in ("exp_avg", "exp_avg_sq")
+        for key, tensor in load_file(step.path / f"training/{slot}.safetensors").items()
+    }
+    key = f"{PREFIX}model.layers.1.self_attn.{'q' if change == 'one is missing' else 'v'}_proj.lora_A.weight"
+    if change == "one is missing":
+        del tensors[key]
+    else:
+        tensors[key] = torch.zeros(4, 32)
+    shutil.rmtree(step.path)
+    contents = contents_of({k: t.float() for k, t in tensors.items()}, slots, state=step.state)
+    with Checkpoints(run / "checkpoints", Layout()) as checkpoints:
+        checkpoints.save(1, contents)
+    code, output = burnish(lora, "sft", "sft-lora.yaml", f"name={name}", "steps=2")
+    assert code == status, output
+    assert key in output
