@@ -16,6 +16,8 @@ import sys
 import threading
 from typing import Any
 
+import audit
+
 PRELOAD = (
     "torch.distributed.fsdp",
     "torch.utils.tensorboard",
@@ -68,6 +70,8 @@ def run(request: dict[str, Any]) -> int:
     faulthandler.enable()
     if request["at"]:
         _signal_at(*request["at"])
+    if request["audit"]:
+        audit.install(*request["audit"])
     from burnish.cli.main import main
 
     return main(request["argv"])

@@ -124,7 +124,7 @@ class At:
 
 
 class Command:
-    """A running `burnish` command."""
+    """A running `burnish` command. `audit`: the arguments of `audit.install`."""
 
     _numbers = itertools.count()
 
@@ -134,6 +134,7 @@ class Command:
         argv: Sequence[str],
         environ: Mapping[str, str] | None = None,
         at: At | None = None,
+        audit: tuple[str, str] | None = None,
     ) -> None:
         self._log = root / f"output-{next(self._numbers)}.txt"
         self._log.touch()
@@ -146,6 +147,7 @@ class Command:
             "log": str(self._log),
             "environ": dict(environ or {}),
             "at": None if at is None else [at.place, at.nth, at.number],
+            "audit": audit,
         }
         self._socket.sendall(json.dumps(request).encode() + b"\n")
         self.pid = int(self._answers.readline())
@@ -195,17 +197,21 @@ def done(root: Path, *argv: str, world: int = 1) -> Path:
     return root / "runs" / name
 
 
-def ranks(root: Path, argv: Sequence[str], world: int) -> list[Command]:
+def ranks(
+    root: Path, argv: Sequence[str], world: int, audit: tuple[str, str] | None = None
+) -> list[Command]:
     """Start a command in `world` processes that find each other as ranks started by hand do."""
     if world == 1:
-        return [Command(root, argv)]
+        return [Command(root, argv, audit=audit)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     local = {"LOCAL_WORLD_SIZE": str(world)}
     return [
-        Command(root, argv, shared | local | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        Command(
+            root, argv, shared | local | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, audit=audit
+        )
         for rank in range(world)
     ]
 
