@@ -54,9 +54,11 @@ class ModelFlops:
         """Operations of one forward pass over sequences of these lengths, in tokens."""
         return float(self.each(list(lengths)).sum())
 
-    def training(self, lengths: Iterable[int]) -> float:
-        """Operations of forward and backward."""
-        return 3.0 * self.forward(lengths)
+    def training(self, lengths: Iterable[int], *, frozen: bool = False) -> float:
+        """Operations of forward and backward; with `frozen`, of a model whose weights get no gradients (an adapter's)."""
+        lengths = list(lengths)
+        spared = self.per_token * sum(lengths) if frozen else 0.0
+        return 3.0 * self.forward(lengths) - spared
 
     @cached_property
     def _per_pair(self) -> dict[int | None, int]:

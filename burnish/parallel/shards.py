@@ -41,7 +41,7 @@ class Shard:
     """The elements: a *view* of live memory with shape `box.sizes`. Reading it reads the engine's own memory; writing it writes it."""
 
     def part(self, box: Box) -> Tensor:
-        """The elements in a box inside this one, given in global coordinates; a view."""
+        """The elements in a box inside this one, given in global coordinates: a view, or what a subclass computes from it."""
         return self.tensor if box == self.box else self.tensor[box.relative_to(self.box).slices]
 
 

@@ -51,7 +51,7 @@ class Generator(Protocol):
         """
 
     def load_weights(self, shards: Iterator[Shard], version: int) -> None:
-        """Take the weights that `shards` describe; each rank passes its own pieces. Collective."""
+        """Take the weights that `shards` describe, as `Shard.part` reads them; each rank passes its own pieces. Collective."""
 
     def close(self) -> None:
         """Free what it holds."""

@@ -365,7 +365,7 @@ class Run:
         return throughput(
             tokens=work.tokens,
             seconds=timing.get("timing_s/update", 0.0),
-            flops=self._foundation.flops.training(work.lengths) / self._engine.layout.sharing,
+            flops=self._foundation.training_flops(work.lengths) / self._engine.layout.sharing,
             peak_flops_per_s=self._peak,
             max_memory_bytes=peak_memory(self.device),
             imbalance=work.imbalance,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +58,10 @@ class Foundation:
     """What its sequences cost."""
 
     def write_assets(self, directory: Path) -> None:
+    def training_flops(self, lengths: Iterable[int]) -> float:
+        """Operations of forward and backward over sequences of these lengths."""
+        return self.flops.training(lengths, frozen=self.adapter is not None)
+
         """Write what makes a directory of the trained weights a Hugging Face model, or an adapter of PEFT's."""
         if self.adapter is None:
             save_model_assets(self.hf_config, self.tokenizer, directory, torch.bfloat16)

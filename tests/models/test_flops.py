@@ -51,4 +51,5 @@ def test_windows_of_layers():
 def test_training_is_three_forwards_and_adds_over_sequences():
     flops = count_flops(tiny_config("qwen3"))
     assert flops.training([5, 9]) == 3 * (flops.forward([5]) + flops.forward([9]))
+    assert flops.training([5, 9], frozen=True) == flops.training([5, 9]) - 14 * flops.per_token
     assert flops.forward([]) == 0
