@@ -25,7 +25,7 @@ _Place = Callable[[str], PurePath]
 
 _WHERE = "RUN or RUN/checkpoints/step-N, here or as a URL"
 _STEP = "RUN/checkpoints/step-N"
-_FOREIGN = "a directory of Hugging Face, torch's DCP, or verl's FSDP (global_step_N/actor)"
+_FOREIGN = "a directory or URL of Hugging Face, torch's DCP, or verl's FSDP (global_step_N/actor)"
 _EITHER = f"{_WHERE} or a Hugging Face directory"
 
 
@@ -83,7 +83,7 @@ def add_ckpt(commands: Any) -> None:
         metavar="DIR",
         help="where the model that was trained on is, if it moved",
     )
-    imported = add("import", "Make a step of weights alone.", "SOURCE", _FOREIGN, Path)
+    imported = add("import", "Make a step of weights alone.", "SOURCE", _FOREIGN)
     imported.add_argument("run", type=Path, metavar="RUN", help="gets the step in its checkpoints/")
     imported.add_argument(
         "--step", type=int, default=0, metavar="N", help="its number; 0 if not given"

@@ -21,6 +21,10 @@ from burnish.cli.ckpt_inspect import Say
 from burnish.cli.ckpt_paths import CHECKPOINTS, is_step, one_step, source_of
 from burnish.cli.columns import bytes_text, count_text
 from burnish.errors import UsageError
+from burnish.files.cached import copied
+from burnish.files.remote import Remote
+from burnish.files.selection import select_directory
+from burnish.tracking.progress import Progress
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -82,12 +86,12 @@ def export_step(
 
 
 def import_weights(
-    source: Path, run: Path, step: int, assets: Path | None, say: Say, *, unsafe_pickle: bool
+    source: PurePath, run: Path, step: int, assets: Path | None, say: Say, *, unsafe_pickle: bool
 ) -> dict[str, Any]:
-    """Make a step of a run out of somebody else's weights."""
+    """Make a step of a run out of somebody else's weights, which are copied first where they are behind a URL."""
     if step < 0:
         raise UsageError("a step is 0 or more", have=f"--step {step}")
-    foreign = _foreign(source, assets, unsafe_pickle)
+    foreign = _foreign(_here(source), assets, unsafe_pickle)
     path = save_foreign(foreign, run / CHECKPOINTS, step)
     done = one_step(path)
     size = done.manifest.total_bytes
@@ -112,6 +116,14 @@ def import_weights(
         "training": "absent",
         "guard": guard,
     }
+
+
+def _here(source: PurePath) -> Path:
+    """A path of this machine; a copy of all that is behind a URL."""
+    if isinstance(source, Path):
+        return source
+    selection = select_directory(Remote(str(source)), lambda name: True, deep=True)
+    return copied(selection, Progress(True).phase)
 
 
 def _foreign(source: Path, assets: Path | None, unsafe_pickle: bool) -> Foreign:

@@ -43,9 +43,14 @@ def select(remote: Remote, wanted: Callable[[str], bool]) -> Selection:
     raise _nothing(remote, here, "a file, a directory of such, or a pattern that matches")
 
 
-def select_directory(remote: Remote, wanted: Callable[[str], bool]) -> Selection:
-    """The files directly in a directory that `wanted` says yes to. Raises `MissingError` where there are none."""
-    here = remote.files(deep=False)
+def select_directory(
+    remote: Remote, wanted: Callable[[str], bool], *, deep: bool = False
+) -> Selection:
+    """The files directly in a directory, and if `deep` those further below it, that `wanted` says yes to.
+
+    Raises `MissingError` where there are none.
+    """
+    here = remote.files(deep=deep)
     if files := tuple(file for file in here if wanted(file.name)):
         return Selection(remote, files)
     raise _nothing(remote, here, "a directory with files")

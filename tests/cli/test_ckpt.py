@@ -18,6 +18,7 @@ from tiny import save_tiny, tiny_model
 
 from burnish.cli.main import main
 from burnish.files.lease import Lease
+from burnish.files.remote import Remote
 from burnish.parallel.layout import Layout
 
 
@@ -412,6 +413,21 @@ def test_import_and_export_are_inverse(tmp_path: Path, capsys: pytest.CaptureFix
     assert ckpt(capsys, "import", tmp_path, tmp_path / "third")[0] == 5
     assert ckpt(capsys, "import", source, tmp_path / "third", "--step", "-1")[0] == 2
     assert not (tmp_path / "third").exists()
+
+
+def test_import_from_behind_a_url(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    source = save_tiny(tmp_path / "source", dtype=torch.float32)
+    for path in source.iterdir():
+        Remote("memory://import/model").put_file(path.name, path)
+    code, found = as_json(capsys, "import", "memory://import/model/", tmp_path / "run")
+    assert (code, found["source"]) == (0, "memory://import/model")
+    assert ckpt(capsys, "diff", tmp_path / "run", source)[0] == 0
+    code, _, err = ckpt(capsys, "import", "memory://import/none", tmp_path / "run")
+    assert code == 5
+    assert "there is nothing to read at memory://import/none" in err
 
 
 def test_import_unpickles_only_when_told(
