@@ -117,96 +117,90 @@ class BlockReader:
         """Give every rank what it wants. Collective, errors included.
 
         `place` may give the memory in which a move's elements are wanted as they are in the file; for
-        all others `write` takes them, valid until it returns. Raises `DamagedBlock` naming file and
-        tensors for a block that is not what was written.
+        all others `write` takes them, valid until it returns, from any thread. Raises `DamagedBlock`
+        naming file and tensors for a block that is not what was written.
         """
-        plan, exchange = self._plan, Exchange(self._layout, torch.device("cpu"))
-        sizes = [block.stop - block.start for block in plan.share]
-        room = min(len(sizes), plan.group_blocks) * (max(sizes, default=0) + 64)
+        exchange = Exchange(self._layout, torch.device("cpu"))
+        sizes = [block.stop - block.start for block in self._plan.share]
+        room = min(len(sizes), self._plan.group_blocks) * (max(sizes, default=0) + 64)
         memory = [torch.empty(room, dtype=torch.uint8) for _ in range(2)]
         with ExitStack() as opened:
             files: dict[int, ReadableFile] = {}
             with agree(self._layout):
-                for index in sorted({block.file for block in plan.share}):
+                for index in sorted({block.file for block in self._plan.share}):
                     file = storage.open(self._step.path / self._files[index].path)
                     files[index] = opened.enter_context(file)
-            disk = opened.enter_context(_Disk(self._step, self._files, files))
-            coming = [self._ask(disk, number, memory[number], place) for number in range(2)]
-            for number, moves in enumerate(plan.groups):
-                asked = coming.pop(0)
+            pool = opened.enter_context(ThreadPoolExecutor(_READERS, "burnish-read"))
+            asked = [self._ask(number, memory[number], place) for number in range(2)]
+            coming = [self._begin(pool, files, few, write) for few in asked]
+            for number, moves in enumerate(self._plan.groups):
+                few, reads = asked.pop(0), coming.pop(0)
                 with agree(self._layout):
-                    for read in asked.reads:
-                        read.result()
-                self._pass_on(exchange, moves, asked, write)
-                coming.append(self._ask(disk, number + 2, memory[number % 2], place))
+                    for each in reads:
+                        each.result()
+                for wave in moves.waves:
+                    exchange.run(wave, few.give, write)
+                asked.append(self._ask(number + 2, memory[number % 2], place))
+                coming.append(self._begin(pool, files, asked[-1], write))
 
-    def _ask(
-        self,
-        disk: _Disk,
-        number: int,
-        memory: Tensor,
-        place: Callable[[Move], Tensor | None],
-    ) -> _Asked:
-        """Begin to read a few blocks; none where there are no more."""
+    def _ask(self, number: int, memory: Tensor, place: Callable[[Move], Tensor | None]) -> _Few:
+        """A few blocks that are to be read; none where there are no more."""
         plan = self._plan
         first = number * plan.group_blocks
         share = plan.share[first : first + plan.group_blocks]
         blocks = buffers([block.stop - block.start for block in share], memory)
-        placed: set[int] = set()
+        few = _Few(first, share, blocks, plan.places, [[] for _ in share])
         for move in plan.groups[number].own if share else ():
             where = plan.places[move.have]
-            if move.have in plan.only and move.box == where.box:
-                there = place(move)
-                if there is not None:
-                    blocks[where.slot - first].put(where.start, there)
-                    placed.add(move.have)
-        reads = [disk.read(*each) for each in zip(share, blocks, strict=True)]
-        return _Asked(first, blocks, reads, placed)
+            is_all = move.have in plan.only and move.box == where.box
+            there = place(move) if is_all else None
+            if there is None:
+                few.own[where.slot - first].append(move)
+            else:
+                blocks[where.slot - first].put(where.start, there)
+        return few
 
-    def _pass_on(
-        self, exchange: Exchange, moves: Group, asked: _Asked, write: Callable[[Move, Tensor], None]
-    ) -> None:
-        def found(move: Move) -> Tensor:
-            where = self._plan.places[move.have]
-            block = asked.blocks[where.slot - asked.first]
-            part = block.part(where.start, where.box.sizes, move.dtype)
-            return part[move.box.relative_to(where.box).slices]
+    def _begin(
+        self,
+        pool: ThreadPoolExecutor,
+        files: dict[int, ReadableFile],
+        few: _Few,
+        write: Callable[[Move, Tensor], None],
+    ) -> list[Future[None]]:
+        """Have blocks read and checked, and what this rank wants of them written."""
 
-        with torch.no_grad():
-            for move in moves.own:
-                if move.have not in asked.placed:
-                    write(move, found(move))
-            for wave in moves.waves:
-                exchange.run(wave, lambda move, into: into.copy_(found(move)), write)
+        def read(block: Block, memory: BlockMemory, own: list[Move]) -> None:
+            name = self._files[block.file].path
+            read_block_into(files[block.file], self._step, name, block.number, memory.pieces())
+            with torch.no_grad():
+                for move in own:
+                    write(move, few.elements(move))
+
+        return [
+            pool.submit(read, *each) for each in zip(few.share, few.blocks, few.own, strict=True)
+        ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A few blocks that are being read."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Few:
+    """A few blocks in memory."""
 
     first: int
     """Slot of the first."""
+    share: Sequence[Block]
     blocks: list[BlockMemory]
-    reads: list[Future[None]]
-    placed: set[int]
-    """Parts that are read to where they belong."""
+    places: dict[int, Place]
+    """The plan's."""
+    own: list[list[Move]]
+    """By block, what goes to this rank itself and is not read to where it belongs."""
 
+    def elements(self, move: Move) -> Tensor:
+        """The elements of a move, where they were read to."""
+        where = self.places[move.have]
+        block = self.blocks[where.slot - self.first]
+        part = block.part(where.start, where.box.sizes, move.dtype)
+        return part[move.box.relative_to(where.box).slices]
 
-class _Disk(ThreadPoolExecutor):
-    """Threads that read and check blocks."""
-
-    def __init__(
-        self,
-        step: Committed,
-        names: Sequence[PlannedFile],
-        files: dict[int, ReadableFile],
-    ) -> None:
-        super().__init__(_READERS, "burnish-read")
-        self._step = step
-        self._names = names
-        self._files = files
-
-    def read(self, block: Block, memory: BlockMemory) -> Future[None]:
-        """Begin to read a block."""
-        name, file = self._names[block.file].path, self._files[block.file]
-        return self.submit(read_block_into, file, self._step, name, block.number, memory.pieces())
+    def give(self, move: Move, into: Tensor) -> None:
+        """Write the elements of a move to a message."""
+        into.copy_(self.elements(move))

@@ -20,7 +20,7 @@ from burnish.files.storage import LocalStorage, ReadableFile, Source
 
 _TENSORS = ".safetensors"
 _SHOWN = 5
-_HASHED_AT_ONCE = 1 << 20
+_HASHED_AT_ONCE = 256 << 10
 # Read and then hashed while the processor's cache still has it.
 
 
