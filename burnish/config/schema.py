@@ -52,7 +52,7 @@ class ModelConfig(Section):
     """Which model is trained."""
 
     path: str | None = None
-    """A Hugging Face model directory to start from."""
+    """A Hugging Face model directory to start from. Like all inputs, a path or a URL: s3://, gs://, hdfs://, file://."""
     fresh: str | dict[str, Any] | None = None
     """Instead of `path`: a config.json (a file, or its content as a mapping) to make a new model from, with random weights."""
     tokenizer: str | None = None
@@ -115,10 +115,10 @@ class OptimConfig(Section):
 
 
 class DataConfig(Section):
-    """What is trained on and validated on. Local JSON Lines or Parquet files."""
+    """What is trained on and validated on: JSON Lines or Parquet files."""
 
     train: list[str] = Field(default_factory=list)
-    """Files, directories or glob patterns."""
+    """Files, directories or glob patterns, on this machine or as URLs."""
     validation: list[str] = Field(default_factory=list)
     """The same, held out."""
     prompt_column: str | None = None
