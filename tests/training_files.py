@@ -243,10 +243,10 @@ def outcome(run: Path) -> dict[str, Any]:
 
 
 def weights(run: Path) -> dict[str, Any]:
-    """The newest model and optimizer, by tensor."""
+    """The newest models and optimizers, by file and tensor."""
     newest = committed(run / "checkpoints")[-1].path
     return {
-        f"{path.name}/{name}": tensor
+        f"{path.relative_to(newest)}/{name}": tensor
         for path in sorted(newest.rglob("*.safetensors"))
         for name, tensor in load_file(path).items()
     }

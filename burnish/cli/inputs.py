@@ -71,6 +71,8 @@ def _model(config: RunConfig) -> Iterator[Problem]:
     model = config.model
     if model.path is not None:
         yield from _directory(model.path, "model.path", ["config.json"])
+    if config.critic.path is not None:
+        yield from _directory(config.critic.path, "critic.path", ["config.json"])
     if model.tokenizer is not None:
         yield from _directory(model.tokenizer, "model.tokenizer", TOKENIZER_FILES)
     if isinstance(model.fresh, str):

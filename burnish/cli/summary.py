@@ -71,6 +71,8 @@ def _rl_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
         "formula",
         f"{algorithm.advantage}, {algorithm.policy_loss}, {algorithm.aggregation}{reference}",
     )
+    if algorithm.advantage == "gae":
+        yield "critic", _critic(config)
     yield (
         "reward",
         " + ".join(f"{each.weight:g} × {each.function}" for each in config.reward.functions),
@@ -119,6 +121,13 @@ def _adapter(model: ModelConfig) -> str:
         return ""
     layers = ", ".join(model.adapter.targets) or "all linear layers"
     return f", an adapter of rank {model.adapter.rank} on {layers}"
+
+
+def _critic(config: RunConfig) -> str:
+    critic = config.critic
+    origin = critic.path or "the policy's model with a fresh head"
+    alone = f", alone for {count_text(critic.warmup_steps, 'step')}" if critic.warmup_steps else ""
+    return f"{origin}, learning rate {critic.lr:g}{alone}, γ {critic.gamma:g}, λ {critic.lam:g}"
 
 
 def _sampling(sampling: SamplingConfig) -> str:

@@ -7,7 +7,7 @@ is wrong is reported at once. Left out: whether the files that settings name exi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -37,6 +37,7 @@ def check(config: RunConfig, command: Command, world: int = 1) -> None:
         problems += _of_lengths(config)
         problems += _of_rollout(config)
         problems += _of_algorithm(config)
+        problems += _of_critic(config)
     problems += _of_evaluation(config, command)
     problems += _of_retention(config, command)
     problems += _of_mirror(config)
@@ -305,6 +306,30 @@ def _of_algorithm(config: RunConfig) -> Iterator[Problem]:
             want="null, or policy_loss ppo",
             do="remove algorithm.dual_clip",
         )
+
+
+def _of_critic(config: RunConfig) -> Iterator[Problem]:
+    critic, steps = config.critic, config.steps
+    if config.algorithm.advantage != "gae":
+        given = critic.model_dump(exclude_defaults=True)
+        if given:
+            yield Problem(
+                f"critic.{next(iter(given))} is for algorithm.advantage gae only",
+                have=f"algorithm.advantage: {config.algorithm.advantage}, which has no critic",
+                want="algorithm.advantage gae, or no settings of a critic",
+                do=f"set algorithm.advantage=gae, or remove {_and(f'critic.{name}' for name in given)}",
+            )
+    elif steps is not None and critic.warmup_steps >= steps:
+        yield Problem(
+            "the policy would wait for the critic in all steps of the run",
+            have=f"critic.warmup_steps: {critic.warmup_steps}, steps: {steps}",
+            want=f"less than {steps}",
+            do="lower critic.warmup_steps, or raise steps",
+        )
+
+
+def _and(names: Iterable[str]) -> str:
+    return " and ".join(names)
 
 
 def _of_evaluation(config: RunConfig, command: Command) -> Iterator[Problem]:

@@ -239,9 +239,9 @@ class AlgorithmConfig(Section):
     """The formula."""
 
     advantage: Literal[
-        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
     ] = "grpo"
-    """How rewards become advantages."""
+    """How rewards become advantages; gae: with the critic of PPO."""
     policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """The surrogate that is maximised."""
     clip_low: float = Field(0.2, ge=0)
@@ -262,6 +262,23 @@ class AlgorithmConfig(Section):
     """Refill groups without variance."""
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
     """Punish overlong completions softly."""
+
+
+class CriticConfig(Section):
+    """PPO's critic, for `algorithm.advantage` gae: a second model, of the policy's optimizer and layout, that learns what states are worth."""
+
+    path: str | None = None
+    """A directory to start it from: a token classification model with one label, or a language model, which gets a fresh head; the policy's model when not given."""
+    lr: float = Field(1e-5, ge=0)
+    """Its peak learning rate; all else is as `optim` says."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps at the beginning in which it learns alone and the policy waits."""
+    clip: float | None = Field(0.2, gt=0)
+    """Its values are held within so much of those before the update; null: not at all."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount of the reward per token."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """λ of generalized advantage estimation (arXiv 1506.02438): 0 trusts the critic, 1 the rewards."""
 
 
 class EvaluationConfig(SamplingConfig):
@@ -364,6 +381,8 @@ class RunConfig(Section):
     """RL: what completions are worth."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """RL: the formula."""
+    critic: CriticConfig = Field(default_factory=CriticConfig)
+    """RL: PPO's critic."""
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """Validation on held-out data."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from burnish.config.schema import ModelConfig, RewardConfig, RunConfig
+from burnish.config.schema import CriticConfig, ModelConfig, RewardConfig, RunConfig
 from burnish.data.kinds import is_data
 from burnish.files.cached import Watch, copied
 from burnish.files.remote import Remote
@@ -38,6 +38,7 @@ def with_local_inputs(config: RunConfig, *, trains: bool = True) -> RunConfig:
     return config.model_copy(
         update={
             "model": _model(config.model, watch),
+            "critic": _critic(config.critic, watch),
             "data": config.data.model_copy(update=data),
             "reward": _reward(config.reward, watch),
         }
@@ -61,6 +62,12 @@ def _model(model: ModelConfig, watch: Watch) -> ModelConfig:
         if isinstance(value, str) and is_url(value):
             local[field] = str(copy(value, watch))
     return model.model_copy(update=local)
+
+
+def _critic(critic: CriticConfig, watch: Watch) -> CriticConfig:
+    if critic.path is None or not is_url(critic.path):
+        return critic
+    return critic.model_copy(update={"path": str(local_directory(critic.path, watch))})
 
 
 def _data(entries: Sequence[str], watch: Watch) -> list[str]:

@@ -1,16 +1,19 @@
-"""From scored groups to the batches of a step's updates: KL penalties, advantages, mini-batches.
+"""From scored groups to the batches of a step's updates: KL penalties, values, advantages, mini-batches.
 
 Left out: the loss (`burnish.algorithms.loss`) and the updates themselves (`burnish.trainers.rl`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from burnish.algorithms.advantages import advantages
+from burnish.algorithms.gae import gae, value_stats
 from burnish.algorithms.kl import kl_penalty
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
@@ -18,9 +21,13 @@ from burnish.engines.base import Engine
 from burnish.models.flops import ModelFlops
 from burnish.parallel.collectives import gather_objects
 from burnish.records import Batch, Example, Floats, Rollout, TokenOutputs
+from burnish.tracking.metrics import Stats
+from burnish.trainers.critic import CRITIC, Critic
 
 Groups = Sequence[Sequence[Rollout]]
 """The rollouts of a step, by prompt."""
+Forward = Callable[[Batch], list[TokenOutputs]]
+"""Scores a batch, as `Engine.forward` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,42 +36,79 @@ class Policy:
 
     engine: Engine
     """The trained model."""
-    reference: Callable[[Batch], list[TokenOutputs]] | None
-    """Scores batches as `Engine.forward` does, by the model that training started from; None where no KL term wants it."""
+    reference: Forward | None
+    """Scores by the model that training started from; None where no KL term wants it."""
     flops: ModelFlops
     """What its sequences cost."""
 
 
-def token_advantages(groups: Groups, policy: Policy, config: RunConfig) -> list[Floats]:
-    """The advantage of every completion token, one fp32 array per rollout, groups end to end. Collective."""
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What every completion token is held to: one fp32 array per rollout, groups end to end."""
+
+    advantages: list[Floats]
+    """How much better it was than expected."""
+    returns: list[Floats] | None = None
+    """With a critic: what that is to learn of the state before it."""
+    values: list[Floats] | None = None
+    """With a critic: what that said of this state."""
+
+    @property
+    def means(self) -> list[float]:
+        """Each rollout's mean advantage; 0 of an empty one."""
+        return [float(each.mean()) if len(each) else 0.0 for each in self.advantages]
+
+    @property
+    def stats(self) -> Stats:
+        """How good the critic was, as `critic/...`; nothing without one."""
+        if self.values is None or self.returns is None:
+            return Stats()
+        return value_stats(self.values, self.returns).prefixed(f"{CRITIC}/")
+
+    def by_name(self) -> dict[str, list[Floats]]:
+        """The arrays by their names in an `Example`, those that there are."""
+        arrays = {
+            "advantages": self.advantages,
+            "returns": self.returns,
+            "old_values": self.values,
+        }
+        return {name: each for name, each in arrays.items() if each is not None}
+
+
+def assign_credit(
+    groups: Groups, policy: Policy, critic: Critic | None, config: RunConfig
+) -> Credit:
+    """Advantages of every completion token, and what the critic is to learn, where there is one. Collective."""
     rollouts = [rollout for group in groups for rollout in group]
-    membership = [number for number, group in enumerate(groups) for _ in group]
-    kl = config.algorithm.kl
+    rewards = [rollout.reward for rollout in rollouts]
+    kind, kl = config.algorithm.advantage, config.algorithm.kl
     penalties = None
     if kl.coef > 0 and kl.place == "reward":
         penalties = _kl_penalties(rollouts, policy, config)
-    return advantages(
-        config.algorithm.advantage,
-        [rollout.reward for rollout in rollouts],
-        membership,
-        [len(rollout.completion.token_ids) for rollout in rollouts],
-        penalties,
-    )
+    if kind == "gae":
+        values = _values(rollouts, policy, critic, config)
+        found = gae(rewards, values, penalties, config.critic.gamma, config.critic.lam)
+        return Credit(found.advantages, found.returns, values)
+    membership = [number for number, group in enumerate(groups) for _ in group]
+    lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
+    return Credit(advantages(kind, rewards, membership, lengths, penalties))
 
 
-def minibatches(
-    groups: Groups, by_token: Sequence[Floats], policy: Policy, config: RunConfig
-) -> list[Batch]:
+def minibatches(groups: Groups, credit: Credit, policy: Policy, config: RunConfig) -> list[Batch]:
     """The batches of the step's updates, whole groups divided evenly among them. Collective.
 
     Rollouts without a completion token are left out, and a mini-batch of nothing else as well.
     Where several updates follow each other, the log-probs that the first one is measured against
     are computed here, before any of them. A single update is measured against itself.
     """
-    rollouts = iter(zip((r for group in groups for r in group), by_token, strict=True))
     kept = config.algorithm.old_logprobs == "rollout"
+    arrays = credit.by_name()
+    if kept:
+        arrays["old_logprobs"] = [r.completion.logprobs for group in groups for r in group]
+    rows = iter(zip(*arrays.values(), strict=True))
     examples = [
-        [_example(*next(rollouts), keep_old_logprobs=kept) for _ in group] for group in groups
+        [_example(rollout, dict(zip(arrays, next(rows), strict=True))) for rollout in group]
+        for group in groups
     ]
     batches = []
     for part in np.array_split(np.arange(len(groups)), config.batch.minibatches):
@@ -78,14 +122,11 @@ def minibatches(
     return batches
 
 
-def _example(rollout: Rollout, by_token: Floats, *, keep_old_logprobs: bool) -> Example:
-    example = to_example(rollout)
-    prompt = len(rollout.prompt.token_ids)
-    return replace(
-        example,
-        advantages=_behind(prompt, by_token),
-        old_logprobs=_behind(prompt, rollout.completion.logprobs) if keep_old_logprobs else None,
-    )
+def _example(rollout: Rollout, arrays: Mapping[str, Floats]) -> Example:
+    """The sequence of a rollout with `arrays`, which have an entry per completion token."""
+    zeros = np.zeros(len(rollout.prompt.token_ids), dtype=np.float32)
+    whole: dict[str, Any] = {name: np.concatenate([zeros, a]) for name, a in arrays.items()}
+    return replace(to_example(rollout), **whole)
 
 
 def to_example(rollout: Rollout) -> Example:
@@ -100,35 +141,67 @@ def to_example(rollout: Rollout) -> Example:
 def _kl_penalties(rollouts: Sequence[Rollout], policy: Policy, config: RunConfig) -> list[Floats]:
     if policy.reference is None:
         raise ValueError("KL in the reward needs a reference model")
+    reference, kl = policy.reference, config.algorithm.kl
+
+    def penalties(batch: Batch) -> list[Floats]:
+        both = zip(policy.engine.forward(batch), reference(batch), strict=True)
+        return [
+            kl_penalty(kl.estimator, kl.coef, _numbers(mine.logprobs), _numbers(theirs.logprobs))
+            for mine, theirs in both
+        ]
+
+    return _of_completions(rollouts, penalties, policy, config)
+
+
+def _values(
+    rollouts: Sequence[Rollout], policy: Policy, critic: Critic | None, config: RunConfig
+) -> list[Floats]:
+    if critic is None:
+        raise ValueError("generalized advantage estimation needs a critic")
+    engine = critic.learner.engine
+
+    def values(batch: Batch) -> list[Floats]:
+        return [_numbers(output.values) for output in engine.forward(batch)]
+
+    return _of_completions(rollouts, values, policy, config)
+
+
+def _of_completions(
+    rollouts: Sequence[Rollout],
+    compute: Callable[[Batch], list[Floats]],
+    policy: Policy,
+    config: RunConfig,
+) -> list[Floats]:
+    """One number per completion token, by rollout, the same on every rank. Collective.
+
+    `compute` gives them for the tokens of each micro-batch of this rank.
+    """
     answered = [i for i, rollout in enumerate(rollouts) if len(rollout.completion.token_ids)]
-    penalties: list[Floats] = [np.zeros(0, dtype=np.float32) for _ in rollouts]
+    found: list[Floats] = [np.zeros(0, dtype=np.float32) for _ in rollouts]
     if not answered:
-        return penalties
+        return found
     batch = _batch([to_example(rollouts[i]) for i in answered], policy, config)
-    mine = _by_example(batch, policy.engine.forward(batch))
-    theirs = _by_example(batch, policy.reference(batch))
-    local = {
-        number: kl_penalty(
-            config.algorithm.kl.estimator, config.algorithm.kl.coef, mine[number], theirs[number]
-        )
-        for number in mine
-    }
-    for share in gather_objects(local, policy.engine.layout):
-        for number, penalty in share.items():
+    mine = _by_example(batch, compute(batch))
+    for share in gather_objects(mine, policy.engine.layout):
+        for number, values in share.items():
             rollout = rollouts[answered[number]]
-            penalties[answered[number]] = penalty[len(rollout.prompt.token_ids) :]
-    return penalties
+            found[answered[number]] = values[len(rollout.prompt.token_ids) :]
+    return found
 
 
-def _by_example(batch: Batch, outputs: Sequence[TokenOutputs]) -> dict[int, Floats]:
-    """This rank's log-probs by index in the batch's example list."""
+def _by_example(batch: Batch, arrays: Sequence[Floats]) -> dict[int, Floats]:
+    """What this rank has for its tokens, by index in the batch's example list."""
     found: dict[int, Floats] = {}
-    for micro, numbers, output in zip(batch.microbatches, batch.examples, outputs, strict=True):
-        logprobs = output.logprobs.cpu().numpy()
+    for micro, numbers, array in zip(batch.microbatches, batch.examples, arrays, strict=True):
         ends = micro.cu_seqlens.tolist()
         for number, start, end in zip(numbers, ends[:-1], ends[1:], strict=True):
             if number >= 0:
-                found[number] = logprobs[start:end]
+                found[number] = array[start:end]
+    return found
+
+
+def _numbers(tensor: Tensor) -> Floats:
+    found: Floats = tensor.float().cpu().numpy()
     return found
 
 
@@ -140,7 +213,3 @@ def _batch(examples: Sequence[Example], policy: Policy, config: RunConfig) -> Ba
         policy.flops,
         temperature=config.rollout.temperature,
     )
-
-
-def _behind(zeros: int, values: Floats) -> Floats:
-    return np.concatenate([np.zeros(zeros, dtype=np.float32), values])

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.manifest import STATE
+from burnish.checkpoint.tensor_sets import MAIN
+from burnish.engines.base import Engine
 from burnish.errors import IncompatibleError
 from burnish.files.strict_json import shortened
 from burnish.models.lora_names import ADAPTER_STATE
-from burnish.models.lora_record import AdapterRecord
 from burnish.trainers.inputs import INPUTS
 
 _ABSENT = object()
+_COUNTS = ("optimizer_steps", "skipped_in_a_row")
+_ROLES = "Mapping[str, Mapping[str, int]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +40,34 @@ class Position:
     """The last step's line of metrics as far as it is known; None once it is logged, which is after its save."""
     unvalidated: bool = False
     """Whether the last step's validation was interrupted and is still to be done."""
+    roles: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """`optimizer_steps` and `skipped_in_a_row` of each further model that is trained, by its role."""
+
+    def counts(self, role: str) -> tuple[int, int]:
+        """`optimizer_steps` and `skipped_in_a_row` of the model of a role, the run's own included. Raises `IncompatibleError` for an unknown one."""
+        if role == MAIN:
+            return self.optimizer_steps, self.skipped_in_a_row
+        if role not in self.roles:
+            raise IncompatibleError(
+                f"{STATE} says nothing of the {role}",
+                have=", ".join(self.roles) or "no further model",
+                want=f"how many updates of the {role} were made",
+                do="resume with the version of Burnish that wrote it",
+            )
+        first, second = (self.roles[role][name] for name in _COUNTS)
+        return first, second
 
 
-def adapter_state(adapter: AdapterRecord | None) -> dict[str, Any]:
-    """What state.json holds of the adapter, beside the position."""
-    return {} if adapter is None else {ADAPTER_STATE: adapter.as_state()}
+def counts(engine: Engine) -> dict[str, int]:
+    """What `Position.roles` holds of a model."""
+    return dict(zip(_COUNTS, (engine.steps, engine.skipped_in_a_row), strict=True))
 
 
 def position_of(step: Committed) -> Position:
     """The position in a step's state.json. Raises `IncompatibleError` for anything that a trainer does not write there."""
     kinds = {field.name: str(field.type) for field in fields(Position)}
-    values = {name: each for name, each in step.state.items() if name in kinds}
+    values: dict[str, Any] = {"roles": {}}
+    values |= {name: each for name, each in step.state.items() if name in kinds}
     unknown = step.state.keys() - {*kinds, INPUTS, ADAPTER_STATE}
     wrong = [name for name, kind in kinds.items() if not _is(kind, values.get(name, _ABSENT))]
     if unknown or wrong or values["step"] != step.step:
@@ -64,9 +84,23 @@ def position_of(step: Committed) -> Position:
 def _is(kind: str, value: Any) -> bool:
     """Whether JSON's value is one of the kinds of fields that a position has."""
     if kind == "int":
-        return type(value) is int and value >= 0
+        return _is_count(value)
     if kind == "bool":
         return type(value) is bool
+    if kind == _ROLES:
+        return isinstance(value, dict) and all(map(_are_counts, value.values()))
     return value is None or (
         isinstance(value, dict) and all(type(each) in (int, float, str) for each in value.values())
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_counts(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == set(_COUNTS)
+        and all(map(_is_count, value.values()))
     )

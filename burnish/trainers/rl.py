@@ -1,8 +1,8 @@
-"""Reinforcement learning with verifiable rewards: GRPO and kin.
+"""Reinforcement learning with verifiable rewards: GRPO and kin, and PPO.
 
 One step: generate a group of completions for each prompt, score them, turn rewards into advantages,
-update the policy, publish its weights to the generator. The same function runs in every process.
-Left out: critics (PPO), generation ahead of training, environments of several turns.
+update the critic (PPO's) and the policy, publish its weights to the generator. The same function
+runs in every process. Left out: generation ahead of training, environments of several turns.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ import torch
 from burnish.algorithms.dapo import overlong_penalty, select_groups
 from burnish.algorithms.loss import policy_loss_fn
 from burnish.algorithms.schedule import learning_rate
+from burnish.checkpoint.tensor_sets import MAIN
 from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
 from burnish.data.tasks import PromptDataset
-from burnish.engines.base import Part
+from burnish.engines.base import Engine, Part
 from burnish.launch.run import launch
 from burnish.parallel.layout import Layout
 from burnish.records import Rollout
 from burnish.rewards.overview import rollout_stats
 from burnish.rewards.pool import RewardPool
-from burnish.tracking.metrics import Stats
 from burnish.trainers.collect import Collector
+from burnish.trainers.critic import CRITIC, Critic
 from burnish.trainers.evaluate import held_out_prompts, prompt_validation
 from burnish.trainers.inputs import Inputs
 from burnish.trainers.localize import with_local_inputs
-from burnish.trainers.policy_update import Policy, minibatches, token_advantages
+from burnish.trainers.policy_update import Forward, Policy, assign_credit, minibatches
 from burnish.trainers.run import Run, Work, open_run
 from burnish.trainers.setup import (
     Foundation,
+    Learner,
     lay_foundation,
     make_collector,
     make_engine,
@@ -58,7 +60,8 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             held_out = held_out_prompts(foundation, pool)
             bar.advance()
             total = config.steps or math.ceil(len(dataset) * config.epochs / config.batch.prompts)
-            policy = _policy(foundation, run, Inputs.of(foundation.tokenizer, dataset), total)
+            inputs = Inputs.of(foundation.tokenizer, dataset)
+            policy, critic = _models(foundation, run, inputs, total)
             bar.advance()
             collector = make_collector(foundation, pool, layout, device, run.stopper, run.progress)
             collector.generator.load_weights(policy.engine.published(), run.position.step)
@@ -71,40 +74,56 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             with run.spans("rollout"):
                 groups, left_out = collect_groups(dataset, loader, collector, config, step)
             with run.spans("advantages"):
-                by_token = token_advantages(groups, policy, config)
-                batches = minibatches(groups, by_token, policy, config)
-            stats, lr = Stats(), learning_rate(step, total, config.optim)
+                credit = assign_credit(groups, policy, critic, config)
+                batches = minibatches(groups, credit, policy, config)
+            stats, lr = credit.stats, learning_rate(step, total, config.optim)
             with run.spans("update"), run.progress.phase("update", len(batches)) as bar:
                 for batch in batches:
-                    stats = stats.merge(policy.engine.forward_backward(batch, loss))
-                    stats = stats.merge(policy.engine.optim_step(lr))
+                    if critic is not None:
+                        stats = stats.merge(critic.update(batch, step))
+                    if step >= config.critic.warmup_steps:
+                        learned = policy.engine.forward_backward(batch, loss)
+                        learned = learned.merge(policy.engine.optim_step(lr))
+                        stats = stats.merge(learned.prefixed("actor/"))
                     bar.advance()
             with run.spans("publish"):
                 collector.generator.load_weights(policy.engine.published(), step + 1)
             rollouts = [rollout for group in groups for rollout in group]
             generated = [rollout for group in left_out for rollout in group] + rollouts
-            run.write_rollouts(rollouts, [float(a.mean()) if len(a) else 0.0 for a in by_token])
-            stats = stats.prefixed("actor/").merge(rollout_stats(generated))
-            run.finish(stats, cursor=loader.cursor, work=Work.of(batches))
+            run.write_rollouts(rollouts, credit.means)
+            run.finish(
+                stats.merge(rollout_stats(generated)), cursor=loader.cursor, work=Work.of(batches)
+            )
         run.complete()
 
 
-def _policy(foundation: Foundation, run: Run, inputs: Inputs, total_steps: int) -> Policy:
-    """The trained engine, its weights resumed or initial, and the frozen reference where KL wants one.
-
-    The reference of an adapter is the model without it, which is there already.
-    """
+def _models(
+    foundation: Foundation, run: Run, inputs: Inputs, total_steps: int
+) -> tuple[Policy, Critic | None]:
+    """The trained models, their weights resumed or initial, and what the policy is held to."""
     config = foundation.config
     engine = make_engine(foundation, config.optim, run.layout, run.device)
-    if run.begin(engine, foundation, inputs, total_steps) is None:
-        engine.load(foundation.source, Part.WEIGHTS)
+    learners = {MAIN: Learner(engine, foundation)}
+    critic = None
+    if config.algorithm.advantage == "gae":
+        critic = Critic.make(foundation, total_steps, run.layout, run.device)
+        learners[CRITIC] = critic.learner
+    if run.begin(learners, inputs, total_steps) is None:
+        for learner in learners.values():
+            learner.engine.load(learner.foundation.source, Part.WEIGHTS)
+    return Policy(engine, _reference(foundation, engine, run), foundation.flops), critic
+
+
+def _reference(foundation: Foundation, engine: Engine, run: Run) -> Forward | None:
+    """The model that training started from, where KL wants it; that of an adapter is there already, with the adapter off."""
+    config = foundation.config
     if config.algorithm.kl.coef == 0:
-        return Policy(engine, None, foundation.flops)
+        return None
     if config.model.adapter:
-        return Policy(engine, partial(engine.forward, adapter=False), foundation.flops)
+        return partial(engine.forward, adapter=False)
     reference = make_engine(foundation, None, run.layout, run.device)
     reference.load(foundation.source, Part.WEIGHTS)
-    return Policy(engine, reference.forward, foundation.flops)
+    return reference.forward
 
 
 def collect_groups(

@@ -11,13 +11,12 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
 from burnish.checkpoint.committed import Committed
-from burnish.checkpoint.contents import Contents, ModelContents
+from burnish.checkpoint.contents import Contents
 from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.mirror import Mirror
@@ -27,11 +26,9 @@ from burnish.checkpoint.tensor_sets import MAIN
 from burnish.config.load import dump_yaml
 from burnish.config.places import run_directory
 from burnish.config.schema import RunConfig
-from burnish.engines.base import Engine, Part, compute_dtype
+from burnish.engines.base import Part, compute_dtype
 from burnish.errors import BurnishError, StoppedError
 from burnish.files.durable import naming_failures
-from burnish.models.lora_names import ADAPTER_STATE
-from burnish.models.lora_record import require_same_adapter
 from burnish.parallel.collectives import agree, same_on_all_ranks
 from burnish.parallel.device import device_name, peak_flops, peak_memory
 from burnish.parallel.layout import Layout
@@ -58,9 +55,10 @@ from burnish.trainers.claim import (
     require_own_directory,
     step_place,
 )
-from burnish.trainers.inputs import INPUTS, Inputs
-from burnish.trainers.position import Position, adapter_state, position_of
-from burnish.trainers.setup import Foundation
+from burnish.trainers.inputs import Inputs
+from burnish.trainers.position import Position, counts
+from burnish.trainers.resuming import state_of, take_up
+from burnish.trainers.setup import Learner
 from burnish.trainers.signals import Stopper, StopRequested, catch_signals, check_stop
 
 _GRACE_SECONDS = 10.0
@@ -121,18 +119,19 @@ class Run:
         self._finite_loss = True
 
     def begin(
-        self, engine: Engine, foundation: Foundation, inputs: Inputs, total_steps: int
+        self, learners: Mapping[str, Learner], inputs: Inputs, total_steps: int
     ) -> Resumed | None:
-        """Take up the engine that is trained, and resume it where a committed step exists. Collective.
+        """Take up the models that are trained, by role (`MAIN` among them), and resume them where a committed step exists. Collective.
 
         Returns what was resumed from. What is trained is not touched when there is none; what is frozen
         is loaded.
         """
-        self._engine, self._foundation, self._total_steps = engine, foundation, total_steps
+        self._learners, self._total_steps = learners, total_steps
         self._inputs = inputs
         self._peak = peak_flops(self.device, compute_dtype(self.config.engine))
         resumed = self.checkpoints.resume(self._load)
-        engine.load(foundation.base, Part.FROZEN)
+        for learner in learners.values():
+            learner.engine.load(learner.foundation.base, Part.FROZEN)
         if resumed is not None and self.layout.is_main:
             log.warning("resumed step %d from %s", resumed.step.step, resumed.step.path)
         bring_back(self.mirror, self.directory, resumed, self.layout)
@@ -170,12 +169,15 @@ class Run:
     def finish(self, stats: Stats, *, cursor: int, work: Work) -> None:
         """A step is done: validate, log and save where it is time. Collective."""
         self._hear_of_saving(wait=False)
+        others = {role: learner.engine for role, learner in self._learners.items()}
+        main = others.pop(MAIN)
         self.position = Position(
             step=self.position.step + 1,
             cursor=cursor,
             tokens=self.position.tokens + work.tokens,
-            optimizer_steps=self._engine.steps,
-            skipped_in_a_row=self._engine.skipped_in_a_row,
+            optimizer_steps=main.steps,
+            skipped_in_a_row=main.skipped_in_a_row,
+            roles={role: counts(engine) for role, engine in others.items()},
         )
         timing = self.spans.take()
         values = stats.values_by_name() | self._throughput(work, timing) | timing
@@ -195,7 +197,7 @@ class Run:
         left = self._settle_mirror(self.config.checkpoint.mirror_patience_seconds)
         if self.layout.is_main:
             path = step_place(self.position.step, self.directory, self.mirror)
-            what = "adapter" if self._foundation.adapter else "model"
+            what = "adapter" if self._learners[MAIN].foundation.adapter else "model"
             log.info("done: the %s is %s", what, path / "model")
         if left is not None:
             raise behind(self.mirror, self.directory, left)
@@ -243,22 +245,12 @@ class Run:
             log.error("STEP %d IS NOT SAVED; training goes on. %s", step, error)
 
     def _contents(self) -> Contents:
-        model = ModelContents(
-            weights=list(self._engine.shards(Part.WEIGHTS)),
-            training=list(self._engine.shards(Part.TRAINING)),
-            write_assets=self._foundation.write_assets,
-        )
         return Contents(
-            models={MAIN: model},
-            state=self._state(),
+            models={role: learner.contents() for role, learner in self._learners.items()},
+            state=state_of(self.position, self._learners[MAIN], self._inputs),
             healthy=self._finite_loss,
             check_finite=True,
         )
-
-    def _state(self) -> dict[str, Any]:
-        """What state.json says."""
-        inputs = {INPUTS: self._inputs.as_state()}
-        return asdict(self.position) | inputs | adapter_state(self._foundation.adapter)
 
     def stopped(self, request: StopRequested) -> StoppedError:
         """Commit what there is, and what to raise then. Collective."""
@@ -287,24 +279,9 @@ class Run:
         self._trackers.close()
 
     def _load(self, step: Committed, source: CheckpointSource) -> None:
-        """Make the engine and the position those of a committed step, once all of it is known to fit."""
-        position = position_of(step)
-        require_same_adapter(step.state.get(ADAPTER_STATE), self._foundation.adapter, step.path)
-        changed = self._inputs.changed_since(step.state.get(INPUTS), step.path)
-        if changed and self.layout.is_main:
-            log.warning("since %s was saved there changed: %s", step.path, ", ".join(changed))
-        fresh = self.config.checkpoint.fresh_optimizer and not source.holds_training
-        weights, training = (list(self._engine.shards(p)) for p in (Part.WEIGHTS, Part.TRAINING))
-        source.require(weights, [] if fresh else training)
-        self._engine.load(source, Part.WEIGHTS)
-        if fresh:
-            log.warning("%s has no optimizer state: a fresh one begins", step.path)
-            position = replace(position, optimizer_steps=0, skipped_in_a_row=0)
-        else:
-            self._engine.load(source, Part.TRAINING)
-        self.position = position
-        self._engine.steps = self.position.optimizer_steps
-        self._engine.skipped_in_a_row = self.position.skipped_in_a_row
+        """Make the models and the position those of a committed step, once all of it is known to fit."""
+        fresh = self.config.checkpoint.fresh_optimizer
+        self.position = take_up(step, source, self._learners, self._inputs, fresh_optimizer=fresh)
         self._saved_step = self.position.step
 
     def check_stop(self) -> None:
@@ -365,7 +342,7 @@ class Run:
         return throughput(
             tokens=work.tokens,
             seconds=timing.get("timing_s/update", 0.0),
-            flops=self._foundation.training_flops(work.lengths) / self._engine.layout.sharing,
+            flops=sum(learner.flops(work.lengths) for learner in self._learners.values()),
             peak_flops_per_s=self._peak,
             max_memory_bytes=peak_memory(self.device),
             imbalance=work.imbalance,

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from burnish.checkpoint.contents import ModelContents
 from burnish.config.schema import OptimConfig, RunConfig, SamplingConfig
 from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.data.tokenizer import eos_token_ids, load_tokenizer
-from burnish.engines.base import compute_dtype
+from burnish.engines.base import Engine, Part, compute_dtype
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError
 from burnish.models.counting import count_flops
@@ -26,6 +27,7 @@ from burnish.models.loading import (
 )
 from burnish.models.lora import FreshAdapter
 from burnish.models.lora_record import AdapterRecord
+from burnish.models.value_head import has_value_head
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import ShardSource
 from burnish.rewards.pool import RewardPool
@@ -57,11 +59,11 @@ class Foundation:
     flops: ModelFlops
     """What its sequences cost."""
 
-    def write_assets(self, directory: Path) -> None:
     def training_flops(self, lengths: Iterable[int]) -> float:
         """Operations of forward and backward over sequences of these lengths."""
         return self.flops.training(lengths, frozen=self.adapter is not None)
 
+    def write_assets(self, directory: Path) -> None:
         """Write what makes a directory of the trained weights a Hugging Face model, or an adapter of PEFT's."""
         if self.adapter is None:
             save_model_assets(self.hf_config, self.tokenizer, directory, torch.bfloat16)
@@ -69,22 +71,44 @@ class Foundation:
             self.adapter.save(directory, self.tokenizer)
 
 
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """A model that is trained."""
+
+    engine: Engine
+    """Its weights and its optimizer."""
+    foundation: Foundation
+    """What it started from."""
+
+    def flops(self, lengths: Iterable[int]) -> float:
+        """Operations of this rank for training on sequences of these lengths, in tokens."""
+        return self.foundation.training_flops(lengths) / self.engine.layout.sharing
+
+    def contents(self) -> ModelContents:
+        """What goes into a checkpoint of it."""
+        return ModelContents(
+            weights=list(self.engine.shards(Part.WEIGHTS)),
+            training=list(self.engine.shards(Part.TRAINING)),
+            write_assets=self.foundation.write_assets,
+        )
+
+
 def lay_foundation(config: RunConfig) -> Foundation:
     """Read configuration, tokenizer and the headers of the weights; raises when they do not fit each other."""
     hf_config = read_model_config(config.model)
+    if has_value_head(hf_config):
+        raise IncompatibleError(
+            f"{config.model.path} has a value head and no vocabulary",
+            have=", ".join(hf_config.architectures or ()),
+            want="a causal language model",
+            do="set model.path to a language model; a critic's directory belongs in critic.path",
+        )
     tokenizer = load_tokenizer(
         config.model.tokenizer or config.model.path or "",
         config.model.chat_template,
         config.model.trust_remote_code,
     )
-    vocabulary = hf_config.get_text_config().vocab_size
-    if len(tokenizer) > vocabulary:
-        raise IncompatibleError(
-            "the tokenizer has more tokens than the model has embeddings",
-            have=f"{len(tokenizer)} tokens, {vocabulary} embeddings",
-            want="no more tokens than embeddings",
-            do="use the model's own tokenizer, or a fresh model with a larger vocab_size",
-        )
+    require_embeddings(hf_config, tokenizer)
     base = weights_source(config.model, hf_config, config.seed)
     adapter = AdapterRecord.of(config.model, hf_config) if config.model.adapter else None
     return Foundation(
@@ -97,6 +121,18 @@ def lay_foundation(config: RunConfig) -> Foundation:
         eos_token_ids(tokenizer, hf_config, generation_config(hf_config)),
         count_flops(hf_config),
     )
+
+
+def require_embeddings(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `IncompatibleError` where the tokenizer has tokens that the model has no embedding for."""
+    vocabulary = hf_config.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
+        raise IncompatibleError(
+            "the tokenizer has more tokens than the model has embeddings",
+            have=f"{len(tokenizer)} tokens, {vocabulary} embeddings",
+            want="no more tokens than embeddings",
+            do="use the model's own tokenizer, or a fresh model with a larger vocab_size",
+        )
 
 
 def prompt_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -> PromptDataset:
@@ -124,7 +160,8 @@ def make_engine(
     foundation: Foundation, optim: OptimConfig | None, layout: Layout, device: torch.device
 ) -> TorchEngine:
     """The engine that the configuration names, its weights not loaded yet; frozen when `optim` is None."""
-    config, lora = foundation.config.engine, foundation.config.model.adapter
+    config = foundation.config.engine
+    lora = foundation.config.model.adapter if foundation.adapter else None
     return TorchEngine(foundation.hf_config, config, optim, layout=layout, device=device, lora=lora)
 
 

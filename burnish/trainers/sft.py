@@ -11,6 +11,7 @@ import torch
 
 from burnish.algorithms.loss import sft_loss
 from burnish.algorithms.schedule import learning_rate
+from burnish.checkpoint.tensor_sets import MAIN
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.loader import Loader
@@ -21,7 +22,7 @@ from burnish.trainers.evaluate import example_validation
 from burnish.trainers.inputs import Inputs
 from burnish.trainers.localize import with_local_inputs
 from burnish.trainers.run import Work, open_run
-from burnish.trainers.setup import example_dataset, lay_foundation, make_engine
+from burnish.trainers.setup import Learner, example_dataset, lay_foundation, make_engine
 
 
 def train(config: RunConfig) -> None:
@@ -41,7 +42,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             total = config.steps or math.ceil(len(dataset) * config.epochs / size)
             engine = make_engine(foundation, config.optim, layout, device)
             inputs = Inputs.of(foundation.tokenizer, dataset)
-            if run.begin(engine, foundation, inputs, total) is None:
+            if run.begin({MAIN: Learner(engine, foundation)}, inputs, total) is None:
                 engine.load(foundation.source, Part.WEIGHTS)
             loader = Loader(len(dataset), config.seed, config.data.shuffle, run.position.cursor)
             run.validate = example_validation(foundation, engine, device, run.check_stop)

@@ -14,19 +14,19 @@ def test_show_prints_everything_with_its_origin_and_can_be_read_back(
 ) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("name: mine\nrollout:\n  n: 4\n")
-    assert main(["config", "show", str(file), "optim.lr=1e-5"]) == 0
+    assert main(["config", "show", str(file), "optim.lr=2e-5"]) == 0
     text = capsys.readouterr().out
     lines = [line.split("#") for line in text.splitlines()]
     rows = {parts[0].strip(): parts[1].strip() for parts in lines if len(parts) == 2}
     assert rows["name: mine"] == f"{file}:1"
     assert rows["n: 4"] == f"{file}:3"
-    assert rows["lr: 1.0e-05"] == "command line"
+    assert rows["lr: 2.0e-05"] == "command line"
     assert rows["seed: 0"] == "default"
     columns = {line.index("  # ") for line in text.splitlines() if "  # " in line}
     assert len(columns) == 1
     again = tmp_path / "again.yaml"
     again.write_text(text)
-    assert load_config(again).config == load_config(file, ["optim.lr=1e-5"]).config
+    assert load_config(again).config == load_config(file, ["optim.lr=2e-5"]).config
 
 
 def test_show_reports_a_bad_configuration(

@@ -100,6 +100,13 @@ BAD: list[tuple[Command, list[str], list[str]]] = [
         ["dynamic_sampling", "rollout.n: 1"],
     ),
     ("rl", ["algorithm.dual_clip=3", "algorithm.policy_loss=gspo"], ["dual_clip: 3.0", "gspo"]),
+    ("rl", ["critic.lr=1e-4"], ["critic.lr", "algorithm.advantage: grpo", "gae"]),
+    ("rl", ["critic.path=c", "critic.clip=null"], ["remove critic.path and critic.clip"]),
+    (
+        "rl",
+        ["algorithm.advantage=gae", "critic.warmup_steps=5", "steps=5"],
+        ["critic.warmup_steps: 5", "less than 5"],
+    ),
     ("sft", ["evaluation.every=5"], ["evaluation.every: 5", "data.validation"]),
     ("rl", ["evaluation.every=5"], ["evaluation.every: 5"]),
     (
@@ -126,6 +133,8 @@ def test_what_does_not_go_together(
     [
         ("rl", ["rollout.n=1", "algorithm.advantage=reinforce_plus_plus"]),
         ("rl", ["algorithm.dual_clip=3"]),
+        ("rl", ["algorithm.advantage=gae", "critic.lr=1e-4", "critic.clip=null", "rollout.n=1"]),
+        ("rl", ["algorithm.advantage=gae", "critic.warmup_steps=5"]),
         ("rl", ["algorithm.old_logprobs=rollout", "rollout.top_p=0.9"]),
         ("rl", ["rollout.temperature=0.7"]),
         ("rl", ["evaluation.temperature=0"]),

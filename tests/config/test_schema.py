@@ -8,7 +8,7 @@ from burnish.config.schema import OptimConfig, RolloutConfig, RunConfig
 
 
 def test_there_are_fewer_than_120_fields() -> None:
-    assert len(known_keys()) < 120
+    assert sum(not key.section for key in known_keys().values()) < 120
 
 
 def test_every_field_and_section_says_what_it_means() -> None:

@@ -32,7 +32,9 @@ def test_what_was_written_is_read():
     [
         ("cursor", "56"), ("cursor", -1), ("cursor", 1.0), ("cursor", True), ("cursor", ...),
         ("tokens", None), ("measured", [1]), ("measured", {"a": None}), ("unlogged", "x"),
-        ("unlogged", {"a": {"b": 1}}), ("unvalidated", 1), ("epoch", 3),
+        ("unlogged", {"a": {"b": 1}}), ("unvalidated", 1), ("epoch", 3), ("roles", None),
+        ("roles", {"critic": 1}), ("roles", {"critic": {"optimizer_steps": 1}}),
+        ("roles", {"critic": {"optimizer_steps": 1, "skipped_in_a_row": -1}}),
     ],
 )  # fmt: skip
 def test_anything_else_is_refused_by_name(name, value):
@@ -43,3 +45,14 @@ def test_anything_else_is_refused_by_name(name, value):
 def test_the_state_of_another_step_is_refused():
     with pytest.raises(IncompatibleError, match="have: step 8"):
         read(step=8)
+
+
+def test_what_it_says_of_further_models():
+    roles = {"critic": {"optimizer_steps": 9, "skipped_in_a_row": 1}}
+    position = read(roles=roles)
+    assert position.counts("") == (7, 0)
+    assert position.counts("critic") == (9, 1)
+    assert read(roles=...) == POSITION  # as steps were written that knew of none
+    with pytest.raises(IncompatibleError, match="says nothing of the judge") as caught:
+        position.counts("judge")
+    assert caught.value.have == "critic"
