@@ -82,6 +82,8 @@ def together(ranks: list[dict[str, Any]], key: str) -> dict[str, Tensor]:
 CASES = [
     ("qwen3", LORA, 1, 6, {"activation_checkpointing": "full"}),
     ("qwen3", LORA, 2, 2, {}),
+    ("llama", LORA, 2, 3, {"sequence_parallel": 2}),
+    ("mistral", LoraConfig(rank=1, alpha=2.0), 2, 3, {"replicas": 2}),
     ("qwen2", LoraConfig(rank=3, alpha=5.0, rslora=True), 1, 2, {}),
     (
         "gemma3_text",
