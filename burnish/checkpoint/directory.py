@@ -20,7 +20,7 @@ from burnish.checkpoint.saver import Saver
 from burnish.checkpoint.uploader import Progress, Uploader
 from burnish.config.places import mirror_url, run_directory
 from burnish.config.schema import RunConfig
-from burnish.errors import BurnishError, CorruptError
+from burnish.errors import BurnishError
 from burnish.files.durable import make_dirs_durably, naming_failures
 from burnish.files.lease import Lease
 from burnish.files.storage import LocalStorage, Storage
@@ -187,11 +187,11 @@ class Checkpoints:
                 error = self._uploader.error
                 show(self._uploader.progress)
             done, error = gather_objects((done, error), self._layout)[0]
-            if done and (error is None or isinstance(error, CorruptError)):
+            if done and type(error) is not BurnishError:  # nor what another try would not change
                 self._let_go()
                 return error
             if any_rank(stopped() or time.monotonic() > deadline, self._layout):
                 return error or left
             if done and self._uploader is not None:
-                time.sleep(_PAUSE_SECONDS)
+                time.sleep(max(0.0, min(_PAUSE_SECONDS, deadline - time.monotonic())))
                 self._uploader.begin()

@@ -85,14 +85,14 @@ class Mirror:
         return RemoteSteps(self.remote.below(CHECKPOINTS))
 
     def check(self) -> None:
-        """Raise `BurnishError` when another start of the run, or another run, has taken the mirror."""
+        """Raise `IncompatibleError` when another start of the run, or another run, has taken the mirror."""
         try:
             text = self.remote.read(ENVIRONMENT, ENVIRONMENT_LIMIT)
             found = json.loads(text).get("start")
         except (MissingError, ValueError, AttributeError) as error:
             found = str(error)
         if found != self.start:
-            raise BurnishError(
+            raise IncompatibleError(
                 f"this run no longer has {self.remote} to itself",
                 have=f"start {found}",
                 want=f"start {self.start}",

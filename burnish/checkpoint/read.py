@@ -130,7 +130,8 @@ class BlockReader:
                 for index in sorted({block.file for block in self._plan.share}):
                     file = storage.open(self._step.path / self._files[index].path)
                     files[index] = opened.enter_context(file)
-            pool = opened.enter_context(ThreadPoolExecutor(_READERS, "burnish-read"))
+            readers = max(_READERS, storage.reads_at_once)
+            pool = opened.enter_context(ThreadPoolExecutor(readers, "burnish-read"))
             asked = [self._ask(number, memory[number], place) for number in range(2)]
             coming = [self._begin(pool, files, few, write) for few in asked]
             for number, moves in enumerate(self._plan.groups):
