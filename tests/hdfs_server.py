@@ -154,8 +154,12 @@ class HdfsServer:
         process.communicate()
 
     def pause(self, node: Node) -> None:
-        """Make it silent, as a machine that hangs."""
-        os.killpg(self._processes[node].pid, signal.SIGSTOP)
+        """Make it silent, as a machine that hangs; returns when it is."""
+        leader = self._processes[node].pid
+        os.killpg(leader, signal.SIGSTOP)
+        program = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()[0]
+        while any(_state(task) != "T" for task in Path(f"/proc/{program}/task").iterdir()):
+            time.sleep(0.01)
 
     def resume(self, node: Node) -> None:
         """End `pause`."""
@@ -295,6 +299,11 @@ def _compiled_delay(conf: Path, classpath: str) -> bool:
     (conf / "AckDelay.java").write_text(DELAY)
     command = ["javac", "-nowarn", "-cp", classpath, "-d", str(conf), str(conf / "AckDelay.java")]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def _state(task: Path) -> str:
+    """Of a thread: R, S, T, ..."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _free_ports(count: int) -> list[int]:

@@ -37,9 +37,9 @@ class Patience:
 
 
 def persist(
-    attempt: Callable[[Pulse], T], is_transient: Callable[[Exception], bool], patience: Patience
+    attempt: Callable[[Pulse], T], again: Callable[[Exception, int], bool], patience: Patience
 ) -> T:
-    """What `attempt` returns, tried again while its faults are transient and patience lasts.
+    """What `attempt` returns, tried again while patience lasts and `again` says so of the fault and how many there were.
 
     An attempt runs in a thread of its own, so that a library that hangs can be left behind: such a
     thread ends with the process, and what it had begun may still come to pass. Raises the last
@@ -57,7 +57,7 @@ def persist(
             bound = min(patience.longest_pause, patience.first_pause * 2 ** (tries - 1))
             pause = chance.uniform(0, bound)
             late = moment + pause - failed_at > patience.seconds
-            if tries >= patience.tries or late or not is_transient(error):
+            if tries >= patience.tries or late or not again(error, tries):
                 raise
             time.sleep(pause)
 

@@ -12,6 +12,7 @@ process forked after that. Left out: copies on this machine (`burnish.files.cach
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -27,7 +28,10 @@ from burnish.files.urls import Url, redacted
 
 T = TypeVar("T")
 
+log = logging.getLogger("burnish")
+
 _REASON = 300
+_TELL_AFTER = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +207,16 @@ class Remote:
     def _persist(self, name: str, done: str, call: Callable[[Backend, Pulse], T]) -> T:
         backend = self._backend()
         faults: tuple[type[Exception], ...] = (*backend.faults, TimeoutError)
+
+        def again(error: Exception, tries: int) -> bool:
+            transient = isinstance(error, faults) and backend.verdict(error) == "transient"
+            if transient and tries == _TELL_AFTER:
+                url, reason = self.url.below(name), _reason(error)
+                log.warning("%s could not be %s so far (%s); trying on", url, done, reason)
+            return transient
+
         try:
-            return persist(
-                lambda pulse: call(backend, pulse),
-                lambda error: isinstance(error, faults) and backend.verdict(error) == "transient",
-                self.patience,
-            )
+            return persist(lambda pulse: call(backend, pulse), again, self.patience)
         except faults as error:
             verdict = backend.verdict(error)
             if verdict == "missing" and done != "written":
@@ -245,9 +253,13 @@ _BACKENDS = {
 }
 
 
-def _explained(url: Url, done: str, verdict: Verdict, error: Exception) -> BurnishError:
+def _reason(error: Exception) -> str:
     text = str(error).replace("\\n", "\n").partition("\n")[0]  # without a Java trace
-    have = redacted(f"{type(error).__name__}: {text}")[:_REASON]
+    return redacted(f"{type(error).__name__}: {text}")[:_REASON]
+
+
+def _explained(url: Url, done: str, verdict: Verdict, error: Exception) -> BurnishError:
+    have = _reason(error)
     if verdict == "denied":
         return UsageError(
             f"{url} may not be {done} with the credentials that there are",

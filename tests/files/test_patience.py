@@ -10,7 +10,7 @@ from burnish.files import patience as module
 from burnish.files.patience import Patience, Pulse, persist
 
 
-def always(error: Exception) -> bool:
+def always(error: Exception, tries: int) -> bool:
     return True
 
 
@@ -70,18 +70,30 @@ def test_no_longer_than_allowed(pauses: list[float]) -> None:
 
 
 def test_what_will_not_pass_is_raised_at_once(pauses: list[float]) -> None:
-    def is_transient(error: Exception) -> bool:
+    def again(error: Exception, tries: int) -> bool:
         return not isinstance(error, PermissionError)
 
     with pytest.raises(PermissionError):
-        persist(failing(1, PermissionError()), is_transient, Patience())
+        persist(failing(1, PermissionError()), again, Patience())
     assert pauses == []
+
+
+def test_faults_are_counted_for_whoever_decides(pauses: list[float]) -> None:
+    counts: list[int] = []
+
+    def again(error: Exception, tries: int) -> bool:
+        counts.append(tries)
+        return tries < 3
+
+    with pytest.raises(ConnectionError):
+        persist(failing(5), again, Patience())
+    assert counts == [1, 2, 3]
 
 
 def test_a_call_that_hangs_is_left_behind() -> None:
     leave = threading.Event()
     with pytest.raises(TimeoutError, match=r"nothing moved for 0\.1 s"):
-        persist(lambda pulse: leave.wait(30), lambda error: False, Patience(silence=0.1))
+        persist(lambda pulse: leave.wait(30), lambda error, tries: False, Patience(silence=0.1))
     leave.set()
 
 
