@@ -143,13 +143,19 @@ class FaultyStorage(LocalStorage):
 
 
 class OnceFullStorage(FaultyStorage):
-    """A disk without room for the first thing that is written, and with room for all that is later."""
+    """A disk without room for the first thing that is written, and with room for all that is later, whoever writes it.
+
+    `full` is a path that is there once it was full: the process that writes may be another by then.
+    """
+
+    def __init__(self, full):
+        super().__init__()
+        self.full = full
 
     def note(self, operation):
         """Fail at the first write."""
-        first = operation.startswith("pwrite") and not self.healed
-        self.healed = self.healed or first
-        if first:
+        if operation.startswith("pwrite") and not self.full.exists():
+            self.full.touch()
             raise OSError(errno.ENOSPC, "made to fail", operation)
 
 

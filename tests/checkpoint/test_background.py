@@ -78,7 +78,7 @@ def save_changing(layout, root):
     return finished.step, finished.error
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_the_files_are_those_of_a_plain_save_though_training_goes_on(tmp_path, saved, world):
     assert run_ranks(save_changing, world, str(tmp_path)) == [(1, None)] * world
     [step] = committed(tmp_path)
@@ -101,19 +101,16 @@ def test_one_at_a_time_and_told_once(tmp_path):
     assert steps_in(tmp_path) == [1, 2]
 
 
-def test_older_steps_go_in_the_background_too(tmp_path):
+def test_older_steps_go_unhealthy_ones_displace_none_and_none_is_made_twice(tmp_path):
     with opened(tmp_path, keep_last=1) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.begin_save(step, contents_of(*make_state(step)))
             assert checkpoints.finished(wait=True).error is None
-    assert steps_in(tmp_path) == [3]
-
-
-def test_weights_that_are_not_finite_mark_the_step(tmp_path):
-    with opened(tmp_path) as checkpoints:  # make_state has infinities
-        checkpoints.begin_save(1, contents_of(*make_state(1), check_finite=True))
+        checkpoints.begin_save(4, contents_of(*make_state(4), check_finite=True))  # has infinities
         assert checkpoints.finished(wait=True).error is None
-    assert [step.healthy for step in committed(tmp_path)] == [False]
+        with pytest.raises(BurnishError, match="step 3 exists already"):
+            checkpoints.begin_save(3, contents_of(*make_state(3)))
+    assert {step.step: step.healthy for step in committed(tmp_path)} == {3: True, 4: False}
 
 
 def test_without_a_process_for_it(tmp_path):
@@ -146,27 +143,18 @@ def test_an_error_of_the_disk_is_told_and_the_next_save_works(tmp_path):
     assert steps_in(tmp_path) == [1, 3]
 
 
-def test_a_step_that_exists_is_refused_at_once(tmp_path):
-    save_once(tmp_path, 1)
-    with opened(tmp_path) as checkpoints, pytest.raises(BurnishError, match="exists already"):
-        checkpoints.begin_save(1, contents_of(*make_state(1)))
-
-
-@pytest.mark.parametrize("moment", ["before", "during"])
-def test_a_writer_that_is_killed_is_started_again(tmp_path, moment):
+def test_a_writer_that_is_killed_is_started_again(tmp_path):
     with opened(tmp_path, storage=SlowStorage()) as checkpoints:
-        if moment == "before":
-            os.kill(writer_pid(checkpoints), signal.SIGKILL)
-            time.sleep(0.2)
-        else:
-            checkpoints.begin_save(1, contents_of(*make_state(1)))
-            while not leftovers(tmp_path):
-                time.sleep(0.01)
-            os.kill(writer_pid(checkpoints), signal.SIGKILL)
-            finished = checkpoints.finished(wait=True)
-            assert "died" in str(finished.error)
-            assert "-9" in str(finished.error)
-            assert (steps_in(tmp_path), leftovers(tmp_path)) == ([], [])
+        checkpoints.begin_save(1, contents_of(*make_state(1)))
+        while not leftovers(tmp_path):
+            time.sleep(0.01)
+        os.kill(writer_pid(checkpoints), signal.SIGKILL)
+        finished = checkpoints.finished(wait=True)
+        assert "died" in str(finished.error)
+        assert "-9" in str(finished.error)
+        assert (steps_in(tmp_path), leftovers(tmp_path)) == ([], [])
+        os.kill(writer_pid(checkpoints), signal.SIGKILL)  # the next one, with nothing to do
+        time.sleep(0.2)
         checkpoints.begin_save(2, contents_of(*make_state(2)))
         assert checkpoints.finished(wait=True).error is None
     assert steps_in(tmp_path) == [2]
@@ -186,7 +174,7 @@ def test_signals_to_the_whole_group_leave_the_writer_alone(tmp_path):
 def lose_a_writer(layout, root, how, victim):
     storage = SlowStorage(600) if how == "hang" and layout.rank == victim else SlowStorage(0.1)
     if how == "full" and layout.rank == victim:
-        storage = OnceFullStorage()
+        storage = OnceFullStorage(Path(root) / "full")
     timeout = 4.0 if how == "hang" else 30.0
     weights, slots = make_state(1, BIG_SHAPES)
     with opened(Path(root), layout, storage, timeout=timeout) as checkpoints:
@@ -205,9 +193,7 @@ def lose_a_writer(layout, root, how, victim):
     return first.step, str(first.error), left
 
 
-@pytest.mark.parametrize(
-    ("how", "victim"), [("kill", 0), ("kill", 1), ("full", 0), ("full", 1), ("hang", 1)]
-)
+@pytest.mark.parametrize(("how", "victim"), [("kill", 1), ("full", 0), ("hang", 1)])
 def test_what_fails_on_one_rank_has_failed_on_all(tmp_path, how, victim):
     told = run_ranks(lose_a_writer, 2, str(tmp_path), how, victim)
     assert [step for step, _, _ in told] == [1, 1]

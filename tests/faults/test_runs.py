@@ -24,6 +24,8 @@ KINDS = {
         "algorithm.dynamic_sampling.enabled=true",
     ],
 }
+KILLS = {"sft": 2, "rl": 3, "rl_everything": 3}
+"""At random moments."""
 SAVING = "checkpoint.save_every=1"
 ENGINE = "burnish.engines.torch_engine:TorchEngine"
 
@@ -52,7 +54,7 @@ def test_the_runs_have_something_to_lose(work, in_peace):
 def test_killed_at_random_moments(work, in_peace, kind):
     moments = random.Random(kind)
     argv = [*KINDS[kind], f"name=random_{kind}", SAVING]
-    for _ in range(4):
+    for _ in range(KILLS[kind]):
         command = Command(work, argv)
         while "\nstep " not in f"\n{command.output}" and command.is_running():
             time.sleep(0.01)
@@ -104,8 +106,10 @@ STOPS = {
 """What is called, for which time, when the signal comes."""
 
 
-@pytest.mark.parametrize("kind", STOPS)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [("sft", signal.SIGINT), ("sft", signal.SIGTERM), ("rl", signal.SIGTERM)],
+)
 def test_stopped_by_a_signal(work, in_peace, kind, number):
     argv = [*KINDS[kind], f"name=stopped_{kind}_{number}", SAVING]
     run = work / "runs" / f"stopped_{kind}_{number}"
@@ -119,4 +123,7 @@ def test_stopped_by_a_signal(work, in_peace, kind, number):
         before = step
         assert (run / "report.html").exists()
     assert outcome(done(work, *argv)) == in_peace[kind]
-    assert outcome(done(work, *argv)) == in_peace[kind]  # a finished run stays as it is
+
+
+def test_a_finished_run_stays_as_it_is(work, in_peace):
+    assert outcome(done(work, *KINDS["rl"], "name=peace_rl")) == in_peace["rl"]
