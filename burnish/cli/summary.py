@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,8 +50,10 @@ def _rows(
 
 def _layout(engine: EngineConfig, world: int) -> str:
     """How many processes there are along each dimension of the engine's mesh, outermost first."""
-    replicas, sequence = engine.replicas, engine.sequence_parallel
-    return f"{replicas} replicas × {world // (replicas * sequence)} shard × {sequence} sequence"
+    sizes = {"sequence": engine.sequence_parallel, "tensor": engine.tensor_parallel}
+    shard = world // (engine.replicas * math.prod(sizes.values()))
+    sizes = {"replicas": engine.replicas, "shard": shard, **sizes}
+    return " × ".join(f"{size} {name}" for name, size in sizes.items())
 
 
 def _rl_rows(config: RunConfig) -> Iterator[tuple[str, str]]:

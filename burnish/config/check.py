@@ -27,9 +27,9 @@ def check(config: RunConfig, command: Command, world: int = 1) -> None:
     problems = list(_of_run(config))
     problems += _of_model(config)
     problems += _of_data(config, command)
+    problems += _of_layout(config, world)
     if command in ("sft", "rl"):
         problems += _of_learning_rate(config)
-        problems += _of_layout(config, world)
     if command == "sft":
         problems += _of_sft(config, world // _sharing(config))
     if command == "rl":
@@ -151,17 +151,24 @@ def _of_learning_rate(config: RunConfig) -> Iterator[Problem]:
 
 def _sharing(config: RunConfig) -> int:
     """Processes that work on the same micro-batch."""
-    return config.engine.sequence_parallel
+    return config.engine.sequence_parallel * config.engine.tensor_parallel
 
 
 def _of_layout(config: RunConfig, world: int) -> Iterator[Problem]:
-    sharing, replicas = _sharing(config), config.engine.replicas
+    engine, sharing, replicas = config.engine, _sharing(config), config.engine.replicas
+    if config.model.adapter is not None and engine.tensor_parallel > 1:
+        yield Problem(
+            "an adapter cannot be trained with tensor parallelism",
+            have=f"model.lora.rank: {config.model.lora.rank}, engine.tensor_parallel: {engine.tensor_parallel}",
+            want="one of them",
+            do="set engine.tensor_parallel=1, and engine.sequence_parallel for long sequences",
+        )
     if world % sharing:
         yield Problem(
-            "the processes cannot be divided into groups that share tokens",
-            have=f"engine.sequence_parallel: {sharing}, {world} processes",
-            want="a whole number of groups",
-            do=f"set engine.sequence_parallel={_near(sharing, world)}, or start another number of processes",
+            "the processes cannot be divided into groups that share a micro-batch",
+            have=f"engine.sequence_parallel: {engine.sequence_parallel}, engine.tensor_parallel: {engine.tensor_parallel}, {world} processes",
+            want="a number of processes that their product divides",
+            do=f"make the product {_near(sharing, world)}, or start another number of processes",
         )
     elif world // sharing % replicas:
         yield Problem(

@@ -30,6 +30,7 @@ MAY_CHANGE = frozenset(
         "engine.activation_checkpointing",
         "engine.replicas",
         "engine.sequence_parallel",
+        "engine.tensor_parallel",
         "engine.reshard_after_forward",
         "engine.logprob_chunk",
         "data.validation",

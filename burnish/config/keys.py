@@ -43,6 +43,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "save_freq": "checkpoint.save_every",
         "save_steps": "checkpoint.save_every",
         "save_total_limit": "checkpoint.keep_last",
+        "tensor_model_parallel_size": "engine.tensor_parallel",
         "test_freq": "evaluation.every",
         "total_epochs": "epochs",
         "total_training_steps": "steps",

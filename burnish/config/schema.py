@@ -85,6 +85,8 @@ class EngineConfig(Section):
     """HSDP: this many copies of the sharded model, so that gathers stay among processes / replicas neighbours. Divides the processes."""
     sequence_parallel: int = Field(1, ge=1)
     """Ulysses: so many processes share the tokens of a micro-batch, each of which may have as many times `batch.tokens_per_device`. Divides the attention heads."""
+    tensor_parallel: int = Field(1, ge=1)
+    """So many neighbouring processes share the matrices of each layer and the vocabulary. Divides the attention heads and the key heads."""
     reshard_after_forward: bool = True
     """Free each layer's gathered weights between forward and backward: less memory, one more gather."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"

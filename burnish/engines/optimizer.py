@@ -70,9 +70,9 @@ class ShardedAdamW:
             for name, tensor in self._local.items()
         }
 
-    def gradients(self) -> list[Tensor]:
-        """This rank's gradients, those that exist."""
-        return [local(p.grad) for p in self._parameters.values() if p.grad is not None]
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's gradients by weight name, those that exist."""
+        return {n: local(p.grad) for n, p in self._parameters.items() if p.grad is not None}
 
     def step(self, lr: float) -> None:
         """One update at learning rate `lr`, from the parameters' gradients."""

@@ -1,8 +1,7 @@
 """Parallelism applied from outside, in one function and a fixed order, to a model that knows nothing of ranks.
 
 Sequence parallelism changes no module: it is in the attention that travels with each micro-batch
-(`burnish.models.ulysses`). Left out so far: tensor parallelism and compilation; they come before
-`fully_shard`.
+(`burnish.models.ulysses`). Left out so far: compilation, which comes before `fully_shard`.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedModel
 
 from burnish.config.schema import EngineConfig
+from burnish.engines.tensor_parallel import share_matrices
+from burnish.models.cuts import Cut
 from burnish.models.scorer import Scorer
 from burnish.parallel.mesh import Mesh
 
@@ -72,13 +73,14 @@ def _keep_products(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: 
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def parallelize(scorer: Scorer, config: EngineConfig, mesh: Mesh) -> None:
-    """Shard `scorer` (still on meta) with FSDP2, one group per decoder layer.
+def parallelize(scorer: Scorer, config: EngineConfig, mesh: Mesh) -> dict[str, Cut]:
+    """Cut the matrices of `scorer` (still on meta) among the tensor ranks, and shard it with FSDP2, one group per decoder layer.
 
-    Every copy of the model is sharded over neighbouring ranks (with several copies this is HSDP).
+    Returns what tensor parallelism cut, by parameter. Every copy of the model is sharded over neighbouring ranks (with several copies this is HSDP).
     Main weights stay in the dtype they have; compute happens in bf16 where `config.precision` says
     so; gradients are summed (not averaged) over all ranks in fp32.
     """
+    cuts = {} if mesh.tensor is None else share_matrices(scorer, mesh.tensor)
     checkpoint_activations(scorer.model, config.activation_checkpointing)
     weights = mesh.weights if config.replicas > 1 else mesh.weights["shard"]
     parts = mesh.weights["shard"].size()
@@ -99,3 +101,4 @@ def parallelize(scorer: Scorer, config: EngineConfig, mesh: Mesh) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    return cuts

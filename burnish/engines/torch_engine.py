@@ -1,18 +1,17 @@
-"""The PyTorch engine: FSDP2 (HSDP with several copies) and Ulysses on any number of processes, one included.
+"""The PyTorch engine: FSDP2 (HSDP with several copies), Ulysses and tensor parallelism on any number of processes, one included.
 
 Main weights and optimizer slots are fp32; compute is bf16 or fp32. One process runs the very same
-code over a mesh of one. Left out so far: tensor and context parallelism, offload and compilation.
+code over a mesh of one. Left out so far: context parallelism, offload and compilation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
@@ -20,10 +19,12 @@ from transformers import PretrainedConfig
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.engines.base import LossFn, Part, compute_dtype
 from burnish.engines.fitting import require_fitting
+from burnish.engines.gradients import norm_over, sum_over
 from burnish.engines.optimizer import SLOTS, ShardedAdamW
 from burnish.engines.parallelize import parallelize
 from burnish.errors import BurnishError
 from burnish.models.building import build_on_meta, materialize
+from burnish.models.cuts import cut_regions
 from burnish.models.lora import Adapter
 from burnish.models.names import model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
@@ -56,7 +57,9 @@ class TorchEngine:
         lora: LoraConfig | None = None,
     ) -> None:
         require_fitting(hf_config, config)
-        self.layout = replace(layout, sequence=config.sequence_parallel)
+        self.layout = replace(
+            layout, sequence=config.sequence_parallel, tensor=config.tensor_parallel
+        )
         self._config = config
         self._device = device
         self.skipped_in_a_row = 0
@@ -66,10 +69,11 @@ class TorchEngine:
         if optim is None:
             self._scorer.requires_grad_(False)
         self._mesh = Mesh.of(self.layout, config.replicas, device)
-        self._division = Division(self._mesh.sequence)
-        parallelize(self._scorer, config, self._mesh)
+        self._division = Division(self._mesh.sequence, self.layout.tensor)
+        whole = self._adapter.weights if self._adapter else regions(model)
+        self._cuts = parallelize(self._scorer, config, self._mesh)
         materialize(self._scorer, device)
-        self._regions = self._adapter.weights if self._adapter else regions(model)
+        self._regions = cut_regions(whole, self._cuts)
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._optimizer = None if optim is None else ShardedAdamW(self._parameters, optim)
 
@@ -110,12 +114,16 @@ class TorchEngine:
     def optim_step(self, lr: float) -> Stats:
         """Clip, step, zero the gradients; see `Engine.optim_step`."""
         optimizer = self._trained()
-        norm = self._gradient_norm(optimizer.gradients())
+        gradients = optimizer.gradients()
+        if self._mesh.tensor is not None:
+            uncut = [gradient for name, gradient in gradients.items() if name not in self._cuts]
+            sum_over(self._mesh.tensor, uncut)
+        norm = self._gradient_norm(gradients)
         finite = bool(torch.isfinite(norm))
         if finite:
             scale = min(1.0, self._config.max_grad_norm / (float(norm) + 1e-6))
             if scale < 1.0:
-                torch._foreach_mul_(optimizer.gradients(), scale)
+                torch._foreach_mul_(list(gradients.values()), scale)
             optimizer.step(lr)
         optimizer.zero_grad()
         self._count_skips(finite, float(norm))
@@ -188,14 +196,13 @@ class TorchEngine:
             )
         return self._optimizer
 
-    def _gradient_norm(self, gradients: list[Tensor]) -> Tensor:
+    def _gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Global 2-norm, fp32 scalar; the ranks of one copy of the model hold all of it."""
-        squares = [g.float().square().sum() for g in gradients]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), device=self._device)
-        shard = self._mesh.weights["shard"]
-        if shard.size() > 1:
-            dist.all_reduce(total, group=shard.get_group())
-        return total.sqrt()
+        shard, tensor = self._mesh.weights["shard"].get_group(), self._mesh.tensor
+        if tensor is None:
+            return norm_over([shard], gradients.values(), self._device)
+        own = [g for name, g in gradients.items() if name in self._cuts or tensor.rank() == 0]
+        return norm_over([shard, tensor], own, self._device)
 
     def _count_skips(self, finite: bool, norm: float) -> None:
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1

@@ -10,7 +10,8 @@ again in the backward pass, where
 
     ∂ log p_y / ∂z_j = [j = y] - p_j,    ∂H / ∂z_j = -p_j (log p_j + H).
 
-Left out: vocabulary-parallel heads.
+Where several ranks share the vocabulary, each computes m, S, D = Σ exp(z - m) (z - m) and z_y of its own
+part, and log p and H come from all of these, brought to one m.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from burnish.models.vocabulary import VocabularyPart
 
 _CPU_BLOCK_BYTES = 1 << 21
 """On a CPU the fp32 passes over a chunk run in pieces of about this size, which stay in its cache."""
@@ -55,38 +58,39 @@ class LogprobOptions:
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, options: LogprobOptions
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    options: LogprobOptions,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of `targets` [N] and entropy [N] in nats, both fp32, given `hidden` [N, H] and `weight` [V, H].
 
     Differentiable in `hidden` and `weight`. Rows whose outputs receive no gradient cost nothing in
-    the backward pass. Gradients of `weight` are summed in fp32 over chunks.
+    the backward pass. Gradients of `weight` are summed in fp32 over chunks. With `part`, `weight` has
+    the rows of that part; the results are of the whole vocabulary, and the gradient of `hidden` is
+    the part's share, to be added up over the ranks. Collective then.
     """
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, options)  # type: ignore[no-untyped-call]
+    columns = targets if part is None else part.columns(targets)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, columns, options, part)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: LogprobOptions
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        columns: Tensor,
+        options: LogprobOptions,
+        part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
-        exact = _exact_dtype(hidden)
-        logprobs = torch.empty(len(hidden), dtype=exact, device=hidden.device)
-        entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for rows in _slices(len(hidden), options.chunk):
-            logits = hidden[rows] @ weight.T
-            for part in _pieces(rows, logits):
-                z = _transformed(logits[part.local], options, exact)[0]
-                top = z.amax(dim=-1, keepdim=True)
-                chosen = z.sub_(top).gather(1, targets[part.rows, None])[:, 0]
-                exponentials = z.exp()
-                total = exponentials.sum(dim=-1)
-                log_total = total.log()
-                logprobs[part.rows] = chosen - log_total
-                entropy[part.rows] = log_total - torch.linalg.vecdot(exponentials, z) / total
-                normalizer[part.rows] = log_total + top[:, 0]
-        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
+        sums = _softmax_sums(hidden, weight, columns, options)
+        top, total, dot, chosen = sums if part is None else part.merged(sums)
+        log_total = total.log()
+        logprobs, entropy = chosen - log_total, log_total - dot / total
+        ctx.save_for_backward(hidden, weight, columns, log_total + top, entropy)
         ctx.options = options
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -94,16 +98,16 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, *gradients: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, columns, normalizer, entropy = ctx.saved_tensors
         given = [gradient for gradient in gradients if gradient is not None]
         if not given:
-            return None, None, None, None
+            return None, None, None, None, None
         rows = torch.stack([gradient != 0 for gradient in given]).any(dim=0).nonzero()[:, 0]
         factor = ctx.options.transform.scale / ctx.options.temperature
         few = _Rows(
             hidden[rows],
-            targets[rows],
+            columns[rows],
             normalizer[rows],
             entropy[rows],
             normalizer.new_zeros(len(rows))
@@ -115,7 +119,30 @@ class _TokenLogprobs(torch.autograd.Function):
             few, weight, ctx.options, ctx.needs_input_grad[1]
         )
         hidden_gradient = torch.zeros_like(hidden).index_copy_(0, rows, few_gradient)
-        return hidden_gradient, weight_gradient, None, None
+        return hidden_gradient, weight_gradient, None, None, None
+
+
+def _softmax_sums(
+    hidden: Tensor, weight: Tensor, columns: Tensor, options: LogprobOptions
+) -> Tensor:
+    """Of each row of `hidden` [N, H] over the rows of `weight`: m, S, D and z_y - m, as [4, N].
+
+    z_y - m is -∞ where y is not among them (`columns` is -1).
+    """
+    exact = _exact_dtype(hidden)
+    sums = torch.empty(4, len(hidden), dtype=exact, device=hidden.device)
+    for rows in _slices(len(hidden), options.chunk):
+        logits = hidden[rows] @ weight.T
+        for piece in _pieces(rows, logits):
+            z = _transformed(logits[piece.local], options, exact)[0]
+            top, column = z.amax(dim=-1, keepdim=True), columns[piece.rows, None]
+            chosen = z.sub_(top).gather(1, column.clamp(min=0))
+            exponentials = z.exp()
+            sums[0, piece.rows] = top[:, 0]
+            sums[1, piece.rows] = exponentials.sum(dim=-1)
+            sums[2, piece.rows] = torch.linalg.vecdot(exponentials, z)
+            sums[3, piece.rows] = chosen.masked_fill(column < 0, -torch.inf)[:, 0]
+    return sums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +150,8 @@ class _Rows:
     """The rows that take part in a backward pass."""
 
     hidden: Tensor
-    targets: Tensor
+    columns: Tensor
+    """Which row of the weight each one's token is, -1 where it is another rank's."""
     normalizer: Tensor
     entropy: Tensor
     logprob_gradient: Tensor
@@ -143,8 +171,9 @@ def _gradients(
     alone: Tensor | None = None
     for rows in chunks:
         logits = few.hidden[rows] @ weight.T
-        for part in _pieces(rows, logits):
-            logits[part.local] = _logit_gradient(logits[part.local], few, part.rows, options)
+        for piece in _pieces(rows, logits):
+            gradient = _logit_gradient(logits[piece.local], few, piece.rows, options)
+            logits[piece.local] = gradient
         torch.mm(logits, weight, out=hidden_gradient[rows])
         if total is not None:
             total += logits.T @ few.hidden[rows]
@@ -163,7 +192,8 @@ def _logit_gradient(logits: Tensor, few: _Rows, rows: slice, options: LogprobOpt
     else:
         outer = few.entropy_gradient[rows, None]
         gradient = log_p.add_(few.entropy[rows, None]).mul_(outer).add_(chosen).mul_(p).neg_()
-    gradient.scatter_add_(1, few.targets[rows, None], chosen)
+    column = few.columns[rows, None]
+    gradient.scatter_add_(1, column.clamp(min=0), chosen.masked_fill(column < 0, 0))
     return gradient if slope is None else gradient.mul_(slope)
 
 

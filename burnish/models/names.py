@@ -35,13 +35,15 @@ class Region:
     name: str
     """Canonical name."""
     shape: tuple[int, ...]
-    """Shape in the checkpoint: the box's sizes without the squeezed dims."""
+    """Shape in the checkpoint: the box's sizes without the squeezed dims, where the box is all of it."""
     parameter: str
     """Name in the model's `state_dict`."""
     box: Box
     """Which part of the parameter it is."""
     dims: tuple[int, ...]
     """The parameter's dims that the checkpoint tensor has, in order; the others have size 1 in the box."""
+    start: tuple[int, ...] = ()
+    """Where in the checkpoint tensor the box begins, by its dims; () where it is all of it."""
 
 
 def regions(model: PreTrainedModel) -> tuple[Region, ...]:
@@ -98,11 +100,12 @@ def model_shards(
         common = intersect(region.box, mine)
         if common is None:
             continue
-        inside = region.box.offsets
+        within = common.relative_to(region.box)
         box = Box(
-            tuple(common.offsets[dim] - inside[dim] for dim in region.dims),
+            tuple(within.offsets[dim] for dim in region.dims),
             tuple(common.sizes[dim] for dim in region.dims),
         )
+        box = box.shift(region.start) if region.start else box
         view = local.detach()[common.relative_to(mine).slices].view(box.sizes)
         yield Shard(TensorSpec(prefix + region.name, region.shape, local.dtype), box, view)
 

@@ -22,6 +22,7 @@ from burnish.models.prefixes import PrefixTree
 from burnish.models.rows import RowMap, on_device
 from burnish.models.ulysses import ALL_TOKENS, Division, Joined
 from burnish.models.value_head import has_value_head, state_values, value_head
+from burnish.models.vocabulary import VocabularyPart
 from burnish.records import TokenOutputs
 
 TESTED_FAMILIES = frozenset(
@@ -40,6 +41,8 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = model
         self.chunk = chunk
+        self.vocabulary: VocabularyPart | None = None
+        """Which tokens' rows embedding and output layer have, where they have not all."""
         self.scores_values = has_value_head(model.config)
         if self.scores_values:
             return
@@ -59,20 +62,29 @@ class Scorer(nn.Module):
         Entry t of the outputs [T] concerns the prediction of token t from the tokens before it;
         entries that the plan does not name hold 0.
         """
+        part = self.vocabulary
         hidden = self.model.base_model(
-            input_ids=plan.input_ids[None],
+            **self._inputs(plan),
             position_ids=plan.positions[None],
             use_cache=False,
             packing=plan.packing,
         ).last_hidden_state[0]
-        states = plan.predictors.take(hidden)
         if self.scores_values:
-            return TokenOutputs(values=plan.spread(state_values(states, value_head(self.model))))
+            values = state_values(hidden, value_head(self.model))
+            values = values if part is None else part.all_values(values)
+            return TokenOutputs(values=plan.spread(plan.predictors.take(values)))
+        states = plan.predictors.take(hidden if part is None else part.all_rows(hidden))
         head = self.model.get_output_embeddings().weight
         options = LogprobOptions(self.chunk, temperature, self.transform)
-        found = token_logprobs(states, head, plan.targets, options)
+        found = token_logprobs(states, head, plan.targets, options, part)
         logprobs, entropy = (plan.spread(values) for values in found)
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
+
+    def _inputs(self, plan: ScoringPlan) -> dict[str, Tensor]:
+        if self.vocabulary is None:
+            return {"input_ids": plan.input_ids[None]}
+        embedding = self.model.get_input_embeddings()
+        return {"inputs_embeds": self.vocabulary.embed(embedding, plan.input_ids)[None]}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

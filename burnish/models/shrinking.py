@@ -8,6 +8,7 @@ which the tokenizer decides.
 from __future__ import annotations
 
 import copy
+import math
 
 from transformers import PretrainedConfig
 
@@ -24,14 +25,15 @@ _AT_MOST = {
 }
 
 
-def shrunk(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of two layers, two key heads and 16-wide heads."""
+def shrunk(hf_config: PretrainedConfig, tensor: int = 1, sequence: int = 1) -> PretrainedConfig:
+    """A copy of two layers, 16-wide heads, and two key heads or as many as so many tensor and sequence ranks need."""
     config = copy.deepcopy(hf_config)
     heads = config.num_attention_heads
     sharing = heads // (getattr(config, "num_key_value_heads", None) or heads)
-    config.num_attention_heads = KEY_HEADS * sharing
+    key_heads = max(KEY_HEADS, tensor * sequence // math.gcd(sequence, sharing))
+    config.num_attention_heads = key_heads * sharing
     if getattr(config, "num_key_value_heads", None):
-        config.num_key_value_heads = KEY_HEADS
+        config.num_key_value_heads = key_heads
     config.hidden_size = config.num_attention_heads * HEAD_DIM
     if getattr(config, "head_dim", None):
         config.head_dim = HEAD_DIM

@@ -43,7 +43,8 @@ class Division:
 
     def attention(self, packing: Attends, deal: Deal) -> Attends:
         """Attention of the tokens that `deal` gives this rank, where `packing` is that of all tokens."""
-        return packing if self.group is None else Ulysses(packing, deal, self.group)
+        whole = self.group is None and deal.rows == deal.count
+        return packing if whole else Ulysses(packing, deal, self.group)
 
 
 ALL_TOKENS = Division()
@@ -85,8 +86,8 @@ class Ulysses:
     """Which of all tokens see each other."""
     deal: Deal
     """Which tokens are this rank's."""
-    group: ProcessGroup
-    """The ranks that share the tokens."""
+    group: ProcessGroup | None
+    """The ranks that share the tokens; None where this one has all, with filler."""
 
     def attend(
         self,
@@ -115,7 +116,7 @@ class Ulysses:
     def _all_tokens(self, heads: Tensor) -> Tensor:
         """From [1, heads, own tokens, d] to [1, own heads, all tokens, d]."""
         parts = heads[0].view(self.deal.ranks, -1, *heads.shape[2:]).transpose(1, 2)
-        received = swap(parts, self.group)  # [ranks, own tokens, own heads, d]
+        received = self._swap(parts)  # [ranks, own tokens, own heads, d]
         tokens = received.transpose(0, 1).flatten(0, 1)[: self.deal.count]
         return tokens.transpose(0, 1)[None]
 
@@ -124,8 +125,11 @@ class Ulysses:
         filler = self.deal.ranks * self.deal.rows - self.deal.count
         tokens = functional.pad(output[0], (0, 0, 0, 0, 0, filler))
         parts = tokens.view(-1, self.deal.ranks, *tokens.shape[1:]).transpose(0, 1)
-        received = swap(parts, self.group)  # [ranks, own tokens, heads of that rank, d]
+        received = self._swap(parts)  # [ranks, own tokens, heads of that rank, d]
         return received.transpose(0, 1).flatten(1, 2)[None]
+
+    def _swap(self, parts: Tensor) -> Tensor:
+        return parts if self.group is None else swap(parts, self.group)
 
 
 def _repeats(heads: int, key_heads: int, ranks: int) -> int:

@@ -30,6 +30,18 @@ def join(values: Tensor, most: int, group: ProcessGroup) -> Tensor:
     return result
 
 
+def gather_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' `rows` [n, ...], by rank: [ranks · n, ...]. The gradients of all ranks add up."""
+    result: Tensor = _GatherRows.apply(rows, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def scatter_sums(rows: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of all ranks' `rows` [ranks · n, ...], of which each rank gets its n."""
+    result: Tensor = _ScatterSums.apply(rows, group)  # type: ignore[no-untyped-call]
+    return result
+
+
 class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
@@ -55,10 +67,42 @@ class _Join(torch.autograd.Function):
         ctx.own = slice(start, start + len(values))
         padded = values.new_zeros(most, *values.shape[1:])
         padded[: len(values)] = values
-        joined = values.new_empty(group.size() * most, *values.shape[1:])
-        dist.all_gather_single(joined, padded, group=group)
-        return joined
+        return _gathered(padded, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return gradients[0][ctx.own], None, None
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gathered(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _scattered(gradients[0], ctx.group), None
+
+
+class _ScatterSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scattered(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _gathered(gradients[0], ctx.group), None
+
+
+def _gathered(rows: Tensor, group: ProcessGroup) -> Tensor:
+    gathered = rows.new_empty(group.size() * len(rows), *rows.shape[1:])
+    dist.all_gather_single(gathered, rows.contiguous(), group=group)
+    return gathered
+
+
+def _scattered(rows: Tensor, group: ProcessGroup) -> Tensor:
+    own = rows.new_empty(len(rows) // group.size(), *rows.shape[1:])
+    dist.reduce_scatter_single(own, rows.contiguous(), group=group)
+    return own

@@ -141,7 +141,8 @@ def material(config: RunConfig) -> tuple[list[Example], LossFn, PretrainedConfig
     A configuration with rewards is one for RL: its prompts get random completions and advantages.
     """
     foundation = lay_foundation(config)
-    hf_config = shrunk(foundation.hf_config)
+    tensor, sequence = config.engine.tensor_parallel, config.engine.sequence_parallel
+    hf_config = shrunk(foundation.hf_config, tensor, sequence)
     if not config.reward.functions:
         examples = example_dataset(foundation, config.data.train, "data.train")
         chosen = [_cut(examples[i]) for i in range(min(SEQUENCES, len(examples)))]

@@ -15,6 +15,7 @@ from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.data.tokenizer import eos_token_ids, load_tokenizer
 from burnish.engines.base import Engine, Part, compute_dtype
+from burnish.engines.fitting import require_fitting
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError
 from burnish.models.counting import count_flops
@@ -109,6 +110,7 @@ def lay_foundation(config: RunConfig) -> Foundation:
         config.model.trust_remote_code,
     )
     require_embeddings(hf_config, tokenizer)
+    require_fitting(hf_config, config.engine)
     base = weights_source(config.model, hf_config, config.seed)
     adapter = AdapterRecord.of(config.model, hf_config) if config.model.adapter else None
     return Foundation(

@@ -35,6 +35,31 @@ def test_copies_of_the_model_divide_the_processes(command: Command) -> None:
     assert "engine.replicas=2 or 3" in message
 
 
+@pytest.mark.parametrize("command", ["sft", "rl"])
+def test_groups_that_share_a_micro_batch_divide_the_processes(command: Command) -> None:
+    shared = ["engine.sequence_parallel=2", "engine.tensor_parallel=2"]
+    check(config_of(*shared, "engine.replicas=2"), command, world=8)
+    message = refused(command, *shared, world=6)
+    assert "engine.sequence_parallel: 2, engine.tensor_parallel: 2, 6 processes" in message
+    assert "make the product 2 or 3" in message
+    message = refused(command, *shared, "engine.replicas=2", world=12)
+    assert "engine.replicas: 2, 12 processes in groups of 4" in message
+    assert "engine.replicas=1 or 3" in message
+
+
+def test_a_micro_batch_is_as_long_as_its_processes_are_many() -> None:
+    lengths = ["data.max_length=100", "batch.tokens_per_device=50"]
+    check(config_of(*lengths, "engine.sequence_parallel=2"), "sft", world=2)
+    message = refused("sft", *lengths, "data.max_length=101", "engine.sequence_parallel=2", world=2)
+    assert "batch.tokens_per_device: 50 × engine.sequence_parallel: 2" in message
+    assert "batch.tokens_per_device=51" in message
+
+
+def test_adapters_and_shared_matrices_exclude_each_other() -> None:
+    overrides = ["model.lora.rank=4", "engine.tensor_parallel=2"]
+    assert "model.lora.rank: 4, engine.tensor_parallel: 2" in refused("sft", *overrides, world=2)
+
+
 def test_a_good_evaluation_passes() -> None:
     check(load_config(None, ["model.path=m", "data.validation=[v]"]).config, "eval")
 
@@ -166,6 +191,9 @@ def test_every_process_needs_a_sequence() -> None:
     one_each = ["batch.prompts=4", "batch.minibatches=2", "rollout.n=2"]
     check(config_of(*one_each), "rl", world=4)
     assert "= 4, 5 processes" in refused("rl", *one_each, world=5)
+    shared = ["batch.examples=4", "engine.sequence_parallel=2"]
+    check(config_of(*shared), "sft", world=8)
+    assert "batch.examples: 4, 5 groups of 2 processes" in refused("sft", *shared, world=10)
 
 
 def test_all_is_reported_together() -> None:

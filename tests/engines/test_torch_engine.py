@@ -53,8 +53,10 @@ def train_rank(layout: Layout, path: Path, per_micro: int, replicas: int = 1) ->
     return train(engine, make_examples(VOCAB), per_micro)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma3_text"])
-def test_every_layout_trains_like_one_plain_model(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_five_steps_are_those_of_a_plain_model_however_a_batch_is_cut(
+    tmp_path: Path, family: str
+) -> None:
     path = save_tiny(tmp_path / "m", family, torch.float32)
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     wanted = train_by_hand(oracle, make_examples(VOCAB))

@@ -1,0 +1,261 @@
+"""Every layout × kind of model × activation checkpointing against one plain transformers model, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contracts.engine import BETAS, CLIP, LR, assert_relative, cut, loss, make_examples
+from contracts.engine import score_by_hand as score
+from distributed import run_ranks
+from tiny import VOCAB, save_tiny, tiny_config
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.engines.base import Part
+from burnish.engines.fitting import require_fitting
+from burnish.engines.tensor_parallel import share_matrices
+from burnish.engines.torch_engine import TorchEngine
+from burnish.errors import IncompatibleError, UsageError
+from burnish.models.building import build_on_meta
+from burnish.models.names import model_shards
+from burnish.models.scorer import Scorer
+from burnish.models.sources import FreshSource, SafetensorsSource
+from burnish.models.value_head import value_config
+from burnish.parallel.layout import Layout
+from burnish.records import Example, MicroBatch, TokenOutputs
+from burnish.tracking.metrics import Stats
+from burnish.trainers.check import step_of_engine
+
+CPU = torch.device("cpu")
+STEPS = 3
+OPTIM = OptimConfig(betas=BETAS, weight_decay=0.1)
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "1": (1, {}),
+    "fsdp 2": (2, {}),
+    "tp 2": (2, {"tensor_parallel": 2}),
+    "sp 2": (2, {"sequence_parallel": 2}),
+    "fsdp 4": (4, {}),
+    "hsdp 2x2": (4, {"replicas": 2}),
+    "fsdp 2 x tp 2": (4, {"tensor_parallel": 2}),
+    "fsdp 2 x sp 2": (4, {"sequence_parallel": 2}),
+    "sp 2 x tp 2": (4, {"sequence_parallel": 2, "tensor_parallel": 2}),
+}
+MODELS: dict[str, tuple[str, dict[str, bool]]] = {
+    "dense": ("qwen3", {"tie_word_embeddings": False}),
+    "tied": ("gemma3_text", {}),  # with sliding windows and soft-capped logits
+    "moe": ("qwen3_moe", {}),
+}
+PER_MICRO = {1: 3, 2: 2, 4: 1}
+"""Sequences in a micro-batch, by processes: with five sequences, some ranks have none in the last round."""
+
+
+def examples() -> list[Example]:
+    """Five sequences, of which two begin alike."""
+    made = make_examples(VOCAB, (9, 4, 12, 2, 7))
+    shared = np.concatenate([made[2].token_ids[:8], made[0].token_ids[8:]])
+    return [replace(made[0], token_ids=shared), *made[1:]]
+
+
+def make_engine(layout: Layout, path: Path, settings: Mapping[str, Any]) -> TorchEngine:
+    config = EngineConfig(precision="fp32", max_grad_norm=CLIP, logprob_chunk=5, **settings)
+    hf_config = AutoConfig.from_pretrained(path)
+    engine = TorchEngine(hf_config, config, OPTIM, layout=layout, device=CPU)
+    engine.load(SafetensorsSource(path), Part.WEIGHTS)
+    return engine
+
+
+def train_rank(
+    layout: Layout, cases: Sequence[tuple[Path, Mapping[str, Any]]]
+) -> list[tuple[Any, dict[str, Tensor]]]:
+    """For each case the first step's outcome, and the weights after the last, whole."""
+    found = []
+    for path, settings in cases:
+        engine = make_engine(layout, path, settings)
+        batch = cut(examples(), engine.layout, PER_MICRO[layout.world])
+        first = step_of_engine(engine, batch, loss, OPTIM)
+        for _ in range(STEPS - 2):
+            engine.forward_backward(batch, loss)
+            engine.optim_step(LR)
+        found.append((first, step_of_engine(engine, batch, loss, OPTIM).weights))
+        engine.close()
+    return found if layout.is_main else []
+
+
+def train_by_hand(path: Path) -> dict[str, Any]:
+    """The same by plain transformers and torch, by canonical name."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=LR, betas=BETAS)
+    tokens = sum(int(example.loss_mask.sum()) for example in examples())
+    found: dict[str, Any] = {}
+    for _ in range(STEPS):
+        scored = [(score(model, e), torch.from_numpy(e.loss_mask)) for e in examples()]
+        terms = [torch.where(mask, -s[0] - 0.01 * s[1], 0.0).sum() for s, mask in scored]
+        total = torch.stack(terms).sum() / tokens
+        total.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found = found or {
+            "loss": float(total.detach()),
+            "norm": float(norm),
+            "logprobs": [s[0].detach() for s, _ in scored],
+            "gradients": {s.spec.name: s.tensor.clone() for s in model_shards(model, gradients)},
+        }
+        adamw.step()
+        adamw.zero_grad()
+    weights = {shard.spec.name: shard.tensor for shard in model_shards(model)}
+    return {**found, "weights": weights}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        kind: save_tiny(root / kind, family, torch.float32, **changes)
+        for kind, (family, changes) in MODELS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def oracles(models: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    return {kind: train_by_hand(path) for kind, path in models.items()}
+
+
+def cases_of(world: int) -> list[tuple[str, str, str]]:
+    """Layout, kind of model and what is computed again: all of them, but with four processes again for one kind only."""
+    return [
+        (name, kind, again)
+        for name, (ranks, _) in LAYOUTS.items()
+        for kind in MODELS
+        for again in ("none", "full")
+        if ranks == world and (world < 4 or again == "none" or kind == "moe")
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_layout_trains_like_one_plain_model(
+    models: dict[str, Path], oracles: dict[str, dict[str, Any]], world: int
+) -> None:
+    cases = cases_of(world)
+    told = [
+        (models[kind], {**LAYOUTS[name][1], "activation_checkpointing": again})
+        for name, kind, again in cases
+    ]
+    outcomes = run_ranks(train_rank, world, told, timeout=280)[0]
+    for case, (found, weights) in zip(cases, outcomes, strict=True):
+        wanted = oracles[case[1]]
+        assert found.loss == pytest.approx(wanted["loss"], rel=1e-5), case
+        assert found.norm == pytest.approx(wanted["norm"], rel=1e-5), case
+        for number, logprobs in enumerate(wanted["logprobs"]):
+            name = f"sequence {number}"
+            assert_relative(found.logprobs[name], logprobs, 1e-5, f"{case}: {name}")
+        for kind, tensors in (("gradients", found.gradients), ("weights", weights)):
+            assert tensors.keys() == wanted[kind].keys()
+            for name, tensor in wanted[kind].items():
+                assert_relative(tensors[name], tensor, 1e-5, f"{case}: {kind} of {name}")
+
+
+def poisoned(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
+    """A loss that is not finite where there is something to train on."""
+    value, stats = loss(outputs, micro)
+    return value * (float("nan") if bool(micro.loss_mask.any()) else 1.0), stats
+
+
+def idle_rank(
+    layout: Layout, path: Path, layouts: Sequence[Mapping[str, int]]
+) -> list[tuple[float, float, float, int]]:
+    """With one sequence for all ranks: loss, norm, whether a poisoned step is skipped, and the steps taken."""
+    found = []
+    for settings in layouts:
+        engine = make_engine(layout, path, settings)
+        batch = cut(examples()[:1], engine.layout, 1)
+        value = engine.forward_backward(batch, loss).values_by_name()["loss"]
+        norm = engine.optim_step(LR).values_by_name()["grad_norm"]
+        engine.forward_backward(batch, poisoned)
+        skipped = engine.optim_step(LR).values_by_name()["skipped"]
+        found.append((value, norm, skipped, engine.steps))
+    return found
+
+
+def test_ranks_without_data_and_a_nan_on_one_share(models: dict[str, Path]) -> None:
+    layouts = [settings for ranks, settings in LAYOUTS.values() if ranks == 4]
+    ((value, norm, *_),) = run_ranks(idle_rank, 1, models["dense"], [{}])[0]
+    for rank in run_ranks(idle_rank, 4, models["dense"], layouts, timeout=280):
+        for found in rank:
+            assert found[:2] == pytest.approx((value, norm), rel=1e-5)
+            assert found[2:] == (1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "said"),
+    [
+        ("qwen3", {"sequence_parallel": 3}, "engine.sequence_parallel: 3, 4 heads"),
+        ("qwen3", {"tensor_parallel": 4}, "engine.tensor_parallel: 4, 2 key heads"),
+        (
+            "qwen3",
+            {"tensor_parallel": 2, "sequence_parallel": 4},
+            "engine.sequence_parallel: 4, 2 heads on each of 2 tensor ranks",
+        ),
+        ("olmo2", {"tensor_parallel": 2}, "does not know models of type olmo2"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(family: str, settings: dict[str, int], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        require_fitting(tiny_config(family), EngineConfig(**settings))
+
+
+def test_a_bias_behind_a_sum_over_ranks_is_refused() -> None:
+    scorer = Scorer(build_on_meta(tiny_config("llama", attention_bias=True)))
+    with pytest.raises(IncompatibleError, match=r"layers\.0\.self_attn\.o_proj\.bias"):
+        share_matrices(scorer, FakeGroup())
+
+
+class FakeGroup:
+    """As much of a process group as says which rank this is."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+def squared(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
+    """The mean square of the values that are trained on."""
+    values = torch.where(micro.loss_mask, outputs.values - 0.5, 0.0)
+    return values.square().sum() / micro.num_tokens, Stats()
+
+
+def value_rank(layout: Layout, layouts: Sequence[Mapping[str, int]]) -> list[list[float]]:
+    """Losses and gradient norms of a model with a value head."""
+    hf_config = value_config(tiny_config("qwen3"))
+    found = []
+    for settings in layouts:
+        config = EngineConfig(precision="fp32", max_grad_norm=CLIP, **settings)
+        engine = TorchEngine(hf_config, config, OPTIM, layout=layout, device=CPU)
+        engine.load(FreshSource(hf_config, 3), Part.WEIGHTS)
+        batch = cut(examples(), engine.layout, 2)
+        numbers = []
+        for _ in range(STEPS):
+            numbers.append(engine.forward_backward(batch, squared).values_by_name()["loss"])
+            numbers.append(engine.optim_step(LR).values_by_name()["grad_norm"])
+        found.append(numbers)
+    return found
+
+
+def test_values_are_those_of_one_process() -> None:
+    layouts = [settings for ranks, settings in LAYOUTS.values() if ranks == 2]
+    (wanted,) = run_ranks(value_rank, 1, [{}])[0]
+    for rank in run_ranks(value_rank, 2, layouts):
+        for numbers in rank:
+            assert numbers == pytest.approx(wanted, rel=1e-5)
