@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.checkpoint.block_memory import BlockMemory, buffers
+from burnish.checkpoint.block_memory import BlockMemory, buffers, new_memory
 from burnish.checkpoint.blocks import Block, PlannedFile, blocks_of
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.parts import Parts, Place, owners, slots_of
@@ -32,7 +32,7 @@ from burnish.parallel.transfer import Exchange
 
 _GROUP_BYTES = 8 << 20
 # Blocks given away at one time; as many are being read meanwhile. One block at least.
-_WAVE_BYTES = 8 << 20
+_WAVE_BYTES = 2 << 20
 _READERS = 2
 
 
@@ -123,7 +123,7 @@ class BlockReader:
         exchange = Exchange(self._layout, torch.device("cpu"))
         sizes = [block.stop - block.start for block in self._plan.share]
         room = min(len(sizes), self._plan.group_blocks) * (max(sizes, default=0) + 64)
-        memory = [torch.empty(room, dtype=torch.uint8) for _ in range(2)]
+        memory = [new_memory(room) for _ in range(2)]
         with ExitStack() as opened:
             files: dict[int, ReadableFile] = {}
             with agree(self._layout):

@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from burnish.checkpoint.block_memory import BlockMemory, buffers, is_plain
+from burnish.checkpoint.block_memory import BlockMemory, buffers, is_plain, new_memory
 from burnish.checkpoint.blocks import Block, PlannedFile, blocks_of
 from burnish.checkpoint.manifest import BLOCK_BYTES
 from burnish.checkpoint.parts import Parts, Place, owners, slots_of
@@ -117,7 +117,7 @@ class BlockWriter:
         `what` starts the message when the disk fails.
         """
         size = min(len(self._plan.share), _GROUP_BLOCKS) * BLOCK_BYTES
-        memory = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
+        memory = [new_memory(size) for _ in range(2)]
         hashes: BlockHashes = {}
         ahead: list[Future[BlockHashes]] = []
         with ExitStack() as opened:
