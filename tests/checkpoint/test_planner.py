@@ -1,0 +1,89 @@
+"""A save is planned once for the same tensors in the same hands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints_for_tests import contents_of, make_state
+from distributed import run_ranks
+
+from burnish.checkpoint import planner
+from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.planner import Planner
+from burnish.checkpoint.retention import Retention
+from burnish.errors import BurnishError
+from burnish.parallel.boxes import Box, whole
+from burnish.parallel.layout import Layout
+from burnish.parallel.pieces import PieceTable
+from burnish.parallel.shards import Piece
+
+
+def pieces(*names, dtype=torch.float32):
+    return PieceTable.of(Piece(f"model/{name}", (4, 2), whole((4, 2)), dtype) for name in names)
+
+
+def test_the_same_pieces_have_the_same_plan():
+    found = Planner(Layout())
+    assert found.digest(pieces("a")) == ""
+    plan = found.plan(pieces("a"), [""], [""])
+    assert found.digest(pieces("a")) == plan.writing.digest
+    assert found.plan(pieces("a"), [""], [plan.writing.digest]) is plan
+
+
+@pytest.mark.parametrize("other", [pieces("b"), pieces("a", "b"), pieces("a", dtype=torch.int32)])
+def test_other_pieces_have_another(other):
+    found = Planner(Layout())
+    plan = found.plan(pieces("a"), [""], [""])
+    assert found.digest(other) == ""
+    another = found.plan(other, [""], [""])
+    assert another.writing.digest != plan.writing.digest
+    assert found.digest(pieces("a")) == ""
+
+
+def test_a_rank_that_has_forgotten_has_all_plan_again():
+    found = Planner(Layout())
+    plan = found.plan(pieces("a"), [""], [""])
+    again = found.plan(pieces("a"), [""], [plan.writing.digest, ""])
+    assert again is not plan
+    assert again.writing.digest == plan.writing.digest
+
+
+def count_plans(layout, root):
+    """How often ranks told each other their pieces over five saves, of which two are of other tensors."""
+    told = 0
+
+    def gather(*args):
+        nonlocal told
+        told += 1
+        return original(*args)
+
+    original, planner.gather_pieces = planner.gather_pieces, gather
+    weights, slots = make_state(1)
+    fewer = {name: tensor for name, tensor in weights.items() if name != "scale"}
+    try:
+        with Checkpoints(Path(root), layout, retention=Retention(9)) as checkpoints:
+            for step, each in enumerate((weights, weights, fewer, fewer, weights)):
+                training = {n: t for n, t in slots.items() if n.partition("/")[2] in each}
+                checkpoints.save(step, contents_of(each, training, layout))
+    finally:
+        planner.gather_pieces = original
+    return told
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_pieces_are_told_when_they_change_only(tmp_path, world):
+    assert run_ranks(count_plans, world, str(tmp_path)) == [3] * world
+
+
+def test_ranks_that_planned_differently_are_stopped():
+    run_ranks(plan_differently, 2)
+
+
+def plan_differently(layout):
+    found = Planner(layout)
+    half = Piece("model/w", (4, 2), Box((2 * layout.rank, 0), (2, 2)), torch.float32)
+    roles = ["", "model"] if layout.rank else [""]  # "model" is a role on one rank only
+    with pytest.raises(BurnishError, match="the plan of the save is not the same on all ranks"):
+        found.plan(PieceTable.of([half]), roles, ["", ""])
