@@ -19,9 +19,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import corruption
 import crashes
@@ -220,19 +221,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_argument("--kills", type=int, default=50, help="of each kind of run")
     chosen = arguments.parse_args(argv)
     logging.disable()  # of what is set aside, which is on purpose
-    with tempfile.TemporaryDirectory() as name, (Path(name) / "stderr").open("w") as log:
-        screen = os.fdopen(os.dup(2), "w")
-        os.dup2(log.fileno(), 2)  # the stacks of processes that hang, on purpose
+    with tempfile.TemporaryDirectory() as name, _quiet(Path(name) / "stderr") as screen:
         return _campaigns(chosen, Path(name), Progress(True, stream=screen))
+
+
+@contextmanager
+def _quiet(log: Path) -> Iterator[TextIO]:
+    """Let processes that hang on purpose print their stacks to a file; yields standard error as it was."""
+    with log.open("w") as file, os.fdopen(os.dup(2), "w") as screen:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield screen
+        finally:
+            os.dup2(screen.fileno(), 2)
 
 
 def _campaigns(chosen: argparse.Namespace, directory: Path, progress: Progress) -> int:
     begun, tally = time.monotonic(), Tally()
-    if "crashes" in chosen.only:
-        crash(tally, chosen, directory, progress)
-    if "power" in chosen.only:
-        lose_power(tally, chosen, directory, progress)
-    print(*tally.rows(), sep="\n", flush=True)
+    try:
+        if "crashes" in chosen.only:
+            crash(tally, chosen, directory, progress)
+        if "power" in chosen.only:
+            lose_power(tally, chosen, directory, progress)
+    finally:
+        if tally.runs:
+            print(*tally.rows(), sep="\n", flush=True)
     wrong = tally.words
     others = {
         "flips": (flip, f"{chosen.flips:,} flipped bits"),
