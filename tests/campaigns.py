@@ -27,6 +27,7 @@ from typing import Any, TextIO
 import corruption
 import crashes
 import fuzzing
+import mirror_crashes
 from aftermath import Verdict
 from failpoints import FAULTS, MOMENTS, STAGING
 from faultfs import crash_states
@@ -37,7 +38,7 @@ from training_files import done, make_files, outcome
 from burnish.tracking.progress import Progress
 
 POWER = "power loss"
-CAMPAIGNS = ("crashes", "power", "flips", "fuzz", "runs")
+CAMPAIGNS = ("crashes", "power", "flips", "fuzz", "runs", "mirror")
 _SLOW_SECONDS = 1.0
 _MEMORY = 256 << 20
 _ORDER = [*list(MOMENTS)[:2], STAGING, *list(MOMENTS)[2:]]
@@ -208,6 +209,23 @@ def kill_runs(chosen: argparse.Namespace, directory: Path, progress: Progress) -
     return wrong
 
 
+def copy_to_mirrors(chosen: argparse.Namespace, directory: Path, progress: Progress) -> list[str]:
+    """A machine that dies at every moment of copying, and at random ones, before an empty machine goes on."""
+    wrong, moments = [], mirror_crashes.MOMENTS
+    with progress.phase("mirror", len(moments) + chosen.kills) as bar:
+        for index, moment in enumerate(moments):
+            place = directory / f"mirror-{index}"
+            verdict = mirror_crashes.try_moment(f"file://{place}/far", moment, place)
+            if not (verdict.struck and verdict.is_good):
+                wrong.append(f"mirror, {moment}: {verdict}")
+            bar.advance()
+        place, rng = directory / "mirror-kills", random.Random(f"{chosen.seed} mirror")
+        for verdict in mirror_crashes.try_kills(f"file://{place}/far", place, rng, chosen.kills):
+            wrong += [] if verdict.is_good else [f"mirror, killed at random: {verdict}"]
+            bar.advance()
+    return wrong
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Try everything; 1 when anything is not as it has to be."""
     arguments = argparse.ArgumentParser(description=main.__doc__)
@@ -250,6 +268,10 @@ def _campaigns(chosen: argparse.Namespace, directory: Path, progress: Progress) 
     others = {
         "flips": (flip, f"{chosen.flips:,} flipped bits"),
         "fuzz": (fuzz, f"{chosen.inputs:,} hostile files"),
+        "mirror": (
+            copy_to_mirrors,
+            f"{len(mirror_crashes.MOMENTS)} moments and {chosen.kills} kills of copying to a mirror",
+        ),
         "runs": (kill_runs, f"{chosen.kills} kills of SFT and RL each on 1 and 2 processes"),
     }
     for name, (campaign, what) in others.items():

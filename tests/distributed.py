@@ -72,7 +72,7 @@ def run_processes(
     processes, pipes = [], []
     for environ in environs:
         pipe, theirs = multiprocessing.Pipe(duplex=False)
-        process = _context().Process(
+        process = forkserver().Process(
             target=_answer, args=(theirs, dict(environ), call, timeout), daemon=False
         )
         process.start()
@@ -103,7 +103,8 @@ def torchrun_environ(rank: int, world: int, port: int, host: str = "127.0.0.1") 
 
 
 @cache
-def _context() -> Any:
+def forkserver() -> Any:
+    """What forks processes that have torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in _PRELOAD if name in sys.modules])
     return context

@@ -1,0 +1,128 @@
+"""A mirror and its run when machines, services and connections fail: no mirrored step is lost, nothing half there is loaded."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from checkpoints_for_tests import BIG_SHAPES, fill_and_compare, make_state
+from fault_proxy import Fault
+from mirror_crashes import mirror_at, save, sync, try_kills, try_moment
+
+from burnish.checkpoint.committed import committed, newest
+from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.verify import verify
+from burnish.errors import BurnishError
+from burnish.files.patience import Patience
+from burnish.files.remote import Remote
+from burnish.parallel.layout import Layout
+
+number = itertools.count()
+HASTY = Patience(tries=12, seconds=60, first_pause=0.05, longest_pause=1.0, silence=10)
+
+
+SAMPLE = [
+    "upload, mid-object",
+    "upload, data without COMMIT",
+    "upload, COMMIT not read back",
+    "mirror, the old step's COMMIT is gone",
+]
+# The others: make faults.
+
+
+@pytest.mark.parametrize("moment", SAMPLE)
+def test_a_machine_that_dies_at_a_moment(tmp_path, moment):
+    verdict = try_moment(f"file://{tmp_path}/far", moment, tmp_path)
+    assert verdict.struck, verdict
+    assert verdict.is_good, verdict
+
+
+def test_a_machine_that_dies_again_and_again(tmp_path):
+    verdicts = try_kills(f"file://{tmp_path}/far", tmp_path, random.Random(3), kills=2)
+    assert all(verdict.is_good for verdict in verdicts), verdicts
+
+
+def check(mirror, step):
+    """Whole on the mirror, and as it was when an empty machine loads it."""
+    steps = mirror.steps()
+    found = newest(steps.root, steps)
+    assert found.step == step
+    assert list(verify(found.path, steps)) == []
+    source = CheckpointSource(found, Layout(), steps)
+    fill_and_compare(source, *make_state(step, BIG_SHAPES), Layout())
+
+
+FAULTS = {
+    "503": [Fault("status", 6)],
+    "cut uploads": [Fault("cut request", 4, method="PUT", contains="step-", after=100_000)],
+    "cut answers": [Fault("cut answer", 6, method="GET", after=1000)],
+    "503 for COMMIT": [Fault("status", 3, contains="COMMIT")],
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_s3_that_fails_for_a_while(s3_server, tmp_path, name):
+    url = s3_server.make_bucket(f"mirror-{next(number)}")
+    mirror = mirror_at(tmp_path / "run", Remote(f"{url}/run", HASTY))
+    save(mirror, 1, BIG_SHAPES)
+    s3_server.proxy.faults.extend(FAULTS[name])
+    sync(mirror)
+    left = [fault for fault in s3_server.proxy.faults if fault.times]
+    s3_server.proxy.faults.extend(FAULTS["cut answers"])
+    check(mirror, 1)
+    assert name == "cut answers" or not left
+
+
+def test_s3_that_stays_away_leaves_nothing_that_is_listed(s3_server, tmp_path):
+    url = s3_server.make_bucket(f"mirror-{next(number)}")
+    hasty = Patience(tries=2, seconds=1, first_pause=0.01)
+    mirror = mirror_at(tmp_path / "run", Remote(f"{url}/run", hasty))
+    save(mirror, 1, BIG_SHAPES)
+    s3_server.proxy.faults.append(Fault("status", 10_000, method="PUT", contains="manifest.json"))
+    with pytest.raises(BurnishError, match="again and again"):
+        sync(mirror)
+    steps = mirror.steps()
+    assert committed(steps.root, steps) == []
+    s3_server.proxy.reset()
+    sync(mirror)
+    sent = {each.path for each in s3_server.proxy.asked if each.method in ("PUT", "POST")}
+    assert not any("safetensors" in path for path in sent)  # what was there was read back, not sent
+    check(mirror, 1)
+
+
+@pytest.mark.parametrize("node", ["namenode", "datanode"])
+def test_hdfs_killed_and_restarted_in_the_middle(hdfs_server, tmp_path, node):
+    """Once while a step goes up, once while it is read."""
+    remote = Remote(f"{hdfs_server.url}/mirror {next(number)}/run", HASTY)
+    mirror = mirror_at(tmp_path / "run", remote)
+    save(mirror, 1, BIG_SHAPES)
+    with breaking(hdfs_server, node, 0.15):
+        sync(mirror)
+    with breaking(hdfs_server, node, 0.05):
+        check(mirror, 1)
+    with Checkpoints(tmp_path / "empty", Layout()) as checkpoints:
+        checkpoints.mirror_to(mirror)
+        resumed = checkpoints.resume(lambda step, source: None)
+    assert str(resumed.step.path).startswith("hdfs://")
+
+
+@contextmanager
+def breaking(server, node, seconds):
+    """Kill a node so long after the block begins, and start it again."""
+
+    def strike():
+        time.sleep(seconds)
+        server.kill(node)
+        server.start(node)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
