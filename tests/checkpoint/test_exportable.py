@@ -22,6 +22,7 @@ from burnish.checkpoint.export import export
 from burnish.checkpoint.exportable import MergedModel, StepModel
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.verify import verify
+from burnish.cli.main import main
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, MissingError
 from burnish.files.storage import LocalStorage
@@ -172,3 +173,25 @@ def test_a_step_without_an_adapter(tmp_path: Path) -> None:
         path = checkpoints.save(1, contents_of({"w": torch.ones(2)}, {}))
     with pytest.raises(IncompatibleError, match="no adapter to merge"):
         MergedModel(open_step(path, LocalStorage()), None)
+
+
+def test_as_commands(tmp_path: Path, step: Committed, capsys: pytest.CaptureFixture[str]) -> None:
+    def ckpt(*argv: object) -> tuple[int, str]:
+        code = main(["ckpt", *map(str, argv)])
+        return code, "".join(capsys.readouterr())
+
+    run, adapter = step.path.parent, tmp_path / "adapter"
+    assert "healthy" in ckpt("ls", run)[1]
+    code, out = ckpt("show", step.path, "--tensors")
+    assert code == 0
+    assert "lora_A.weight" in out
+    assert ckpt("verify", step.path)[0] == 0
+    assert ckpt("export", step.path, adapter)[0] == 0
+    code, out = ckpt("diff", step.path, adapter, "--json")
+    assert (code, json.loads(out)["counts"].keys()) == (1, {"differs", "only in A"})  # bf16
+    code, out = ckpt("export", run, tmp_path / "merged", "--merged", "--dtype", "fp16")
+    assert code == 0
+    assert "with the adapter merged in, of step-00000001 in fp16" in out
+    for argv in (["--base", tmp_path], ["--merged", "--role", "critic"]):
+        assert ckpt("export", step.path, tmp_path / "x", *argv)[0] == 2
+    assert not (tmp_path / "x").exists()

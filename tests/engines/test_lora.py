@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,19 @@ from burnish.engines.base import Part
 from burnish.engines.torch_engine import TorchEngine
 from burnish.models.sources import SafetensorsSource
 from burnish.parallel.layout import Layout
+from burnish.parallel.processes import process_group
 from burnish.records import Example
 
 OPTIM = OptimConfig(betas=BETAS, weight_decay=0.1)
 CPU = torch.device("cpu")
+
+
+def on_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+    """What `run_ranks` does; one rank is this process."""
+    if world > 1:
+        return run_ranks(fn, world, *args)
+    with process_group(CPU, 60) as layout:
+        return [fn(layout, *args)]
 
 
 def make_engine(
@@ -107,7 +117,7 @@ def test_it_trains_as_peft_on_plain_transformers_does(
 ) -> None:
     path = save_tiny(tmp_path / "m", family, torch.float32)
     wanted = train_by_hand(plain_adapted(path, lora), examples_that_begin_alike())
-    ranks = run_ranks(train_rank, world, path, lora, per_micro, changes)
+    ranks = on_ranks(train_rank, world, path, lora, per_micro, changes)
     for rank in ranks:
         assert rank["losses"] == pytest.approx(wanted["losses"], rel=2e-6)
         assert rank["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
@@ -148,7 +158,7 @@ def test_every_gradient_is_pefts(tmp_path: Path) -> None:
         mask = torch.from_numpy(example.loss_mask)
         (torch.where(mask, -logprobs - 0.01 * entropy, 0.0).sum() / tokens).backward()
     for world in (1, 2):
-        found = together(run_ranks(gradients, world, path), "slots")
+        found = together(on_ranks(gradients, world, path), "slots")
         for name, parameter in oracle.named_parameters():
             if parameter.requires_grad:
                 gradient = found[f"exp_avg/{saved_name(name)}"] / (1 - BETAS[0])
@@ -158,7 +168,7 @@ def test_every_gradient_is_pefts(tmp_path: Path) -> None:
 def test_only_the_adapter_has_gradients_and_state(tmp_path: Path) -> None:
     path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
     for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        (counted,) = run_ranks(count_bytes, 1, path, precision)
+        (counted,) = on_ranks(count_bytes, 1, path, precision)
         adapter = counted["weights"]
         assert counted["slots"] == 2 * adapter
         assert counted["gradients"] == adapter
@@ -213,7 +223,7 @@ def off_rank(layout: Layout, path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_off_it_is_the_model_it_was_made_for(tmp_path: Path, world: int) -> None:
     path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
-    for rank in run_ranks(off_rank, world, path):
+    for rank in on_ranks(off_rank, world, path):
         assert rank["same"]
         assert rank["differ"]
         assert rank["norm"] > 0
@@ -236,12 +246,12 @@ def published_rank(layout: Layout, path: Path, precision: str) -> dict[str, Any]
     }
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_what_is_published_is_pefts_merged_model(tmp_path: Path, world: int) -> None:
     path = save_tiny(tmp_path / "m", "qwen2", torch.float32)
     merged = plain_adapted(path).merge_and_unload()
     state = {n: t for n, t in merged.state_dict().items() if n != "lm_head.weight"}  # tied
-    ranks = run_ranks(published_rank, world, path, "fp32")
+    ranks = on_ranks(published_rank, world, path, "fp32")
     found = together(ranks, "pieces")
     assert found.keys() == state.keys()
     for name, tensor in state.items():
@@ -251,7 +261,7 @@ def test_what_is_published_is_pefts_merged_model(tmp_path: Path, world: int) -> 
 def test_in_bf16_it_is_rounded_once(tmp_path: Path) -> None:
     path = save_tiny(tmp_path / "m", "qwen2", torch.bfloat16)
     merged = plain_adapted(path).merge_and_unload().state_dict()
-    (rank,) = run_ranks(published_rank, 1, path, "bf16")
+    (rank,) = on_ranks(published_rank, 1, path, "bf16")
     assert rank["dtypes"] == {torch.bfloat16}
     found = together([rank], "pieces")
     for name, tensor in found.items():
