@@ -20,6 +20,7 @@ from burnish import __version__
 from burnish.cli import settings
 from burnish.cli.check import add_check, run_check
 from burnish.cli.ckpt import add_ckpt, run_ckpt
+from burnish.cli.plan import DEVICES_HELP, add_plan, run_plan
 from burnish.cli.run import run
 from burnish.config.keys import known_keys
 from burnish.errors import BurnishError, UsageError
@@ -32,6 +33,7 @@ Burnish post-trains language models: supervised fine-tuning and reinforcement le
   burnish sft   CONFIG [key=value ...]            learn from examples
   burnish rl    CONFIG [key=value ...]            learn from a reward
   burnish eval  CONFIG|RUN_DIR [key=value ...]    measure on held-out data
+  burnish plan  CONFIG [--devices 64xH100-80G]    memory and time, and which layouts fit
   burnish check CONFIG [--processes N]            compare a layout with one plain process
   burnish config show CONFIG [key=value ...]      every setting, and where its value came from
   burnish config explain [KEY]                    what a setting means
@@ -94,6 +96,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--dry-run", action="store_true", help="check, say what would be done, and stop"
         )
+        if name != "eval":
+            command.add_argument("--devices", help=f"with --dry-run: on which, {DEVICES_HELP}")
     config_commands = commands.add_parser(
         "config", description="Show or explain settings."
     ).add_subparsers(dest="config_command", metavar="show|explain", required=True)
@@ -105,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain = config_commands.add_parser("explain", description="Say what a setting means.")
     explain.add_argument("key", nargs="?", metavar="KEY", help="as rollout.n; none: the sections")
+    add_plan(commands)
     add_check(commands)
     add_ckpt(commands)
     return parser
@@ -153,11 +158,17 @@ def _unknown_option(option: str, arguments: argparse.Namespace) -> UsageError:
 def _dispatch(arguments: argparse.Namespace) -> int:
     if arguments.command == "ckpt":
         return run_ckpt(arguments)
-    if arguments.command == "check":
-        run_check(arguments)
+    if arguments.command in ("check", "plan"):
+        (run_check if arguments.command == "check" else run_plan)(arguments)
         return 0
     if arguments.command != "config":
-        run(arguments.command, arguments.config, arguments.overrides, dry_run=arguments.dry_run)
+        run(
+            arguments.command,
+            arguments.config,
+            arguments.overrides,
+            dry_run=arguments.dry_run,
+            devices=getattr(arguments, "devices", None),
+        )
     elif arguments.config_command == "show":
         settings.show(arguments.config, arguments.overrides)
     else:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from burnish.cli.inputs import committed_steps, require_inputs
+from burnish.cli.plan import devices_of, fit
 from burnish.cli.summary import summary
 from burnish.config.check import Command, check
 from burnish.config.identity import require_may_resume, require_same_run
@@ -21,16 +22,28 @@ from burnish.errors import MissingError, UsageError
 from burnish.parallel.environment import place_of
 
 
-def run(command: Command, path: str, overrides: Sequence[str], *, dry_run: bool) -> None:
+def run(
+    command: Command,
+    path: str,
+    overrides: Sequence[str],
+    *,
+    dry_run: bool,
+    devices: str | None = None,
+) -> None:
     """Run `command` with the configuration at `path`; with `dry_run` only say what it would do.
 
     `path` is a file, or for eval also a run's directory, whose `config.yaml` is then read and whose
-    checkpoint is evaluated. Raises `BurnishError`s for all that is wrong.
+    checkpoint is evaluated. A dry run is for `devices` (`burnish plan`), by default this machine's,
+    and refuses what does not fit on them. Raises `BurnishError`s for all that is wrong.
     """
     run_dir = Path(path) if command == "eval" and Path(path).is_dir() else None
     config = load_config(_config_file(path, run_dir), overrides).config
     layout = place_of(os.environ).layout
-    check(config, command, layout.world)
+    if devices is not None and not dry_run:
+        raise UsageError("--devices is for --dry-run", do="leave it out, or add --dry-run")
+    target = devices_of(devices) if dry_run else None
+    world = layout.world if target is None else target.count
+    check(config, command, world)
     require_inputs(config, command, run_dir)
     if command != "eval":
         _require_own_directory(config)
@@ -39,8 +52,9 @@ def run(command: Command, path: str, overrides: Sequence[str], *, dry_run: bool)
         if layout.is_main:
             _print(numbers)
     elif layout.is_main:
+        memory = None if command == "eval" else fit(config, command, target)
         print(f"burnish {command} is ready to run\n")
-        print(summary(config, command, layout.world, run_dir))
+        print(summary(config, command, world, run_dir, memory))
         again = shlex.join(["burnish", command, path, *overrides])
         print(f"\nNothing was loaded or written. To run it:\n\n  {again}")
 

@@ -13,9 +13,16 @@ from burnish.config.places import mirror_url, run_directory
 from burnish.config.schema import EngineConfig, ModelConfig, RunConfig, SamplingConfig
 
 
-def summary(config: RunConfig, command: Command, world: int, run_dir: Path | None = None) -> str:
-    """Aligned lines: model, data, sizes, formula, length, saving, where it writes."""
+def summary(
+    config: RunConfig,
+    command: Command,
+    world: int,
+    run_dir: Path | None = None,
+    memory: str | None = None,
+) -> str:
+    """Aligned lines: model, data, sizes, formula, length, saving, where it writes; `memory` is what is said of that."""
     rows = list(_rows(config, command, world, run_dir))
+    rows += [("memory", memory)] if memory else []
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
 

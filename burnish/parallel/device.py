@@ -19,31 +19,8 @@ from pathlib import Path
 import torch
 
 from burnish.errors import UsageError
+from burnish.parallel.accelerators import accelerator_named
 
-_PEAK_BF16 = {
-    "B200": 2250e12,
-    "GB200": 2500e12,
-    "H100": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-    "MI250X": 191.5e12,  # one of its two dies, which is what torch calls a device
-    "MI300X": 1307e12,
-    "MI325X": 1307e12,
-    "Ascend910B2": 376e12,
-    "Ascend910B3": 313e12,
-}
-# Dense products with fp32 accumulation, from the makers' data sheets (NVIDIA's print twice that, for
-# sparse ones). Devices that are not here are measured.
 _MEASURE_SECONDS = 0.5
 _MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
 
@@ -104,6 +81,13 @@ def peak_memory(device: torch.device) -> int:
     return _process_status("VmHWM") or _peak_from_rusage()
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory that the device has; on the CPU, that the machine has."""
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def reset_peak_memory(device: torch.device) -> None:
     """Start `peak_memory` again from what is in use. Without /proc a process's peak stays."""
     if device.type != "cpu":
@@ -136,8 +120,8 @@ def known_peak(name: str, dtype: torch.dtype) -> float | None:
     """FLOP/s of dense 16-bit matrix products by the device's name; None for what is not known."""
     if dtype not in {torch.bfloat16, torch.float16}:
         return None
-    matching = [key for key in _PEAK_BF16 if re.search(rf"\b{key}\b", name)]
-    return _PEAK_BF16[max(matching, key=len)] if matching else None
+    known = accelerator_named(name)
+    return None if known is None else known.flops
 
 
 @torch.no_grad()

@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
 import torch
 
@@ -30,13 +32,14 @@ from burnish.engines.base import Part, compute_dtype
 from burnish.errors import BurnishError, StoppedError
 from burnish.files.durable import naming_failures
 from burnish.parallel.collectives import agree, same_on_all_ranks
-from burnish.parallel.device import device_name, peak_flops, peak_memory
+from burnish.parallel.device import device_name, peak_flops, peak_memory, reset_peak_memory
 from burnish.parallel.layout import Layout
 from burnish.records import Batch, Rollout
 from burnish.tracking.atomic import discard_leftovers
 from burnish.tracking.console import ConsoleTracker
 from burnish.tracking.jsonl import JsonlTracker, json_numbers, logged_values, numbers
 from burnish.tracking.metrics import Stats
+from burnish.tracking.peaks import Peaks
 from burnish.tracking.progress import Progress
 from burnish.tracking.report import State, write_report
 from burnish.tracking.rollouts import discard_rollouts_after, write_rollouts
@@ -56,6 +59,7 @@ from burnish.trainers.claim import (
     step_place,
 )
 from burnish.trainers.inputs import Inputs
+from burnish.trainers.out_of_memory import OutOfMemory
 from burnish.trainers.position import Position, counts
 from burnish.trainers.resuming import state_of, take_up
 from burnish.trainers.setup import Learner
@@ -108,7 +112,8 @@ class Run:
         self.directory = RunDirectory(run_directory(config))
         self.checkpoints = Checkpoints.of(config, layout)
         self.position = Position()
-        self.spans = Spans()
+        self.peaks = Peaks(partial(reset_peak_memory, device), partial(peak_memory, device))
+        self.spans = Spans(around=self.peaks)
         self.progress = Progress(config.tracking.progress and layout.is_main)
         self.validate: Validation | None = None
         """Validates the current weights; set by the trainer where there are held-out data."""
@@ -181,6 +186,7 @@ class Run:
         )
         timing = self.spans.take()
         values = stats.values_by_name() | self._throughput(work, timing) | timing
+        values |= self.peaks.take()
         self._finite_loss = all(math.isfinite(v) for n, v in values.items() if n.endswith("/loss"))
         save = self._is_due(self.config.checkpoint.save_every)
         last = self.position.step == self._total_steps
@@ -318,7 +324,7 @@ class Run:
             )
         if save:
             self.save(background=self.config.checkpoint.background)
-        self._log(added(values, self.spans.take()))
+        self._log({**added(values, self.spans.take()), **self.peaks.take()})
 
     def _leave(self, values: Mapping[str, float]) -> None:
         """Keep the line in the position."""
@@ -338,26 +344,26 @@ class Run:
             yield TensorBoardTracker(self.directory.tensorboard, resume_step=resumed)
 
     def _throughput(self, work: Work, timing: Mapping[str, float]) -> dict[str, float]:
-        """Tokens per second of the update, over all ranks, how evenly it was shared out, and this rank's MFU and memory."""
+        """Tokens per second of the update, over all ranks, how evenly it was shared out, and this rank's MFU."""
         return throughput(
             tokens=work.tokens,
             seconds=timing.get("timing_s/update", 0.0),
             flops=sum(learner.flops(work.lengths) for learner in self._learners.values()),
             peak_flops_per_s=self._peak,
-            max_memory_bytes=peak_memory(self.device),
             imbalance=work.imbalance,
         )
 
 
 @contextmanager
 def open_run(
-    config: RunConfig, trainer: str, layout: Layout, device: torch.device
+    config: RunConfig, trainer: Literal["sft", "rl"], layout: Layout, device: torch.device
 ) -> Iterator[Run]:
     """The run that `config` names, inside the block; a signal in it commits a checkpoint and raises `StoppedError`.
 
-    Refuses, before anything is loaded, a run directory that is in use, that belongs to another
-    configuration or `trainer` ("sft", "rl"), or that holds steps where `resume` is never, and ranks
-    that were given different configurations. A directory that is refused stays as it is.
+    Running out of memory becomes an error that says what would have helped. Refuses, before anything
+    is loaded, a run directory that is in use, that belongs to another configuration or `trainer`, or
+    that holds steps where `resume` is never, and ranks that were given different configurations. A
+    directory that is refused stays as it is.
     """
     with catch_signals() as stopper:
         run = Run(config, layout, device, stopper)
@@ -370,7 +376,9 @@ def open_run(
                 if layout.is_main:
                     found = environment(device_name(device), layout.world)
                     claim(run.directory, run.mirror, config, {TRAINER: trainer, **found})
+            memory = OutOfMemory(config, trainer, layout, device, run.peaks)
             try:
-                yield run
+                with memory.explained(run.directory.root):
+                    yield run
             except StopRequested as request:
                 raise run.stopped(request) from None

@@ -122,8 +122,8 @@ def test_an_unexpected_error_keeps_its_traceback(
 def test_overrides_may_stand_on_both_sides_of_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 
-    def remember(command: str, path: str, overrides: list[str], *, dry_run: bool) -> None:
-        seen.append((command, path, overrides, dry_run))
+    def remember(command: str, path: str, overrides: list[str], **options: object) -> None:
+        seen.append((command, path, overrides, options["dry_run"]))
 
     monkeypatch.setattr(command_line, "run", remember)
     assert main(["sft", "c.yaml", "a=1", "--dry-run", "b=-2"]) == 0

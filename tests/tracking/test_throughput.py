@@ -4,13 +4,11 @@ from burnish.tracking.throughput import throughput
 
 
 def test_all_known() -> None:
-    values = throughput(
-        tokens=4000, seconds=2.0, flops=3e12, peak_flops_per_s=6e12, max_memory_bytes=1_500_000_000
-    )
+    values = throughput(tokens=4000, seconds=2.0, flops=3e12, peak_flops_per_s=6e12, imbalance=1.02)
     assert values == {
         "perf/tokens_per_s": 2000.0,
         "perf/mfu": pytest.approx(0.25),
-        "perf/max_memory_gb": 1.5,
+        "perf/imbalance": 1.02,
     }
 
 

@@ -1,0 +1,143 @@
+"""`burnish plan`: what a run needs of memory and time, which layouts fit, and what a dry run says of it.
+
+Neither torch nor any weights: the model's config.json is enough. Left out: the arithmetic (`burnish.planning`) and
+how it is printed (`burnish.cli.plan_table`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace, _SubParsersAction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from burnish.config.load import load_config
+from burnish.config.schema import ModelConfig, RunConfig
+from burnish.errors import MissingError, UsageError
+from burnish.files.remote import Remote
+from burnish.files.urls import is_url
+from burnish.parallel.environment import place_of
+
+if TYPE_CHECKING:
+    from burnish.planning.devices import Devices
+    from burnish.planning.layouts import Planner
+
+_CONFIG_LIMIT = 1 << 24
+DEVICES_HELP = "as 64xH100-80G or 2xCPU-24G; this machine's when not given"
+
+
+def add_plan(commands: _SubParsersAction[Any]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "plan",
+        description="Say what a run needs of memory and time, and which layouts fit. Loads no weights.",
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    parser.add_argument("--devices", metavar="COUNTxNAME-MEMORY", help=DEVICES_HELP)
+    parser.add_argument(
+        "--device-memory", type=float, metavar="GIB", help="memory of a device that is not known"
+    )
+    parser.add_argument(
+        "--device-tflops", type=float, metavar="N", help="its bf16 speed in 10¹² operations/s"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_plan(arguments: Namespace) -> None:
+    """Plan a configuration for SFT or, where it has rewards, for RL. Raises `UsageError` where no layout fits."""
+    config = load_config(arguments.config, arguments.overrides).config
+    command: Literal["sft", "rl"] = "rl" if config.reward.functions else "sft"
+    devices = devices_of(arguments.devices, arguments.device_memory, arguments.device_tflops)
+    if devices is None:
+        raise UsageError(
+            "this machine's accelerator is not known",
+            want="one whose memory and speed are in the table",
+            do="give --devices, or --device-memory and --device-tflops with it",
+        )
+    planner = planner_of(config, command, devices)
+    from burnish.cli.plan_table import as_json, plan_text
+
+    plans = planner.all_plans()
+    if arguments.json:
+        print(json.dumps(as_json(plans, devices)))
+    else:
+        print(plan_text(plans, planner, devices))
+    if not plans or not plans[0].fits:
+        from burnish.planning.advice import refuse
+
+        raise refuse(plans[0] if plans else planner.as_configured(), config, devices)
+
+
+def fit(config: RunConfig, command: Literal["sft", "rl"], devices: Devices | None) -> str:
+    """What a dry run says of memory. Raises `UsageError` where the run cannot fit on the devices."""
+    if devices is None:
+        return "not planned: this machine's accelerator is not known"
+    try:
+        planner = planner_of(config, command, devices)
+    except UsageError as error:  # a family that the planner does not know may still be trained
+        return f"not planned: {error.problem}"
+    from burnish.cli.plan_table import in_short
+    from burnish.planning.advice import refuse
+
+    plan = planner.as_configured()
+    if not plan.fits:
+        raise refuse(plan, config, devices)
+    return in_short(plan, devices)
+
+
+def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Devices) -> Planner:
+    """The planner of a configuration. Raises `UsageError` for a model that it does not know."""
+    from burnish.planning.layouts import Planner
+    from burnish.planning.shape import ModelShape
+    from burnish.planning.workload import Workload
+
+    shape = ModelShape.of(model_fields(config.model))
+    return Planner(shape, config, Workload.of(config, command), devices)
+
+
+def model_fields(model: ModelConfig) -> dict[str, Any]:
+    """The content of the model's config.json. Raises `MissingError` or `UsageError` where there is none."""
+    if isinstance(model.fresh, dict):
+        return model.fresh
+    folder, name = model.path, "config.json"
+    if model.fresh is not None:
+        folder, _, name = model.fresh.rpartition("/")
+    if folder is None:
+        raise UsageError("no model is given", do="set model.path or model.fresh")
+    try:
+        fields = json.loads(_content(folder, name))
+    except ValueError as error:
+        raise UsageError(
+            f"{folder}/{name} is not JSON", have=error, do="correct the file"
+        ) from error
+    if not isinstance(fields, dict):
+        raise UsageError(f"{folder}/{name} is not a JSON object", have=type(fields).__name__)
+    return fields
+
+
+def _content(folder: str, name: str) -> bytes:
+    """A small file, here or behind a URL."""
+    if is_url(folder):
+        return Remote(folder).read(name, _CONFIG_LIMIT)
+    path = Path(folder).expanduser() / name
+    if not path.is_file():
+        raise MissingError(
+            f"there is no file {path}",
+            want="a model's config.json; its weights are not needed",
+            do="set model.path to a directory that has one, or model.fresh to the file",
+        )
+    return path.read_bytes()
+
+
+def devices_of(
+    named: str | None, memory: float | None = None, teraflops: float | None = None
+) -> Devices | None:
+    """The devices that are named, or this machine's; None where its accelerator is not known."""
+    from burnish.planning.devices import devices_here, parse_devices
+
+    if named is not None:
+        return parse_devices(named, memory, teraflops)
+    layout = place_of(os.environ).layout
+    return devices_here(layout.world, layout.local_world)

@@ -1,0 +1,135 @@
+"""A plan as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from burnish.cli.columns import count_text, table
+from burnish.planning.accuracy import measured_table
+from burnish.planning.devices import Devices
+from burnish.planning.layouts import Plan, Planner, why_not
+from burnish.planning.timing import ASSUMPTIONS
+
+_BAR = 32
+_ALTERNATIVES = 6
+_GB = 1e9
+
+
+def plan_text(plans: Sequence[Plan], planner: Planner, devices: Devices) -> str:
+    """The best plan in full, the next ones in a line each, why the others do not fit, and what all rests on."""
+    return "\n".join(_lines(plans, planner, devices))
+
+
+def in_short(plan: Plan, devices: Devices) -> str:
+    """One line: the fullest phase, and what there is."""
+    return (
+        f"{plan.need / _GB:.1f} of {plan.usable / _GB:.1f} GB on each of {devices}, "
+        f"most in {plan.fullest}; {_duration(plan.step_seconds)} a step"
+    )
+
+
+def as_json(plans: Sequence[Plan], devices: Devices) -> dict[str, Any]:
+    """All plans with their bytes and seconds, and how far the planner has been from measurements."""
+    return {
+        "devices": asdict(devices),
+        "usable_bytes": devices.usable,
+        "plans": [
+            {
+                "fits": plan.fits,
+                "replicas": plan.layout.replicas,
+                "shards": plan.layout.shards,
+                "sequence": plan.layout.sequence,
+                "overrides": plan.overrides(),
+                "bytes": plan.phases,
+                "host_bytes": plan.staging,
+                "seconds": plan.seconds,
+                "microbatches": plan.microbatches,
+            }
+            for plan in plans
+        ],
+        "assumptions": list(ASSUMPTIONS),
+        "largest_error": max(abs(row.error) for row in measured_table()),
+    }
+
+
+def _lines(plans: Sequence[Plan], planner: Planner, devices: Devices) -> Iterator[str]:
+    shape, work = planner.shape, planner.work
+    kind = "reinforcement learning" if work.slots else "supervised fine-tuning"
+    yield f"{shape.elements / 1e9:.2f} B parameters on {devices}"
+    yield f"{kind}: {count_text(work.sequences, 'sequence')} of {work.length} tokens a step"
+    fitting = [plan for plan in plans if plan.fits]
+    if fitting:
+        best = fitting[0]
+        yield f"\nRecommended: {_layout(best)}\n"
+        yield from _phases(best)
+        yield "\nSettings:\n"
+        yield f"  {' '.join(best.overrides())}"
+    if len(fitting) > 1:
+        yield f"\n{len(fitting)} of {len(plans)} layouts fit; after the recommended one:\n"
+        yield from _alternatives(fitting[1 : 1 + _ALTERNATIVES])
+    if reasons := why_not(plans):
+        yield f"\n{count_text(len(plans) - len(fitting), 'layout')} do not fit in {devices.usable / _GB:.1f} GB:\n"
+        yield from (f"  {reason}" for reason in reasons)
+    yield "\nAssumed:\n"
+    yield from (f"  {each}" for each in ASSUMPTIONS)
+    yield f"\n{_accuracy()}"
+
+
+def _phases(plan: Plan) -> Iterator[str]:
+    """A row per phase and one per part of it, with bars in the scale of a device's memory."""
+    rows = [("phase", "GB", "", "")]
+    for phase, parts in plan.phases.items():
+        time = _duration(plan.seconds[phase])
+        rows.append((phase, f"{plan.total(phase) / _GB:.2f}", "", time))
+        for name, size in sorted(parts.items(), key=lambda item: -item[1]):
+            if size >= plan.total(phase) / 1000:
+                rows.append((f"  {name}", f"{size / _GB:.2f}", _bar(size / plan.usable), ""))
+    width = max(len(row[0]) for row in rows)
+    for name, text, bar, time in rows:
+        yield f"  {name:<{width}}  {text:>9}  {bar or time}".rstrip()
+    yield f"  {'a device has':<{width}}  {plan.usable / _GB:>9.2f}  {'░' * _BAR}"
+    if plan.staging:
+        yield f"  {'host, saving':<{width}}  {plan.staging / _GB:>9.2f}"
+
+
+def _alternatives(plans: Sequence[Plan]) -> Iterator[str]:
+    rows = [["a step", "GB", "fullest", "layout"]]
+    rows += [
+        [_duration(p.step_seconds), f"{p.need / _GB:.1f}", p.fullest, _layout(p)] for p in plans
+    ]
+    yield from (f"  {line}" for line in table(rows, right=2))
+
+
+def _layout(plan: Plan) -> str:
+    layout, engine = plan.layout, plan.engine
+    parts = [
+        f"{count_text(layout.replicas, 'copy') if layout.replicas == 1 else f'{layout.replicas} copies'} over {count_text(layout.shards, 'process')}"
+    ]
+    parts += [f"tokens shared by {layout.sequence}"] if layout.sequence > 1 else []
+    parts += [f"checkpointing {engine.activation_checkpointing}"]
+    parts += [] if engine.reshard_after_forward else ["weights kept gathered"]
+    return ", ".join(parts)
+
+
+def _bar(share: float) -> str:
+    return "█" * max(1, round(min(share, 1.0) * _BAR))
+
+
+def _duration(seconds: float) -> str:
+    """As 250 ms, 12.3 s, 4.5 min, 2.1 h."""
+    for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds * 1000:.0f} ms"
+
+
+def _accuracy() -> str:
+    rows = measured_table()
+    worst = max(rows, key=lambda row: abs(row.error))
+    runs = len({row.case for row in rows})
+    return (
+        f"In {runs} runs of small models on a CPU the planned peaks were within {abs(worst.error):.0%} of the "
+        f"measured ones; the largest error: {worst.error:+.1%}, {worst.phase}, {worst.case}."
+    )

@@ -1,0 +1,59 @@
+"""What is known of accelerators by their names: memory, speed and links. Plain data, without torch.
+
+From the makers' data sheets: dense 16-bit products with fp32 accumulation (NVIDIA's sheets print twice that, for
+sparse ones), the largest memory that is sold, links in one direction.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One kind of device."""
+
+    flops: float
+    """Operations per second of dense bf16 matrix products."""
+    memory_gib: float
+    """Memory in GiB."""
+    bandwidth: float
+    """Bytes per second between it and its memory."""
+    link: float
+    """Bytes per second to the other devices of its machine, in one direction."""
+
+
+def _of(teraflops: float, memory_gib: float, bandwidth_gb: float, link_gb: float) -> Accelerator:
+    return Accelerator(teraflops * 1e12, memory_gib, bandwidth_gb * 1e9, link_gb * 1e9)
+
+
+ACCELERATORS = {
+    "B200": _of(2250, 180, 8000, 900),
+    "GB200": _of(2500, 186, 8000, 900),
+    "H100": _of(989, 80, 3350, 450),
+    "H100 NVL": _of(835, 94, 3900, 300),
+    "H100 PCIe": _of(756, 80, 2000, 64),
+    "H200": _of(989, 141, 4800, 450),
+    "GH200": _of(989, 96, 4000, 450),
+    "H800": _of(989, 80, 3350, 200),
+    "H20": _of(148, 96, 4000, 450),
+    "A100": _of(312, 80, 2039, 300),
+    "A800": _of(312, 80, 2039, 200),
+    "A10": _of(125, 24, 600, 32),
+    "L40S": _of(362, 48, 864, 32),
+    "L4": _of(121, 24, 300, 32),
+    "RTX 4090": _of(165, 24, 1008, 32),
+    "MI250X": _of(191.5, 64, 1638, 100),  # one of its two dies, which is what torch calls a device
+    "MI300X": _of(1307, 192, 5300, 448),
+    "MI325X": _of(1307, 256, 6000, 448),
+    "Ascend910B2": _of(376, 64, 1600, 196),
+    "Ascend910B3": _of(313, 64, 1600, 196),
+}
+"""By the part of the driver's name that tells it apart."""
+
+
+def accelerator_named(name: str) -> Accelerator | None:
+    """The one that a driver's name (`NVIDIA H100 80GB HBM3`) stands for; None for one that is not known."""
+    matching = [key for key in ACCELERATORS if re.search(rf"\b{key}\b", name)]
+    return ACCELERATORS[max(matching, key=len)] if matching else None

@@ -1,0 +1,56 @@
+"""How far the planner has been from what runs measured: a table that `bench.planning` writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from burnish.config.schema import RunConfig
+from burnish.planning.activations import Arithmetic
+from burnish.planning.memory import Layout, Model, Needs
+from burnish.planning.shape import ModelShape
+from burnish.planning.workload import Command, Workload
+
+TABLE = Path(__file__).with_name("accuracy.json")
+"""The committed table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One phase of one run."""
+
+    case: str
+    """Which run."""
+    phase: str
+    """Which phase."""
+    planned: int
+    """Bytes that the planner says."""
+    measured: int
+    """Bytes that were allocated."""
+
+    @property
+    def error(self) -> float:
+        """Planned over measured, less 1."""
+        return self.planned / self.measured - 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def measured_table() -> list[Measured]:
+    """The committed table."""
+    return [Measured(**row) for row in json.loads(TABLE.read_text())]
+
+
+def planned(settings: Mapping[str, Any], command: Command, shards: int) -> dict[str, float]:
+    """Bytes by phase on a CPU, for a configuration whose `model.fresh` is a mapping."""
+    config = RunConfig.model_validate(settings)
+    shape = ModelShape.of(config.model.fresh if isinstance(config.model.fresh, dict) else {})
+    width = 2 if config.engine.precision == "bf16" else 4
+    model = Model(shape, Arithmetic(width, cpu=True))
+    needs = Needs(model, config, Workload.of(config, command), Layout(1, shards))
+    return {phase: sum(parts.values()) for phase, parts in needs.phases().items()}

@@ -1,0 +1,188 @@
+"""What one decoder layer holds of a token while it runs forward and backward.
+
+Each layer is written down once, as the operations that the engine runs (`burnish.models.fused`,
+`burnish.models.attention`, transformers' own modules), on a tape that says what that holds
+(`burnish.planning.tape`). Left out: how many tokens there are (`burnish.planning.memory`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from burnish.planning.shape import Family, Layer
+from burnish.planning.tape import Passes, Tape
+
+_FP32 = 4
+_INDEX = 8
+_PADDING = 1.06
+"""On a CPU attention runs on blocks of sequences of like length, which are a little longer than the sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """What the engine computes in, and where."""
+
+    bytes: int
+    """Of an element of what matrix products take and give."""
+    cpu: bool
+    """Whether the portable attention path runs."""
+    sequence: int = 1
+    """Processes that share the tokens of a micro-batch, and inside attention the heads instead."""
+
+
+def layer_passes(family: Family, layer: Layer, arithmetic: Arithmetic) -> Passes:
+    """The bytes per token of one layer's operations."""
+    return _Writer(family, layer, arithmetic).written()
+
+
+class _Writer:
+    """Writes a layer's operations on a tape."""
+
+    def __init__(self, family: Family, layer: Layer, arithmetic: Arithmetic) -> None:
+        self._tape, self._family, self._layer = Tape(), family, layer
+        self._bytes, self._cpu = arithmetic.bytes, arithmetic.cpu
+        self._sequence = arithmetic.sequence
+        self._hidden = float(layer.hidden * arithmetic.bytes)
+        self._query = float(layer.query * arithmetic.bytes)
+        self._key = float(layer.key * arithmetic.bytes)
+
+    def written(self) -> Passes:
+        """Attention and MLP, each added to the hidden state."""
+        family = self._family
+        doubly = family.norms_per_layer == 4
+        source = self._norm("x", "n1", self._hidden) if family.norms_first else "x"
+        self._attention(source)
+        attended = self._norm("o", "on", self._hidden) if doubly or not family.norms_first else "o"
+        self._tape.add(["x", attended], {"x1": self._hidden})
+        source = self._norm("x1", "n2", self._hidden) if family.norms_first else "x1"
+        if self._layer.experts:
+            self._experts(source)
+        else:
+            self._mlp(source)
+        given = self._norm("d", "dn", self._hidden) if doubly or not family.norms_first else "d"
+        self._tape.add(["x1", given], {"x2": self._hidden})
+        return self._tape.run({"x": self._hidden})
+
+    def _norm(self, source: str, name: str, size: float) -> str:
+        """An RMSNorm; the fused one keeps its input, transformers' what it computes in fp32 as well."""
+        if self._family.fused:
+            self._tape.add([source], {name: size, f"{name}/r": _FP32}, [source, f"{name}/r"])
+            return name
+        wide = size * _FP32 / self._bytes
+        exact = source
+        if self._bytes != _FP32:
+            exact = f"{name}/exact"
+            self._tape.add([source], {exact: wide})
+        self._tape.add(
+            [exact], {f"{name}/normed": wide}, [exact], scratch=wide, scratch_backward=2 * wide
+        )
+        self._tape.add([f"{name}/normed"], {f"{name}/wide": wide}, [f"{name}/normed"])
+        if self._bytes == _FP32:
+            return f"{name}/wide"
+        self._tape.add([f"{name}/wide"], {name: size})
+        return name
+
+    def _linear(self, source: str, name: str, size: float, elements: int) -> str:
+        self._tape.add([source], {name: size}, [source], weight=elements, product=True)
+        return name
+
+    def _attention(self, source: str) -> None:
+        layer = self._layer
+        rotated = []
+        for name, size, heads in (
+            ("q", self._query, layer.heads),
+            ("k", self._key, layer.key_heads),
+        ):
+            self._linear(source, name, size, layer.hidden * int(size / self._bytes))
+            rotated.append(self._rotated(name, size, heads))
+        self._linear(source, "v", self._key, layer.hidden * layer.key)
+        taken = self._attend((rotated[0], rotated[1], "v"))
+        self._linear(taken, "o", self._hidden, layer.query * layer.hidden)
+
+    def _rotated(self, name: str, size: float, heads: float) -> str:
+        turned = f"{name}/turned"
+        if not self._family.fused:
+            normed = name
+            if self._family.query_norms != "none":
+                normed = self._norm(name, f"{name}/n", size)
+            self._tape.add([normed], {turned: size}, scratch=2 * size, scratch_backward=2 * size)
+            return turned
+        inverse = {f"{name}/r": _FP32 * heads}
+        if name == "q":  # sine, and cosine where it has to be converted, made once a layer
+            width = self._layer.query / self._layer.heads
+            inverse["angles"] = _FP32 * width * (1 if self._bytes == _FP32 else 2)
+        keeps = [*inverse, name] if self._family.query_norms == "head" else [*inverse]
+        self._tape.add([name], {turned: size} | inverse, keeps)
+        return turned
+
+    def _attend(self, given: tuple[str, str, str]) -> str:
+        """Attention over queries, keys and values; the name of its output."""
+        parts, sizes = self._exchanged(given)
+        sums = _FP32 * self._layer.heads
+        if not self._cpu:
+            keeps = [*parts, "out", "lse"]
+            self._tape.add(parts, {"out": self._query, "lse": sums}, keeps, product=True)
+            return self._returned("out")
+        padded = {f"{p}/padded": s * _PADDING for p, s in zip(parts, sizes, strict=True)}
+        self._tape.add(parts, padded)
+        scale = _FP32 / self._bytes
+        exact = padded
+        if self._bytes != _FP32:
+            exact = {f"{name}/exact": size * scale for name, size in padded.items()}
+            self._tape.add(tuple(padded), exact)
+        out = self._query * scale * _PADDING
+        made = {"out": out, "lse": sums * _PADDING}
+        self._tape.add(tuple(exact), made, [*exact, *made], product=True)
+        self._tape.add(["out"], {"joined": out})
+        self._tape.add(["joined"], {"taken": self._query}, scratch=self._query * _PADDING)
+        return self._returned("taken")
+
+    def _exchanged(self, parts: tuple[str, str, str]) -> tuple[tuple[str, ...], tuple[float, ...]]:
+        """Ulysses: all tokens of some heads for some tokens of all heads; key heads are repeated where they are too few."""
+        ranks = self._sequence
+        repeated = max(1.0, ranks / self._layer.key_heads)
+        sizes = (self._query, self._key * repeated, self._key * repeated)
+        if ranks == 1:
+            return parts, sizes
+        made = {f"{name}/heads": size for name, size in zip(parts, sizes, strict=True)}
+        self._tape.add(parts, made, scratch=sum(sizes), scratch_backward=sum(sizes))
+        return tuple(made), sizes
+
+    def _returned(self, name: str) -> str:
+        """And back."""
+        if self._sequence == 1:
+            return name
+        self._tape.add([name], {"home": self._query}, scratch=self._query)
+        return "home"
+
+    def _mlp(self, source: str) -> None:
+        layer, size = self._layer, self._layer.intermediate * self._bytes
+        elements = layer.hidden * layer.intermediate
+        self._linear(source, "gate", size, elements)
+        self._tape.add(["gate"], {"acted": size}, ["gate"])
+        self._linear(source, "up", size, elements)
+        self._tape.add(["acted", "up"], {"inner": size}, ["acted", "up"])
+        self._linear("inner", "d", self._hidden, elements)
+
+    def _experts(self, source: str) -> None:
+        """transformers' grouped products: every token once for each expert that it goes to."""
+        layer, tape, chosen = self._layer, self._tape, self._layer.chosen
+        inner = chosen * layer.intermediate * self._bytes
+        outer = chosen * self._hidden
+        elements = layer.experts * layer.hidden * layer.intermediate
+        self._linear(
+            source, "logits", float(layer.experts * self._bytes), layer.experts * layer.hidden
+        )
+        tape.add(
+            ["logits"],
+            {"probs": float(_FP32 * layer.experts), "choice": float(4 * _INDEX * chosen)},
+            ["probs", "choice"],
+        )
+        tape.add([source], {"sent": outer})
+        tape.add(["sent"], {"gate_up": 2 * inner}, ["sent"], weight=2 * elements)
+        tape.add(["gate_up"], {"acted": inner}, ["gate_up"])
+        tape.add(["acted", "gate_up"], {"inner": inner}, ["acted", "gate_up"])
+        tape.add(["inner"], {"got": outer}, ["inner"], weight=elements)
+        tape.add(["got"], {"weighted": outer}, ["got"])
+        tape.add(["weighted"], {"sorted": outer})
+        tape.add(["sorted"], {"d": self._hidden})

@@ -1,0 +1,65 @@
+"""Which settings need less memory, by what takes it."""
+
+from __future__ import annotations
+
+from burnish.config.schema import RunConfig
+from burnish.errors import UsageError
+from burnish.planning.devices import Devices
+from burnish.planning.layouts import Plan
+
+
+def advice(plan: Plan, config: RunConfig) -> str:
+    """The settings that would help most where a plan does not fit, the best first."""
+    parts = plan.phases[plan.fullest]
+    found: list[str] = []
+    for part in sorted(parts, key=lambda name: -parts[name]):
+        found += [each for each in _remedies(part, plan, config) if each not in found]
+    return ", or ".join(found[:3])
+
+
+def _remedies(part: str, plan: Plan, config: RunConfig) -> list[str]:
+    """What makes one part smaller."""
+    batch, engine = config.batch, config.engine
+    fewer_copies = ["engine.replicas=1"] if engine.replicas > 1 else []
+    tokens = f"batch.tokens_per_device={max(2, batch.tokens_per_device // 2)}"
+    if part == "activations" and plan.fullest != "rollout":
+        full = ["engine.activation_checkpointing=full"]
+        return [*(full if engine.activation_checkpointing != "full" else []), tokens]
+    if part == "logits":
+        if plan.fullest == "rollout":
+            return [f"rollout.slots={max(1, config.rollout.slots // 2)}"]
+        return [f"engine.logprob_chunk={max(1, engine.logprob_chunk // 4)}"]
+    if part in ("kv cache", "activations"):
+        return [
+            f"rollout.slots={max(1, config.rollout.slots // 2)}",
+            "a shorter rollout.max_response_length",
+        ]
+    if part == "gradients" and plan.microbatches > 1:
+        return ["fewer sequences per optimizer step, so that it is one micro-batch", *fewer_copies]
+    if part == "critic":
+        return ["algorithm.advantage=grpo, which has no critic"]
+    if part == "reference":
+        return ["algorithm.kl.coef=0"]
+    if part == "gathered" and not engine.reshard_after_forward:
+        return ["engine.reshard_after_forward=true"]
+    if part == "staging":
+        return ["checkpoint.background=false"]
+    if part == "generator":
+        return ["a smaller model: each device has a whole copy to generate with"]
+    return [
+        *fewer_copies,
+        "more devices",
+        *([] if config.model.lora.rank else ["model.lora.rank=16"]),
+    ]
+
+
+def refuse(plan: Plan, config: RunConfig, devices: Devices) -> UsageError:
+    """What is said of a run that cannot fit."""
+    parts = sorted(plan.phases[plan.fullest].items(), key=lambda item: -item[1])
+    most = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts[:4])
+    return UsageError(
+        f"this run does not fit on {devices}",
+        have=f"{plan.need / 1e9:.1f} GB in {plan.fullest} ({most})",
+        want=f"at most {plan.usable / 1e9:.1f} GB on each device",
+        do=f"set {advice(plan, config)}; burnish plan CONFIG --devices shows what fits",
+    )

@@ -1,0 +1,168 @@
+"""Which layouts of a run fit on some devices, the quickest first, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from burnish.config.schema import EngineConfig, RunConfig
+from burnish.planning.activations import Arithmetic
+from burnish.planning.devices import PER_MACHINE, Devices
+from burnish.planning.memory import Layout, Model, Needs, Parts
+from burnish.planning.shape import ModelShape
+from burnish.planning.timing import Clock
+from burnish.planning.workload import Workload
+
+_CHECKPOINTING = get_args(EngineConfig.model_fields["activation_checkpointing"].annotation)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One way to run, and what it needs."""
+
+    layout: Layout
+    """How the processes are arranged."""
+    engine: EngineConfig
+    """The settings that go with it."""
+    phases: dict[str, Parts]
+    """Bytes by phase and part, on the process that needs most."""
+    staging: float
+    """Bytes of host memory for a save in the background, where the device is not the host."""
+    seconds: dict[str, float]
+    """Estimated, by phase."""
+    microbatches: int
+    """Of an optimizer step."""
+    usable: float
+    """Bytes that a process can have."""
+
+    @property
+    def fullest(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=self.total)
+
+    @property
+    def need(self) -> float:
+        """Bytes that it needs."""
+        return self.total(self.fullest)
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is there."""
+        return self.need <= self.usable
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step without a save."""
+        return sum(seconds for phase, seconds in self.seconds.items() if phase != "save")
+
+    def total(self, phase: str) -> float:
+        """Bytes of a phase."""
+        return sum(self.phases[phase].values())
+
+    def within(self, phase: str) -> Plan:
+        """The same with one phase only, where there is a phase of that name."""
+        if phase not in self.phases:
+            return self
+        return replace(self, phases={phase: self.phases[phase]})
+
+    def largest_part(self) -> str:
+        """What the fullest phase holds most of."""
+        parts = self.phases[self.fullest]
+        return max(parts, key=parts.__getitem__)
+
+    def overrides(self) -> list[str]:
+        """The settings, as they are typed."""
+        engine = self.engine
+        return [
+            f"engine.replicas={engine.replicas}",
+            f"engine.sequence_parallel={engine.sequence_parallel}",
+            f"engine.activation_checkpointing={engine.activation_checkpointing}",
+            f"engine.reshard_after_forward={str(engine.reshard_after_forward).lower()}",
+        ]
+
+
+class Planner:
+    """Plans of one configuration on some devices."""
+
+    def __init__(
+        self, shape: ModelShape, config: RunConfig, work: Workload, devices: Devices
+    ) -> None:
+        self.shape, self.work = shape, work
+        self._config, self._devices = config, devices
+        self._width = 2 if config.engine.precision == "bf16" else 4
+        self._clock = Clock(shape, work, devices, self._width)
+        self._models: dict[int, Model] = {}
+
+    def as_configured(self) -> Plan:
+        """With the settings as they are."""
+        return self._plan(self._config.engine)
+
+    def all_plans(self) -> list[Plan]:
+        """Every layout with every kind of checkpointing, those that fit first, then by time, then by need."""
+        plans = [self._plan(engine) for engine in self._settings()]
+        return sorted(
+            plans, key=lambda p: (not p.fits, p.step_seconds if p.fits else p.need, p.need)
+        )
+
+    def _settings(self) -> Iterator[EngineConfig]:
+        world, heads = self._devices.count, min(layer.heads for layer, _ in self.shape.layers)
+        for sequence in _divisors(min(world, PER_MACHINE)):
+            shares = world // sequence
+            if (
+                world % sequence
+                or heads % sequence
+                or shares > self.work.sequences // self.work.updates
+            ):
+                continue
+            for replicas in _divisors(shares):
+                for checkpointing in _CHECKPOINTING:
+                    for reshard in (True, False) if world > replicas else (True,):
+                        yield self._config.engine.model_copy(
+                            update={
+                                "replicas": replicas,
+                                "sequence_parallel": sequence,
+                                "activation_checkpointing": checkpointing,
+                                "reshard_after_forward": reshard,
+                            }
+                        )
+
+    def _plan(self, engine: EngineConfig) -> Plan:
+        layout = Layout(
+            engine.replicas, self._devices.count // engine.replicas, engine.sequence_parallel
+        )
+        config = self._config.model_copy(update={"engine": engine})
+        needs = Needs(self._model(layout.sequence), config, self.work, layout)
+        return Plan(
+            layout,
+            engine,
+            needs.phases(),
+            0.0 if self._devices.cpu else needs.staging(),
+            self._clock.seconds(layout, engine, needs.microbatches),
+            needs.microbatches,
+            self._devices.usable,
+        )
+
+    def _model(self, sequence: int) -> Model:
+        if sequence not in self._models:
+            arithmetic = Arithmetic(self._width, self._devices.cpu, sequence)
+            self._models[sequence] = Model(self.shape, arithmetic)
+        return self._models[sequence]
+
+
+def why_not(plans: Sequence[Plan]) -> list[str]:
+    """The reasons of those that do not fit, the commonest first."""
+    groups: dict[tuple[str, str], list[Plan]] = {}
+    for plan in plans:
+        if not plan.fits:
+            groups.setdefault((plan.fullest, plan.largest_part()), []).append(plan)
+    lines = []
+    for (phase, part), some in sorted(groups.items(), key=lambda item: -len(item[1])):
+        least, most = (extreme(p.need for p in some) / 1e9 for extreme in (min, max))
+        span = f"{least:.1f}" if len(some) == 1 else f"{least:.1f} to {most:.1f}"
+        lines.append(f"{len(some)} need {span} GB in {phase}, most of it {part}")
+    return lines
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,0 +1,270 @@
+"""The shape of a model, from the fields of its config.json.
+
+Only what decides memory and work: the weight matrices of each kind of layer, and how wide its activations
+are. Families are described by a few facts each (`FAMILIES`); their defaults are transformers'. Left out:
+everything that is read off a built model (`burnish.models`), and families that are not in the table, which are
+refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from burnish.errors import UsageError
+from burnish.models.flops import AttentionCost, ModelFlops
+
+Norms = Literal["none", "head", "full"]
+"""Whether queries and keys are normalized: not, each head by itself, or all heads together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What config.json does not say."""
+
+    fused: bool = True
+    """Whether `burnish.models.fused` has its norms and attention."""
+    norms_per_layer: int = 2
+    """RMSNorms on the hidden state."""
+    norms_first: bool = True
+    """Whether attention and MLP begin with a norm."""
+    query_norms: Norms = "none"
+    """Norms of queries and keys."""
+    biased: bool = False
+    """Whether the projections to queries, keys and values have biases."""
+    head_dim: int | None = None
+    """Width of a head where config.json does not say; None: hidden_size / num_attention_heads."""
+    tied: bool = False
+    """Whether the output layer is the embedding where config.json does not say."""
+    windowed: bool = False
+    """Whether `sliding_window` counts without `use_sliding_window`."""
+    experts: bool = False
+    """Whether it has experts."""
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(windowed=True),
+    "mixtral": Family(fused=False, windowed=True, experts=True),
+    "qwen2": Family(biased=True),
+    "qwen3": Family(query_norms="head", head_dim=128),
+    "qwen3_moe": Family(query_norms="head", experts=True),
+    "gemma3_text": Family(
+        fused=False,
+        norms_per_layer=4,
+        query_norms="head",
+        head_dim=256,
+        tied=True,
+        windowed=True,
+    ),
+    "olmo2": Family(fused=False, norms_first=False, query_norms="full"),
+}
+"""By `model_type`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter, as it is cut: along its first dim."""
+
+    rows: int
+    """Size of the first dim."""
+    columns: int = 1
+    """Elements per row."""
+
+    @property
+    def elements(self) -> int:
+        """All of it."""
+        return self.rows * self.columns
+
+    def held(self, shards: int) -> int:
+        """Elements on the rank that holds most, where the rows are cut into `shards` as torch.chunk does."""
+        return -(-self.rows // shards) * self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer."""
+
+    hidden: int
+    """Width of the hidden state."""
+    query: int
+    """Width of all query heads."""
+    key: int
+    """Width of all key heads, and of all value heads."""
+    heads: int
+    """Query heads."""
+    key_heads: int
+    """Key heads."""
+    intermediate: int
+    """Width of the MLP, or of one expert."""
+    experts: int
+    """Experts; 0: a plain MLP."""
+    chosen: int
+    """Experts per token."""
+    window: int | None
+    """Keys that a query sees; None: all before it."""
+    weights: tuple[Weight, ...]
+    """Its parameters."""
+
+    @property
+    def elements(self) -> int:
+        """Of all its parameters."""
+        return sum(weight.elements for weight in self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A causal language model."""
+
+    family: Family
+    """What kind."""
+    hidden: int
+    """Width of the hidden state."""
+    vocabulary: int
+    """Rows of the embedding."""
+    tied: bool
+    """Whether the output layer is the embedding."""
+    layers: tuple[tuple[Layer, int], ...]
+    """Each kind of layer and how many there are of it."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelShape:
+        """From the content of a config.json. Raises `UsageError` for a family or fields that are not known."""
+        fields = dict(config) | dict(config.get("text_config") or {})
+        kind = fields.get("model_type")
+        if kind not in FAMILIES:
+            raise UsageError(
+                f"the planner does not know models of type {kind}",
+                have=f"model_type: {kind}",
+                want=f"one of {', '.join(FAMILIES)}",
+                do="run a short training of it and read perf/max_memory_gb",
+            )
+        family, counts = FAMILIES[kind], dict[Layer, int]()
+        for index in range(_field(fields, "num_hidden_layers")):
+            layer = _layer(family, fields, index)
+            counts[layer] = counts.get(layer, 0) + 1
+        return cls(
+            family,
+            _field(fields, "hidden_size"),
+            _field(fields, "vocab_size"),
+            bool(fields.get("tie_word_embeddings", family.tied)),
+            tuple(counts.items()),
+        )
+
+    @property
+    def depth(self) -> int:
+        """How many layers."""
+        return sum(count for _, count in self.layers)
+
+    @property
+    def root(self) -> tuple[Weight, ...]:
+        """The parameters outside the layers: embedding, last norm, output layer."""
+        table = Weight(self.vocabulary, self.hidden)
+        return (table, Weight(self.hidden)) if self.tied else (table, Weight(self.hidden), table)
+
+    @property
+    def elements(self) -> int:
+        """Of all parameters."""
+        layers = sum(layer.elements * count for layer, count in self.layers)
+        return layers + sum(weight.elements for weight in self.root)
+
+    @property
+    def flops(self) -> ModelFlops:
+        """What its sequences cost."""
+        active = self.vocabulary * self.hidden + sum(
+            _active(layer) * count for layer, count in self.layers
+        )
+        attention = tuple(
+            AttentionCost(4 * layer.query, layer.window)
+            for layer, count in self.layers
+            for _ in range(count)
+        )
+        return ModelFlops(2.0 * active, attention)
+
+
+def _field(fields: Mapping[str, Any], name: str, *others: str) -> int:
+    """A whole number that has to be there, under one of its names."""
+    for each in (name, *others):
+        if isinstance(value := fields.get(each), int):
+            return value
+    raise UsageError(
+        f"the model's configuration does not say its {name}",
+        have=", ".join(sorted(fields)),
+        want=f"{name}: a whole number",
+        do="complete config.json, or model.fresh",
+    )
+
+
+def _layer(family: Family, fields: Mapping[str, Any], index: int) -> Layer:
+    hidden, heads = _field(fields, "hidden_size"), _field(fields, "num_attention_heads")
+    key_heads = fields.get("num_key_value_heads") or heads
+    width = fields.get("head_dim") or family.head_dim or hidden // heads
+    query, key = heads * width, key_heads * width
+    experts = _experts(fields, index) if family.experts else 0
+    names = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
+    intermediate = _field(fields, *names)
+    biased = fields.get("attention_bias") or family.biased
+    weights = [Weight(query, hidden), Weight(key, hidden), Weight(key, hidden)]
+    weights += [Weight(query, 1), Weight(key, 1), Weight(key, 1)] if biased else []
+    weights += [Weight(hidden, query)]
+    weights += [Weight(hidden)] * family.norms_per_layer
+    weights += [Weight(width)] * 2 if family.query_norms == "head" else []
+    weights += [Weight(query), Weight(key)] if family.query_norms == "full" else []
+    weights += _mlp(hidden, intermediate, experts)
+    return Layer(
+        hidden,
+        query,
+        key,
+        heads,
+        key_heads,
+        intermediate,
+        experts,
+        _field(fields, "num_experts_per_tok") if experts else 0,
+        _window(family, fields, index),
+        tuple(weights),
+    )
+
+
+def _mlp(hidden: int, intermediate: int, experts: int) -> Iterator[Weight]:
+    if experts:
+        yield Weight(experts, hidden)
+        yield Weight(experts, 2 * intermediate * hidden)
+        yield Weight(experts, intermediate * hidden)
+        return
+    yield Weight(intermediate, hidden)
+    yield Weight(intermediate, hidden)
+    yield Weight(hidden, intermediate)
+
+
+def _experts(fields: Mapping[str, Any], index: int) -> int:
+    """Experts of a layer; 0 where it has a plain MLP."""
+    plain = index in (fields.get("mlp_only_layers") or ())
+    if plain or (index + 1) % (fields.get("decoder_sparse_step") or 1):
+        return 0
+    return _field(fields, "num_experts", "num_local_experts")
+
+
+def _window(family: Family, fields: Mapping[str, Any], index: int) -> int | None:
+    window = fields.get("sliding_window")
+    if not isinstance(window, int):
+        return None
+    if kinds := fields.get("layer_types"):
+        return window if kinds[index] == "sliding_attention" else None
+    if family.windowed:
+        period = fields.get("sliding_window_pattern")
+        return None if period and (index + 1) % period == 0 else window
+    if not fields.get("use_sliding_window"):
+        return None
+    return window if index >= fields.get("max_window_layers", 0) else None
+
+
+def _active(layer: Layer) -> int:
+    """Elements of the matrices that one token is multiplied with."""
+    total = 0
+    for weight in layer.weights:
+        if weight.columns == 1:
+            continue
+        expert = layer.experts and weight.rows == layer.experts and weight.columns != layer.hidden
+        total += weight.elements * layer.chosen // layer.experts if expert else weight.elements
+    return total

@@ -1,0 +1,113 @@
+"""How long the phases of a step will take: work over speed, under assumptions that are said.
+
+A rough estimate, meant to rank layouts and to tell minutes from hours. What overlaps counts once: an update takes
+as long as its arithmetic or its communication, whichever is longer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from burnish.config.schema import EngineConfig
+from burnish.planning.devices import NETWORK, PER_MACHINE, Devices
+from burnish.planning.memory import Layout
+from burnish.planning.shape import ModelShape
+from burnish.planning.workload import Workload
+
+_FP32 = 4
+_EFFICIENCY = 0.4
+_BANDWIDTH = 0.6
+_LINKS = 0.7
+_DISK = 2e9
+_RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1.0}
+"""Forward passes that are run again."""
+
+ASSUMPTIONS = (
+    "every sequence as long as it may be; no two sequences share a prompt",
+    f"matrix products at {_EFFICIENCY:.0%} of the device's peak, decoding at {_BANDWIDTH:.0%} of its memory's speed",
+    f"links at {_LINKS:.0%} of theirs, {NETWORK / 1e9:.0f} GB/s between machines of {PER_MACHINE} devices, "
+    "communication hidden behind arithmetic where that takes longer",
+    f"checkpoints at {_DISK / 1e9:.0f} GB/s for each machine",
+)
+"""What the times rest on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What times are computed from."""
+
+    shape: ModelShape
+    """The model."""
+    work: Workload
+    """A step's sequences."""
+    devices: Devices
+    """Where it runs."""
+    width: int
+    """Bytes of an element of what matrix products take."""
+
+    def seconds(self, layout: Layout, engine: EngineConfig, microbatches: int) -> dict[str, float]:
+        """Of each phase of a step."""
+        found: dict[str, float] = {}
+        if self.work.slots:
+            found["rollout"] = self._rollout(layout)
+        passes = int(self.work.old_logprobs) + 2 * int(self.work.reference)
+        if passes:
+            found["log-probs"] = passes * self._arithmetic(layout)
+        found["update"] = self._update(layout, engine, microbatches)
+        if self.work.slots:
+            found["publish"] = self._travel(self.width * self.shape.elements, layout.shards)
+        machines = -(-layout.world // PER_MACHINE)
+        state = 3 * _FP32 * self.shape.elements
+        found["save"] = state / (_DISK * machines)
+        return found
+
+    def _arithmetic(self, layout: Layout) -> float:
+        """One forward pass over the step's sequences."""
+        shares = layout.world // layout.sequence
+        rounds = -(
+            -self.work.sequences // shares
+        )  # some devices have one sequence more than others
+        flops = rounds * float(self.shape.flops.each([self.work.length])[0]) / layout.sequence
+        return flops / (self.devices.flops * _EFFICIENCY)
+
+    def _update(self, layout: Layout, engine: EngineConfig, microbatches: int) -> float:
+        again = _RECOMPUTED[engine.activation_checkpointing]
+        arithmetic = (3 + again) * self._arithmetic(layout)
+        gathers = microbatches * (2 if engine.reshard_after_forward else 1) * self.work.updates
+        elements = self.shape.elements
+        moved = gathers * self._travel(self.width * elements, layout.shards)
+        moved += self.work.updates * self._travel(_FP32 * elements, layout.shards)
+        if layout.replicas > 1:
+            summed = 2 * _FP32 * elements / layout.shards
+            moved += self.work.updates * self._travel(summed, layout.world)
+        return max(arithmetic, moved) + self._exchanged(layout, 3 + again)
+
+    def _exchanged(self, layout: Layout, passes: float) -> float:
+        """Ulysses' exchange of queries, keys, values and outputs in every layer, which nothing hides."""
+        if layout.sequence == 1:
+            return 0.0
+        token = sum(2 * (layer.query + layer.key) * n for layer, n in self.shape.layers)
+        mine = self.work.tokens / layout.world
+        return passes * self._travel(self.width * token * mine, layout.sequence)
+
+    def _rollout(self, layout: Layout) -> float:
+        """Reading the prompts, then one pass over weights and cache for every token."""
+        work, bandwidth = self.work, self.devices.bandwidth * _BANDWIDTH
+        mine = -(-work.sequences // layout.world)
+        slots = min(work.slots, mine)
+        cache = sum(2 * layer.key * self.width * n for layer, n in self.shape.layers)
+        bytes_read = self.width * self.shape.elements + slots * cache * (
+            work.prompt + work.trained / 2
+        )
+        flops = slots * self.shape.flops.per_token
+        token = max(bytes_read / bandwidth, flops / (self.devices.flops * _EFFICIENCY))
+        reading = mine * self.shape.flops.per_token * work.prompt
+        decoding = token * work.trained * -(-mine // slots)
+        return decoding + reading / (self.devices.flops * _EFFICIENCY)
+
+    def _travel(self, size: float, ranks: int) -> float:
+        """Seconds until every one of so many neighbours has all of something, of which each has a part."""
+        if ranks == 1:
+            return 0.0
+        speed = self.devices.link if ranks <= PER_MACHINE else min(self.devices.link, NETWORK)
+        return size * (ranks - 1) / ranks / (speed * _LINKS)

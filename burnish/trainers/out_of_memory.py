@@ -1,0 +1,91 @@
+"""What is said when a device has no memory left: the setting that would have helped, by the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from burnish.config.schema import RunConfig
+from burnish.errors import BurnishError, UsageError
+from burnish.models.loading import read_model_config
+from burnish.parallel.device import device_name, peak_memory, total_memory
+from burnish.parallel.layout import Layout
+from burnish.planning.advice import advice
+from burnish.planning.devices import Devices
+from burnish.planning.layouts import Plan, Planner
+from burnish.planning.shape import ModelShape
+from burnish.planning.workload import Workload
+from burnish.tracking.peaks import Peaks
+
+_CPU_SAYS = "can't allocate memory"
+"""How torch's allocator on a CPU says it, in a plain RuntimeError."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """Who ran out, and of what."""
+
+    config: RunConfig
+    """The run."""
+    trainer: Literal["sft", "rl"]
+    """Which kind."""
+    layout: Layout
+    """Where this process stands."""
+    device: torch.device
+    """What has no memory left."""
+    peaks: Peaks
+    """Which part of a step was running."""
+
+    @contextmanager
+    def explained(self, directory: Path) -> Iterator[None]:
+        """Raise `BurnishError` with what would have helped where the block runs out of memory.
+
+        On CUDA torch's snapshot of the allocator is left in `directory`, for https://pytorch.org/memory_viz.
+        """
+        try:
+            yield
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not isinstance(error, torch.OutOfMemoryError) and _CPU_SAYS not in str(error):
+                raise
+            raise self._error(error, self._snapshot(directory)) from error
+
+    def _error(self, error: Exception, snapshot: Path | None) -> BurnishError:
+        phase = self.peaks.current or "setting up"
+        total, highest = total_memory(self.device) / 1e9, peak_memory(self.device) / 1e9
+        helpful = "set batch.tokens_per_device lower"
+        plan = self._plan(phase)
+        if plan is not None:
+            helpful = f"set {advice(plan, self.config)}; see burnish plan"
+        if snapshot is not None:
+            helpful += f"; what was allocated is in {snapshot}"
+        return BurnishError(
+            f"rank {self.layout.rank} ran out of memory in {phase}",
+            have=f"{' '.join(str(error).split())[:200]}; {highest:.1f} GB in use at most",
+            want=f"no more than the {total:.1f} GB of {device_name(self.device)}",
+            do=helpful,
+        )
+
+    def _plan(self, phase: str) -> Plan | None:
+        """What the planner says of this run, of the phase if it has it; None for a model that it does not know."""
+        devices = Devices(
+            self.layout.world, device_name(self.device), total_memory(self.device), 1.0, 1.0, 1.0
+        )
+        try:
+            shape = ModelShape.of(read_model_config(self.config.model).to_dict())
+        except UsageError:
+            return None
+        work = Workload.of(self.config, self.trainer)
+        plan = Planner(shape, self.config, work, devices).as_configured()
+        return plan.within(phase)
+
+    def _snapshot(self, directory: Path) -> Path | None:
+        if self.device.type != "cuda":
+            return None
+        path = directory / f"out-of-memory-rank{self.layout.rank}.pickle"
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+        return path

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import tiny_config
+
+from burnish.cli.main import main
+
+MODEL = (
+    "{model_type: qwen3, hidden_size: 4096, intermediate_size: 12288, num_hidden_layers: 36, "
+    "num_attention_heads: 32, num_key_value_heads: 8, vocab_size: 151936}"
+)
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a configuration whose model has no weights and whose data are not there."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "c.yaml").write_text(
+        f"model: {{fresh: {MODEL}, tokenizer: t}}\n"
+        "data: {train: [train.jsonl], max_length: 4096, max_prompt_length: 512}\n"
+        "batch: {examples: 256, prompts: 64, tokens_per_device: 16384}\n"
+    )
+    return tmp_path
+
+
+def test_a_plan_in_words(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "c.yaml", "--devices", "64xH100-80G"]) == 0
+    text = capsys.readouterr().out
+    for fact in (
+        "8.19 B parameters on 64 × H100 with 80 GiB",
+        "supervised fine-tuning: 256 sequences of 4096 tokens a step",
+        "Recommended: ",
+        "█",
+        "engine.activation_checkpointing=",
+        "layouts fit",
+        "do not fit in 80.7 GB",
+        "most of it activations",
+        "Assumed:",
+        "within",
+    ):
+        assert fact in text
+
+
+def test_a_plan_for_rewards_has_the_phases_of_reinforcement_learning(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["plan", "c.yaml", "reward.functions=[{function: numeric}]", "--devices", "64xH100-80G"]
+    assert main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["plans"][0]
+    assert best["fits"]
+    assert list(best["bytes"]) == ["rollout", "update", "publish", "save"]
+    assert best["replicas"] * best["shards"] == 64
+    assert found["largest_error"] <= 0.1
+    assert main([*argv, *best["overrides"]]) == 0
+
+
+def test_nothing_fits(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "c.yaml", "--devices", "4xL4-24G"]) == 2
+    out, error = capsys.readouterr()
+    assert "do not fit in 24.2 GB" in out
+    for fact in (
+        "does not fit on 4 × L4 with 24 GiB",
+        "have: ",
+        "want: at most 24.2 GB",
+        "do:   set ",
+    ):
+        assert fact in error
+
+
+def test_a_device_that_is_not_in_the_table(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "c.yaml", "--devices", "64xZ9"]
+    assert main(argv) == 2
+    assert "--device-memory" in capsys.readouterr().err
+    assert main([*argv, "--device-memory", "80", "--device-tflops", "400"]) == 0
+
+
+def test_a_model_in_a_directory_or_a_file(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (work / "m").mkdir()
+    (work / "m/config.json").write_text(json.dumps(tiny_config("llama").to_dict()))
+    for setting in ("model.path=m", "model.fresh=m/config.json"):
+        other = "model.fresh=null" if setting.startswith("model.path") else "model.path=null"
+        assert main(["plan", "c.yaml", other, setting, "--devices", "2xCPU-24G"]) == 0
+    assert main(["plan", "c.yaml", "model.fresh=nothing.json", "--devices", "2xCPU-24G"]) == 5
+    (work / "m/config.json").write_text("{")
+    assert main(["plan", "c.yaml", "model.fresh=m/config.json", "--devices", "2xCPU-24G"]) == 2
+    assert "is not JSON" in capsys.readouterr().err
+
+
+def test_a_trillion_parameters_on_many_devices_without_torch(work: Path) -> None:
+    model = (
+        "{model_type: qwen3_moe, hidden_size: 7168, intermediate_size: 18432, num_hidden_layers: 61, "
+        "moe_intermediate_size: 2048, num_experts: 384, num_experts_per_tok: 8, num_attention_heads: 64, "
+        "num_key_value_heads: 8, head_dim: 128, vocab_size: 163840}"
+    )
+    program = (
+        "import sys\nfrom burnish.cli.main import main\n"
+        f"argv = ['plan', 'c.yaml', 'model.fresh={model}', 'batch.examples=65536']\n"
+        "assert main([*argv, '--devices', '16384xB200-180G', '--json']) == 2\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["plans"]) > 100
+    assert "does not fit on 16384 × B200" in done.stderr
+
+
+def make_runnable(work: Path) -> None:
+    """What a dry run wants to be there."""
+    (work / "t").mkdir()
+    (work / "t/tokenizer.json").write_text("{}")
+    (work / "train.jsonl").write_text('{"prompt": "1+1", "completion": "2"}\n')
+
+
+def test_a_dry_run_says_what_memory_it_needs(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_runnable(work)
+    assert main(["sft", "c.yaml", "--dry-run", "--devices", "64xB200-180G"]) == 0
+    text = capsys.readouterr().out
+    assert "GB on each of 64 × B200 with 180 GiB, most in update" in text
+    assert "64 processes" in text
+
+
+def test_a_dry_run_refuses_what_cannot_fit(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_runnable(work)
+    assert main(["sft", "c.yaml", "--dry-run", "--devices", "1xCPU-24G"]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert "does not fit on 1 × CPU with 24 GiB" in error
+    assert main(["sft", "c.yaml", "--devices", "1xCPU-24G"]) == 2
+    assert "--devices is for --dry-run" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_a_family_that_is_not_planned(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_runnable(work)
+    fresh = "model.fresh={model_type: mamba}"
+    assert main(["sft", "c.yaml", fresh, "--dry-run", "--devices", "64xB200-180G"]) == 0
+    assert "not planned: the planner does not know models of type mamba" in capsys.readouterr().out

@@ -1,0 +1,187 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from burnish.config.check import check
+from burnish.config.load import dump_yaml, load_config
+from burnish.config.schema import RunConfig
+from burnish.planning.advice import advice, refuse
+from burnish.planning.devices import parse_devices
+from burnish.planning.layouts import Planner, why_not
+from burnish.planning.shape import ModelShape
+from burnish.planning.workload import Workload
+
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+}
+SFT = {
+    "model": {"fresh": MODEL, "tokenizer": "t"},
+    "data": {"train": ["t.jsonl"], "max_length": 4096},
+    "batch": {"examples": 256, "tokens_per_device": 16384},
+}
+RL = SFT | {
+    "data": {"train": ["t.jsonl"], "max_prompt_length": 512},
+    "batch": {"prompts": 64, "minibatches": 2, "tokens_per_device": 16384},
+    "rollout": {"n": 8, "max_response_length": 2048},
+    "reward": {"functions": [{"function": "numeric"}]},
+    "algorithm": {"kl": {"coef": 0.01}},
+}
+
+
+def planner(values=SFT, command="sft", devices="64xH100-80G"):
+    config = RunConfig.model_validate(values)
+    shape = ModelShape.of(values["model"]["fresh"])
+    return Planner(shape, config, Workload.of(config, command), parse_devices(devices))
+
+
+@pytest.mark.parametrize(("values", "command"), [(SFT, "sft"), (RL, "rl")])
+def test_plans_that_fit_come_first_and_the_quickest_of_them(values, command):
+    plans = planner(values, command).all_plans()
+    fitting = [plan for plan in plans if plan.fits]
+    assert fitting == plans[: len(fitting)]
+    assert 0 < len(fitting) < len(plans)
+    assert [p.step_seconds for p in fitting] == sorted(p.step_seconds for p in fitting)
+    assert all(plan.layout.world == 64 for plan in plans)
+    assert all(plan.need <= plan.usable for plan in fitting)
+
+
+@pytest.mark.parametrize(("values", "command"), [(SFT, "sft"), (RL, "rl")])
+def test_what_is_recommended_is_a_good_configuration(values, command, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_yaml(RunConfig.model_validate(values)))
+    for plan in planner(values, command).all_plans()[::10]:
+        config = load_config(path, plan.overrides()).config
+        check(config, command, 64)
+        assert config.engine == plan.engine
+
+
+def test_phases_of_each_kind():
+    (sft, *_), (rl, *_) = planner().all_plans(), planner(RL, "rl").all_plans()
+    assert list(sft.phases) == list(sft.seconds) == ["update", "save"]
+    assert (
+        list(rl.phases) == list(rl.seconds) == ["rollout", "log-probs", "update", "publish", "save"]
+    )
+    assert {"reference", "generator", "kv cache"} <= set(rl.phases["rollout"])
+    assert not {"reference", "generator"} & set(sft.phases["update"])
+
+
+def test_state_is_twelve_bytes_a_parameter():
+    plan = planner(devices="1xB200-180G").as_configured()
+    parts = plan.phases["save"]
+    elements = ModelShape.of(MODEL).elements
+    assert parts["weights"] + parts["optimizer"] == 12 * elements
+
+
+def configured(**changes):
+    values = SFT | {"engine": changes.pop("engine", {}), **changes}
+    return planner(values).as_configured()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(["bf16", "fp32"]), st.booleans(), st.sampled_from([2048, 16384, 65536]))
+def test_keeping_less_needs_less(precision, reshard, tokens):
+    needs = [
+        configured(
+            engine={
+                "precision": precision,
+                "reshard_after_forward": reshard,
+                "activation_checkpointing": kind,
+            },
+            batch={"examples": 256, "tokens_per_device": tokens},
+        ).total("update")
+        for kind in ("full", "selective", "none")
+    ]
+    assert needs == sorted(needs)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(["full", "none"]), st.sampled_from([1, 2, 4, 8]))
+def test_more_copies_need_more(kind, replicas):
+    one, more = (
+        configured(engine={"activation_checkpointing": kind, "replicas": each}).need
+        for each in (replicas, 2 * replicas)
+    )
+    assert one < more
+
+
+def test_several_micro_batches_keep_whole_gradients():
+    """FSDP2 adds up unsharded gradients until it may reduce them."""
+    few = configured(batch={"examples": 256, "tokens_per_device": 16384})
+    many = configured(batch={"examples": 2560, "tokens_per_device": 16384})
+    assert (few.microbatches, many.microbatches) == (1, 10)
+    whole = 4 * ModelShape.of(MODEL).elements
+    assert many.phases["update"]["gradients"] >= whole > few.phases["update"]["gradients"]
+
+
+def test_an_adapter_needs_no_state_for_the_model():
+    values = RL | {"model": RL["model"] | {"lora": {"rank": 16}}}
+    adapter, full = (planner(v, "rl").as_configured() for v in (values, RL))
+    assert adapter.phases["save"]["optimizer"] < full.phases["save"]["optimizer"] / 50
+    assert "reference" not in adapter.phases["save"]
+
+
+def test_a_critic_is_a_second_model_that_learns():
+    values = RL | {"algorithm": {"advantage": "gae"}}
+    parts = planner(values, "rl").as_configured().phases["save"]
+    head = MODEL["vocab_size"] * MODEL["hidden_size"]
+    elements = ModelShape.of(MODEL).elements
+    assert parts["critic"] == pytest.approx(12 * (elements - head) / 64, rel=0.01)
+
+
+def test_reasons_count_every_layout_that_does_not_fit():
+    plans = planner(devices="16xA100-40G").all_plans()
+    counted = [int(reason.split()[0]) for reason in why_not(plans)]
+    assert sum(counted) == sum(not plan.fits for plan in plans) > 0
+    assert counted == sorted(counted, reverse=True)
+
+
+def test_a_refusal_names_what_helps():
+    configured = planner(devices="8xA100-40G")
+    error = refuse(
+        configured.as_configured(), RunConfig.model_validate(SFT), parse_devices("8xA100-40G")
+    )
+    assert error.exit_code == 2
+    assert "GB in update (activations" in str(error)
+    assert "engine.activation_checkpointing=full" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"rollout": {"n": 8, "max_response_length": 30000, "slots": 512}}, "rollout.slots=256"),
+        (
+            {
+                "engine": {"replicas": 8, "activation_checkpointing": "full"},
+                "batch": {"prompts": 64, "minibatches": 2, "tokens_per_device": 4096},
+            },
+            "engine.replicas=1",
+        ),
+        (
+            {
+                "engine": {"logprob_chunk": 65536, "activation_checkpointing": "full"},
+                "batch": {"prompts": 64, "tokens_per_device": 65536},
+            },
+            "engine.logprob_chunk=16384",
+        ),
+    ],
+)
+def test_advice_is_for_what_takes_most(changes, remedy):
+    values = RL | changes
+    plan = planner(values, "rl", "8xA100-40G").as_configured()
+    assert remedy in advice(plan, RunConfig.model_validate(values))
+
+
+def test_a_save_in_the_background_copies_to_the_host():
+    values = SFT | {"checkpoint": {"background": True}}
+    on_gpu = planner(values).as_configured()
+    on_cpu = planner(values, devices="64xCPU-96G").as_configured()
+    state = sum(on_gpu.phases["save"][part] for part in ("weights", "optimizer"))
+    assert on_gpu.staging == state
+    assert "staging" not in on_gpu.phases["save"]
+    assert (on_cpu.staging, on_cpu.phases["save"]["staging"]) == (0, state)

@@ -1,0 +1,80 @@
+import pytest
+from tiny import FAMILIES as TINY
+from tiny import tiny_config
+from transformers import AutoConfig
+
+from burnish.errors import UsageError
+from burnish.models.building import build_on_meta
+from burnish.models.counting import count_flops
+from burnish.planning.shape import FAMILIES, ModelShape
+
+MIXTRAL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+LEAST = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+
+
+def elements(config):
+    return sum(parameter.numel() for parameter in build_on_meta(config).parameters())
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_and_operations_are_those_of_the_built_model(family, tied):
+    config = tiny_config(family, tie_word_embeddings=tied)
+    shape = ModelShape.of(config.to_dict())
+    assert shape.elements == elements(config)
+    assert shape.depth == config.num_hidden_layers
+    counted = count_flops(config)
+    for lengths in ([23], [5, 9, 100]):
+        assert shape.flops.forward(lengths) == counted.forward(lengths)
+
+
+def test_mixtral():
+    config = AutoConfig.for_model("mixtral", **MIXTRAL)
+    shape = ModelShape.of(config.to_dict())
+    assert shape.elements == elements(config)
+    assert shape.flops.forward([40]) == count_flops(config).forward([40])
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_fields_that_are_not_given_have_the_defaults_of_transformers(family):
+    given = {name: MIXTRAL[name] for name in LEAST} | {"num_key_value_heads": 2}
+    if family == "qwen3_moe":
+        given |= {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+    if family == "mixtral":
+        given |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(family, **given)
+    assert ModelShape.of({"model_type": family, **given}).elements == elements(config)
+
+
+def test_the_language_model_of_a_larger_configuration():
+    text = {**tiny_config("qwen3").to_dict(), "model_type": "qwen3"}
+    assert ModelShape.of({"model_type": "other", "text_config": text}) == ModelShape.of(text)
+
+
+def test_what_is_not_known_is_refused_by_name():
+    with pytest.raises(UsageError, match=r"(?s)models of type mamba.*want: one of llama"):
+        ModelShape.of({"model_type": "mamba"})
+    with pytest.raises(UsageError, match="does not say its hidden_size"):
+        ModelShape.of({"model_type": "llama", "num_hidden_layers": 2})
+
+
+def test_rows_are_cut_as_torch_cuts_them():
+    (embedding, *_) = ModelShape.of(tiny_config("llama").to_dict()).root
+    assert embedding.held(1) == 97 * 32
+    assert embedding.held(4) == 25 * 32  # ceil(97 / 4) rows
+    assert embedding.held(1000) == 32

@@ -1,0 +1,80 @@
+"""What a person is told when a device has no memory left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from burnish.config.schema import RunConfig
+from burnish.errors import BurnishError
+from burnish.parallel.layout import Layout
+from burnish.tracking.peaks import Peaks
+from burnish.trainers.out_of_memory import OutOfMemory
+
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+}
+CPU = torch.device("cpu")
+
+
+def subject(trainer: str = "sft", **model: object) -> OutOfMemory:
+    values = {
+        "model": {"fresh": MODEL | model, "tokenizer": "t"},
+        "batch": {"tokens_per_device": 65536, "prompts": 64},
+        "data": {"max_prompt_length": 512},
+    }
+    peaks = Peaks(lambda: None, lambda: 1_000_000_000)
+    return OutOfMemory(RunConfig.model_validate(values), trainer, Layout(), CPU, peaks)
+
+
+@pytest.mark.parametrize(
+    ("phase", "remedy"),
+    [
+        ("update", "engine.activation_checkpointing=full"),
+        ("save", "model.lora.rank=16"),
+        ("rollout", "rollout.slots=128"),
+    ],
+)
+def test_the_setting_that_would_have_helped(phase: str, remedy: str, tmp_path: Path) -> None:
+    trainer = subject("rl" if phase == "rollout" else "sft")
+    with (
+        pytest.raises(BurnishError) as raised,
+        trainer.explained(tmp_path),
+        trainer.peaks(phase),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+    error = raised.value
+    assert error.problem == f"rank 0 ran out of memory in {phase}"
+    assert "Tried to allocate 20.00 GiB" in str(error.have)
+    assert remedy in str(error.do)
+    assert list(tmp_path.iterdir()) == []  # a snapshot is CUDA's only
+
+
+def test_the_allocator_of_a_cpu_says_it_otherwise(tmp_path: Path) -> None:
+    with (
+        pytest.raises(BurnishError, match="ran out of memory in setting up"),
+        subject().explained(tmp_path),
+    ):
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def test_a_model_that_the_planner_does_not_know(tmp_path: Path) -> None:
+    trainer = subject(model_type="phi")
+    with (
+        pytest.raises(BurnishError, match=r"batch\.tokens_per_device lower"),
+        trainer.explained(tmp_path),
+    ):
+        raise torch.OutOfMemoryError("no memory")
+
+
+def test_any_other_error_stays_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"^shapes do not fit$"), subject().explained(tmp_path):
+        raise RuntimeError("shapes do not fit")
