@@ -133,7 +133,7 @@ def _file(path: str, setting: str) -> Iterator[Problem]:
 def _remote_file(url: str, setting: str) -> Iterator[Problem]:
     remote = Remote(url, _PATIENCE)
     if remote.stat() is None:
-        folder = Remote(remote.url.parent, _PATIENCE)
+        folder = remote.parent()
         yield Problem(
             f"{setting}: there is no file {url}",
             have=f"{folder} with {', '.join(folder.names()[:8]) or 'nothing'}",

@@ -24,7 +24,7 @@ from burnish.errors import BurnishError, CorruptError, MissingError, UsageError
 from burnish.files.backend import Backend, Found, Verdict
 from burnish.files.patience import Patience, Pulse, persist
 from burnish.files.storage import Bytes
-from burnish.files.urls import Url, redacted
+from burnish.files.urls import SCHEMES, Url, redacted
 
 T = TypeVar("T")
 
@@ -53,8 +53,7 @@ class Remote:
         """Takes the URL apart, and connects to nothing yet. Raises `UsageError` for one that cannot be."""
         self.url = Url.parse(url) if isinstance(url, str) else url
         self.patience = patience or Patience()
-        self._opened: tuple[int, Backend] | None = None
-        self._opening = threading.Lock()
+        self._connection = _Connection(self.url)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The URL without the connection."""
@@ -65,7 +64,7 @@ class Remote:
 
     def connect(self) -> None:
         """Load what this kind of URL needs. Raises `MissingError` with the command that installs it."""
-        self._backend()
+        self._connection.backend()
 
     def files(self, below: str = "", *, deep: bool = True) -> list[RemoteFile]:
         """The files of a directory, and if `deep` those further below it, by name; [] where there is no such directory.
@@ -179,8 +178,15 @@ class Remote:
 
     def below(self, name: str) -> Remote:
         """What lies at and below a name, over the same connection."""
-        remote = Remote(self.url.below(name), self.patience)
-        remote._opened = self._opened
+        return self._sharing(self.url.below(name))
+
+    def parent(self) -> Remote:
+        """The directory that the URL lies in, over the same connection."""
+        return self._sharing(self.url.parent)
+
+    def _sharing(self, url: Url) -> Remote:
+        remote = Remote(url, self.patience)
+        remote._connection = self._connection
         return remote
 
     def _path(self, name: str) -> str:
@@ -195,17 +201,8 @@ class Remote:
         name = found.path.removeprefix(root).strip("/")
         return RemoteFile(name, found.size, found.version)
 
-    def _backend(self) -> Backend:
-        with self._opening:
-            if self._opened is None:
-                self._opened = (os.getpid(), open_backend(self.url))
-            pid, backend = self._opened
-        if pid != os.getpid():
-            raise RuntimeError(f"{self.url} was opened before this process was forked")
-        return backend
-
     def _persist(self, name: str, done: str, call: Callable[[Backend, Pulse], T]) -> T:
-        backend = self._backend()
+        backend = self._connection.backend()
         faults: tuple[type[Exception], ...] = (*backend.faults, TimeoutError)
 
         def again(error: Exception, tries: int) -> bool:
@@ -229,8 +226,26 @@ class Remote:
         )
 
 
-def open_backend(url: Url) -> Backend:
-    """Load what a kind of URL needs. Raises `MissingError` with the command that installs it."""
+class _Connection:
+    """The backend of a service: opened when it is first used, and used by one process only."""
+
+    def __init__(self, url: Url) -> None:
+        self._url = url
+        self._lock = threading.Lock()
+        self._opened: tuple[int, Backend] | None = None
+
+    def backend(self) -> Backend:
+        """Open it, or take what is open. Raises `MissingError` for what is not installed."""
+        with self._lock:
+            if self._opened is None:
+                self._opened = (os.getpid(), _open(self._url))
+            pid, backend = self._opened
+        if pid != os.getpid():
+            raise RuntimeError(f"{self._url} was opened before this process was forked")
+        return backend
+
+
+def _open(url: Url) -> Backend:
     module, name, extra = _BACKENDS[url.scheme]
     try:
         opener = getattr(importlib.import_module(f"burnish.files.{module}"), name)
@@ -240,6 +255,17 @@ def open_backend(url: Url) -> Backend:
             f"{url.scheme}:// needs a package that is not installed",
             have=f"no module {error.name}",
             do=f'pip install "burnish[{extra}]"',
+        ) from error
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # hdfs-native looks the name up in its configuration
+        raise UsageError(
+            f"{url} cannot be opened",
+            have=_reason(error),
+            want=SCHEMES[url.scheme],
+            do="correct the URL, or the files that HADOOP_CONF_DIR names",
         ) from error
     return backend
 
@@ -254,8 +280,10 @@ _BACKENDS = {
 
 
 def _reason(error: Exception) -> str:
-    text = str(error).replace("\\n", "\n").partition("\n")[0]  # without a Java trace
-    return redacted(f"{type(error).__name__}: {text}")[:_REASON]
+    text = (
+        str(error).replace("\\n", "\n").replace("\\t", "\t").partition("\n\tat ")[0]
+    )  # no Java trace
+    return redacted(" ".join(f"{type(error).__name__}: {text}".split()))[:_REASON]
 
 
 def _explained(url: Url, done: str, verdict: Verdict, error: Exception) -> BurnishError:
@@ -273,7 +301,7 @@ def _explained(url: Url, done: str, verdict: Verdict, error: Exception) -> Burni
     return BurnishError(
         f"{url} could not be {done}, again and again",
         have=have,
-        do="see that the service is up and can be reached from here, then start again: what is done stays done",
+        do="see that the service is up and can be reached from here, then start again",
     )
 
 

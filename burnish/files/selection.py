@@ -68,8 +68,8 @@ def _only(remote: Remote) -> Selection | None:
     found = remote.stat() if remote.url.path else None
     if found is None:
         return None
-    folder = Remote(remote.url.parent, remote.patience)
-    return Selection(folder, (RemoteFile(remote.url.name, found.size, found.version),))
+    file = RemoteFile(remote.url.name, found.size, found.version)
+    return Selection(remote.parent(), (file,))
 
 
 def _nothing(remote: Remote, here: Sequence[RemoteFile], want: str) -> MissingError:
@@ -81,16 +81,15 @@ def _select_pattern(remote: Remote) -> Selection:
     parts = remote.url.path.split("/")
     plain = next(index for index, part in enumerate(parts) if _WILD.search(part))
     pattern = parts[plain:]
-    root = remote.url
+    above = remote
     for _ in pattern:
-        root = root.parent
-    above = Remote(root, remote.patience)
+        above = above.parent()
     found = above.files(deep=len(pattern) > 1 or pattern == ["**"])
     files = tuple(file for file in found if _fits(file.name.split("/"), pattern))
     if not files:
         raise MissingError(
             f"nothing fits the pattern {remote.url}",
-            have=f"below {root}: {_listed([file.name for file in found])}",
+            have=f"below {above}: {_listed([file.name for file in found])}",
             want="a pattern that matches a file",
         )
     return Selection(above, files)

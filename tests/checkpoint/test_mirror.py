@@ -36,7 +36,7 @@ class Counting(Remote):
 
     def below(self, name):
         below = Counting(self.url.below(name), self.patience)
-        below.calls, below._opened = self.calls, self._opened
+        below.calls, below._connection = self.calls, self._connection
         below.fail = self.fail
         return below
 

@@ -81,6 +81,7 @@ class RemoteContract:
         assert {file.name: file.size for file in remote.files()} == sizes
         assert [file.name for file in remote.files("step-1")] == ["step-1/a", "step-1/b/c"]
         assert [file.name for file in remote.below("step-1").files()] == ["a", "b/c"]
+        assert remote.below("step-1").parent().names() == remote.names()
         assert remote.names() == ["step-1", "step-10", "top"]
         assert remote.names("step-1") == ["a", "b"]
         assert remote.stat("step-1") is None

@@ -239,6 +239,16 @@ def test_hdfs_denies_and_says_who_may(
     assert "\n\tat " not in str(caught.value)
 
 
+@pytest.mark.parametrize("url", ["hdfs://a-name-service/run", "hdfs:///run", "hdfs://host:abc/run"])
+def test_hdfs_that_no_configuration_names_is_refused(
+    url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
+    with pytest.raises(UsageError, match="cannot be opened") as caught:
+        Remote(url).names()
+    assert "HADOOP_CONF_DIR" in (caught.value.do or "")
+
+
 def test_a_disk_that_may_not_be_written_is_not_waited_for(tmp_path: Path) -> None:
     remote = Remote("file:///proc/run", Patience(first_pause=300))
     with pytest.raises(BurnishError, match="cannot be written"):

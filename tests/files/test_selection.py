@@ -24,13 +24,14 @@ def is_data(name: str) -> bool:
     return name.endswith(".jsonl") and not name.startswith(".")
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tree")
     for name in TREE:
-        path = tmp_path / name
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(name.encode())
-    return tmp_path
+        path.touch()
+    return root
 
 
 def found(url: str) -> list[str]:
@@ -54,14 +55,7 @@ PARTS = st.sampled_from(["*", "**", "d*", "?.jsonl", "*.jsonl", "[ab].*", "deep"
 
 
 @given(pattern=st.lists(PARTS, min_size=1, max_size=4).map("/".join))
-def test_patterns_find_what_they_find_on_this_machine(
-    pattern: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    tree = tmp_path_factory.getbasetemp() / "tree"
-    for name in TREE:
-        path = tree / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+def test_patterns_find_what_they_find_on_this_machine(tree: Path, pattern: str) -> None:
     expected = sorted(
         name for name in glob.glob(f"{tree}/{pattern}", recursive=True) if Path(name).is_file()
     )
