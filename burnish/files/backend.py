@@ -7,6 +7,7 @@ Writes appear whole under their name or not at all. Every method raises whatever
 from __future__ import annotations
 
 import errno
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ _WRONG = frozenset({
     errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOSPC, errno.ENOSYS,
     errno.ENOTEMPTY, errno.EDQUOT, errno.ELOOP, errno.EREMCHG,
 })  # fmt: skip
+_UNFINISHED = ".part"
 _BY_KIND: tuple[tuple[type[OSError], Verdict], ...] = (
     (FileNotFoundError, "missing"),
     (NotADirectoryError, "missing"),
@@ -84,9 +86,20 @@ class Backend(Protocol):
         """Remove a directory with all in it; nothing where there is none."""
 
 
+def unfinished(name: str) -> str:
+    """A name for a file that is being written, never the same twice, where a whole one would be seen half there."""
+    return f".{name}.{uuid.uuid4().hex}{_UNFINISHED}"
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether that is a name made by `unfinished`. Such a file is never listed; one that a kill left goes with its directory."""
+    return name.startswith(".") and name.endswith(_UNFINISHED)
+
+
 def verdict_of(error: OSError) -> Verdict:
     """What the system's errors, and those made like them, mean."""
-    for kind, verdict in _BY_KIND:
+    for kind, verdict in _UNFINISHED = ".part"
+_BY_KIND:
         if isinstance(error, kind):
             return verdict
     if error.errno in _WRONG:

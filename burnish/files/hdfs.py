@@ -8,7 +8,6 @@ forked after it was made (its threads are gone there, and it hangs).
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,12 +15,11 @@ from typing import Any
 
 from hdfs_native import Client, WriteOptions
 
-from burnish.files.backend import Found, Verdict, verdict_of
+from burnish.files.backend import Found, Verdict, is_unfinished, unfinished, verdict_of
 from burnish.files.patience import Pulse
 from burnish.files.storage import Bytes
 
 _PIECE = 8 << 20
-_UNFINISHED = ".part"
 # A name node that does not answer is given up soon: what has the patience is outside. Several tries, for a standby.
 _CONFIG = {
     "dfs.client.failover.max.attempts": "4",
@@ -61,15 +59,17 @@ class Hdfs:
         """Files below, without those that are being written."""
         with suppress(FileNotFoundError):
             for status in self._client.list_status(path, deep):
-                if not status.isdir and not _is_unfinished(status.path) and status.path != path:
+                name = status.path.rpartition("/")[2]
+                if not status.isdir and not is_unfinished(name) and status.path != path:
                     yield _found(status)
 
     def names(self, path: str) -> Iterator[str]:
         """Names directly in a directory."""
         with suppress(FileNotFoundError):
             for status in self._client.list_status(path, False):
-                if status.path != path and not _is_unfinished(status.path):
-                    yield status.path.rpartition("/")[2]
+                name = status.path.rpartition("/")[2]
+                if status.path != path and not is_unfinished(name):
+                    yield name
 
     def info(self, path: str) -> Found:
         """A file, by size and time of its last change."""
@@ -109,7 +109,7 @@ class Hdfs:
         self, path: str, pieces: Iterator[Bytes], size: int, pulse: Pulse | None = None
     ) -> None:
         folder, _, name = path.rpartition("/")
-        temporary = f"{folder}/.{name}.{uuid.uuid4().hex}{_UNFINISHED}"
+        temporary = f"{folder}/{unfinished(name)}"
         writer = self._client.create(temporary, WriteOptions(create_parent=True))
         try:
             for piece in pieces:
@@ -125,11 +125,6 @@ class Hdfs:
             with suppress(*self.faults):
                 self._client.delete(temporary, False)
             raise
-
-
-def _is_unfinished(path: str) -> bool:
-    name = path.rpartition("/")[2]
-    return name.startswith(".") and name.endswith(_UNFINISHED)
 
 
 def _found(status: Any) -> Found:

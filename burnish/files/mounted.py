@@ -7,17 +7,15 @@ order in which they were put.
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from burnish.files.backend import Found, Verdict, verdict_of
+from burnish.files.backend import Found, Verdict, is_unfinished, unfinished, verdict_of
 from burnish.files.durable import make_dirs_durably
 from burnish.files.patience import Pulse
 from burnish.files.storage import Bytes, LocalStorage
 
 _PIECE = 8 << 20
-_UNFINISHED = ".part"
 
 
 class Mounted:
@@ -44,13 +42,13 @@ class Mounted:
                 folders.clear()
             for name in names:
                 file = Path(folder, name)
-                if not _is_unfinished(name) and file.is_file():
+                if not is_unfinished(name) and file.is_file():
                     yield _found(file)
 
     def names(self, path: str) -> Iterator[str]:
         """Names directly in a directory."""
         for entry in self._storage.entries(Path(path)):
-            if not _is_unfinished(entry.name):
+            if not is_unfinished(entry.name):
                 yield entry.name
 
     def info(self, path: str) -> Found:
@@ -85,7 +83,7 @@ class Mounted:
 
     def _write(self, path: Path, pieces: Iterator[Bytes], size: int, pulse: Pulse) -> None:
         make_dirs_durably(self._storage, path.parent, above=2)
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_UNFINISHED}")
+        temporary = path.with_name(unfinished(path.name))
         try:
             with self._storage.create(temporary, size) as file:
                 offset = 0
@@ -101,10 +99,6 @@ class Mounted:
             temporary.unlink(missing_ok=True)
             raise
         self._storage.sync_dir(path.parent)
-
-
-def _is_unfinished(name: str) -> bool:
-    return name.startswith(".") and name.endswith(_UNFINISHED)
 
 
 def _found(file: Path) -> Found:
