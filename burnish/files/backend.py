@@ -98,8 +98,7 @@ def is_unfinished(name: str) -> bool:
 
 def verdict_of(error: OSError) -> Verdict:
     """What the system's errors, and those made like them, mean."""
-    for kind, verdict in _UNFINISHED = ".part"
-_BY_KIND:
+    for kind, verdict in _BY_KIND:
         if isinstance(error, kind):
             return verdict
     if error.errno in _WRONG:
