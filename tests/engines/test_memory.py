@@ -1,0 +1,67 @@
+"""Building and loading a model takes its own shard and a small budget, sharded or not.
+
+Fresh weights take one whole module more, as transformers' own functions draw them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_ranks
+from safetensors.torch import save_file
+from tiny import tiny_config
+from transformers import AutoConfig
+
+from burnish.config.schema import EngineConfig
+from burnish.engines.base import Part
+from burnish.engines.optimizer import local
+from burnish.engines.torch_engine import TorchEngine
+from burnish.models.loading import FreshSource, SafetensorsSource, build_on_meta
+from burnish.models.names import tensor_specs
+from burnish.parallel.device import peak_memory, reset_peak_memory, used_memory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+CPU, BUDGET = torch.device("cpu"), 64e6
+SHAPE = {"hidden_size": 1024, "vocab_size": 8000, "intermediate_size": 4096, "num_hidden_layers": 3}
+LARGEST_MODULE = 4 * SHAPE["hidden_size"] * SHAPE["vocab_size"]
+
+
+def peak_beyond_shard(layout, path, fresh):
+    """The rank's bytes of weights, and what building and loading took beyond them at the peak."""
+    config = AutoConfig.from_pretrained(path)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    reset_peak_memory(CPU)
+    before = used_memory(CPU)
+    engine = TorchEngine(config, EngineConfig(), None, layout=layout, device=CPU)
+    engine.load(FreshSource(config, 0) if fresh else SafetensorsSource(Path(path)), Part.WEIGHTS)
+    shard = sum(local(s.tensor).nbytes for s in engine.shards(Part.WEIGHTS))
+    beyond = peak_memory(CPU) - before - shard
+    engine.close()
+    return shard, beyond
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """90 MB in bf16, 180 MB in fp32."""
+    path = tmp_path_factory.mktemp("model")
+    config = tiny_config("qwen3", **SHAPE)
+    specs = tensor_specs(build_on_meta(config))
+    tensors = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in specs}
+    save_file(tensors, path / "model.safetensors")
+    config.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_initialising_and_loading_take_the_shard_and_a_budget(model, world, fresh):
+    for shard, beyond in run_ranks(peak_beyond_shard, world, str(model), fresh):
+        assert shard > 160e6 / world
+        assert beyond < BUDGET + LARGEST_MODULE * fresh
