@@ -132,12 +132,13 @@ class Sync:
         return 2 * sum(self._local[step].total_bytes for step in self.missing())
 
     def run(self) -> list[int]:
-        """Send steps, then the run's small files, then remove what outlived its use; returns the steps sent.
+        """Send the run's small files, then steps, then remove what outlived its use; returns the steps sent.
 
-        A step that is damaged here, or that goes from here meanwhile, keeps no other back; damage is
+        The files go first so that a step never is there without the lines of metrics before it. A step that is damaged here, or that goes from here meanwhile, keeps no other back; damage is
         raised at the end.
         """
         sent, failed = [], None
+        send_outputs(self._mirror.directory, self._mirror.remote)
         self._note()
         for step in self.missing():
             try:
@@ -146,7 +147,6 @@ class Sync:
                     self._note()
             except CorruptError as error:
                 failed = failed or error
-        send_outputs(self._mirror.directory, self._mirror.remote)
         self._retain()
         if failed is not None:
             raise failed
@@ -164,7 +164,8 @@ class Sync:
                 raise
             _log.warning("%s is not on the mirror: it went from here meanwhile", path)
             return False
-        self._remote[step] = self._local[step]
+        # Where another step of this number was, its removal may have hung and still come: the next sync will tell.
+        self._remote.setdefault(step, self._local[step])
         return True
 
     def _find_facts(self, retention: Retention) -> dict[int, Facts]:

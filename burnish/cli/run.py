@@ -16,9 +16,10 @@ from burnish.cli.summary import summary
 from burnish.config.check import Command, check
 from burnish.config.identity import require_may_resume, require_same_run
 from burnish.config.load import load_config
-from burnish.config.places import run_directory
+from burnish.config.places import mirror_url, run_directory
 from burnish.config.schema import RunConfig
 from burnish.errors import MissingError, UsageError
+from burnish.files.remote import Remote
 from burnish.parallel.environment import place_of
 
 
@@ -82,6 +83,9 @@ def _config_file(path: str, run_dir: Path | None) -> Path:
 
 def _require_own_directory(config: RunConfig) -> None:
     """What opening the run refuses too, here without torch."""
+    url = mirror_url(config)
+    if url is not None:
+        Remote(url).connect()
     directory = run_directory(config)
     recorded = directory / "config.yaml"
     if recorded.is_file():

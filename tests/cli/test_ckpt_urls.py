@@ -1,0 +1,98 @@
+"""The commands that look at checkpoints, given URLs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from checkpoints_for_tests import save_once
+
+from burnish.checkpoint.mirror import Mirror, Sync
+from burnish.cli.main import main
+from burnish.files.remote import Remote
+
+
+@pytest.fixture
+def far(tmp_path):
+    """The URL of a run with two steps on a mirror, one marked as damaged, and one that never was finished."""
+    remote = Remote(f"file://{tmp_path}/far/run")
+    remote.put("environment.json", b'{"start": "this"}')
+    mirror = Mirror(tmp_path / "run", remote, None, "this")
+    for step in (1, 2, 3):
+        save_once(mirror.root, step, seed=step)
+    Sync(mirror, lambda count: None).run()
+    steps = mirror.steps()
+    steps.mark_damaged(steps.root / "step-00000003", "a flipped bit")
+    remote.put("checkpoints/step-00000009/model/config.json", b"{}")
+    return str(remote)
+
+
+def report(capsys, *argv):
+    code = main(["ckpt", *argv, "--json"])
+    out = capsys.readouterr().out
+    return code, json.loads(out) if out else None
+
+
+def test_steps_of_a_url(far, capsys):
+    code, found = report(capsys, "ls", far)
+    assert code == 0
+    assert [step["step"] for step in found["steps"]] == [1, 2]
+    assert (found["unfinished"], found["quarantine"]) == (["step-00000009"], ["step-00000003"])
+    assert report(capsys, "ls", f"{far}/checkpoints/") == (code, found)
+
+
+@pytest.mark.parametrize("path", ["", "/checkpoints", "/checkpoints/step-00000002"])
+def test_a_step_of_a_url(far, capsys, path):
+    code, found = report(capsys, "show", far + path)
+    assert (code, found["step"]) == (0, 2)
+    assert found["path"] == f"{far}/checkpoints/step-00000002"
+    assert found["sets"]["model"]["tensors"] == 5
+
+
+@pytest.mark.parametrize("how", ["--fast", "--full"])
+def test_verify(far, capsys, tmp_path, how):
+    assert report(capsys, "verify", far, how)[0] == 0
+    file = tmp_path / "far/run/checkpoints/step-00000002/training/exp_avg.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    code, found = report(capsys, "verify", far, how)
+    assert code == 3  # the block of the header holds all of so small a file
+    [problem] = found["steps"][1]["problems"]
+    assert "training/exp_avg.safetensors" in problem["problem"]
+    file.write_bytes(data[:-1])
+    assert report(capsys, "verify", f"{far}/checkpoints/step-00000002", how)[0] == 3
+
+
+def test_compare_and_export(far, capsys, tmp_path):
+    here = str(tmp_path / "run" / "checkpoints" / "step-00000002")
+    assert report(capsys, "diff", here, f"{far}/checkpoints/step-00000002")[0] == 0
+    assert report(capsys, "diff", here, f"{far}/checkpoints/step-00000001")[0] == 1
+    assert report(capsys, "export", far, str(tmp_path / "model"))[0] == 0
+    model = tmp_path / "run/checkpoints/step-00000002/model/model.safetensors"
+    assert (tmp_path / "model" / "model.safetensors").stat().st_size == model.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "words"),
+    [
+        ("file:///nowhere/run", 5, "no checkpoints at file:///nowhere/run"),
+        ("ftp://host/run", 2, "ftp://host/run is no URL"),
+        ("s3:///run", 2, "names no bucket"),
+    ],
+)
+def test_what_is_not_there(capsys, path, code, words):
+    assert main(["ckpt", "verify", path]) == code
+    assert words in capsys.readouterr().err
+
+
+def test_looking_at_a_url_loads_no_torch(far):
+    code = (
+        "import sys; from burnish.cli.main import main\n"
+        f"assert main(['ckpt', 'verify', {far!r}]) == 0\n"
+        f"assert main(['ckpt', 'ls', {far!r}]) == 0\n"
+        "assert not {'torch', 'numpy', 'transformers', 'fsspec'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from burnish.config.check import check
+from burnish.config.load import load_config
+from burnish.config.places import mirror_url, run_directory
+from burnish.errors import UsageError
+
+GOOD = ["model.path=m", "data.train=[t]", "name=my"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "directory", "mirror"),
+    [
+        ([], "runs/my", None),
+        (["output_dir=/scratch"], "/scratch/my", None),
+        (["checkpoint.mirror=s3://b/runs/"], "runs/my", "s3://b/runs/my"),
+        (["output_dir=hdfs://n:1/runs"], "runs/my", "hdfs://n:1/runs/my"),
+    ],
+)
+def test_where_a_run_lies(overrides: list[str], directory: str, mirror: str | None) -> None:
+    config = load_config(None, [*GOOD, *overrides]).config
+    check(config, "sft")
+    assert run_directory(config) == Path(directory)
+    assert mirror_url(config) == mirror
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["checkpoint.mirror=/mnt/far"], "set checkpoint.mirror=file:///mnt/far"),
+        (["checkpoint.mirror=s3://b", "output_dir=s3://b"], "one of them"),
+        (["checkpoint.mirror_keep_last=2"], "there is no mirror"),
+    ],
+)
+def test_what_makes_no_sense(overrides: list[str], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check(load_config(None, [*GOOD, *overrides]).config, "sft")
+    assert words in str(caught.value)
