@@ -96,8 +96,10 @@ class EngineConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW (arXiv 1711.05101) and its learning rate, a pure function of the step."""
+    """The optimizer and its learning rate, a pure function of the step."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """adamw (arXiv 1711.05101). muon (arXiv 2502.16982): for the matrices of decoder layers, with adamw for the rest and one learning rate for both."""
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
@@ -112,6 +114,8 @@ class OptimConfig(Section):
     """AdamW's decay of first and second moment."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """muon only: decay of the momentum."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay, on tensors of two and more dims."""
 

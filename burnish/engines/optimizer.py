@@ -1,22 +1,25 @@
-"""AdamW over local shards.
+"""What an engine steps: AdamW, and Muon for the matrices of decoder layers where that is asked for.
 
-Parameters may be DTensors; the optimizer works on the plain local tensors inside them, so a step is
-one fused kernel over plain memory whatever the layout, and its slots lie on the very boxes of the
-weights. Left out: learning-rate schedules (`burnish.algorithms.schedule`) and other optimizers.
+Parameters may be DTensors; both work on the plain local tensors inside them, so their slots lie on
+the very boxes of the weights. Left out: learning-rate schedules (`burnish.algorithms.schedule`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from burnish.config.schema import OptimConfig
-
-SLOTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps per weight, by torch's names."""
+from burnish.engines.adamw import ShardedAdamW
+from burnish.engines.muon import MOMENTUM, Muon
+from burnish.engines.parallelize import decoder_layers
+from burnish.models.names import Region, model_shards
+from burnish.parallel.layout import Layout
+from burnish.parallel.shards import Shard, TensorSpec
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -24,68 +27,82 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class ShardedAdamW:
-    """AdamW (arXiv 1711.05101, algorithm 2) on this rank's shards of `parameters`.
+class ShardedOptimizer:
+    """The optimizer of `config.kind` on this rank's shards of what `model` trains. Making it is collective for Muon."""
 
-    Weight decay applies to weights of two and more (global) dims only. Slots exist, as zeros, from
-    the start, so that they can be loaded before the first step.
-    """
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        regions: Sequence[Region],
+        config: OptimConfig,
+        layout: Layout,
+    ) -> None:
+        """`regions` are the checkpoint tensors that the trained parameters hold."""
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        weights = {name: local(p.data) for name, p in self._parameters.items()}
+        hidden = _matrices(model, regions) if config.kind == "muon" else {}
+        matrices = {name: weights.pop(name) for name in list(weights) if name in hidden}
+        decayed = {name for name in weights if self._parameters[name].ndim >= 2}
+        self._adamw = ShardedAdamW(weights, decayed, config)
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> None:
-        self._parameters = parameters
-        self._local = {name: local(p.data) for name, p in parameters.items()}
-        held = {name: tensor for name, tensor in self._local.items() if tensor.numel() > 0}
-        decayed = [tensor for name, tensor in held.items() if parameters[name].ndim >= 2]
-        plain = [tensor for name, tensor in held.items() if parameters[name].ndim < 2]
-        groups = [
-            {"params": tensors, "weight_decay": decay}
-            for tensors, decay in ((decayed, config.weight_decay), (plain, 0.0))
-            if tensors
-        ]
-        self._adamw = torch.optim.AdamW(
-            groups, lr=0.0, betas=config.betas, eps=config.eps, fused=True
+        def describe(tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
+            return model_shards(model, tensors, parts=regions)
+
+        self._muon = (
+            Muon(
+                matrices,
+                describe,
+                [spec for name in matrices for spec in hidden[name]],
+                layout,
+                momentum=config.momentum,
+                weight_decay=config.weight_decay,
+            )
+            if matrices
+            else None
         )
-        self._steps = 0
-        for tensor in held.values():
-            self._adamw.state[tensor] = {
-                "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
-                **{slot: torch.zeros_like(tensor) for slot in SLOTS},
-            }
 
     @property
     def steps(self) -> int:
         """Steps taken; Adam's bias correction runs on it."""
-        return self._steps
+        return self._adamw.steps
 
     @steps.setter
     def steps(self, value: int) -> None:
-        self._steps = value
-        for state in self._adamw.state.values():
-            state["step"].fill_(float(value))
+        self._adamw.steps = value
 
-    def slot(self, slot: str) -> dict[str, Tensor]:
-        """The local tensor of one slot by weight name; zero-size for a weight this rank holds nothing of."""
-        return {
-            name: self._adamw.state[tensor][slot] if tensor.numel() > 0 else tensor
-            for name, tensor in self._local.items()
-        }
+    def slots(self) -> dict[str, dict[str, Tensor]]:
+        """For each slot, its local tensors by weight name; zero-size for a weight this rank holds nothing of."""
+        muon = {} if self._muon is None else {MOMENTUM: self._muon.buffers}
+        return self._adamw.slots() | muon
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's gradients by weight name, those that exist."""
         return {n: local(p.grad) for n, p in self._parameters.items() if p.grad is not None}
 
     def step(self, lr: float) -> None:
-        """One update at learning rate `lr`, from the parameters' gradients."""
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        for name, tensor in self._local.items():
-            gradient = self._parameters[name].grad
-            tensor.grad = None if gradient is None else local(gradient)
-        self._adamw.step()
-        self._steps += 1
+        """One update at learning rate `lr`, from the parameters' gradients. Collective for Muon."""
+        gradients = self.gradients()
+        self._adamw.step(lr, gradients)
+        if self._muon is not None:
+            self._muon.step(lr, gradients)
 
     def zero_grad(self) -> None:
         """Forget the gradients, freeing their memory."""
-        for name, tensor in self._local.items():
-            tensor.grad = None
-            self._parameters[name].grad = None
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+
+def _matrices(model: PreTrainedModel, regions: Sequence[Region]) -> dict[str, list[TensorSpec]]:
+    """The parameters of decoder layers that are made of matrices, with the checkpoint's matrices in each."""
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    names = {name for name, p in model.named_parameters() if id(p) in inside}
+    found: dict[str, dict[str, TensorSpec]] = {}
+    for region in regions:
+        if region.parameter in names:
+            spec = TensorSpec(region.name, region.shape, torch.bfloat16)
+            found.setdefault(region.parameter, {})[region.name] = spec
+    return {
+        name: list(specs.values())
+        for name, specs in found.items()
+        if all(len(spec.shape) == 2 for spec in specs.values())
+    }

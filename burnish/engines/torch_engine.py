@@ -20,7 +20,7 @@ from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.engines.base import LossFn, Part, compute_dtype
 from burnish.engines.fitting import require_fitting
 from burnish.engines.gradients import norm_over, sum_over
-from burnish.engines.optimizer import SLOTS, ShardedAdamW
+from burnish.engines.optimizer import ShardedOptimizer
 from burnish.engines.parallelize import parallelize
 from burnish.errors import BurnishError
 from burnish.models.building import build_on_meta, materialize
@@ -74,8 +74,9 @@ class TorchEngine:
         self._cuts = parallelize(self._scorer, config, self._mesh)
         materialize(self._scorer, device)
         self._regions = cut_regions(whole, self._cuts)
-        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._optimizer = None if optim is None else ShardedAdamW(self._parameters, optim)
+        self._optimizer = (
+            None if optim is None else ShardedOptimizer(model, self._regions, optim, self.layout)
+        )
 
     @property
     def steps(self) -> int:
@@ -142,8 +143,7 @@ class TorchEngine:
             parts = self._adapter.base if self._adapter else ()
             yield from model_shards(self._scorer.model, parts=parts)
             return
-        for slot in SLOTS:
-            held = self._trained().slot(slot)
+        for slot, held in self._trained().slots().items():
             yield from model_shards(self._scorer.model, held, f"{slot}/", self._regions)
 
     def published(self) -> Iterator[Shard]:
@@ -176,7 +176,7 @@ class TorchEngine:
 
     def close(self) -> None:
         """Free the model and the optimizer."""
-        del self._scorer, self._optimizer, self._parameters
+        del self._scorer, self._optimizer
 
     def _score(self, micro: MicroBatch) -> TokenOutputs:
         """Log-probs of a micro-batch that lies on the host, where its plan is made without a wait."""
@@ -186,7 +186,7 @@ class TorchEngine:
         output: TokenOutputs = self._scorer(plan, micro.temperature)
         return output
 
-    def _trained(self) -> ShardedAdamW:
+    def _trained(self) -> ShardedOptimizer:
         if self._optimizer is None:
             raise BurnishError(
                 "a frozen engine was asked to train",
