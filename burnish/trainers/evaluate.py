@@ -23,6 +23,8 @@ from burnish.data.tasks import PromptDataset
 from burnish.engines.base import Engine, Part
 from burnish.errors import MissingError, StoppedError
 from burnish.launch.run import launch
+from burnish.models.lora_names import ADAPTER_STATE
+from burnish.models.lora_record import require_same_adapter
 from burnish.parallel.collectives import reduce_stats, same_on_all_ranks
 from burnish.parallel.layout import Layout
 from burnish.records import Rollout
@@ -140,6 +142,7 @@ def _evaluate(
             foundation = lay_foundation(config)
             if step is not None:
                 same_on_all_ranks(str(step.path), "the step to evaluate", layout)
+                require_same_adapter(step.state.get(ADAPTER_STATE), foundation.adapter, step.path)
                 foundation = replace(foundation, source=CheckpointSource(step, layout))
             return _measured(foundation, layout, device, stopper)
         except StopRequested as request:

@@ -120,10 +120,11 @@ def test_another_model_in_the_place_of_the_adapters_is_refused(lora):
     argv = ["sft", "sft-lora.yaml", "name=changed", "model.path=changing"]
     done(lora, *argv, "steps=1")
     save_base(lora / "changing", seed=1)
-    code, output = burnish(lora, *argv)
-    assert code == 4, output
-    assert "differs in base_digest" in output
-    assert "\nstep " not in output
+    for command in (argv, ["eval", "runs/changed"]):
+        code, output = burnish(lora, *command)
+        assert code == 4, output
+        assert "differs in base_digest" in output
+        assert "\nstep " not in output
 
 
 @pytest.mark.parametrize(("change", "status"), [("one is missing", 5), ("one is too much", 4)])
