@@ -41,7 +41,7 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
             )
     config.use_cache = False
     with torch.device("meta"):
-        model = _model_of(config)
+        model = plain_model(config)
     _require_packable(model)
     model.config._attn_implementation = IMPLEMENTATION  # read by every layer at every call
     fuse(model)
@@ -51,7 +51,8 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _model_of(config: PretrainedConfig) -> PreTrainedModel:
+def plain_model(config: PretrainedConfig) -> PreTrainedModel:
+    """transformers' own model in fp32, with a value head or a vocabulary, on torch's default device."""
     if has_value_head(config):
         made: PreTrainedModel = value_class(config)._from_config(config, dtype=torch.float32)
         return made

@@ -4,39 +4,43 @@ A layout that silently computes something else is the most expensive mistake in 
 user's own data, loss, optimizer settings and layout are run on a small model of the same family (fp32,
 fresh weights), and beside it transformers and plain PyTorch run the same sequences one by one. What is
 compared comes in the order in which a mistake would show: log-probs, loss, the gradients' norm, every
-gradient, every weight after the step. Left out: the generator, whose log-probs the tests hold to the engine's, and speed.
+gradient, every weight after the step. PPO's critic is compared after the policy. Left out: the generator, whose log-probs the tests hold to the engine's, and speed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.algorithms.loss import policy_loss_fn, sft_loss
-from burnish.config.schema import OptimConfig, RunConfig
+from burnish.algorithms.value_loss import value_loss_fn
+from burnish.config.schema import LoraConfig, OptimConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.engines.base import Engine, LossFn, Part
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import BurnishError
 from burnish.launch.run import launch
+from burnish.models.building import plain_model
 from burnish.models.counting import count_flops
 from burnish.models.lora import Adapter
 from burnish.models.names import model_shards, regions
 from burnish.models.shrinking import shrunk
 from burnish.models.sources import FreshSource
+from burnish.models.value_head import has_value_head
 from burnish.parallel.collectives import gather_objects
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard
 from burnish.records import Batch, Example, MicroBatch, TokenOutputs
 from burnish.records.seeds import derive_seed
+from burnish.trainers.critic import critic_foundation
 from burnish.trainers.localize import with_local_inputs
-from burnish.trainers.setup import example_dataset, lay_foundation, prompt_dataset
+from burnish.trainers.setup import Foundation, example_dataset, lay_foundation, prompt_dataset
 
 SEQUENCES, LONGEST, LR = 12, 64, 1e-3
 """How many sequences are run, their longest in tokens, and the learning rate of the step."""
@@ -46,6 +50,8 @@ _ADAPTER_SCALE = 0.1
 
 Tensors = Mapping[str, Tensor]
 """By name; whole tensors on the CPU."""
+Material = tuple[list[Example], LossFn, PretrainedConfig]
+"""What a model is checked with: sequences, a loss, and a small model of its family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ class Outcome:
     """What was computed of one batch."""
 
     logprobs: Tensors
-    """Of each sequence, by its number."""
+    """Of each sequence, by its number; of a critic its values."""
     loss: float
     """The loss."""
     norm: float
@@ -81,7 +87,17 @@ def run_check(config: RunConfig) -> None:
 
 
 def _check(config: RunConfig, layout: Layout, device: torch.device) -> None:
-    examples, loss, hf_config = material(config)
+    _check_model(config, material(config), layout, device)
+    if config.reward.functions and config.algorithm.advantage == "gae":
+        if layout.is_main:
+            print("the critic:")
+        _check_model(without_adapter(config), critic_material(config), layout, device)
+    if layout.is_main:
+        print(f"{layout.world} processes compute what one plain process does")
+
+
+def _check_model(config: RunConfig, given: Material, layout: Layout, device: torch.device) -> None:
+    examples, loss, hf_config = given
     settings = config.engine.model_copy(update={"precision": "fp32"})
     engine = TorchEngine(
         hf_config, settings, config.optim, layout=layout, device=device, lora=config.model.adapter
@@ -89,12 +105,21 @@ def _check(config: RunConfig, layout: Layout, device: torch.device) -> None:
     fill(engine, config, hf_config)
     differences = compared(engine, config, examples, loss, hf_config)
     if layout.is_main:
-        for kind in ("log-probs", "loss", "gradient", "weight"):
+        for kind in (_said(hf_config), "loss", "gradient", "weight"):
             worst = max((d for d in differences if d.what.startswith(kind)), key=lambda d: d.error)
             print(f"{kind:9}  {worst.error:.1e} apart at most ({worst.what})")
     require_equal(differences, layout)
-    if layout.is_main:
-        print(f"{layout.world} processes compute what one plain process does")
+
+
+def _said(hf_config: PretrainedConfig) -> str:
+    """What a model says of each token."""
+    return "values" if has_value_head(hf_config) else "log-probs"
+
+
+def without_adapter(config: RunConfig) -> RunConfig:
+    """The configuration of a critic's engine, all of which is trained."""
+    model = config.model.model_copy(update={"lora": LoraConfig()})
+    return config.model_copy(update={"model": model})
 
 
 def fill(engine: Engine, config: RunConfig, hf_config: PretrainedConfig) -> None:
@@ -132,31 +157,50 @@ def compared(
     flops, temperature = count_flops(hf_config), config.rollout.temperature
     batch = make_batch(examples, engine.layout, budget, flops, temperature)
     found = step_of_engine(engine, batch, loss, config.optim)
-    return compare(found, plain_step(config, hf_config, examples, loss), config.optim)
+    wanted = plain_step(config, hf_config, examples, loss)
+    return compare(found, wanted, config.optim, _said(hf_config))
 
 
-def material(config: RunConfig) -> tuple[list[Example], LossFn, PretrainedConfig]:
+def material(config: RunConfig) -> Material:
     """The first sequences of the data, cut short; the run's loss; a small model of the family.
 
     A configuration with rewards is one for RL: its prompts get random completions and advantages.
     """
     foundation = lay_foundation(config)
-    tensor, sequence = config.engine.tensor_parallel, config.engine.sequence_parallel
-    hf_config = shrunk(foundation.hf_config, tensor, sequence)
+    hf_config = _shrunk(foundation)
     if not config.reward.functions:
         examples = example_dataset(foundation, config.data.train, "data.train")
         chosen = [_cut(examples[i]) for i in range(min(SEQUENCES, len(examples)))]
         return chosen, sft_loss, hf_config
+    made = _random_examples(foundation, hf_config)
+    return made, policy_loss_fn(config.algorithm, LONGEST), hf_config
+
+
+def critic_material(config: RunConfig) -> Material:
+    """The same for the critic: its loss, and a small model of its family."""
+    policy = lay_foundation(config)
+    hf_config = _shrunk(critic_foundation(policy))
+    loss = value_loss_fn(config.algorithm.aggregation, config.critic.clip, LONGEST)
+    return _random_examples(policy, hf_config), loss, hf_config
+
+
+def _shrunk(foundation: Foundation) -> PretrainedConfig:
+    engine = foundation.config.engine
+    return shrunk(foundation.hf_config, engine.tensor_parallel, engine.sequence_parallel)
+
+
+def _random_examples(foundation: Foundation, hf_config: PretrainedConfig) -> list[Example]:
+    """Completions of the first prompts, of tokens that the model knows."""
+    config = foundation.config
     prompts = prompt_dataset(foundation, config.data.train, "data.train")
     samples = min(config.rollout.n, 4)
     numbers = range(min(SEQUENCES // samples, len(prompts)))
     vocabulary = hf_config.get_text_config().vocab_size
-    made = [
+    return [
         _random_example(prompts[i].token_ids, vocabulary, derive_seed(config.seed, "check", i, s))
         for i in numbers
         for s in range(samples)
     ]
-    return made, policy_loss_fn(config.algorithm, LONGEST), hf_config
 
 
 def _cut(example: Example) -> Example:
@@ -173,12 +217,14 @@ def _random_example(prompt: Any, vocabulary: int, seed: int) -> Example:
     prompt = prompt[-LONGEST // 2 :]
     completion = rng.integers(0, vocabulary, int(rng.integers(4, LONGEST // 2)))
     mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
-    values = rng.normal(size=(3, len(mask))).astype(np.float32) * mask
+    values = rng.normal(size=(4, len(mask))).astype(np.float32) * mask
     return Example(
         np.concatenate([prompt, completion]),
         mask,
         advantages=values[0],
         ref_logprobs=values[1] - 3,
+        returns=values[2],
+        old_values=values[3],
     )
 
 
@@ -190,7 +236,8 @@ def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfi
     outputs = engine.forward(batch)
     mine: dict[str, Tensor] = {}
     for micro, numbers, output in zip(batch.microbatches, batch.examples, outputs, strict=True):
-        mine |= _by_sequence(micro, numbers, output.logprobs.cpu())
+        said = output.values if len(output.values) else output.logprobs
+        mine |= _by_sequence(micro, numbers, said.cpu())
     value = engine.forward_backward(batch, loss).values_by_name()["loss"]
     norm = engine.optim_step(LR).values_by_name()["grad_norm"]
     gradients = {
@@ -221,7 +268,7 @@ def plain_step(
     config: RunConfig, hf_config: PretrainedConfig, examples: Sequence[Example], loss: LossFn
 ) -> Outcome:
     """The same loss by transformers (and PEFT), in this process, one sequence at a time."""
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    model = plain_model(hf_config).eval()
     FreshSource(hf_config, config.seed).fill(model_shards(model))
     parts = regions(model)
     if config.model.adapter:
@@ -232,13 +279,15 @@ def plain_step(
     batch = make_batch(examples, Layout(), total, flops, temperature)
     (micro,), (order,) = batch.microbatches, batch.examples
     outputs = [_plain_outputs(model, examples[number], micro.temperature) for number in order]
-    joined = TokenOutputs(*(torch.cat(parts) for parts in zip(*outputs, strict=True)))
+    joined = TokenOutputs(
+        *(torch.cat([getattr(each, f.name) for each in outputs]) for f in fields(TokenOutputs))
+    )
     value, _ = loss(joined, micro)
     value.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.engine.max_grad_norm)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Outcome(
-        _by_sequence(micro, order, joined.logprobs.detach()),
+        _by_sequence(micro, order, torch.cat([joined.logprobs, joined.values]).detach()),
         float(value.detach()),
         float(norm),
         {shard.spec.name: shard.tensor for shard in model_shards(model, gradients, parts=parts)},
@@ -246,30 +295,32 @@ def plain_step(
     )
 
 
-def _plain_outputs(
-    model: PreTrainedModel, example: Example, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies [T] of one sequence, 0 where it is not trained on."""
-    ids = torch.from_numpy(example.token_ids)
+def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float) -> TokenOutputs:
+    """Log-probs and entropies [T] of one sequence, or values, 0 where it is not trained on."""
+    ids, mask = torch.from_numpy(example.token_ids), torch.from_numpy(example.loss_mask)
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    zero = logits.new_zeros(1)
+    if has_value_head(model.config):
+        return TokenOutputs(values=torch.cat((zero, logits[:, 0])).where(mask, 0.0))
     scores = (logits / temperature).log_softmax(-1)
     chosen = scores.gather(1, ids[1:, None])[:, 0]
     entropy = -(scores.exp() * scores).sum(-1)
-    mask, zero = torch.from_numpy(example.loss_mask), scores.new_zeros(1)
-    return (
-        torch.cat((zero, chosen)).where(mask, 0.0),
-        torch.cat((zero, entropy)).where(mask, 0.0),
+    return TokenOutputs(
+        logprobs=torch.cat((zero, chosen)).where(mask, 0.0),
+        entropy=torch.cat((zero, entropy)).where(mask, 0.0),
     )
 
 
-def compare(found: Outcome, wanted: Outcome, optim: OptimConfig) -> list[Difference]:
+def compare(
+    found: Outcome, wanted: Outcome, optim: OptimConfig, said: str = "log-probs"
+) -> list[Difference]:
     """Every tensor, in the order in which a mistake would show.
 
     The weights are held to AdamW's first step from the gradients that the layout had, because the
     sign of a gradient of nearly 0 decides a whole step of that weight.
     """
     differences = [
-        _difference(f"log-probs of {n}", found.logprobs, n, t) for n, t in wanted.logprobs.items()
+        _difference(f"{said} of {n}", found.logprobs, n, t) for n, t in wanted.logprobs.items()
     ]
     for what, mine, theirs in (
         ("loss", found.loss, wanted.loss),

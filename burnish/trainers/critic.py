@@ -20,6 +20,24 @@ CRITIC = "critic"
 """Its role in a checkpoint, and the prefix of its metrics."""
 
 
+def critic_foundation(policy: Foundation) -> Foundation:
+    """What a critic starts from: `critic.path`, or the policy's backbone with a fresh head.
+
+    All of it is trained, also where the policy trains an adapter. Raises as `lay_foundation` does.
+    """
+    config = policy.config
+    model = config.model
+    if config.critic.path is not None:
+        model = model.model_copy(update={"path": config.critic.path, "fresh": None})
+    hf_config = value_config(read_model_config(model))
+    require_embeddings(hf_config, policy.tokenizer)
+    source = value_source(model, hf_config, config.seed)
+    flops = count_flops(hf_config)
+    return replace(
+        policy, hf_config=hf_config, source=source, base=source, adapter=None, flops=flops
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Critic:
     """The critic on this rank."""
@@ -33,25 +51,8 @@ class Critic:
     def make(
         cls, policy: Foundation, total_steps: int, layout: Layout, device: torch.device
     ) -> Critic:
-        """A critic for a run, its weights not loaded yet: `critic.path`, or the policy's backbone with a fresh head.
-
-        All of it is trained, also where the policy trains an adapter.
-        """
-        config = policy.config
-        model = config.model
-        if config.critic.path is not None:
-            model = model.model_copy(update={"path": config.critic.path, "fresh": None})
-        hf_config = value_config(read_model_config(model))
-        require_embeddings(hf_config, policy.tokenizer)
-        source = value_source(model, hf_config, config.seed)
-        foundation = replace(
-            policy,
-            hf_config=hf_config,
-            source=source,
-            base=source,
-            adapter=None,
-            flops=count_flops(hf_config),
-        )
+        """A critic for a run, its weights not loaded yet."""
+        config, foundation = policy.config, critic_foundation(policy)
         optim = config.optim.model_copy(update={"lr": config.critic.lr})
         engine = make_engine(foundation, optim, layout, device)
         return cls(Learner(engine, foundation), total_steps)

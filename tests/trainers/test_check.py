@@ -20,7 +20,14 @@ from burnish.models.shrinking import shrunk
 from burnish.parallel.layout import Layout
 from burnish.records import Batch
 from burnish.tracking.metrics import Stats
-from burnish.trainers.check import compared, fill, material, require_equal
+from burnish.trainers.check import (
+    compared,
+    critic_material,
+    fill,
+    material,
+    require_equal,
+    without_adapter,
+)
 
 CPU = torch.device("cpu")
 
@@ -154,6 +161,41 @@ def test_an_adapter_is_compared(root: Path, tmp_path: Path, fault: str, first: s
         gradients = {each for each in compared_things if each.startswith("gradient of")}
         assert len(gradients) == 2 * 2 * 7
         assert all("base_model.model." in each for each in gradients)
+
+
+def check_critic_rank(layout: Layout, config: RunConfig, kind: str) -> tuple[str, list[str]]:
+    """The refusal, if any; what was compared."""
+    config = without_adapter(config)
+    examples, loss, hf_config = critic_material(config)
+    engine = ENGINES[kind](hf_config, config.engine, config.optim, layout=layout, device=CPU)
+    fill(engine, config, hf_config)
+    differences = compared(engine, config, examples, loss, hf_config)
+    refusal = ""
+    try:
+        require_equal(differences, layout)
+    except BurnishError as error:
+        refusal = str(error)
+    return refusal, [d.what for d in differences]
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault", "first"),
+    [
+        ({}, "TorchEngine", ""),
+        ({}, "OffByOne", "loss"),
+        ({"sequence_parallel": 2}, "TorchEngine", ""),
+        ({"tensor_parallel": 2}, "TorchEngine", ""),
+        ({"activation_checkpointing": "full", "replicas": 2}, "TorchEngine", ""),
+    ],
+    ids=str,
+)
+def test_a_critic_is_compared(root: Path, layout: dict[str, Any], fault: str, first: str) -> None:
+    engine = RL["engine"] | layout
+    config = config_of(root, RL, algorithm={"advantage": "gae"}, engine=engine)
+    for refusal, compared_things in run_ranks(check_critic_rank, 2, config, fault):
+        assert (f"{first} differs" in refusal) if first else refusal == ""
+        assert {"gradient of score.weight", "weight score.bias"} <= set(compared_things)
+        assert sum(each.startswith("values of sequence") for each in compared_things) == 12
 
 
 def test_a_shrunken_model_keeps_its_kind() -> None:
