@@ -79,55 +79,71 @@ def concatenated(tables: Sequence[BoxTable]) -> BoxTable:
 
 
 def intersections(a: BoxTable, b: BoxTable) -> tuple[Ints, Ints, BoxTable]:
-    """Every pair of boxes that have elements in common: the row of `a`, the row of `b`, the elements.
+    """Every pair of boxes that have elements in common: the row of `a`, the row of `b`, the elements."""
+    return BoxIndex(b).meeting(a)
 
-    In the order of `a`'s rows. Per tensor, boxes are looked up along the dim in which those of `b`
-    begin at the most places, so that time goes with the pairs found for anything cut like a grid.
+
+class BoxIndex:
+    """Boxes to be found by what they overlap.
+
+    Per tensor, boxes are looked up along the dim in which they begin at the most places, so that
+    time goes with what is found for anything cut like a grid.
     """
-    rows_a, rows_b = _candidates(a, b)
-    starts = np.maximum(a.offsets[rows_a], b.offsets[rows_b])
-    stops = np.minimum(a.offsets[rows_a] + a.sizes[rows_a], b.offsets[rows_b] + b.sizes[rows_b])
-    meet = np.flatnonzero((stops > starts).all(axis=1))
-    common = BoxTable(a.tensor[rows_a[meet]], starts[meet], (stops - starts)[meet])
-    return rows_a[meet], rows_b[meet], common
+
+    def __init__(self, boxes: BoxTable) -> None:
+        self._boxes = boxes
+        self._dims = _busiest_dims(boxes)
+        begin, end = self._spans(boxes)
+        self._scale = int(end.max(initial=0)) + 1  # one number for tensor and place
+        self._order = np.lexsort((begin, boxes.tensor))
+        places = boxes.tensor * self._scale
+        self._begins = (places + begin)[self._order]
+        self._ends = np.maximum.accumulate((places + end)[self._order])
+
+    def meeting(self, others: BoxTable) -> tuple[Ints, Ints, BoxTable]:
+        """Every pair that has elements in common: the row of `others`, the row here, the elements. In the order of the former."""
+        theirs, mine = self._near(others)
+        a, b = others.take(theirs), self._boxes.take(mine)
+        starts = np.maximum(a.offsets, b.offsets)
+        sizes = np.minimum(a.offsets + a.sizes, b.offsets + b.sizes) - starts
+        meet = np.flatnonzero((sizes > 0).all(axis=1))
+        return theirs[meet], mine[meet], BoxTable(a.tensor[meet], starts[meet], sizes[meet])
+
+    def _near(self, others: BoxTable) -> tuple[Ints, Ints]:
+        """Pairs that may meet: of one tensor, and overlapping along its dim of look-up."""
+        begin, end = self._spans(others)
+        places = others.tensor * self._scale
+        last_place = self._scale - 1  # nothing here reaches further
+        first = np.searchsorted(self._ends, places + np.minimum(begin, last_place), side="right")
+        last = np.searchsorted(self._begins, places + np.minimum(end, last_place), side="left")
+        counts = np.maximum(last - first, 0)
+        rows = np.repeat(np.arange(len(others)), counts)
+        return rows, self._order[ranges(first, counts)]
+
+    def _spans(self, boxes: BoxTable) -> tuple[Ints, Ints]:
+        """First and end index of each box along its tensor's dim of look-up; any dim for tensors that are not here."""
+        known = np.minimum(boxes.tensor, max(len(self._dims) - 1, 0))
+        dim = self._dims[known] if len(self._dims) else np.zeros_like(known)
+        rows = np.arange(len(boxes))
+        begin = boxes.offsets[rows, dim]
+        return begin, begin + boxes.sizes[rows, dim]
 
 
-def _candidates(a: BoxTable, b: BoxTable) -> tuple[Ints, Ints]:
-    """Pairs of boxes that may meet: of one tensor, and overlapping along the dim of look-up."""
-    dim = _lookup_dims(a, b)
-    begin_a, end_a = _spans(a, dim)
-    begin_b, end_b = _spans(b, dim)
-    scale = max(end_a.max(initial=0), end_b.max(initial=0)) + 1  # one number for tensor and place
-    order = np.lexsort((begin_b, b.tensor))
-    begins = (b.tensor * scale + begin_b)[order]
-    ends = np.maximum.accumulate((b.tensor * scale + end_b)[order])
-    first = np.searchsorted(ends, a.tensor * scale + begin_a, side="right")
-    last = np.searchsorted(begins, a.tensor * scale + end_a, side="left")
-    counts = np.maximum(last - first, 0)
-    rows_a = np.repeat(np.arange(len(a)), counts)
-    return rows_a, order[ranges(first, counts)]
-
-
-def _lookup_dims(a: BoxTable, b: BoxTable) -> Ints:
-    """Per tensor, the dim in which the boxes of `b` have the most different offsets."""
-    tensors = 1 + max(a.tensor.max(initial=0), b.tensor.max(initial=0))
+def _busiest_dims(boxes: BoxTable) -> Ints:
+    """Per tensor, the dim in which its boxes have the most different offsets."""
+    tensors = int(boxes.tensor.max(initial=-1)) + 1
     most, dims = np.zeros(tensors, np.int64), np.zeros(tensors, np.int64)
-    for dim in range(b.dims):
-        order = np.lexsort((b.offsets[:, dim], b.tensor))
-        tensor, offset = b.tensor[order], b.offsets[order, dim]
+    for dim in range(boxes.dims):
+        if not boxes.offsets[:, dim].any():
+            continue
+        order = np.lexsort((boxes.offsets[:, dim], boxes.tensor))
+        tensor, offset = boxes.tensor[order], boxes.offsets[order, dim]
         fresh = np.ones(len(order), bool)
         fresh[1:] = (tensor[1:] != tensor[:-1]) | (offset[1:] != offset[:-1])
         different = np.bincount(tensor[fresh], minlength=tensors)
         better = different > most
         most[better], dims[better] = different[better], dim
     return dims
-
-
-def _spans(table: BoxTable, dim: Ints) -> tuple[Ints, Ints]:
-    """First and end index of each box along its tensor's dim."""
-    rows, column = np.arange(len(table)), dim[table.tensor]
-    begin = table.offsets[rows, column]
-    return begin, begin + table.sizes[rows, column]
 
 
 def ranges(starts: Ints, counts: Ints) -> Ints:

@@ -134,8 +134,9 @@ class TensorIndex:
             for rank, table in enumerate(tables):
                 if table.tensors not in numbers:
                     numbers[table.tensors] = self.add(table.tensors, f"on rank {rank}")
+        dims = self.dims
         return [
-            joined([self._merged(rank, t, *numbers[t.tensors]) for rank, t in enumerate(tables)])
+            joined([_merged(rank, t, *numbers[t.tensors], dims) for rank, t in enumerate(tables)])
             for tables in sides
         ]
 
@@ -171,11 +172,13 @@ class TensorIndex:
         """`[dtypes]`: bytes per element."""
         return np.array([dtype.itemsize for dtype in self.dtypes], np.int64)
 
-    def _merged(self, rank: int, table: PieceTable, numbers: Ints, kinds: Ints) -> Pieces:
-        index = np.flatnonzero(table.boxes.elements)
-        boxes = table.boxes.take(index)
-        widened = _widened(boxes, numbers[boxes.tensor], self.dims)
-        return Pieces(widened, np.full(len(index), rank), index, kinds[boxes.tensor])
+
+def _merged(rank: int, table: PieceTable, numbers: Ints, kinds: Ints, dims: int) -> Pieces:
+    """A rank's pieces, with the numbers of a `TensorIndex` for tensors and dtypes by the table's own."""
+    index = np.flatnonzero(table.boxes.elements)
+    boxes = table.boxes.take(index)
+    widened = _widened(boxes, numbers[boxes.tensor], dims)
+    return Pieces(widened, np.full(len(index), rank), index, kinds[boxes.tensor])
 
 
 def _widened(table: BoxTable, tensor: Ints, dims: int) -> BoxTable:

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from burnish.errors import MissingError
-from burnish.parallel.box_table import BoxTable, Ints, intersections, ranges
+from burnish.parallel.box_table import BoxIndex, BoxTable, Ints, ranges
 from burnish.parallel.boxes import Box, intersect, subtract
 from burnish.parallel.pieces import Pieces, PieceTable, TensorIndex, joined
 
@@ -129,7 +129,7 @@ class Cover:
     def of(cls, held: Pieces, wanted: Pieces, tensors: TensorIndex) -> Cover:
         """Find the holders of all wanted elements. Raises `MissingError` naming tensor and box where there is none."""
         cells, holders, cell_held = _cells(held, tensors)
-        want, cell, boxes = intersections(wanted.boxes, cells)
+        want, cell, boxes = cells.meeting(wanted.boxes)
         covered = np.bincount(want, boxes.elements, minlength=len(wanted)).astype(np.int64)
         lacking = np.flatnonzero(covered != wanted.boxes.elements)
         if len(lacking):
@@ -170,14 +170,16 @@ class Cover:
         return first, np.searchsorted(self.cell_held, self.cell, side="right") - first
 
 
-def _cells(held: Pieces, tensors: TensorIndex) -> tuple[BoxTable, Pieces, Ints]:
+def _cells(held: Pieces, tensors: TensorIndex) -> tuple[BoxIndex, Pieces, Ints]:
     """Boxes that do not overlap and make up all that is held; their holders by cell and rank, and the cell of each."""
     cells, held, cell = _distinct(held)
-    a, b, _ = intersections(cells, cells)
+    index = BoxIndex(cells)
+    a, b, _ = index.meeting(cells)
     tangled = np.unique(cells.tensor[a[a != b]])
     if len(tangled):
         cells, held, cell = _distinct(_untangled(held, tangled, tensors))
-    return cells, held, cell
+        index = BoxIndex(cells)
+    return index, held, cell
 
 
 def _distinct(held: Pieces) -> tuple[BoxTable, Pieces, Ints]:
