@@ -5,7 +5,10 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "datasets", "numpy", "pandas", "pyarrow", "tensorboard")
+HEAVY = (
+    "torch", "transformers", "datasets", "numpy", "pandas", "pyarrow", "tensorboard", "fsspec",
+    "aiohttp", "s3fs", "gcsfs", "hdfs_native",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
