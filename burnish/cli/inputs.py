@@ -73,6 +73,13 @@ def _model(config: RunConfig) -> Iterator[Problem]:
         yield from _directory(model.path, "model.path", ["config.json"])
     if config.critic.path is not None:
         yield from _directory(config.critic.path, "critic.path", ["config.json"])
+    if model.adapter is not None and not _importable("peft"):
+        yield Problem(
+            "model.lora needs a package that is not installed",
+            have="no package peft",
+            want="peft, which has the adapter's modules",
+            do='pip install "burnish[lora]", or set model.lora.rank=0',
+        )
     if model.tokenizer is not None:
         yield from _directory(model.tokenizer, "model.tokenizer", TOKENIZER_FILES)
     if isinstance(model.fresh, str):

@@ -57,6 +57,17 @@ def test_a_dry_run_of_every_command(work: Path, capsys: pytest.CaptureFixture[st
     assert "loss per token" in capsys.readouterr().out
 
 
+def test_an_adapter_needs_its_package(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["sft", "c.yaml", "model.lora.rank=8", "--dry-run"]
+    assert main(argv) == 0
+    assert "tiny, an adapter of rank 8 on all linear layers" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert main(argv) == 5
+    assert 'pip install "burnish[lora]"' in capsys.readouterr().err
+
+
 def test_a_dry_run_loads_no_torch(work: Path) -> None:
     program = (
         "import sys; from burnish.cli.main import main\n"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tokenizers_for_tests import char_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from burnish.config.schema import LoraConfig, ModelConfig
-from burnish.errors import IncompatibleError
+from burnish.errors import IncompatibleError, UsageError
 from burnish.files.weights import model_digest
 from burnish.models.building import build_on_meta
 from burnish.models.lora import Adapter, FreshAdapter
@@ -60,6 +61,13 @@ def test_layers_that_there_are_not() -> None:
         Adapter(model, LoraConfig(rank=2, targets=["q", "v_proj", "lm_head"]))
     assert caught.value.have == "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
     assert "model.lora.targets" in str(caught.value)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UsageError, match="a package that is not installed") as caught:
+        Adapter(build_on_meta(tiny_config("qwen3")), LORA)
+    assert caught.value.do == 'pip install "burnish[lora]"'
 
 
 def test_experts_are_not_adapted_by_mistake() -> None:
