@@ -20,6 +20,7 @@ from distributed import run_ranks
 
 from burnish.checkpoint.committed import newest, open_step
 from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.dtypes import BY_NAME
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.verify import verify
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
@@ -164,6 +165,18 @@ def test_what_the_step_lacks_is_named(tmp_path):
         source.fill(one_shard("exp_avg/other", (3,)))
     with pytest.raises(MissingError, match=r"no tensor momentum/embed\.weight"):
         source.fill(one_shard("momentum/embed.weight", (37, 16)))
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_every_dtype_comes_back(tmp_path, name):
+    raw = torch.arange(3 * 16 * 5, dtype=torch.uint8).view(3, -1) % 2  # what a bool may hold
+    tensors = {"w": raw.view(BY_NAME[name]), "scalar": raw.view(-1)[:16].view(BY_NAME[name])[0]}
+    weights = shards_of(tensors, Layout())
+    save_once(tmp_path, weights=weights, training=[], split=False)
+    empty = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+    CheckpointSource(newest(tmp_path), Layout()).fill(shards_of(empty, Layout()))
+    for key, tensor in tensors.items():
+        assert torch.equal(empty[key].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
 
 
 def test_another_shape_is_named(tmp_path):
