@@ -12,8 +12,9 @@ from tokenizers_for_tests import char_tokenizer
 from torch.distributed.fsdp import FSDPModule
 from training_files import RL, SFT, burnish, done, make_files
 
-from burnish.config.schema import RunConfig
+from burnish.config.schema import EngineConfig, RunConfig
 from burnish.engines.base import LossFn
+from burnish.engines.fitting import require_fitting
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import BurnishError
 from burnish.models.shrinking import shrunk
@@ -123,6 +124,13 @@ def test_right_layouts_pass(root: Path, settings: dict[str, Any], world: int) ->
     assert set(kinds) == {"log-probs", "loss", "gradient", "weight"}
 
 
+@pytest.mark.parametrize("shared", ["sequence_parallel", "tensor_parallel"])
+def test_layouts_that_share_a_micro_batch_pass(root: Path, shared: str) -> None:
+    config = config_of(root, RL, engine={"precision": "fp32", shared: 2})
+    for refusal, _, worst in run_ranks(check_rank, 2, config, "TorchEngine"):
+        assert (refusal, worst < 1e-5) == ("", True)
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_passes(root: Path, family: str) -> None:
     fresh = {**tiny_config(family).to_diff_dict(), "vocab_size": len(char_tokenizer())}
@@ -216,6 +224,18 @@ def test_a_shrunken_model_keeps_its_kind() -> None:
     assert (small.hidden_size, small.head_dim, small.sliding_window) == (128, 16, 16)
     assert small.tie_word_embeddings
     assert small.vocab_size == config.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sequence", "heads", "key_heads"), [(1, 1, 8, 2), (4, 1, 16, 4), (2, 8, 16, 4)]
+)
+def test_a_shrunken_model_can_be_shared(
+    tensor: int, sequence: int, heads: int, key_heads: int
+) -> None:
+    config = tiny_config("qwen3", num_attention_heads=32, num_key_value_heads=8)
+    small = shrunk(config, tensor, sequence)
+    assert (small.num_attention_heads, small.num_key_value_heads) == (heads, key_heads)
+    require_fitting(small, EngineConfig(tensor_parallel=tensor, sequence_parallel=sequence))
 
 
 def test_as_a_command(root: Path) -> None:

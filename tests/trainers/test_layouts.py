@@ -25,12 +25,22 @@ from burnish.models.sources import SafetensorsSource
 from burnish.parallel.layout import Layout
 
 CPU = torch.device("cpu")
-LAYOUTS = {"1": (1, 1), "fsdp 2": (2, 1), "fsdp 3": (3, 1), "fsdp 4": (4, 1), "hsdp 2x2": (4, 2)}
-"""Processes, and copies of the model."""
+LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
+    1: {"1": {}},
+    2: {"fsdp 2": {}, "tp 2": {"tensor_parallel": 2}, "sp 2": {"sequence_parallel": 2}},
+    3: {"fsdp 3": {}},
+    4: {
+        "fsdp 4": {},
+        "hsdp 2x2": {"replicas": 2},
+        "fsdp 2 x tp 2": {"tensor_parallel": 2},
+        "fsdp 2 x sp 2": {"sequence_parallel": 2},
+    },
+}
+"""By processes: what the engine is told."""
 
 
-def make_engine(layout: Layout, path: Path, replicas: int) -> TorchEngine:
-    config = EngineConfig(precision="fp32", logprob_chunk=5, replicas=replicas)
+def make_engine(layout: Layout, path: Path, settings: dict[str, int]) -> TorchEngine:
+    config = EngineConfig(precision="fp32", logprob_chunk=5, **settings)
     hf_config = AutoConfig.from_pretrained(path)
     return TorchEngine(hf_config, config, OptimConfig(), layout=layout, device=CPU)
 
@@ -47,14 +57,20 @@ def held(engine: TorchEngine) -> dict[str, Any]:
     return {"pieces": pieces, "loss": stats.values_by_name()["loss"]}
 
 
-def save_rank(layout: Layout, path: Path, root: Path, replicas: int) -> dict[str, Any]:
-    engine = make_engine(layout, path, replicas)
+def save_rank(
+    layout: Layout, path: Path, root: Path, layouts: dict[str, dict[str, int]]
+) -> dict[str, dict[str, Any]]:
+    return {name: save(layout, path, root / name, told) for name, told in layouts.items()}
+
+
+def save(layout: Layout, path: Path, root: Path, settings: dict[str, int]) -> dict[str, Any]:
+    engine = make_engine(layout, path, settings)
     engine.load(SafetensorsSource(path), Part.WEIGHTS)
-    batch = cut(make_examples(VOCAB), layout, 2)
+    batch = cut(make_examples(VOCAB), engine.layout, 2)
     for _ in range(2):
         engine.forward_backward(batch, loss)
         engine.optim_step(LR)
-    weights, training = (list(engine.shards(part)) for part in Part)
+    weights, training = list(engine.shards(Part.WEIGHTS)), list(engine.shards(Part.TRAINING))
     model = ModelContents(weights, training, write_assets=lambda directory: None)
     contents = Contents(models={MAIN: model}, state={"steps": engine.steps})
     with Checkpoints(root, layout) as checkpoints:
@@ -62,9 +78,17 @@ def save_rank(layout: Layout, path: Path, root: Path, replicas: int) -> dict[str
     return held(engine)
 
 
-def load_rank(layout: Layout, path: Path, roots: list[Path], replicas: int) -> list[dict[str, Any]]:
-    """What each of the checkpoints gives, one after the other into the same engine."""
-    engine, found = make_engine(layout, path, replicas), []
+def load_rank(
+    layout: Layout, path: Path, roots: list[Path], layouts: dict[str, dict[str, int]]
+) -> dict[str, list[dict[str, Any]]]:
+    """By layout what each of the checkpoints gives, one after the other into the same engine."""
+    return {name: load(layout, path, roots, settings) for name, settings in layouts.items()}
+
+
+def load(
+    layout: Layout, path: Path, roots: list[Path], settings: dict[str, int]
+) -> list[dict[str, Any]]:
+    engine, found = make_engine(layout, path, settings), []
     for root in roots:
         step = newest(root)
         assert step is not None
@@ -82,21 +106,30 @@ def together(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
     return whole([[piece[:3] for piece in rank["pieces"]] for rank in ranks], shapes)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_every_pair_of_layouts(tmp_path: Path, family: str) -> None:
-    path = save_tiny(tmp_path / "m", family, torch.float32, tie_word_embeddings=True)
-    saved = {
-        writer: run_ranks(save_rank, world, path, tmp_path / writer, replicas)
-        for writer, (world, replicas) in LAYOUTS.items()
-    }
-    roots = [tmp_path / writer for writer in LAYOUTS]
-    for reader, (world, replicas) in LAYOUTS.items():
-        ranks = run_ranks(load_rank, world, path, roots, replicas)
-        for number, writer in enumerate(LAYOUTS):
-            loaded = [rank[number] for rank in ranks]
-            found, wanted = together(loaded), together(saved[writer])
-            assert found.keys() == wanted.keys()
-            for name, tensor in wanted.items():
-                assert torch.equal(found[name], tensor), f"{writer} to {reader}: {name}"
-            for rank in loaded:
-                assert rank["loss"] == pytest.approx(saved[writer][0]["loss"], rel=1e-6)
+@pytest.mark.timeout(600)
+def test_every_pair_of_layouts(tmp_path: Path) -> None:
+    """With tied embeddings, and layers with experts and without."""
+    path = save_tiny(tmp_path / "m", "qwen3_moe", torch.float32, tie_word_embeddings=True)
+    saved: dict[str, list[dict[str, Any]]] = {}
+    for world, layouts in LAYOUTS.items():
+        ranks = run_ranks(save_rank, world, path, tmp_path, layouts, timeout=250)
+        saved |= {name: [rank[name] for rank in ranks] for name in layouts}
+    roots = [tmp_path / writer for writer in saved]
+    for world, layouts in LAYOUTS.items():
+        ranks = run_ranks(load_rank, world, path, roots, layouts, timeout=250)
+        for reader in layouts:
+            for number, writer in enumerate(saved):
+                require_same(
+                    [rank[reader][number] for rank in ranks], saved[writer], writer, reader
+                )
+
+
+def require_same(
+    loaded: list[dict[str, Any]], saved: list[dict[str, Any]], writer: str, reader: str
+) -> None:
+    found, wanted = together(loaded), together(saved)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), f"{writer} to {reader}: {name}"
+    for rank in loaded:
+        assert rank["loss"] == pytest.approx(saved[0]["loss"], rel=1e-6)

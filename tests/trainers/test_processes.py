@@ -52,6 +52,15 @@ def test_two_processes_do_what_one_does(work, kind):
         assert_same(done(work, *argv, name, world=second), one)
 
 
+def test_shared_matrices_and_then_shared_tokens_do_what_one_process_does(work):
+    argv = ["sft", "sft.yaml", "name=sft_shared"]
+    done(work, *argv, "engine.tensor_parallel=2", "steps=3", world=2)
+    run = done(work, *argv, "engine.sequence_parallel=2", world=2)
+    assert_same(run, done(work, "sft", "sft.yaml", "name=sft_alone"))
+    shared = done(work, *RL, "name=rl_shared", "engine.sequence_parallel=2", "steps=3", world=2)
+    assert_same(shared, done(work, *RL, "name=rl_alone", "steps=3"))
+
+
 def test_two_processes_evaluate_what_one_trained(work):
     run = done(work, "sft", "sft.yaml", "name=evaluated_by_two", "steps=3")
     started = ranks(work, ["eval", str(run), "reward.functions=[]"], 2)
