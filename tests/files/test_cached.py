@@ -189,7 +189,7 @@ def test_processes_that_want_the_same_copy_it_once(bucket: Remote, s3_server: S3
     content = os.urandom(5 * PIECE)
     bucket.put("file", content)
     s3_server.proxy.reset()
-    processes = [start(str(bucket.url), PYTHONHASHSEED=str(seed)) for seed in range(3)]
+    processes = [start(str(bucket.url), PYTHONHASHSEED=str(seed)) for seed in (1, 2)]
     paths = {process.communicate(timeout=100)[0].strip() for process in processes}
     (path,) = paths
     assert Path(path, "file").read_bytes() == content
