@@ -360,3 +360,19 @@ def test_a_remote_path_is_shown_as_its_url_and_is_no_local_file():
     assert str(RemotePath("file:///tmp/x")) == "file:///tmp/x"
     with pytest.raises(TypeError, match="not on this machine"):
         os.fspath(path)
+
+
+def test_a_step_that_goes_from_here_meanwhile_stops_nothing(mirror, caplog):
+    for step in (1, 2):
+        save_once(mirror.root, step)
+
+    def remove(call, name):
+        if call == "put" and name.startswith("step-00000002") and (mirror.root / name).exists():
+            LOCAL.remove(mirror.root / "step-00000002")
+        return False
+
+    mirror.remote.fail = remove
+    assert sync(mirror) == [1]
+    assert "it went from here meanwhile" in caplog.text
+    assert on_mirror(mirror) == [1]
+    assert not any("step-00000002" in file.name for file in mirror.remote.files())

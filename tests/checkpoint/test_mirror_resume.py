@@ -238,3 +238,31 @@ def test_a_copying_process_that_dies_is_started_again(tmp_path, caplog):
         assert settle(checkpoints) is None
     steps = mirror.steps()
     assert [step.step for step in committed(steps.root, steps)] == [1, 2]
+
+
+def resume_big(layout, run, url):
+    def compare(step, source):
+        fill_and_compare(source, *make_state(step.step, BIG_SHAPES), layout)
+
+    mirror = Mirror(Path(run), Remote(url), None, "this")
+    with Checkpoints(mirror.root, layout) as checkpoints:
+        checkpoints.mirror_to(mirror)
+        resumed = checkpoints.resume(compare)
+    return str(resumed.step.path), resumed.skipped
+
+
+def test_what_one_rank_finds_on_the_mirror_all_ranks_act_upon(tmp_path):
+    mirror = far_mirror(tmp_path)
+    with Checkpoints(mirror.root, Layout()) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, contents_of(*make_state(step, BIG_SHAPES)))
+    Sync(mirror, lambda count: None).run()
+    LOCAL.remove(mirror.root / "step-00000002")
+    file = tmp_path / "far/checkpoints/step-00000002/training/exp_avg.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1000] ^= 1  # in the last block, which one rank alone reads
+    file.write_bytes(data)
+    both = run_ranks(resume_big, 2, str(mirror.directory), str(mirror.remote))
+    for path, [reason] in both:
+        assert path == str(mirror.root / "step-00000001")
+        assert f"{mirror.remote}/checkpoints/step-00000002/training/exp_avg.safetensors" in reason

@@ -9,9 +9,12 @@ import sys
 import pytest
 from checkpoints_for_tests import save_once
 
+from burnish.checkpoint.committed import committed
 from burnish.checkpoint.mirror import Mirror, Sync
+from burnish.checkpoint.mirrored import write_mirrored
 from burnish.cli.main import main
 from burnish.files.remote import Remote
+from burnish.files.storage import LocalStorage
 
 
 @pytest.fixture
@@ -96,3 +99,19 @@ def test_looking_at_a_url_loads_no_torch(far):
         "assert not {'torch', 'numpy', 'transformers', 'fsspec'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_gc_keeps_what_the_mirror_has_not(far, capsys, tmp_path):
+    """The mirror has steps 1 and 2; 3 was marked as damaged there, and 4 is the newest."""
+    run = tmp_path / "run"
+    save_once(run / "checkpoints", 4)
+    settings = f"name: run\ncheckpoint: {{keep_last: 1, mirror: '{far.removesuffix('/run')}'}}\n"
+    (run / "config.yaml").write_text(settings)
+    write_mirrored(run / "checkpoints", far, uuids(run, 1, 2), LocalStorage())
+    assert report(capsys, "gc", str(run))[0] == 0
+    assert [step.step for step in committed(run / "checkpoints")] == [3, 4]
+
+
+def uuids(run, *steps):
+    found = {step.step: step.commit.uuid for step in committed(run / "checkpoints")}
+    return {step: found[step] for step in steps}
