@@ -29,7 +29,7 @@ from burnish.files.strict_json import encode_json, parse_json
 from burnish.trainers.position import Position, position_of
 
 REFUSALS = (CorruptError, IncompatibleError, MissingError)
-MOST_WORDS = 20_000
+MOST_LETTERS = 2_000
 """Letters of a message: a hostile file must not fill the screen."""
 
 _FILES = {
@@ -227,7 +227,7 @@ def complaint(target: str, rng: random.Random, scratch: Path) -> str:
     try:
         TARGETS[target](rng, scratch)
     except REFUSALS as error:
-        return "" if len(str(error)) < MOST_WORDS else f"{len(str(error))} letters of refusal"
+        return "" if len(str(error)) < MOST_LETTERS else f"{len(str(error))} letters of refusal"
     except Exception as error:  # anything else is what is looked for
         return f"{type(error).__name__}: {error}"[:300]
     return ""

@@ -17,7 +17,7 @@ import xxhash
 
 from burnish.errors import CorruptError, IncompatibleError
 from burnish.files.storage import Bytes
-from burnish.files.strict_json import encode_json, parse_json, shortened
+from burnish.files.strict_json import clipped, encode_json, parse_json, shortened
 
 FORMAT = 1
 """The format that this code reads and writes."""
@@ -138,7 +138,7 @@ def parse_manifest(data: bytes, commit: Commit, what: str) -> Manifest:
     manifest = Manifest(**value, files=records)
     told = (manifest.uuid, manifest.step, manifest.total_bytes)
     if told != (commit.uuid, commit.step, commit.total_bytes):
-        raise CorruptError(f"{what} and COMMIT tell different things", have=told)
+        raise CorruptError(f"{what} and COMMIT tell different things", have=shortened(told))
     return manifest
 
 
@@ -160,7 +160,7 @@ def _check_format(found: Any, what: str) -> None:
     if type(found) is not int or found != FORMAT:
         raise IncompatibleError(
             f"{what} is of a format that this version does not read",
-            have=f"format {found}",
+            have=f"format {clipped(str(found))}",
             want=f"format {FORMAT}",
             do="use the version of Burnish that wrote it, or a later one",
         )
@@ -172,7 +172,7 @@ def _check_types(value: dict[str, Any], kind: type[Commit] | type[Manifest], wha
     for name in wanted.keys() | value.keys():
         if name not in wanted or type(value.get(name)) is not wanted[name]:
             raise CorruptError(
-                f"{what} has a wrong field {name}",
+                f"{what} has a wrong field {clipped(name)}",
                 have=shortened(value.get(name)),
                 want=wanted[name].__name__ if name in wanted else "no such field",
             )
@@ -186,7 +186,7 @@ def _file_record(path: str, value: Any, what: str) -> FileRecord:
     if not safe or "\\" in path or "\0" in path or not path:
         raise CorruptError(f"{what} names a path outside the step", have=shortened(path))
     if not _is_record(value):
-        raise CorruptError(f"{what} describes {path} wrongly", have=shortened(value))
+        raise CorruptError(f"{what} describes {clipped(path)} wrongly", have=shortened(value))
     return FileRecord(value["size"], value["block_bytes"], tuple(value["blocks"]))
 
 

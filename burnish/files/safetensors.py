@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from burnish.errors import CorruptError, MissingError
-from burnish.files.strict_json import shortened
+from burnish.files.strict_json import clipped, shortened
 
 MAX_HEADER_BYTES = 100_000_000
 """Longer headers are refused, as the reference implementation does."""
@@ -136,8 +136,9 @@ def build_header(
 
 
 def _corrupt(path: PurePath, what: str, have: object = None, want: object = None) -> CorruptError:
-    shown = have if have is None or isinstance(have, str) else shortened(have)
-    return CorruptError(f"{path} {what}", have=shown, want=want, do="get the file again")
+    if have is not None:
+        have = clipped(have) if isinstance(have, str) else shortened(have)
+    return CorruptError(f"{path} {clipped(what)}", have=have, want=want, do="get the file again")
 
 
 def _bytes(dtype: str, shape: tuple[int, ...]) -> int:

@@ -33,7 +33,11 @@ def encode_json(value: object) -> bytes:
 
 def shortened(value: object, limit: int = 200) -> str:
     """What was read, as a message shows it: a hostile file must not fill the screen."""
-    text = repr(value)
+    return clipped(repr(value), limit)
+
+
+def clipped(text: str, limit: int = 200) -> str:
+    """The beginning of a text that may be long."""
     return text if len(text) <= limit else f"{text[:limit]}…"
 
 

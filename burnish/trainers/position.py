@@ -11,7 +11,7 @@ from burnish.checkpoint.manifest import STATE
 from burnish.checkpoint.tensor_sets import MAIN
 from burnish.engines.base import Engine
 from burnish.errors import IncompatibleError
-from burnish.files.strict_json import shortened
+from burnish.files.strict_json import clipped, shortened
 from burnish.models.lora_names import ADAPTER_STATE
 from burnish.trainers.inputs import INPUTS
 
@@ -74,7 +74,7 @@ def position_of(step: Committed) -> Position:
         shown = [f"{name} {shortened(step.state.get(name), 60)}" for name in wrong]
         raise IncompatibleError(
             f"{step.path / STATE} was not written by this trainer",
-            have=", ".join([*sorted(unknown), *shown]) or f"step {values['step']}",
+            have=clipped(", ".join([*sorted(unknown), *shown]) or f"step {values['step']}"),
             want=", ".join(kinds),
             do="resume with the version of Burnish that wrote it",
         )

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.errors import CorruptError
-from burnish.files.strict_json import encode_json, parse_json, shortened
+from burnish.files.strict_json import clipped, encode_json, parse_json, shortened
 
 values = st.recursive(
     st.none()
@@ -55,3 +55,4 @@ def test_what_json_has_no_word_for_is_not_written(value):
 def test_a_hostile_value_does_not_fill_the_screen():
     assert shortened("ab") == "'ab'"
     assert shortened("x" * 10**6) == "'" + "x" * 199 + "…"
+    assert clipped("x" * 10**6) == "x" * 200 + "…"
