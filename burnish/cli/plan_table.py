@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from burnish.cli.columns import count_text, table
+from burnish.cli.columns import bytes_text, count_text, table
 from burnish.planning.accuracy import measured_table
 from burnish.planning.devices import Devices
 from burnish.planning.layouts import Plan, Planner, why_not
@@ -14,7 +14,6 @@ from burnish.planning.timing import ASSUMPTIONS
 
 _BAR = 32
 _ALTERNATIVES = 6
-_GB = 1e9
 
 
 def plan_text(plans: Sequence[Plan], planner: Planner, devices: Devices) -> str:
@@ -25,7 +24,7 @@ def plan_text(plans: Sequence[Plan], planner: Planner, devices: Devices) -> str:
 def in_short(plan: Plan, devices: Devices) -> str:
     """One line: the fullest phase, and what there is."""
     return (
-        f"{plan.need / _GB:.1f} of {plan.usable / _GB:.1f} GB on each of {devices}, "
+        f"{bytes_text(plan.need)} of {bytes_text(plan.usable)} on each of {devices}, "
         f"most in {plan.fullest}; {_duration(plan.step_seconds)} a step"
     )
 
@@ -41,6 +40,7 @@ def as_json(plans: Sequence[Plan], devices: Devices) -> dict[str, Any]:
                 "replicas": plan.layout.replicas,
                 "shards": plan.layout.shards,
                 "sequence": plan.layout.sequence,
+                "tensor": plan.layout.tensor,
                 "overrides": plan.overrides(),
                 "bytes": plan.phases,
                 "host_bytes": plan.staging,
@@ -57,7 +57,7 @@ def as_json(plans: Sequence[Plan], devices: Devices) -> dict[str, Any]:
 def _lines(plans: Sequence[Plan], planner: Planner, devices: Devices) -> Iterator[str]:
     shape, work = planner.shape, planner.work
     kind = "reinforcement learning" if work.slots else "supervised fine-tuning"
-    yield f"{shape.elements / 1e9:.2f} B parameters on {devices}"
+    yield f"{_parameters(shape.elements)} parameters on {devices}"
     yield f"{kind}: {count_text(work.sequences, 'sequence')} of {work.length} tokens a step"
     fitting = [plan for plan in plans if plan.fits]
     if fitting:
@@ -70,7 +70,7 @@ def _lines(plans: Sequence[Plan], planner: Planner, devices: Devices) -> Iterato
         yield f"\n{len(fitting)} of {len(plans)} layouts fit; after the recommended one:\n"
         yield from _alternatives(fitting[1 : 1 + _ALTERNATIVES])
     if reasons := why_not(plans):
-        yield f"\n{count_text(len(plans) - len(fitting), 'layout')} do not fit in {devices.usable / _GB:.1f} GB:\n"
+        yield f"\n{count_text(len(plans) - len(fitting), 'layout')} do not fit in {bytes_text(devices.usable)}:\n"
         yield from (f"  {reason}" for reason in reasons)
     yield "\nAssumed:\n"
     yield from (f"  {each}" for each in ASSUMPTIONS)
@@ -79,26 +79,24 @@ def _lines(plans: Sequence[Plan], planner: Planner, devices: Devices) -> Iterato
 
 def _phases(plan: Plan) -> Iterator[str]:
     """A row per phase and one per part of it, with bars in the scale of a device's memory."""
-    rows = [("phase", "GB", "", "")]
+    rows = [("phase", "memory", "", "time")]
     for phase, parts in plan.phases.items():
         time = _duration(plan.seconds[phase])
-        rows.append((phase, f"{plan.total(phase) / _GB:.2f}", "", time))
+        rows.append((phase, bytes_text(plan.total(phase)), "", time))
         for name, size in sorted(parts.items(), key=lambda item: -item[1]):
             if size >= plan.total(phase) / 1000:
-                rows.append((f"  {name}", f"{size / _GB:.2f}", _bar(size / plan.usable), ""))
+                rows.append((f"  {name}", bytes_text(size), _bar(size / plan.usable), ""))
     width = max(len(row[0]) for row in rows)
     for name, text, bar, time in rows:
         yield f"  {name:<{width}}  {text:>9}  {bar or time}".rstrip()
-    yield f"  {'a device has':<{width}}  {plan.usable / _GB:>9.2f}  {'░' * _BAR}"
+    yield f"  {'a device has':<{width}}  {bytes_text(plan.usable):>9}  {'░' * _BAR}"
     if plan.staging:
-        yield f"  {'host, saving':<{width}}  {plan.staging / _GB:>9.2f}"
+        yield f"  {'host, saving':<{width}}  {bytes_text(plan.staging):>9}"
 
 
 def _alternatives(plans: Sequence[Plan]) -> Iterator[str]:
-    rows = [["a step", "GB", "fullest", "layout"]]
-    rows += [
-        [_duration(p.step_seconds), f"{p.need / _GB:.1f}", p.fullest, _layout(p)] for p in plans
-    ]
+    rows = [["a step", "memory", "fullest", "layout"]]
+    rows += [[_duration(p.step_seconds), bytes_text(p.need), p.fullest, _layout(p)] for p in plans]
     yield from (f"  {line}" for line in table(rows, right=2))
 
 
@@ -108,9 +106,15 @@ def _layout(plan: Plan) -> str:
         f"{count_text(layout.replicas, 'copy') if layout.replicas == 1 else f'{layout.replicas} copies'} over {count_text(layout.shards, 'process')}"
     ]
     parts += [f"tokens shared by {layout.sequence}"] if layout.sequence > 1 else []
+    parts += [f"matrices by {layout.tensor}"] if layout.tensor > 1 else []
     parts += [f"checkpointing {engine.activation_checkpointing}"]
     parts += [] if engine.reshard_after_forward else ["weights kept gathered"]
     return ", ".join(parts)
+
+
+def _parameters(count: int) -> str:
+    """As 8.2 billion, 12.3 million."""
+    return f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
 
 
 def _bar(share: float) -> str:
@@ -131,5 +135,6 @@ def _accuracy() -> str:
     runs = len({row.case for row in rows})
     return (
         f"In {runs} runs of small models on a CPU the planned peaks were within {abs(worst.error):.0%} of the "
-        f"measured ones; the largest error: {worst.error:+.1%}, {worst.phase}, {worst.case}."
+        f"measured ones; the largest error: {worst.error:+.1%}, {worst.phase}, {worst.case}. "
+        "None of them shared micro-batches among processes."
     )

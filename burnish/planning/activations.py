@@ -28,6 +28,8 @@ class Arithmetic:
     """Whether the portable attention path runs."""
     sequence: int = 1
     """Processes that share the tokens of a micro-batch, and inside attention the heads instead."""
+    tensor: int = 1
+    """Processes that share the matrices of a layer, and between its blocks the tokens."""
 
 
 def layer_passes(family: Family, layer: Layer, arithmetic: Arithmetic) -> Passes:
@@ -42,26 +44,43 @@ class _Writer:
         self._tape, self._family, self._layer = Tape(), family, layer
         self._bytes, self._cpu = arithmetic.bytes, arithmetic.cpu
         self._sequence = arithmetic.sequence
-        self._hidden = float(layer.hidden * arithmetic.bytes)
-        self._query = float(layer.query * arithmetic.bytes)
-        self._key = float(layer.key * arithmetic.bytes)
+        self._tensor = arithmetic.tensor
+        self._whole = float(layer.hidden * arithmetic.bytes)
+        self._hidden = self._whole / arithmetic.tensor  # between blocks
+        self._query = layer.query * arithmetic.bytes / arithmetic.tensor
+        self._key = layer.key * arithmetic.bytes / arithmetic.tensor
 
     def written(self) -> Passes:
         """Attention and MLP, each added to the hidden state."""
         family = self._family
         doubly = family.norms_per_layer == 4
         source = self._norm("x", "n1", self._hidden) if family.norms_first else "x"
-        self._attention(source)
+        self._attention(self._gathered(source))
         attended = self._norm("o", "on", self._hidden) if doubly or not family.norms_first else "o"
         self._tape.add(["x", attended], {"x1": self._hidden})
         source = self._norm("x1", "n2", self._hidden) if family.norms_first else "x1"
         if self._layer.experts:
-            self._experts(source)
+            self._experts(self._gathered(source))
         else:
-            self._mlp(source)
+            self._mlp(self._gathered(source))
         given = self._norm("d", "dn", self._hidden) if doubly or not family.norms_first else "d"
         self._tape.add(["x1", given], {"x2": self._hidden})
         return self._tape.run({"x": self._hidden})
+
+    def _gathered(self, source: str) -> str:
+        """The tokens of all tensor ranks, as a block begins."""
+        if self._tensor == 1:
+            return source
+        self._tape.add([source], {f"{source}/all": self._whole})
+        return f"{source}/all"
+
+    def _summed(self, source: str, name: str, elements: int) -> None:
+        """The product that ends a block; of the sum over tensor ranks each keeps its own tokens."""
+        if self._tensor == 1:
+            self._linear(source, name, self._hidden, elements)
+            return
+        self._linear(source, f"{name}/part", self._whole, elements)
+        self._tape.add([f"{name}/part"], {name: self._hidden})
 
     def _norm(self, source: str, name: str, size: float) -> str:
         """An RMSNorm; the fused one keeps its input, transformers' what it computes in fp32 as well."""
@@ -83,7 +102,9 @@ class _Writer:
         return name
 
     def _linear(self, source: str, name: str, size: float, elements: int) -> str:
-        self._tape.add([source], {name: size}, [source], weight=elements, product=True)
+        self._tape.add(
+            [source], {name: size}, [source], weight=elements // self._tensor, product=True
+        )
         return name
 
     def _attention(self, source: str) -> None:
@@ -93,11 +114,11 @@ class _Writer:
             ("q", self._query, layer.heads),
             ("k", self._key, layer.key_heads),
         ):
-            self._linear(source, name, size, layer.hidden * int(size / self._bytes))
-            rotated.append(self._rotated(name, size, heads))
+            self._linear(source, name, size, layer.hidden * int(size * self._tensor / self._bytes))
+            rotated.append(self._rotated(name, size, heads / self._tensor))
         self._linear(source, "v", self._key, layer.hidden * layer.key)
         taken = self._attend((rotated[0], rotated[1], "v"))
-        self._linear(taken, "o", self._hidden, layer.query * layer.hidden)
+        self._summed(taken, "o", layer.query * layer.hidden)
 
     def _rotated(self, name: str, size: float, heads: float) -> str:
         turned = f"{name}/turned"
@@ -118,7 +139,7 @@ class _Writer:
     def _attend(self, given: tuple[str, str, str]) -> str:
         """Attention over queries, keys and values; the name of its output."""
         parts, sizes = self._exchanged(given)
-        sums = _FP32 * self._layer.heads
+        sums = _FP32 * self._layer.heads / self._tensor
         if not self._cpu:
             keeps = [*parts, "out", "lse"]
             self._tape.add(parts, {"out": self._query, "lse": sums}, keeps, product=True)
@@ -140,7 +161,7 @@ class _Writer:
     def _exchanged(self, parts: tuple[str, str, str]) -> tuple[tuple[str, ...], tuple[float, ...]]:
         """Ulysses: all tokens of some heads for some tokens of all heads; key heads are repeated where they are too few."""
         ranks = self._sequence
-        repeated = max(1.0, ranks / self._layer.key_heads)
+        repeated = max(1.0, ranks * self._tensor / self._layer.key_heads)
         sizes = (self._query, self._key * repeated, self._key * repeated)
         if ranks == 1:
             return parts, sizes
@@ -156,20 +177,20 @@ class _Writer:
         return "home"
 
     def _mlp(self, source: str) -> None:
-        layer, size = self._layer, self._layer.intermediate * self._bytes
+        layer, size = self._layer, self._layer.intermediate * self._bytes / self._tensor
         elements = layer.hidden * layer.intermediate
         self._linear(source, "gate", size, elements)
         self._tape.add(["gate"], {"acted": size}, ["gate"])
         self._linear(source, "up", size, elements)
         self._tape.add(["acted", "up"], {"inner": size}, ["acted", "up"])
-        self._linear("inner", "d", self._hidden, elements)
+        self._summed("inner", "d", elements)
 
     def _experts(self, source: str) -> None:
         """transformers' grouped products: every token once for each expert that it goes to."""
         layer, tape, chosen = self._layer, self._tape, self._layer.chosen
-        inner = chosen * layer.intermediate * self._bytes
-        outer = chosen * self._hidden
-        elements = layer.experts * layer.hidden * layer.intermediate
+        inner = chosen * layer.intermediate * self._bytes / self._tensor
+        outer = chosen * self._whole
+        elements = layer.experts * layer.hidden * layer.intermediate // self._tensor
         self._linear(
             source, "logits", float(layer.experts * self._bytes), layer.experts * layer.hidden
         )
@@ -185,4 +206,7 @@ class _Writer:
         tape.add(["inner"], {"got": outer}, ["inner"], weight=elements)
         tape.add(["got"], {"weighted": outer}, ["got"])
         tape.add(["weighted"], {"sorted": outer})
-        tape.add(["sorted"], {"d": self._hidden})
+        ends = "d" if self._tensor == 1 else "d/part"
+        tape.add(["sorted"], {ends: self._whole})
+        if self._tensor > 1:
+            tape.add([ends], {"d": self._hidden})

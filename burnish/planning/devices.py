@@ -58,7 +58,7 @@ class Devices:
 
     def __str__(self) -> str:
         """As `64 × H100 with 80 GiB`."""
-        return f"{self.count} × {self.name} with {self.memory / GIB:g} GiB"
+        return f"{self.count} × {self.name} with {self.memory / GIB:.4g} GiB"
 
 
 def parse_devices(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import get_args
 
 from burnish.config.schema import EngineConfig, RunConfig
 from burnish.planning.activations import Arithmetic
 from burnish.planning.devices import PER_MACHINE, Devices
 from burnish.planning.memory import Layout, Model, Needs, Parts
-from burnish.planning.shape import ModelShape
+from burnish.planning.shape import Layer, ModelShape
 from burnish.planning.timing import Clock
 from burnish.planning.workload import Workload
 
@@ -77,6 +78,7 @@ class Plan:
         return [
             f"engine.replicas={engine.replicas}",
             f"engine.sequence_parallel={engine.sequence_parallel}",
+            f"engine.tensor_parallel={engine.tensor_parallel}",
             f"engine.activation_checkpointing={engine.activation_checkpointing}",
             f"engine.reshard_after_forward={str(engine.reshard_after_forward).lower()}",
         ]
@@ -92,7 +94,7 @@ class Planner:
         self._config, self._devices = config, devices
         self._width = 2 if config.engine.precision == "bf16" else 4
         self._clock = Clock(shape, work, devices, self._width)
-        self._models: dict[int, Model] = {}
+        self._models: dict[tuple[int, int], Model] = {}
 
     def as_configured(self) -> Plan:
         """With the settings as they are."""
@@ -106,33 +108,39 @@ class Planner:
         )
 
     def _settings(self) -> Iterator[EngineConfig]:
-        world, heads = self._devices.count, min(layer.heads for layer, _ in self.shape.layers)
-        for sequence in _divisors(min(world, PER_MACHINE)):
-            shares = world // sequence
-            if (
-                world % sequence
-                or heads % sequence
-                or shares > self.work.sequences // self.work.updates
-            ):
-                continue
+        """Every way to divide the processes, with every kind of checkpointing."""
+        for sequence, tensor in self._sharing():
+            shares = self._devices.count // (sequence * tensor)
             for replicas in _divisors(shares):
-                for checkpointing in _CHECKPOINTING:
-                    for reshard in (True, False) if world > replicas else (True,):
-                        yield self._config.engine.model_copy(
-                            update={
-                                "replicas": replicas,
-                                "sequence_parallel": sequence,
-                                "activation_checkpointing": checkpointing,
-                                "reshard_after_forward": reshard,
-                            }
-                        )
+                gathers = (True, False) if self._devices.count > replicas * tensor else (True,)
+                for checkpointing, reshard in product(_CHECKPOINTING, gathers):
+                    yield self._config.engine.model_copy(
+                        update={
+                            "replicas": replicas,
+                            "sequence_parallel": sequence,
+                            "tensor_parallel": tensor,
+                            "activation_checkpointing": checkpointing,
+                            "reshard_after_forward": reshard,
+                        }
+                    )
+
+    def _sharing(self) -> Iterator[tuple[int, int]]:
+        """How many processes of a machine may share a micro-batch: its tokens, and the matrices."""
+        machine, each_update = PER_MACHINE, self.work.sequences // self.work.updates
+        alone = self._config.model.lora.rank or not self.shape.family.tensor
+        for tensor in [1] if alone else _divisors(machine):
+            for sequence in _divisors(machine // tensor):
+                shares, rest = divmod(self._devices.count, sequence * tensor)
+                if rest or shares > each_update:
+                    continue
+                if all(_divides(sequence, tensor, layer) for layer, _ in self.shape.layers):
+                    yield sequence, tensor
 
     def _plan(self, engine: EngineConfig) -> Plan:
-        layout = Layout(
-            engine.replicas, self._devices.count // engine.replicas, engine.sequence_parallel
-        )
+        shards = self._devices.count // (engine.replicas * engine.tensor_parallel)
+        layout = Layout(engine.replicas, shards, engine.sequence_parallel, engine.tensor_parallel)
         config = self._config.model_copy(update={"engine": engine})
-        needs = Needs(self._model(layout.sequence), config, self.work, layout)
+        needs = Needs(self._model(layout.sequence, layout.tensor), config, self.work, layout)
         return Plan(
             layout,
             engine,
@@ -143,11 +151,11 @@ class Planner:
             self._devices.usable,
         )
 
-    def _model(self, sequence: int) -> Model:
-        if sequence not in self._models:
-            arithmetic = Arithmetic(self._width, self._devices.cpu, sequence)
-            self._models[sequence] = Model(self.shape, arithmetic)
-        return self._models[sequence]
+    def _model(self, sequence: int, tensor: int) -> Model:
+        if (sequence, tensor) not in self._models:
+            arithmetic = Arithmetic(self._width, self._devices.cpu, sequence, tensor)
+            self._models[sequence, tensor] = Model(self.shape, arithmetic)
+        return self._models[sequence, tensor]
 
 
 def why_not(plans: Sequence[Plan]) -> list[str]:
@@ -162,6 +170,11 @@ def why_not(plans: Sequence[Plan]) -> list[str]:
         span = f"{least:.1f}" if len(some) == 1 else f"{least:.1f} to {most:.1f}"
         lines.append(f"{len(some)} need {span} GB in {phase}, most of it {part}")
     return lines
+
+
+def _divides(sequence: int, tensor: int, layer: Layer) -> bool:
+    """Whether so many processes can share a layer's heads."""
+    return layer.heads % (sequence * tensor) == 0 and layer.key_heads % tensor == 0
 
 
 def _divisors(number: int) -> list[int]:

@@ -43,11 +43,18 @@ class Layout:
     """Processes that one copy is cut among."""
     sequence: int = 1
     """Processes that share the tokens of a micro-batch."""
+    tensor: int = 1
+    """Processes that share the matrices of each layer."""
 
     @property
     def world(self) -> int:
         """All processes."""
-        return self.replicas * self.shards
+        return self.replicas * self.shards * self.tensor
+
+    @property
+    def token_ranks(self) -> int:
+        """Processes among which the tokens of a step are divided."""
+        return self.world // self.tensor
 
 
 class Model:
@@ -57,6 +64,7 @@ class Model:
         self.shape = shape
         self.bytes = arithmetic.bytes
         self.cpu = arithmetic.cpu
+        self.tensor = arithmetic.tensor
         self.layers: list[tuple[Layer, int, Passes]] = [
             (layer, count, layer_passes(shape.family, layer, arithmetic))
             for layer, count in shape.layers
@@ -66,7 +74,7 @@ class Model:
     def kept(self, passes: Passes, checkpointing: str) -> float:
         """Bytes of a token that a layer keeps for its backward pass."""
         if checkpointing == "full":
-            return self.hidden
+            return self.hidden / self.tensor
         return passes.products if checkpointing == "selective" else passes.kept
 
 
@@ -103,13 +111,13 @@ class Needs:
     def tokens(self) -> int:
         """Tokens of the fullest micro-batch on one process."""
         whole = -(-self._work.length // self._layout.sequence)
-        share = -(-self._work.tokens // (self._work.updates * self._layout.world))
+        share = -(-self._work.tokens // (self._work.updates * self._layout.token_ranks))
         return min(self._config.batch.tokens_per_device, max(whole, share))
 
     @property
     def microbatches(self) -> int:
         """Micro-batches of an optimizer step."""
-        each = self._config.batch.tokens_per_device * self._layout.world * self._work.updates
+        each = self._config.batch.tokens_per_device * self._layout.token_ranks * self._work.updates
         return max(1, -(-self._work.tokens // each))
 
     @cached_property
@@ -174,7 +182,7 @@ class Needs:
         kept = {layer: model.kept(p, self._checkpointing) for layer, _, p in model.layers}
         activations = tokens * sum(kept[layer] * n for layer, n, _ in model.layers)
         earlier = _FP32 * self._all * trained if self.microbatches > 1 else 0.0
-        head = model.shape.vocabulary * model.shape.hidden * trained
+        head = self._vocabulary * model.shape.hidden * trained
         last = tokens * model.hidden + scored * model.hidden
 
         yield self._moment(
@@ -234,7 +242,7 @@ class Needs:
 
     def _publishing(self) -> Parts:
         """What is under way to the generators of other processes, and from others to this one."""
-        others = 1 - 1 / self._layout.shards
+        others = 1 - 1 / (self._layout.shards * self._layout.tensor)
         passing = self._model.bytes * self._model.shape.elements * others
         return {"buffers": 2 * min(_WAVE, passing)} if passing else {}
 
@@ -253,7 +261,12 @@ class Needs:
     @property
     def _chunk(self) -> float:
         """Logits of one chunk, elements."""
-        return min(self._config.engine.logprob_chunk, self._scored) * self._model.shape.vocabulary
+        return min(self._config.engine.logprob_chunk, self._scored) * self._vocabulary
+
+    @property
+    def _vocabulary(self) -> float:
+        """Words whose logits this process computes."""
+        return self._model.shape.vocabulary / self._layout.tensor
 
     @property
     def _logits_forward(self) -> float:
@@ -266,7 +279,7 @@ class Needs:
     def _logits_backward(self) -> float:
         """The same, and the gradient of the output layer that is added up in fp32."""
         several = self._scored > self._config.engine.logprob_chunk
-        head = self._model.shape.vocabulary * self._model.shape.hidden * int(self._trained)
+        head = self._vocabulary * self._model.shape.hidden * int(self._trained)
         width = self._model.bytes
         if not several:
             exact = 0 if self._model.cpu else 2 * _FP32
@@ -292,7 +305,7 @@ class Needs:
 
     def _held(self, weights: Iterable[Weight]) -> int:
         """Elements of these on the process that holds most."""
-        return sum(weight.held(self._layout.shards) for weight in weights)
+        return sum(weight.held(self._layout.shards, self._layout.tensor) for weight in weights)
 
     def _whole(self, weights: Iterable[Weight]) -> int:
         """Elements of these when gathered, rows filled up to a multiple of the shards."""

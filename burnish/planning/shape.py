@@ -41,12 +41,14 @@ class Family:
     """Whether `sliding_window` counts without `use_sliding_window`."""
     experts: bool = False
     """Whether it has experts."""
+    tensor: bool = True
+    """Whether tensor parallelism knows it (`burnish.engines.tensor_parallel`)."""
 
 
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(windowed=True),
-    "mixtral": Family(fused=False, windowed=True, experts=True),
+    "mixtral": Family(fused=False, windowed=True, experts=True, tensor=False),
     "qwen2": Family(biased=True),
     "qwen3": Family(query_norms="head", head_dim=128),
     "qwen3_moe": Family(query_norms="head", experts=True),
@@ -58,7 +60,7 @@ FAMILIES = {
         tied=True,
         windowed=True,
     ),
-    "olmo2": Family(fused=False, norms_first=False, query_norms="full"),
+    "olmo2": Family(fused=False, norms_first=False, query_norms="full", tensor=False),
 }
 """By `model_type`."""
 
@@ -71,15 +73,18 @@ class Weight:
     """Size of the first dim."""
     columns: int = 1
     """Elements per row."""
+    shared: bool = False
+    """Whether tensor parallelism divides it."""
 
     @property
     def elements(self) -> int:
         """All of it."""
         return self.rows * self.columns
 
-    def held(self, shards: int) -> int:
-        """Elements on the rank that holds most, where the rows are cut into `shards` as torch.chunk does."""
-        return -(-self.rows // shards) * self.columns
+    def held(self, shards: int, tensor: int = 1) -> int:
+        """Elements on the rank that holds most of what `tensor` ranks share, its rows cut into `shards` as torch.chunk does."""
+        parts = tensor if self.shared else 1
+        return -(-self.rows // shards) * self.columns // parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +165,7 @@ class ModelShape:
     @property
     def root(self) -> tuple[Weight, ...]:
         """The parameters outside the layers: embedding, last norm, output layer."""
-        table = Weight(self.vocabulary, self.hidden)
+        table = Weight(self.vocabulary, self.hidden, True)
         return (table, Weight(self.hidden)) if self.tied else (table, Weight(self.hidden), table)
 
     @property
@@ -205,9 +210,9 @@ def _layer(family: Family, fields: Mapping[str, Any], index: int) -> Layer:
     names = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
     intermediate = _field(fields, *names)
     biased = fields.get("attention_bias") or family.biased
-    weights = [Weight(query, hidden), Weight(key, hidden), Weight(key, hidden)]
-    weights += [Weight(query, 1), Weight(key, 1), Weight(key, 1)] if biased else []
-    weights += [Weight(hidden, query)]
+    weights = [Weight(rows, hidden, True) for rows in (query, key, key)]
+    weights += [Weight(rows, 1, True) for rows in (query, key, key)] if biased else []
+    weights += [Weight(hidden, query, True)]
     weights += [Weight(hidden)] * family.norms_per_layer
     weights += [Weight(width)] * 2 if family.query_norms == "head" else []
     weights += [Weight(query), Weight(key)] if family.query_norms == "full" else []
@@ -229,12 +234,12 @@ def _layer(family: Family, fields: Mapping[str, Any], index: int) -> Layer:
 def _mlp(hidden: int, intermediate: int, experts: int) -> Iterator[Weight]:
     if experts:
         yield Weight(experts, hidden)
-        yield Weight(experts, 2 * intermediate * hidden)
-        yield Weight(experts, intermediate * hidden)
+        yield Weight(experts, 2 * intermediate * hidden, True)
+        yield Weight(experts, intermediate * hidden, True)
         return
-    yield Weight(intermediate, hidden)
-    yield Weight(intermediate, hidden)
-    yield Weight(hidden, intermediate)
+    yield Weight(intermediate, hidden, True)
+    yield Weight(intermediate, hidden, True)
+    yield Weight(hidden, intermediate, True)
 
 
 def _experts(fields: Mapping[str, Any], index: int) -> int:

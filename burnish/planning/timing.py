@@ -63,18 +63,16 @@ class Clock:
 
     def _arithmetic(self, layout: Layout) -> float:
         """One forward pass over the step's sequences."""
-        shares = layout.world // layout.sequence
-        rounds = -(
-            -self.work.sequences // shares
-        )  # some devices have one sequence more than others
-        flops = rounds * float(self.shape.flops.each([self.work.length])[0]) / layout.sequence
+        sharing = layout.sequence * layout.tensor
+        rounds = -(-self.work.sequences // (layout.world // sharing))  # the most that one share has
+        flops = rounds * float(self.shape.flops.each([self.work.length])[0]) / sharing
         return flops / (self.devices.flops * _EFFICIENCY)
 
     def _update(self, layout: Layout, engine: EngineConfig, microbatches: int) -> float:
         again = _RECOMPUTED[engine.activation_checkpointing]
         arithmetic = (3 + again) * self._arithmetic(layout)
         gathers = microbatches * (2 if engine.reshard_after_forward else 1) * self.work.updates
-        elements = self.shape.elements
+        elements = self.shape.elements / layout.tensor
         moved = gathers * self._travel(self.width * elements, layout.shards)
         moved += self.work.updates * self._travel(_FP32 * elements, layout.shards)
         if layout.replicas > 1:
@@ -83,12 +81,16 @@ class Clock:
         return max(arithmetic, moved) + self._exchanged(layout, 3 + again)
 
     def _exchanged(self, layout: Layout, passes: float) -> float:
-        """Ulysses' exchange of queries, keys, values and outputs in every layer, which nothing hides."""
-        if layout.sequence == 1:
-            return 0.0
-        token = sum(2 * (layer.query + layer.key) * n for layer, n in self.shape.layers)
-        mine = self.work.tokens / layout.world
-        return passes * self._travel(self.width * token * mine, layout.sequence)
+        """What ranks that share a micro-batch tell each other in every layer, which nothing hides.
+
+        Ulysses exchanges queries, keys, values and outputs; tensor parallelism gathers the hidden state
+        twice and sums it twice.
+        """
+        heads = sum(2 * (layer.query + layer.key) * n for layer, n in self.shape.layers)
+        states = 4 * self.shape.hidden * self.shape.depth
+        mine = self.work.tokens / layout.token_ranks * self.width * passes
+        exchanged = self._travel(heads * mine / layout.tensor, layout.sequence)
+        return exchanged + self._travel(states * mine, layout.tensor)
 
     def _rollout(self, layout: Layout) -> float:
         """Reading the prompts, then one pass over weights and cache for every token."""

@@ -34,7 +34,7 @@ def test_a_plan_in_words(work: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan", "c.yaml", "--devices", "64xH100-80G"]) == 0
     text = capsys.readouterr().out
     for fact in (
-        "8.19 B parameters on 64 × H100 with 80 GiB",
+        "8.2 billion parameters on 64 × H100 with 80 GiB",
         "supervised fine-tuning: 256 sequences of 4096 tokens a step",
         "Recommended: ",
         "█",
@@ -57,7 +57,7 @@ def test_a_plan_for_rewards_has_the_phases_of_reinforcement_learning(
     best = found["plans"][0]
     assert best["fits"]
     assert list(best["bytes"]) == ["rollout", "update", "publish", "save"]
-    assert best["replicas"] * best["shards"] == 64
+    assert best["replicas"] * best["shards"] * best["tensor"] == 64
     assert found["largest_error"] <= 0.1
     assert main([*argv, *best["overrides"]]) == 0
 
@@ -102,15 +102,17 @@ def test_a_trillion_parameters_on_many_devices_without_torch(work: Path) -> None
     )
     program = (
         "import sys\nfrom burnish.cli.main import main\n"
-        f"argv = ['plan', 'c.yaml', 'model.fresh={model}', 'batch.examples=65536']\n"
-        "assert main([*argv, '--devices', '16384xB200-180G', '--json']) == 2\n"
+        f"argv = ['plan', 'c.yaml', 'model.fresh={model}', 'batch.examples=8192']\n"
+        "assert main([*argv, '--devices', '16384xH100-80G', '--json']) == 0\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found["plans"]) > 100
-    assert "does not fit on 16384 × B200" in done.stderr
+    best = found["plans"][0]
+    assert best["replicas"] * best["shards"] * best["tensor"] == 16384
+    assert best["tensor"] > 1  # a layer's gathered experts fit no device otherwise
 
 
 def make_runnable(work: Path) -> None:

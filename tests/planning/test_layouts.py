@@ -119,6 +119,29 @@ def test_several_micro_batches_keep_whole_gradients():
     assert many.phases["update"]["gradients"] >= whole > few.phases["update"]["gradients"]
 
 
+def test_ranks_that_share_matrices_hold_their_part():
+    whole, half = (
+        configured(engine={"tensor_parallel": tensor, "activation_checkpointing": "full"})
+        for tensor in (1, 2)
+    )
+    assert (half.layout.shards, half.layout.tensor) == (32, 2)
+    assert half.phases["update"]["activations"] < whole.phases["update"]["activations"]
+    assert half.phases["update"]["gathered"] == pytest.approx(
+        whole.phases["update"]["gathered"] / 2, rel=0.01
+    )
+    assert half.phases["save"]["weights"] == pytest.approx(
+        whole.phases["save"]["weights"], rel=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [{"lora": {"rank": 16}}, {"fresh": MODEL | {"model_type": "olmo2"}}]
+)
+def test_what_tensor_parallelism_does_not_know_is_not_planned_with_it(changes):
+    values = SFT | {"model": SFT["model"] | changes}
+    assert {plan.layout.tensor for plan in planner(values).all_plans()} == {1}
+
+
 def test_an_adapter_needs_no_state_for_the_model():
     values = RL | {"model": RL["model"] | {"lora": {"rank": 16}}}
     adapter, full = (planner(v, "rl").as_configured() for v in (values, RL))
