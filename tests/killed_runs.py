@@ -32,7 +32,8 @@ def killed(
 ) -> Path:
     """The directory of a run that saves in the background, after so many kills of a random rank at random moments, finished.
 
-    Every fourth kill comes while the run starts and resumes, the others while it trains and saves.
+    Every fourth kill comes while the run starts and resumes, and takes all ranks along, for they may
+    not have met yet; the others come while it trains and saves.
     A run that has come to its end in between begins anew under another name. `tell` is called
     after every kill.
     """
@@ -41,14 +42,17 @@ def killed(
     for number in range(kills):
         started = ranks(work, argv, world)
         if number % 4 == 3:
+            victims = started
             time.sleep(moments.uniform(0, 1.5))
         else:
+            victims = [started[moments.randrange(world)]]
             wait_for_a_step(started[0])
             time.sleep(moments.uniform(0, 0.4))
-        victim = moments.randrange(world)
-        started[victim].send(signal.SIGKILL)
+        for victim in victims:
+            victim.send(signal.SIGKILL)
         codes = [each.wait() for each in started]
-        assert codes[victim] in (-signal.SIGKILL, 0), started[victim].output
+        for victim, code in zip(started, codes, strict=True):
+            assert victim not in victims or code in (-signal.SIGKILL, 0), victim.output
         if codes == [0] * world:
             attempt += 1
             argv = [*KINDS[kind], f"name={name}_{attempt}", *SAVING]
