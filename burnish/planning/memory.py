@@ -24,7 +24,7 @@ Parts = dict[str, float]
 _MIB = 1 << 20
 _FP32 = 4
 _SLOTS = 2
-"""Numbers that AdamW keeps per weight."""
+"""Numbers that AdamW keeps per weight; Muon keeps one of each matrix of the layers."""
 _WAVE = 64 * _MIB
 """Publishing sends at most so much at one time, and receives as much."""
 _SAVING = 3 * 32 * _MIB
@@ -125,7 +125,8 @@ class Needs:
         """Weights and optimizer, always there."""
         held = float(self._held_all)
         if self._trained:
-            return {"weights": _FP32 * held, "optimizer": _SLOTS * _FP32 * held}
+            numbers = _SLOTS * held - (self._matrices if self._config.optim.kind == "muon" else 0)
+            return {"weights": _FP32 * held, "optimizer": _FP32 * numbers}
         adapter = self._adapter / self._layout.shards
         weights = self._model.bytes * held + _FP32 * adapter
         return {"weights": weights, "optimizer": _SLOTS * _FP32 * adapter}
@@ -326,6 +327,14 @@ class Needs:
     @cached_property
     def _all(self) -> int:
         return self._held_all * self._layout.shards
+
+    @property
+    def _matrices(self) -> int:
+        """Elements of which Muon keeps one number instead of AdamW's two."""
+        return sum(
+            self._held(weight for weight in layer.weights if weight.columns > 1) * n
+            for layer, n, _ in self._model.layers
+        )
 
     @property
     def _gathered_layers(self) -> int:

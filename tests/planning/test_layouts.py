@@ -78,6 +78,17 @@ def test_state_is_twelve_bytes_a_parameter():
     assert parts["weights"] + parts["optimizer"] == 12 * elements
 
 
+def test_muon_keeps_one_number_of_a_matrix():
+    values = SFT | {"optim": {"kind": "muon"}}
+    parts = planner(values, devices="1xB200-180G").as_configured().phases["save"]
+    shape = ModelShape.of(MODEL)
+    others = sum(w.elements for w in shape.root)
+    others += sum(
+        w.elements * n for layer, n in shape.layers for w in layer.weights if w.columns == 1
+    )
+    assert parts["optimizer"] == 4 * (shape.elements + others)
+
+
 def configured(**changes):
     values = SFT | {"engine": changes.pop("engine", {}), **changes}
     return planner(values).as_configured()
