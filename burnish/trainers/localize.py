@@ -27,7 +27,7 @@ _MODEL_SUFFIXES = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja"
 def with_local_inputs(config: RunConfig, *, trains: bool = True) -> RunConfig:
     """The configuration with paths of copies in the place of URLs; itself where there are none.
 
-    Training data are copied only where it `trains`. Raises `MissingError` for what is not there,
+    Training data and a critic are copied only where it `trains`. Raises `MissingError` for what is not there,
     and `BurnishError` for what cannot be copied.
     """
     progress = Progress(config.tracking.progress and place_of(os.environ).layout.is_main)
@@ -38,7 +38,7 @@ def with_local_inputs(config: RunConfig, *, trains: bool = True) -> RunConfig:
     return config.model_copy(
         update={
             "model": _model(config.model, watch),
-            "critic": _critic(config.critic, watch),
+            "critic": _critic(config.critic, watch) if trains else config.critic,
             "data": config.data.model_copy(update=data),
             "reward": _reward(config.reward, watch),
         }

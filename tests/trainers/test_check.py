@@ -50,8 +50,8 @@ class Averaging(TorchEngine):
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         stats = super().forward_backward(batch, loss)
-        for parameter in self._parameters.values():
-            parameter.grad /= self.layout.world
+        for gradient in self._trained().gradients().values():
+            gradient /= self.layout.world
         return stats
 
 

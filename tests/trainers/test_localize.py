@@ -61,6 +61,7 @@ def config(store: Remote, **data: list[str]) -> RunConfig:
             },
             "data": data or {"train": [f"{url}/data"], "validation": [f"{url}/data/part-0.jsonl"]},
             "reward": {"functions": [{"function": f"{url}/code/rewards.py:letters", "weight": 2}]},
+            "critic": {"path": f"{url}/model"},
             "tracking": {"progress": False},
         }
     )
@@ -72,7 +73,7 @@ def test_every_input_becomes_a_path_of_this_machine(store: Remote, cache: Path) 
     names = {path.name for path in model.rglob("*")}
     assert {"config.json", "tokenizer.json"} < names
     assert not names & {"pytorch_model.bin", "original"}
-    assert local.model.tokenizer == str(model)
+    assert local.model.tokenizer == local.critic.path == str(model)
     assert Path(local.model.chat_template or "").read_text() == "{{ messages }}"
     assert [row["prompt"] for row in load_rows(local.data.train).span(0, 3)] == ["0", "1", "2"]
     assert [Path(path).name for path in local.data.validation] == ["part-0.jsonl"]
@@ -108,6 +109,7 @@ def test_paths_of_this_machine_stay_as_they_are(cache: Path) -> None:
 def test_an_evaluation_copies_no_training_data(store: Remote) -> None:
     local = with_local_inputs(config(store), trains=False)
     assert local.data.train == [f"{store.url}/data"]
+    assert local.critic.path == f"{store.url}/model"
     assert "://" not in local.data.validation[0]
 
 
