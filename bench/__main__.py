@@ -14,7 +14,7 @@ import subprocess
 import sys
 from typing import Any
 
-BENCHMARKS = ("generate", "grpo", "loading")
+BENCHMARKS = ("checkpoint", "generate", "grpo", "loading")
 
 
 def run(name: str) -> dict[str, Any]:

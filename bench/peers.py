@@ -109,6 +109,10 @@ class Peer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
         """End the process: its stdin ends, then it does."""
         assert self._process.stdin is not None
         self._process.stdin.close()

@@ -134,15 +134,18 @@ class BlockReader:
             pool = opened.enter_context(ThreadPoolExecutor(readers, "burnish-read"))
             asked = [self._ask(number, memory[number], place) for number in range(2)]
             coming = [self._begin(pool, files, few, write) for few in asked]
+            failed: list[BaseException] = []
             for number, moves in enumerate(self._plan.groups):
                 few, reads = asked.pop(0), coming.pop(0)
-                with agree(self._layout):
-                    for each in reads:
-                        each.result()
+                failed += filter(None, [each.exception() for each in reads])
                 for wave in moves.waves:
                     exchange.run(wave, few.give, write)
                 asked.append(self._ask(number + 2, memory[number % 2], place))
                 coming.append(self._begin(pool, files, asked[-1], write))
+            # Asked once: whoever failed has gone on giving others what they wait for.
+            with agree(self._layout):
+                if failed:
+                    raise failed[0]
 
     def _ask(self, number: int, memory: Tensor, place: Callable[[Move], Tensor | None]) -> _Few:
         """A few blocks that are to be read; none where there are no more."""

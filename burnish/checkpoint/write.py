@@ -184,8 +184,9 @@ class _Disk:
         """Return when all that was written survives a power loss. Nothing may be being written."""
         for begun in self._syncs:
             begun.result()
-        for file in self._files.values():
-            file.sync()
+        for index, file in self._files.items():
+            if self._unsynced[index]:
+                file.sync()
 
     def _write(self, blocks: list[tuple[Block, BlockMemory]]) -> BlockHashes:
         hashes: BlockHashes = {}
