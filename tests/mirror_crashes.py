@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -163,9 +163,9 @@ def try_moment(url: str, moment: str, directory: Path) -> Verdict:
     return Verdict(wrong="" if left == {NEW} else f"left on the mirror: {sorted(left)}")
 
 
-def try_kills(url: str, directory: Path, rng: random.Random, kills: int) -> list[Verdict]:
+def try_kills(url: str, directory: Path, rng: random.Random, kills: int) -> Iterator[Verdict]:
     """Kill a machine that copies one step after the other at random moments, again and again."""
-    found, run = [], directory / "run"
+    run = directory / "run"
     for number in range(kills):
         before = _acked(run)
         process = started(copy_forever, url, run)
@@ -176,8 +176,7 @@ def try_kills(url: str, directory: Path, rng: random.Random, kills: int) -> list
         process.kill()
         process.join()
         newest = max(step.step for step in committed(run / "checkpoints"))
-        found.append(aftermath(url, directory / f"empty-{number}", _acked(run), newest))
-    return found
+        yield aftermath(url, directory / f"empty-{number}", _acked(run), newest)
 
 
 def _acked(run: Path) -> int:

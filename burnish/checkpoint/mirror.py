@@ -134,7 +134,8 @@ class Sync:
     def run(self) -> list[int]:
         """Send the run's small files, then steps, then remove what outlived its use; returns the steps sent.
 
-        The files go first so that a step never is there without the lines of metrics before it. A step that is damaged here, or that goes from here meanwhile, keeps no other back; damage is
+        The files go first so that a step never is there without the lines of metrics before it. A
+        step that is damaged here, or that goes from here meanwhile, keeps no other back; damage is
         raised at the end.
         """
         sent, failed = [], None
