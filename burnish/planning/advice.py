@@ -56,10 +56,10 @@ def _remedies(part: str, plan: Plan, config: RunConfig) -> list[str]:
 def refuse(plan: Plan, config: RunConfig, devices: Devices) -> UsageError:
     """What is said of a run that cannot fit."""
     parts = sorted(plan.phases[plan.fullest].items(), key=lambda item: -item[1])
-    most = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts[:4])
+    most = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts[:4])
     return UsageError(
         f"this run does not fit on {devices}",
-        have=f"{plan.need / 1e9:.1f} GB in {plan.fullest} ({most})",
-        want=f"at most {plan.usable / 1e9:.1f} GB on each device",
-        do=f"set {advice(plan, config)}; burnish plan CONFIG --devices shows what fits",
+        have=f"{plan.need / 1e9:.3g} GB in {plan.fullest} ({most})",
+        want=f"at most {plan.usable / 1e9:.3g} GB on each device",
+        do=f"try {advice(plan, config)}; burnish plan CONFIG --devices shows what fits",
     )

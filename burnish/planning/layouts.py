@@ -167,7 +167,7 @@ def why_not(plans: Sequence[Plan]) -> list[str]:
     lines = []
     for (phase, part), some in sorted(groups.items(), key=lambda item: -len(item[1])):
         least, most = (extreme(p.need for p in some) / 1e9 for extreme in (min, max))
-        span = f"{least:.1f}" if len(some) == 1 else f"{least:.1f} to {most:.1f}"
+        span = f"{least:.3g}" if len(some) == 1 else f"{least:.3g} to {most:.3g}"
         lines.append(f"{len(some)} need {span} GB in {phase}, most of it {part}")
     return lines
 

@@ -60,7 +60,7 @@ class OutOfMemory:
         helpful = "set batch.tokens_per_device lower"
         plan = self._plan(phase)
         if plan is not None:
-            helpful = f"set {advice(plan, self.config)}; see burnish plan"
+            helpful = f"try {advice(plan, self.config)}; see burnish plan"
         if snapshot is not None:
             helpful += f"; what was allocated is in {snapshot}"
         return BurnishError(

@@ -70,7 +70,7 @@ def test_nothing_fits(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "does not fit on 4 × L4 with 24 GiB",
         "have: ",
         "want: at most 24.2 GB",
-        "do:   set ",
+        "do:   try ",
     ):
         assert fact in error
 
