@@ -54,9 +54,11 @@ def share_out(
     Raises `UsageError` for a cost that is no positive number, and for a sequence or group longer
     than the budget.
     """
-    members = _members(len(lengths) if groups is None else groups)
-    items = Items(_summed(_whole(costs), members), _summed(lengths, members), budget)
-    _check_limit(items, members)
+    group = np.arange(len(lengths))
+    if groups is not None:
+        _, group = np.unique(groups, return_inverse=True)
+    items = Items(_summed(_whole(costs), group), _summed(lengths, group), budget)
+    _check_limit(items, group)
     fewest = max(1, -(-int(lengths.sum()) // (budget * ranks)))
     bins = divide(items, fewest * ranks)
     if bins is None:
@@ -66,7 +68,7 @@ def share_out(
         if bins is None:
             bins = _spread(tight, items.costs, count)
             level(bins, items)
-    return _dealt(bins, items, members, ranks)
+    return _dealt(bins, items, group, ranks)
 
 
 def share_evenly(costs: Costs, ranks: int) -> list[list[int]]:
@@ -86,27 +88,17 @@ def _whole(costs: Costs) -> Integers:
     return np.maximum(np.rint(costs * scale), 1).astype(np.int64)
 
 
-def _members(groups: Integers | int) -> list[Integers]:
-    """The sequences of each group, ascending; of as many groups as sequences where there is but a number."""
-    if isinstance(groups, int):
-        return list(np.arange(groups)[:, None])
-    order = np.argsort(groups, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
+def _summed(values: Integers, group: Integers) -> Integers:
+    """The sum over each group; exact, because all values together are below 2^53."""
+    return np.bincount(group, weights=values).astype(np.int64)
 
 
-def _summed(values: Integers, members: list[Integers]) -> Integers:
-    """The sum over each group."""
-    if len(members) == len(values):
-        return values[np.concatenate(members)]
-    return np.array([values[each].sum() for each in members], dtype=np.int64)
-
-
-def _check_limit(items: Items, members: list[Integers]) -> None:
+def _check_limit(items: Items, group: Integers) -> None:
     longest = int(np.argmax(items.sizes))
     if items.sizes[longest] > items.limit:
         raise UsageError(
             "sequences that stay together do not fit into a micro-batch",
-            have=f"{items.sizes[longest]} tokens from sequence {members[longest][0]} on",
+            have=f"{items.sizes[longest]} tokens from sequence {int(np.argmax(group == longest))} on",
             want=f"at most {items.limit}",
             do=f"set batch.tokens_per_device={items.sizes[longest]} or more",
         )
@@ -148,7 +140,7 @@ def _spread(bins: Bins, costs: Integers, count: int) -> Bins:
     return bins
 
 
-def _dealt(bins: Bins, items: Items, members: list[Integers], ranks: int) -> Shares:
+def _dealt(bins: Bins, items: Items, group: Integers, ranks: int) -> Shares:
     """Bins of like cost into one round, in it the costliest to the rank with least so far; rounds in order."""
     loads = np.array([items.costs[held].sum() for held in bins], dtype=np.int64)
     rounds = np.argsort(-loads, kind="stable").reshape(-1, ranks)
@@ -158,14 +150,15 @@ def _dealt(bins: Bins, items: Items, members: list[Integers], ranks: int) -> Sha
         each[idlest] = each.copy()
         totals += loads[each]
     ordered = np.concatenate([rounds[::2][::-1], rounds[1::2]])
-    shares = [
-        [_sequences(bins[index], members) for index in ordered[:, rank]] for rank in range(ranks)
-    ]
+    contents = _sequences(bins, group)
+    shares = [[contents[index] for index in ordered[:, rank]] for rank in range(ranks)]
     return Shares(shares, float(loads[rounds].max(axis=1).sum() * ranks / loads.sum()))
 
 
-def _sequences(held: list[int], members: list[Integers]) -> Integers:
-    """The sequences of these groups, ascending."""
-    if not held:
-        return np.array([], dtype=np.int64)
-    return np.sort(np.concatenate([members[index] for index in held]))
+def _sequences(bins: Bins, group: Integers) -> list[Integers]:
+    """The sequences of the groups in each bin, ascending."""
+    home = np.empty(int(group.max()) + 1, dtype=np.int64)
+    for index, held in enumerate(bins):
+        home[held] = index
+    counts = np.bincount(home[group], minlength=len(bins))
+    return np.split(np.argsort(home[group], kind="stable"), np.cumsum(counts)[:-1])

@@ -20,7 +20,7 @@ Integers = npt.NDArray[np.int64]
 Bins = list[list[int]]
 """The indices of the items in each bin."""
 
-_LAYERS = 64
+_LAYERS = 16
 """With more items per bin than this, differencing is no better than falling cost, and slower."""
 _GIVEN, _TAKEN = 128, 256
 """Items of the costly bin, and of cheaper ones, that are looked at for an exchange."""
@@ -46,6 +46,8 @@ def divide(items: Items, count: int, *, equal_counts: bool = False) -> Bins | No
 
     With `equal_counts` no bin has two items more than another.
     """
+    if count == 1:
+        return [list(range(len(items.costs)))] if int(items.sizes.sum()) <= items.limit else None
     found = [] if equal_counts else [_by_falling_cost(items, count)]
     if equal_counts or len(items.costs) <= _LAYERS * count:
         found.append(_by_differences(items, count))
