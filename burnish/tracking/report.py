@@ -52,8 +52,10 @@ _LEARNING = (
     ("Groups without variance, fraction", ("reward/zero_std_frac",)),
     ("KL", ("actor/ppo_kl", "actor/kl_loss")),
     ("Clipped tokens, fraction", ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")),
+    ("Value loss of the critic", ("critic/vf_loss",)),
+    ("Variance that the critic explains, fraction", ("critic/explained_var",)),
     ("Generator against engine, KL", ("rollout/mismatch_kl",)),
-    ("Learning rate", ("actor/lr", "train/lr")),
+    ("Learning rate", ("actor/lr", "train/lr", "critic/lr")),
 )
 _SPEED = (
     ("Tokens per second", ("perf/tokens_per_s",)),
