@@ -35,8 +35,10 @@ _STYLES: Mapping[str, tuple[int, int]] = {
     "packed_colwise": (-2, 2),
     "rowwise": (-1, 1),
 }
-"""Of the plan's styles those that cut a weight: the dim, and how many tensors it joins along it. The
-others are about gradients of what is not cut, which are summed here in any case."""
+"""Of a plan's styles those that cut a weight: the dim, and how many tensors it joins along it."""
+
+_OTHER_STYLES = frozenset({"replicated_with_grad_allreduce", "moe_tp_experts"})
+"""Those about gradients of what is not cut and about sums over ranks, both of which are made here in any case."""
 
 _BLOCK = re.compile(r"^.*?\.\d+\.[^.]+")
 """The part of a parameter's name that names a child of a decoder layer."""
@@ -46,10 +48,10 @@ def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
     """Leave in `scorer` (still on meta) this rank's part of every matrix; returns what was cut, by parameter.
 
     Parameters keep their names, tied ones stay one, and those that are not cut stay what they are.
-    Raises `IncompatibleError` for a bias that would be added once per rank.
+    Raises `IncompatibleError` for a bias that would be added once per rank, and a plan that is not understood.
     """
     model, rank, ranks = scorer.model, group.rank(), group.size()
-    cuts = dict(_layer_cuts(model, rank, ranks))
+    cuts = dict(_layer_cuts(model, _plan(model), rank, ranks))
     blocks = sorted({match[0] for match in map(_BLOCK.match, cuts) if match})
     vocabulary = Cut.of(model.config.get_text_config().vocab_size, 0, rank, ranks)
     cuts |= dict.fromkeys(_vocabulary_weights(model), vocabulary)
@@ -63,8 +65,24 @@ def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
     return cuts
 
 
-def _layer_cuts(model: PreTrainedModel, rank: int, ranks: int) -> Iterator[tuple[str, Cut]]:
-    plan: Mapping[str, str] = model.config.get_text_config().base_model_tp_plan
+def _plan(model: PreTrainedModel) -> Mapping[str, str]:
+    """The style of each module or parameter of a layer, by its name in the base model with * for the layer's number."""
+    whole: Mapping[str, str] = model.config.get_text_config().base_model_tp_plan
+    plan = {name: style for name, style in whole.items() if ".*." in name}
+    for name, style in plan.items():
+        if style not in _STYLES and style not in _OTHER_STYLES:
+            raise IncompatibleError(
+                f"tensor parallelism does not know how {name} is to be cut",
+                have=f"{style!r} in transformers' plan of {model.config.model_type}",
+                want=f"one of {', '.join(sorted((*_STYLES, *_OTHER_STYLES)))}",
+                do="set engine.tensor_parallel=1, or use the version of transformers that is pinned",
+            )
+    return plan
+
+
+def _layer_cuts(
+    model: PreTrainedModel, plan: Mapping[str, str], rank: int, ranks: int
+) -> Iterator[tuple[str, Cut]]:
     for name, parameter in model.named_parameters():
         pattern = re.sub(r"\.\d+\.", ".*.", name.removeprefix(f"{model.base_model_prefix}."))
         style = plan.get(pattern) or plan.get(pattern.rpartition(".")[0], "")

@@ -17,8 +17,8 @@ from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from burnish.config.schema import EngineConfig, OptimConfig
-from burnish.engines.base import Part
+from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
+from burnish.engines.base import LossFn, Part
 from burnish.engines.fitting import require_fitting
 from burnish.engines.tensor_parallel import share_matrices
 from burnish.engines.torch_engine import TorchEngine
@@ -31,7 +31,7 @@ from burnish.models.value_head import value_config
 from burnish.parallel.layout import Layout
 from burnish.records import Example, MicroBatch, TokenOutputs
 from burnish.tracking.metrics import Stats
-from burnish.trainers.check import step_of_engine
+from burnish.trainers.check import RandomAdapter, step_of_engine
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -52,6 +52,8 @@ MODELS: dict[str, tuple[str, dict[str, bool]]] = {
     "tied": ("gemma3_text", {}),  # with sliding windows and soft-capped logits
     "moe": ("qwen3_moe", {}),
 }
+AGAIN = {"dense": "selective", "tied": "full", "moe": "full"}
+"""What is computed again in the backward pass, beside nothing."""
 PER_MICRO = {1: 3, 2: 2, 4: 1}
 """Sequences in a micro-batch, by processes: with five sequences, some ranks have none in the last round."""
 
@@ -137,7 +139,7 @@ def cases_of(world: int) -> list[tuple[str, str, str]]:
         (name, kind, again)
         for name, (ranks, _) in LAYOUTS.items()
         for kind in MODELS
-        for again in ("none", "full")
+        for again in ("none", AGAIN[kind])
         if ranks == world and (world < 4 or again == "none" or kind == "moe")
     ]
 
@@ -220,6 +222,14 @@ def test_a_bias_behind_a_sum_over_ranks_is_refused() -> None:
         share_matrices(scorer, FakeGroup())
 
 
+def test_a_plan_that_is_not_understood_is_refused() -> None:
+    config = tiny_config("llama")
+    config.base_model_tp_plan = {"layers.*.self_attn.q_proj": "colwise_gather_output"}
+    scorer = Scorer(build_on_meta(config))
+    with pytest.raises(IncompatibleError, match=r"self_attn\.q_proj(.|\n)*colwise_gather_output"):
+        share_matrices(scorer, FakeGroup())
+
+
 class FakeGroup:
     """As much of a process group as says which rank this is."""
 
@@ -228,6 +238,37 @@ class FakeGroup:
 
     def size(self) -> int:
         return 2
+
+
+def adapter_rank(
+    layout: Layout, path: Path, layouts: Sequence[Mapping[str, int]]
+) -> list[list[float]]:
+    """Losses and gradient norms of an adapter."""
+    found = []
+    for settings in layouts:
+        config = EngineConfig(precision="fp32", max_grad_norm=CLIP, **settings)
+        hf_config, lora = AutoConfig.from_pretrained(path), LoraConfig(rank=4)
+        engine = TorchEngine(hf_config, config, OPTIM, layout=layout, device=CPU, lora=lora)
+        engine.load(SafetensorsSource(path), Part.FROZEN)
+        engine.load(RandomAdapter(1), Part.WEIGHTS)
+        found.append(numbers_of(engine, loss))
+    return found
+
+
+def numbers_of(engine: TorchEngine, loss_of: LossFn) -> list[float]:
+    batch = cut(examples(), engine.layout, 2)
+    numbers = []
+    for _ in range(STEPS):
+        numbers.append(engine.forward_backward(batch, loss_of).values_by_name()["loss"])
+        numbers.append(engine.optim_step(LR).values_by_name()["grad_norm"])
+    return numbers
+
+
+def test_an_adapter_trains_as_in_one_process(models: dict[str, Path]) -> None:
+    (wanted,) = run_ranks(adapter_rank, 1, models["dense"], [{}])[0]
+    for rank in run_ranks(adapter_rank, 2, models["dense"], [{}, {"sequence_parallel": 2}]):
+        for numbers in rank:
+            assert numbers == pytest.approx(wanted, rel=1e-5)
 
 
 def squared(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
@@ -244,12 +285,7 @@ def value_rank(layout: Layout, layouts: Sequence[Mapping[str, int]]) -> list[lis
         config = EngineConfig(precision="fp32", max_grad_norm=CLIP, **settings)
         engine = TorchEngine(hf_config, config, OPTIM, layout=layout, device=CPU)
         engine.load(FreshSource(hf_config, 3), Part.WEIGHTS)
-        batch = cut(examples(), engine.layout, 2)
-        numbers = []
-        for _ in range(STEPS):
-            numbers.append(engine.forward_backward(batch, squared).values_by_name()["loss"])
-            numbers.append(engine.optim_step(LR).values_by_name()["grad_norm"])
-        found.append(numbers)
+        found.append(numbers_of(engine, squared))
     return found
 
 
