@@ -14,6 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+# torch 2.13 has given these another name, and warns at the one that earlier ones have.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def swap(parts: Tensor, group: ProcessGroup) -> Tensor:
     """All-to-all: `parts` [ranks, ...] has one part for each rank; returns the parts from each rank, in the same shape."""
@@ -98,11 +102,11 @@ class _ScatterSums(torch.autograd.Function):
 
 def _gathered(rows: Tensor, group: ProcessGroup) -> Tensor:
     gathered = rows.new_empty(group.size() * len(rows), *rows.shape[1:])
-    dist.all_gather_single(gathered, rows.contiguous(), group=group)
+    _all_gather(gathered, rows.contiguous(), group=group)
     return gathered
 
 
 def _scattered(rows: Tensor, group: ProcessGroup) -> Tensor:
     own = rows.new_empty(len(rows) // group.size(), *rows.shape[1:])
-    dist.reduce_scatter_single(own, rows.contiguous(), group=group)
+    _reduce_scatter(own, rows.contiguous(), group=group)
     return own
