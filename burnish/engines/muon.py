@@ -59,15 +59,17 @@ class Muon:
         self.buffers = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
         """The momentum, by weight name."""
         self._mine = _share(list(matrices), layout)
-        updates = self._shards_of(self._in_bf16(self.buffers))
+        updates = self._shards_of({n: t.bfloat16() for n, t in self.buffers.items()})
         mine = self._matrices()
         self._gather = Transfer(updates, mine, layout)
         self._scatter = Transfer(mine, updates, layout)
 
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
         """One update at learning rate `lr`; a weight without a gradient counts as having one of zeros. Collective."""
-        directions = {name: self._direction(name, gradients) for name in self._weights}
-        updates, mine = self._shards_of(self._in_bf16(directions)), self._matrices()
+        updates = self._shards_of(
+            {name: self._direction(name, gradients).bfloat16() for name in self._weights}
+        )
+        mine = self._matrices()
         self._gather.run(updates, mine)
         for matrix in mine:
             matrix.tensor.copy_(orthogonalized(matrix.tensor))
@@ -83,9 +85,6 @@ class Muon:
         gradient = gradients[name] if name in gradients else torch.zeros_like(buffer)
         buffer.lerp_(gradient, 1 - self._momentum)
         return gradient.lerp(buffer, self._momentum)
-
-    def _in_bf16(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.bfloat16() for name, tensor in tensors.items()}
 
     def _shards_of(self, tensors: Mapping[str, Tensor]) -> list[Shard]:
         return list(self._describe(tensors))

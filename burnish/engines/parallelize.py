@@ -97,8 +97,9 @@ def parallelize(scorer: Scorer, config: EngineConfig, mesh: Mesh) -> dict[str, C
             reshard_after_forward=config.reshard_after_forward and parts > 1,
         )
     fully_shard(scorer, mesh=weights, mp_policy=policy, reshard_after_forward=False)
-    for module in scorer.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    if weights.size() > 1:  # the mean over one rank is its sum, without a division
+        for module in scorer.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
     return cuts

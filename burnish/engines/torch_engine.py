@@ -6,6 +6,7 @@ code over a mesh of one. Left out so far: context parallelism, offload and compi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -119,17 +120,17 @@ class TorchEngine:
         if self._mesh.tensor is not None:
             uncut = [gradient for name, gradient in gradients.items() if name not in self._cuts]
             sum_over(self._mesh.tensor, uncut)
-        norm = self._gradient_norm(gradients)
-        finite = bool(torch.isfinite(norm))
+        norm = float(self._gradient_norm(gradients))
+        finite = math.isfinite(norm)
         if finite:
-            scale = min(1.0, self._config.max_grad_norm / (float(norm) + 1e-6))
+            scale = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
             if scale < 1.0:
                 torch._foreach_mul_(list(gradients.values()), scale)
             optimizer.step(lr)
         optimizer.zero_grad()
-        self._count_skips(finite, float(norm))
+        self._count_skips(finite, norm)
         return Stats(
-            grad_norm=Mean(float(norm), 1.0),
+            grad_norm=Mean(norm, 1.0),
             lr=Mean(lr, 1.0),
             skipped=Sum(0.0 if finite else 1.0),
         )

@@ -17,8 +17,6 @@ from typing import Any
 from burnish.errors import CorruptError
 from burnish.tracking.atomic import write_atomically
 
-_NON_FINITE = ("NaN", "Infinity", "-Infinity")
-
 
 def json_number(value: float) -> float | str:
     """`value` as JSON can hold it: itself when finite, else "NaN", "Infinity" or "-Infinity"."""

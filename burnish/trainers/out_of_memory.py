@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from burnish.config.schema import RunConfig
-from burnish.errors import BurnishError, UsageError
+from burnish.errors import BurnishError
 from burnish.models.loading import read_model_config
 from burnish.parallel.device import device_name, peak_memory, total_memory
 from burnish.parallel.layout import Layout
@@ -24,6 +24,9 @@ from burnish.tracking.peaks import Peaks
 
 _CPU_SAYS = "can't allocate memory"
 """How torch's allocator on a CPU says it, in a plain RuntimeError."""
+
+_PLANNED = {"advantages": "log-probs", "validate": "rollout"}
+# What the planner calls parts of a step that are something else to a reader of the metrics.
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +74,16 @@ class OutOfMemory:
         )
 
     def _plan(self, phase: str) -> Plan | None:
-        """What the planner says of this run, of the phase if it has it; None for a model that it does not know."""
-        devices = Devices(
-            self.layout.world, device_name(self.device), total_memory(self.device), 1.0, 1.0, 1.0
-        )
+        """What the planner says of this run, of the phase if it has it; None for a model that it does not know or cannot read here."""
+        name = "CPU" if self.device.type == "cpu" else device_name(self.device)
+        devices = Devices(self.layout.world, name, total_memory(self.device), 1.0, 1.0, 1.0)
         try:
             shape = ModelShape.of(read_model_config(self.config.model).to_dict())
-        except UsageError:
+        except BurnishError:
             return None
         work = Workload.of(self.config, self.trainer)
         plan = Planner(shape, self.config, work, devices).as_configured()
-        return plan.within(phase)
+        return plan.within(_PLANNED.get(phase, phase))
 
     def _snapshot(self, directory: Path) -> Path | None:
         if self.device.type != "cuda":

@@ -7,6 +7,7 @@ signal in the middle of a step saves the state after the step before it.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -129,8 +130,10 @@ class Run:
         """Take up the models that are trained, by role (`MAIN` among them), and resume them where a committed step exists. Collective.
 
         Returns what was resumed from. What is trained is not touched when there is none; what is frozen
-        is loaded.
+        is loaded. Raises `BurnishError` when the ranks were not given the same data and tokenizer.
         """
+        given = json.dumps(inputs.as_state())
+        same_on_all_ranks(given, "what data.train and the tokenizer hold", self.layout)
         self._learners, self._total_steps = learners, total_steps
         self._inputs = inputs
         self._peak = peak_flops(self.device, compute_dtype(self.config.engine))

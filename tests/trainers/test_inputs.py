@@ -8,13 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from distributed import run_ranks
 from tokenizers_for_tests import char_tokenizer
 
-from burnish.config.schema import DataConfig
+from burnish.config.schema import DataConfig, RunConfig
 from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
-from burnish.errors import IncompatibleError
+from burnish.errors import BurnishError, IncompatibleError
+from burnish.parallel.layout import Layout
 from burnish.trainers.inputs import Inputs
+from burnish.trainers.run import open_run
 
 STEP = Path("step-00000007")
 ROWS = [{"prompt": f"{n}+1=", "completion": str(n + 1), "answer": str(n + 1)} for n in range(6)]
@@ -91,3 +95,20 @@ def test_what_does_not_say_so_is_refused(tmp_path, change):
     for recorded in (state, None, [], {}):
         with pytest.raises(IncompatibleError, match="step-00000007 does not say"):
             one.changed_since(recorded, STEP)
+
+
+def begin_with_own_data(layout: Layout, directory: Path) -> str:
+    config = RunConfig.model_validate({"name": "run", "output_dir": str(directory)})
+    inputs = Inputs("vocabulary", "rules", 10, f"the data of rank {layout.rank}")
+    with (
+        open_run(config, "sft", layout, torch.device("cpu")) as run,
+        pytest.raises(BurnishError) as error,
+    ):
+        run.begin({}, inputs, 1)
+    return str(error.value)
+
+
+def test_ranks_that_see_different_data_do_not_begin(tmp_path: Path) -> None:
+    for said in run_ranks(begin_with_own_data, 2, tmp_path):
+        assert "data.train" in said
+        assert "rank 1 differs" in said
