@@ -47,7 +47,7 @@ from burnish.rollout.builtin import BuiltinGenerator
 from burnish.rollout.decoding import Decoding
 from burnish.tracking.progress import Progress
 from burnish.trainers.collect import Collector
-from burnish.trainers.policy_update import Policy, minibatches, token_advantages
+from burnish.trainers.policy_update import Policy, assign_credit, minibatches
 from burnish.trainers.rl import collect_groups
 from burnish.trainers.setup import lay_foundation, make_engine, prompt_dataset
 from burnish.trainers.signals import Stopper
@@ -144,8 +144,8 @@ class Ours:
             self.dataset, self.loader, self.collector, config, self.step_number
         )
         marks.append(self.clock())
-        by_token = token_advantages(groups, policy, config)
-        for batch in minibatches(groups, by_token, policy, config):
+        credit = assign_credit(groups, policy, None, config)
+        for batch in minibatches(groups, credit, policy, config):
             self.engine.forward_backward(batch, self.loss).values()
             self.engine.optim_step(config.optim.lr)
         marks.append(self.clock())

@@ -309,7 +309,10 @@ def send_outputs(directory: Path, remote: Remote) -> None:
         name = path.relative_to(directory).as_posix()
         with naming_failures(f"{path} cannot be read"), suppress(FileNotFoundError):
             if path.is_file() and (path in changing or there.get(name) != path.stat().st_size):
-                remote.put(name, path.read_bytes())
+                if path in changing:
+                    remote.put(name, path.read_bytes())
+                else:
+                    remote.put_file(name, path)
 
 
 def _put_checked(remote: Remote, name: str, data: bytes) -> None:

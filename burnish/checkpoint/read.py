@@ -21,6 +21,7 @@ from burnish.checkpoint.blocks import Block, PlannedFile, blocks_of
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.parts import Parts, Place, owners, slots_of
 from burnish.checkpoint.verify import read_block_into
+from burnish.files.durable import naming_failures
 from burnish.files.storage import ReadableFile, Source
 from burnish.parallel.box_table import intersections
 from burnish.parallel.collectives import agree
@@ -120,13 +121,14 @@ class BlockReader:
         all others `write` takes them, valid until it returns, from any thread. Raises `DamagedBlock`
         naming file and tensors for a block that is not what was written.
         """
+        what = f"{self._step.path} cannot be read"
         exchange = Exchange(self._layout, torch.device("cpu"))
         sizes = [block.stop - block.start for block in self._plan.share]
         room = min(len(sizes), self._plan.group_blocks) * (max(sizes, default=0) + 64)
         memory = [new_memory(room) for _ in range(2)]
         with ExitStack() as opened:
             files: dict[int, ReadableFile] = {}
-            with agree(self._layout):
+            with agree(self._layout), naming_failures(what):
                 for index in sorted({block.file for block in self._plan.share}):
                     file = storage.open(self._step.path / self._files[index].path)
                     files[index] = opened.enter_context(file)
@@ -141,9 +143,9 @@ class BlockReader:
                 for wave in moves.waves:
                     exchange.run(wave, few.give, write)
                 asked.append(self._ask(number + 2, memory[number % 2], place))
-                coming.append(self._begin(pool, files, asked[-1], write))
-            # Asked once: whoever failed has gone on giving others what they wait for.
-            with agree(self._layout):
+                coming.append([] if failed else self._begin(pool, files, asked[-1], write))
+            # Asked once: whoever failed has read no more, but kept up the exchanges that others wait for.
+            with agree(self._layout), naming_failures(what):
                 if failed:
                     raise failed[0]
 

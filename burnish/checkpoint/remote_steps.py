@@ -132,11 +132,13 @@ class RemoteSteps:
 
     def unfinished(self) -> list[RemotePath]:
         """What has a step's name and was never sealed, as last listed."""
-        return [self.root / name for name in self._unsealed() if name not in self.damaged()]
+        damaged = self.damaged()
+        return [self.root / name for name in self._unsealed() if name not in damaged]
 
     def damaged(self) -> list[str]:
         """Names of the steps that were marked as damaged, as last listed."""
-        return [name for name in self._unsealed() if f"{name}/{DAMAGED}" in self._sizes("")]
+        sizes = self._sizes("")
+        return [name for name in self._unsealed() if f"{name}/{DAMAGED}" in sizes]
 
     def _unsealed(self) -> list[str]:
         sizes = self._sizes("")

@@ -116,8 +116,9 @@ class Retention:
 
     def removable(self, root: Path, storage: Storage, pins: Iterable[int]) -> list[int]:
         """The steps below `root` that may go: outlived, and on the mirror where there is one."""
+        awaited = self._awaited(root, storage)
         gone = self.outlived(self.facts(root, storage), pins)
-        return [step for step in gone if step not in self._awaited(root, storage)]
+        return [step for step in gone if step not in awaited]
 
     def apply(self, root: Path, storage: Storage, room: int = 0) -> list[int]:
         """Remove what has outlived its use below `root`; returns those steps.
@@ -176,16 +177,16 @@ def _move_aside(steps: Iterable[int], root: Path, storage: Storage) -> list[Path
 def _make_room(waiting: list[int], root: Path, storage: Storage, room: int) -> list[int]:
     """Remove what waits for the mirror, oldest first, until `room` bytes are free; returns those steps."""
     gone: list[int] = []
-    for step in waiting:
+    for number, step in enumerate(waiting):
         if storage.free_bytes(root) >= room:
-            _log.warning("steps %s stay until they are on the mirror", waiting[len(gone) :])
+            _log.warning("steps %s stay until they are on the mirror", waiting[number:])
             break
         with holding_pins(root, storage) as pins:
             aside = [] if step in pins else _move_aside([step], root, storage)
         for path in aside:
             _log.error("STEP %d GOES BEFORE IT IS ON THE MIRROR: the disk is full", step)
             storage.remove(path)
-        gone.append(step)
+            gone.append(step)
     return gone
 
 

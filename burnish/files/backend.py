@@ -82,7 +82,7 @@ class Backend(Protocol):
     def remove(self, path: str) -> None:
         """Remove a file; nothing where there is none."""
 
-    def remove_below(self, path: str) -> None:
+    def remove_below(self, path: str, pulse: Pulse) -> None:
         """Remove a directory with all in it; nothing where there is none."""
 
 

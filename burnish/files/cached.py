@@ -158,7 +158,7 @@ class _Copy:
             while not stop.is_set():
                 try:
                     piece = todo.get_nowait()
-                    results.put((piece, self._copy_piece(piece, done)))
+                    results.put((piece, self._copy_piece(piece, done, stop)))
                 except queue.Empty:
                     return
                 except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
@@ -184,8 +184,10 @@ class _Copy:
         finally:
             stop.set()
 
-    def _copy_piece(self, piece: _Piece, done: Mapping[tuple[str, int], str]) -> str:
-        """Fetch a piece unless it is there already; returns its hash."""
+    def _copy_piece(
+        self, piece: _Piece, done: Mapping[tuple[str, int], str], stop: threading.Event
+    ) -> str:
+        """Fetch a piece unless it is there already; returns its hash. After `stop` it writes nothing: the file may be whole by then."""
         buffer = bytearray(piece.size)
         known = done.get((piece.file.name, piece.offset))
         with _STORAGE.open(self._partial / piece.file.name, write=True) as file:
@@ -194,7 +196,8 @@ class _Copy:
                 if xxhash.xxh3_128_hexdigest(buffer) == known:
                     return known
             self._remote.read_into(piece.file.name, buffer, piece.offset)
-            file.pwrite(buffer, piece.offset)
+            if not stop.is_set():
+                file.pwrite(buffer, piece.offset)
         return xxhash.xxh3_128_hexdigest(buffer)
 
     def _read_journal(self) -> dict[tuple[str, int], str]:

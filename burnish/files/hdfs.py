@@ -100,7 +100,7 @@ class Hdfs:
         with suppress(FileNotFoundError):
             self._client.delete(path, False)
 
-    def remove_below(self, path: str) -> None:
+    def remove_below(self, path: str, pulse: Pulse) -> None:
         """Remove a directory with all in it."""
         with suppress(FileNotFoundError):
             self._client.delete(path, True)

@@ -76,7 +76,7 @@ class Mounted:
         """Remove a file."""
         Path(path).unlink(missing_ok=True)
 
-    def remove_below(self, path: str) -> None:
+    def remove_below(self, path: str, pulse: Pulse) -> None:
         """Remove a directory with all in it."""
         if Path(path).exists():
             self._storage.remove(Path(path))

@@ -99,11 +99,12 @@ class ObjectStore:
         except (FileNotFoundError, KeyError):  # fsspec's memory raises the latter
             return
 
-    def remove_below(self, path: str) -> None:
-        """All objects below a prefix, and those that stand for directories."""
+    def remove_below(self, path: str, pulse: Pulse) -> None:
+        """All objects below a prefix, and those that stand for directories, one after the other."""
         for name in self._system.find(path):
             if name != path:
                 self.remove(name)
+                pulse(0)
 
 
 class _Pulsing(Callback):  # type: ignore[misc]

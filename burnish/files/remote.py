@@ -174,7 +174,7 @@ class Remote:
     def remove_below(self, name: str) -> None:
         """Remove a directory with all in it, in any order; nothing happens where there is none."""
         path = self._path(name)
-        self._persist(name, "removed", lambda backend, pulse: backend.remove_below(path))
+        self._persist(name, "removed", lambda backend, pulse: backend.remove_below(path, pulse))
 
     def below(self, name: str) -> Remote:
         """What lies at and below a name, over the same connection."""
