@@ -18,22 +18,31 @@ from burnish.checkpoint.manifest import BLOCK_BYTES, COMMIT
 from burnish.errors import CorruptError, MissingError
 from burnish.files.remote import Remote
 from burnish.files.storage import Entry
+from burnish.files.urls import Url
 
 DAMAGED = "DAMAGED"
 """In place of COMMIT in a step that could not be resumed from, and says why."""
 
+_NO_HOST = "*"
+"""In the place of a host where the URL has none; no host is called so."""
 _READS_AT_ONCE = 8
 _BLOCKS_HELD = 8
 
 
 class RemotePath(PurePosixPath):
-    """A URL with the manners of a path: `/`, `name` and `parent`; shown as the URL that it is."""
+    """A URL with the manners of a path: `/`, `name` and `parent`; shown as the URL that it is. Made by `of`."""
+
+    @classmethod
+    def of(cls, url: Url) -> Self:
+        """The place that a URL names."""
+        return cls(f"{url.scheme}:", url.host or _NO_HOST, url.path)
 
     def __str__(self) -> str:
         scheme, slash, rest = super().__str__().partition(":/")
         if not slash:  # what lies below another
             return scheme
-        return f"{scheme}:///{rest}" if scheme == "file" else f"{scheme}://{rest}"
+        host, _, path = rest.partition("/")
+        return str(Url(scheme, "" if host == _NO_HOST else host, path))
 
     def __fspath__(self) -> NoReturn:
         raise TypeError(f"{self} is not on this machine")
@@ -50,7 +59,7 @@ class RemoteSteps:
     def __init__(self, remote: Remote) -> None:
         self.remote = remote
         """The same files, to be changed."""
-        self.root = RemotePath(str(remote))
+        self.root = RemotePath.of(remote.url)
         """The directory."""
         self._listed: tuple[str, dict[str, int]] | None = None
         self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()

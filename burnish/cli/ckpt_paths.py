@@ -20,7 +20,7 @@ P = TypeVar("P", bound=PurePath)
 
 def place(text: str) -> PurePath:
     """What a person wrote: a path of this machine or a URL. Raises `UsageError` for one that is not understood."""
-    return RemotePath(str(Url.parse(text))) if is_url(text) else Path(text)
+    return RemotePath.of(Url.parse(text)) if is_url(text) else Path(text)
 
 
 def source_of(directory: PurePath) -> Source:

@@ -110,7 +110,7 @@ def _require_own_mirror(
             want=f"run {mine or 'without a mirror'}",
             do=f"set name=NAME to mirror this run beside it, or move {directory.root} away to continue that one",
         )
-    require_may_resume(RemotePath(str(mirror.remote)), names, config)
+    require_may_resume(RemotePath.of(mirror.remote.url), names, config)
     return str(theirs.get(RUN))
 
 
@@ -190,7 +190,7 @@ def _require_same(remote: Remote, theirs: dict[str, Any], config: RunConfig, tra
     with tempfile.TemporaryDirectory() as name:
         recorded = Path(name) / _CONFIG
         recorded.write_bytes(remote.read(_CONFIG, _CONFIG_LIMIT))
-        require_same_run(RemotePath(str(remote)), load_config(recorded).config, config)
+        require_same_run(RemotePath.of(remote.url), load_config(recorded).config, config)
 
 
 def _require_trainer(place: object, found: object, wanted: str) -> None:

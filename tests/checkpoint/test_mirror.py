@@ -21,6 +21,7 @@ from burnish.errors import BurnishError, CorruptError
 from burnish.files.patience import Patience
 from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage
+from burnish.files.urls import Url
 from burnish.parallel.layout import Layout
 
 LOCAL = LocalStorage()
@@ -354,10 +355,13 @@ def test_a_step_marked_as_damaged_is_not_listed_and_not_cleared(mirror):
 
 
 def test_a_remote_path_is_shown_as_its_url_and_is_no_local_file():
-    path = RemotePath("s3://bucket/runs/a b") / "step-00000001"
+    path = RemotePath.of(Url.parse("s3://bucket/runs/a b")) / "step-00000001"
     assert str(path) == "s3://bucket/runs/a b/step-00000001"
     assert str(path.parent) == "s3://bucket/runs/a b"
-    assert str(RemotePath("file:///tmp/x")) == "file:///tmp/x"
+    urls = ("s3://b", "hdfs://nn:8020/a/b", "hdfs:///user/me", "file:///tmp/x", "memory://a/b")
+    for url in urls:
+        assert str(RemotePath.of(Url.parse(url))) == url
+        assert str(RemotePath.of(Url.parse(url)) / "step") == str(Url.parse(url).below("step"))
     with pytest.raises(TypeError, match="not on this machine"):
         os.fspath(path)
 
