@@ -45,3 +45,8 @@ def refusal(
             f"     do:   {each.do}",
         ]
     return kind("\n".join(lines))
+
+
+def either(numbers: Sequence[int]) -> str:
+    """As 3 or 4."""
+    return " or ".join(str(each) for each in numbers)

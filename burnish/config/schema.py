@@ -94,6 +94,11 @@ class EngineConfig(Section):
     logprob_chunk: int = Field(2048, ge=1)
     """Tokens whose logits exist in fp32 at one time."""
 
+    @property
+    def sharing(self) -> int:
+        """Processes that work on the same micro-batch."""
+        return self.sequence_parallel * self.tensor_parallel
+
 
 class OptimConfig(Section):
     """The optimizer and its learning rate, a pure function of the step."""
