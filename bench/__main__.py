@@ -43,7 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found = [run(name) for name in BENCHMARKS]
     if arguments.json:
-        machine = next((one["machine"] for one in found if one["machine"]), {})
+        machine: dict[str, Any] = next((one["machine"] for one in found if one["machine"]), {})
         results = [result for one in found for result in one["results"]]
         print(json.dumps({"machine": machine, "results": results}))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -137,7 +137,7 @@ def evenness(costs: Integers, bins: Bins) -> float:
 def compare(name: str, case: Case, rounds: int) -> list[Result]:
     draws = [case.costs(seed) for seed in range(case.draws)]
     plain = [costs.tolist() for costs in draws]
-    sides = {
+    sides: dict[str, Callable[[], list[Bins]]] = {
         "ours": lambda: [ours(costs, case) for costs in draws],
         "peer": lambda: [
             largest_differencing(costs, case.ranks, case.equal_counts) for costs in plain

@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,7 +51,7 @@ def ask_all(team: Team, question: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def slowest(team: Team, question: dict[str, Any]) -> float:
-    return max(answer["seconds"] for answer in ask_all(team, question))
+    return max(float(answer["seconds"]) for answer in ask_all(team, question))
 
 
 @contextmanager
@@ -94,8 +95,9 @@ class Setting:
 
     def in_turns(self, kind: str, limit: str, peers: Sequence[str], goal: float) -> list[Result]:
         """One kind of work of all sides, beside its limit and beside each peer."""
-        sides = {
-            side: lambda side=side: slowest(self.ours, {"do": "timed", "kind": kind, "side": side})
+        timed = {"do": "timed", "kind": kind}
+        sides: dict[str, Callable[[], float]] = {
+            side: partial(slowest, self.ours, timed | {"side": side})
             for side in (limit, "ours", *peers)
         }
         verl = self.verl

@@ -13,6 +13,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from ctypes import CDLL
 from pathlib import Path
@@ -225,6 +226,7 @@ class Rank:
         future = dcp.async_save(
             tensors, checkpoint_id=path / f"{self.step}", async_stager=self.stager
         )
+        assert isinstance(future, Future)
         return future.result
 
     # Loading

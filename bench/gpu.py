@@ -249,12 +249,12 @@ def _results(
     else:
         lengths = sft_lengths(work, varied=case == "sft-varied")
         tokens, operations = sum(lengths), flops.training(lengths)
-    rates = [1 / median(mine), 1 / median(theirs[best])]
-    peak, found = peak_flops(device, torch.bfloat16), ratio(theirs[best], mine)
-    speed, mfu = [tokens * rate for rate in rates], [operations * rate / peak for rate in rates]
+    ours, peer = 1 / median(mine), 1 / median(theirs[best])
+    found = ratio(theirs[best], mine)
+    share = operations / peak_flops(device, torch.bfloat16)
     return [
-        Result(f"{name} tokens/s", *speed, None, "tokens/s", found, 1.0),
-        Result(f"{name} MFU", *mfu, 1.0, "of peak", found, 1.0),
+        Result(f"{name} tokens/s", ours * tokens, peer * tokens, None, "tokens/s", found, 1.0),
+        Result(f"{name} MFU", ours * share, peer * share, 1.0, "of peak", found, 1.0),
     ]
 
 

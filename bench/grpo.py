@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -45,6 +45,7 @@ from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin import BuiltinGenerator
 from burnish.rollout.decoding import Decoding
+from burnish.rollout.stopping import StopRule
 from burnish.tracking.progress import Progress
 from burnish.trainers.collect import Collector
 from burnish.trainers.policy_update import Policy, assign_credit, minibatches
@@ -62,28 +63,21 @@ PEER_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class EndRule(Protocol):
-    """When a completion ends, as `burnish.rollout.stopping.StopRule`."""
-
-    def ended(self, tokens: Sequence[int]) -> StopReason | None:
-        """Why the completion ends with its last token; None when it goes on."""
-
-
-class ByFirstToken:
+class ByFirstToken(StopRule):
     """A completion's length, from its first token: even over `shortest` to `longest`."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._choices = shortest, longest - shortest + 1
 
     def ended(self, tokens: Sequence[int]) -> StopReason | None:
-        """See `EndRule.ended`."""
+        """See `StopRule.ended`."""
         return "length" if len(tokens) >= self._shortest + tokens[0] % self._choices else None
 
 
 class GivenLengths(BuiltinGenerator):
     """The built-in generator, which asks a `rule` when a completion ends."""
 
-    rule: EndRule
+    rule: StopRule
 
     @torch.inference_mode()
     def generate(
@@ -100,7 +94,7 @@ class Ours:
     def __init__(
         self,
         config: RunConfig,
-        rule: EndRule,
+        rule: StopRule,
         layout: Layout,
         device: torch.device,
         pool: RewardPool,

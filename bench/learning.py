@@ -87,7 +87,8 @@ def smoothed(curve: Curve) -> Curve:
     sums = np.cumsum(np.concatenate(([0.0], curve)))
     ends = np.arange(1, len(curve) + 1)
     starts = np.maximum(0, ends - WINDOW)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    means: Curve = (sums[ends] - sums[starts]) / (ends - starts)
+    return means
 
 
 def share_within(mine: Sequence[Curve], band: Sequence[Curve], rollouts: int) -> float:

@@ -39,6 +39,7 @@ from burnish.models.counting import count_flops
 from burnish.models.sources import FreshSource
 from burnish.parallel.layout import Layout
 from burnish.planning.accuracy import TABLE, Measured, measured_table, planned
+from burnish.planning.workload import Command
 from burnish.records import Example, Request
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin import BuiltinGenerator
@@ -87,7 +88,7 @@ class Case:
     """Of a step."""
     model: dict[str, Any] = field(default_factory=dict)
     """Further fields of its config.json."""
-    command: str = "sft"
+    command: Command = "sft"
     """rl: with a generator, log-probs before the update, and a reference."""
 
     @property
