@@ -56,7 +56,9 @@ class TorchEngine:
         layout: Layout,
         device: torch.device,
         lora: LoraConfig | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
+        """`mesh`: the process groups of another engine at this layout, to be shared; made here when not given."""
         require_fitting(hf_config, config)
         self.layout = replace(
             layout, sequence=config.sequence_parallel, tensor=config.tensor_parallel
@@ -69,10 +71,11 @@ class TorchEngine:
         self._scorer = Scorer(model, config.logprob_chunk)
         if optim is None:
             self._scorer.requires_grad_(False)
-        self._mesh = Mesh.of(self.layout, config.replicas, device)
-        self._division = Division(self._mesh.sequence, self.layout.tensor)
+        self.mesh = mesh or Mesh.of(self.layout, config.replicas, device)
+        """Its process groups."""
+        self._division = Division(self.mesh.sequence, self.layout.tensor)
         whole = self._adapter.weights if self._adapter else regions(model)
-        self._cuts = parallelize(self._scorer, config, self._mesh)
+        self._cuts = parallelize(self._scorer, config, self.mesh)
         materialize(self._scorer, device)
         self._regions = cut_regions(whole, self._cuts)
         self._optimizer = (
@@ -117,9 +120,9 @@ class TorchEngine:
         """Clip, step, zero the gradients; see `Engine.optim_step`."""
         optimizer = self._trained()
         gradients = optimizer.gradients()
-        if self._mesh.tensor is not None:
+        if self.mesh.tensor is not None:
             uncut = [gradient for name, gradient in gradients.items() if name not in self._cuts]
-            sum_over(self._mesh.tensor, uncut)
+            sum_over(self.mesh.tensor, uncut)
         norm = float(self._gradient_norm(gradients))
         finite = math.isfinite(norm)
         if finite:
@@ -199,7 +202,7 @@ class TorchEngine:
 
     def _gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Global 2-norm, fp32 scalar; the ranks of one copy of the model hold all of it."""
-        shard, tensor = self._mesh.weights["shard"].get_group(), self._mesh.tensor
+        shard, tensor = self.mesh.weights["shard"].get_group(), self.mesh.tensor
         if tensor is None:
             return norm_over([shard], gradients.values(), self._device)
         own = [g for name, g in gradients.items() if name in self._cuts or tensor.rank() == 0]

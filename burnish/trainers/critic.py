@@ -12,6 +12,7 @@ from burnish.models.counting import count_flops
 from burnish.models.loading import read_model_config, value_source
 from burnish.models.value_head import value_config
 from burnish.parallel.layout import Layout
+from burnish.parallel.mesh import Mesh
 from burnish.records import Batch
 from burnish.tracking.metrics import Stats
 from burnish.trainers.setup import Foundation, Learner, make_engine, require_embeddings
@@ -49,12 +50,17 @@ class Critic:
 
     @classmethod
     def make(
-        cls, policy: Foundation, total_steps: int, layout: Layout, device: torch.device
+        cls,
+        policy: Foundation,
+        total_steps: int,
+        layout: Layout,
+        device: torch.device,
+        mesh: Mesh | None = None,
     ) -> Critic:
-        """A critic for a run, its weights not loaded yet."""
+        """A critic for a run, its weights not loaded yet; `mesh` is the policy's."""
         config, foundation = policy.config, critic_foundation(policy)
         optim = config.optim.model_copy(update={"lr": config.critic.lr})
-        engine = make_engine(foundation, optim, layout, device)
+        engine = make_engine(foundation, optim, layout, device, mesh)
         return cls(Learner(engine, foundation), total_steps)
 
     def update(self, batch: Batch, step: int) -> Stats:

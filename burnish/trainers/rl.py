@@ -20,7 +20,8 @@ from burnish.checkpoint.tensor_sets import MAIN
 from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
 from burnish.data.tasks import PromptDataset
-from burnish.engines.base import Engine, Part
+from burnish.engines.base import Part
+from burnish.engines.torch_engine import TorchEngine
 from burnish.launch.run import launch
 from burnish.parallel.layout import Layout
 from burnish.records import Rollout
@@ -64,13 +65,15 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             policy, critic = _models(foundation, run, inputs, total)
             bar.advance()
             collector = make_collector(foundation, pool, layout, device, run.stopper, run.progress)
-            collector.generator.load_weights(policy.engine.published(), run.position.step)
+            version = _version_after(run.position.step, config)
+            collector.generator.load_weights(policy.engine.published(), version)
             loader = Loader(len(dataset), config.seed, config.data.shuffle, run.position.cursor)
             loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
             run.validate = prompt_validation(foundation, collector, held_out)
             bar.advance()
         run.start()
         for step in run.steps():
+            learning = step >= config.critic.warmup_steps
             with run.spans("rollout"):
                 groups, left_out = collect_groups(dataset, loader, collector, config, step)
             with run.spans("advantages"):
@@ -81,18 +84,21 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
                 for batch in batches:
                     if critic is not None:
                         stats = stats.merge(critic.update(batch, step))
-                    if step >= config.critic.warmup_steps:
+                    if learning:
                         learned = policy.engine.forward_backward(batch, loss)
                         learned = learned.merge(policy.engine.optim_step(lr))
                         stats = stats.merge(learned.prefixed("actor/"))
                     bar.advance()
-            with run.spans("publish"):
-                collector.generator.load_weights(policy.engine.published(), step + 1)
+            if learning:
+                with run.spans("publish"):
+                    collector.generator.load_weights(policy.engine.published(), step + 1)
             rollouts = [rollout for group in groups for rollout in group]
             generated = [rollout for group in left_out for rollout in group] + rollouts
             run.write_rollouts(rollouts, credit.means)
             run.finish(
-                stats.merge(rollout_stats(generated)), cursor=loader.cursor, work=Work.of(batches)
+                stats.merge(rollout_stats(generated)),
+                cursor=loader.cursor,
+                work=Work.of(batches, waiting=() if learning else (MAIN,)),
             )
         run.complete()
 
@@ -106,7 +112,7 @@ def _models(
     learners = {MAIN: Learner(engine, foundation)}
     critic = None
     if config.algorithm.advantage == "gae":
-        critic = Critic.make(foundation, total_steps, run.layout, run.device)
+        critic = Critic.make(foundation, total_steps, run.layout, run.device, engine.mesh)
         learners[CRITIC] = critic.learner
     if run.begin(learners, inputs, total_steps) is None:
         for learner in learners.values():
@@ -114,16 +120,21 @@ def _models(
     return Policy(engine, _reference(foundation, engine, run), foundation.flops), critic
 
 
-def _reference(foundation: Foundation, engine: Engine, run: Run) -> Forward | None:
+def _reference(foundation: Foundation, engine: TorchEngine, run: Run) -> Forward | None:
     """The model that training started from, where KL wants it; that of an adapter is there already, with the adapter off."""
     config = foundation.config
     if config.algorithm.kl.coef == 0:
         return None
     if config.model.adapter:
         return partial(engine.forward, adapter=False)
-    reference = make_engine(foundation, None, run.layout, run.device)
+    reference = make_engine(foundation, None, run.layout, run.device, engine.mesh)
     reference.load(foundation.source, Part.WEIGHTS)
     return reference.forward
+
+
+def _version_after(steps: int, config: RunConfig) -> int:
+    """Of the weights that generate after so many steps: the last of those in which the policy learned; 0: none."""
+    return steps if steps > config.critic.warmup_steps else 0
 
 
 def collect_groups(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,9 +85,11 @@ class Work:
     """Tokens over all ranks."""
     imbalance: float
     """The mean of the batches' (see `Batch.imbalance`)."""
+    waiting: Collection[str] = ()
+    """Roles of the models that did not learn from them."""
 
     @classmethod
-    def of(cls, batches: Sequence[Batch]) -> Work:
+    def of(cls, batches: Sequence[Batch], waiting: Collection[str] = ()) -> Work:
         """The work of these batches."""
         lengths = [
             length
@@ -97,7 +99,7 @@ class Work:
         ]
         tokens = sum(batch.total_tokens for batch in batches)
         imbalance = sum(batch.imbalance for batch in batches) / max(len(batches), 1)
-        return cls(tuple(lengths), tokens, imbalance)
+        return cls(tuple(lengths), tokens, imbalance, waiting)
 
 
 class Run:
@@ -348,10 +350,11 @@ class Run:
 
     def _throughput(self, work: Work, timing: Mapping[str, float]) -> dict[str, float]:
         """Tokens per second of the update, over all ranks, how evenly it was shared out, and this rank's MFU."""
+        learned = [each for role, each in self._learners.items() if role not in work.waiting]
         return throughput(
             tokens=work.tokens,
             seconds=timing.get("timing_s/update", 0.0),
-            flops=sum(learner.flops(work.lengths) for learner in self._learners.values()),
+            flops=sum(learner.flops(work.lengths) for learner in learned),
             peak_flops_per_s=self._peak,
             imbalance=work.imbalance,
         )

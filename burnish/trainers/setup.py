@@ -30,6 +30,7 @@ from burnish.models.lora import FreshAdapter
 from burnish.models.lora_record import AdapterRecord
 from burnish.models.value_head import has_value_head
 from burnish.parallel.layout import Layout
+from burnish.parallel.mesh import Mesh
 from burnish.parallel.shards import ShardSource
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling
@@ -159,12 +160,21 @@ def example_dataset(foundation: Foundation, paths: Sequence[str], setting: str) 
 
 
 def make_engine(
-    foundation: Foundation, optim: OptimConfig | None, layout: Layout, device: torch.device
+    foundation: Foundation,
+    optim: OptimConfig | None,
+    layout: Layout,
+    device: torch.device,
+    mesh: Mesh | None = None,
 ) -> TorchEngine:
-    """The engine that the configuration names, its weights not loaded yet; frozen when `optim` is None."""
+    """The engine that the configuration names, its weights not loaded yet; frozen when `optim` is None.
+
+    `mesh` is that of another engine of the configuration, whose process groups it then shares.
+    """
     config = foundation.config.engine
     lora = foundation.config.model.adapter if foundation.adapter else None
-    return TorchEngine(foundation.hf_config, config, optim, layout=layout, device=device, lora=lora)
+    return TorchEngine(
+        foundation.hf_config, config, optim, layout=layout, device=device, lora=lora, mesh=mesh
+    )
 
 
 def make_collector(

@@ -120,6 +120,26 @@ def count_collectives(layout: Layout, path: Path, per_micro: int) -> int:
     return sum(e.count for e in events if e.key.startswith("c10d::_reduce_scatter_base"))
 
 
+def shared_rank(layout: Layout, path: Path) -> tuple[int, float, float]:
+    """How many process groups a second engine adds that is given the first one's, and the losses of both."""
+    engine = make_engine(layout, path)
+    before = len(torch.distributed.distributed_c10d._world.pg_names)
+    hf_config, config = AutoConfig.from_pretrained(path), EngineConfig(precision="fp32")
+    other = TorchEngine(hf_config, config, OPTIM, layout=layout, device=CPU, mesh=engine.mesh)
+    other.load(SafetensorsSource(path), Part.WEIGHTS)
+    added = len(torch.distributed.distributed_c10d._world.pg_names) - before
+    batch = cut(make_examples(VOCAB), layout, 3)
+    mine, others = (e.forward_backward(batch, loss).values_by_name() for e in (engine, other))
+    return added, mine["loss"], others["loss"]
+
+
+def test_engines_of_one_layout_share_their_process_groups(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "m", "llama", torch.float32)
+    for added, one, other in run_ranks(shared_rank, 2, path):
+        assert added == 0
+        assert one == other
+
+
 def test_gradients_are_synchronised_once_whatever_the_number_of_micro_batches(
     tmp_path: Path,
 ) -> None:

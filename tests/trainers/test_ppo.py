@@ -14,7 +14,10 @@ from transformers import AutoModelForTokenClassification
 
 from burnish.checkpoint.committed import committed
 
-PPO = ["rl", "rl.yaml", "algorithm.advantage=gae", "critic.lr=0.003", "batch.minibatches=2"]
+PPO = [
+    *("rl", "rl.yaml", "algorithm.advantage=gae", "critic.lr=0.003", "critic.warmup_steps=2"),
+    "batch.minibatches=2",
+]
 SAVING = ["checkpoint.save_every=1", "checkpoint.background=true"]
 
 
@@ -54,6 +57,19 @@ def test_what_is_measured(in_peace: Path) -> None:
     assert row["critic/returns/mean"] == pytest.approx(row["reward/mean"], rel=1e-4)
 
 
+def test_in_the_warm_up_the_policy_neither_counts_nor_is_published(in_peace: Path) -> None:
+    rows = [json.loads(line) for line in (in_peace / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "perf/mfu" in row]
+    assert [row["step"] for row in rows if "timing_s/publish" in row] == [3, 4, 5, 6]
+    spent = [row["perf/mfu"] / row["perf/tokens_per_s"] for row in rows]  # operations per token
+    assert max(spent[:2]) < 0.7 * min(spent[2:])
+    versions = [
+        {json.loads(line)["weights_version"] for line in path.read_text().splitlines()}
+        for path in sorted((in_peace / "rollouts").iterdir())
+    ]
+    assert versions == [{0}, {0}, {0}, {3}, {4}, {5}]
+
+
 def test_the_critic_on_disk_is_one_of_transformers_and_another_run_starts_from_it(
     work: Path, in_peace: Path
 ) -> None:
@@ -63,7 +79,8 @@ def test_the_critic_on_disk_is_one_of_transformers_and_another_run_starts_from_i
     )
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert loaded.score.out_features == 1
-    frozen = [*PPO, "name=goes_on", f"critic.path={directory}", "critic.lr=0", "steps=1"]
+    frozen = [*PPO, "name=goes_on", f"critic.path={directory}", "critic.lr=0"]
+    frozen += ["critic.warmup_steps=0", "steps=1"]
     again = load_file(newest(done(work, *frozen)) / "critic/model/model.safetensors")
     for name, tensor in load_file(directory / "model.safetensors").items():
         assert torch.equal(again[name], tensor), name
