@@ -7,6 +7,10 @@ these things.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+_SHOWN = 5
+
 
 class BurnishError(Exception):
     """Something a person has to know about; the base of all errors Burnish raises on purpose.
@@ -88,3 +92,9 @@ class StoppedError(BurnishError):
 
 def _rebuild_stopped(problem: str, signal_number: int) -> StoppedError:
     return StoppedError(problem, signal_number=signal_number)
+
+
+def few(names: Sequence[str]) -> str:
+    """The first of the names and how many more there are, for a message; "" for none."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from burnish.checkpoint.streams import INDEX
-from burnish.errors import CorruptError, IncompatibleError, MissingError
+from burnish.errors import CorruptError, IncompatibleError, MissingError, few
 from burnish.files.durable import read_whole
 from burnish.files.storage import LocalStorage
 from burnish.files.strict_json import parse_json
+from burnish.files.weights import INDEX
 
 CONFIG = "config.json"
 """The model's configuration."""
@@ -33,7 +33,7 @@ def read_assets(directory: Path) -> dict[str, bytes]:
     names = {path.relative_to(directory).as_posix(): path for path in sorted(paths)}
     names.pop(INDEX, None)
     if CONFIG not in names:
-        have = ", ".join(sorted(path.name for path in directory.glob("*"))[:8])
+        have = few(sorted(path.name for path in directory.glob("*")))
         raise MissingError(
             f"{directory} has no {CONFIG}", have=have or "nothing", want="a Hugging Face directory"
         )

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from burnish.checkpoint.assets import CONFIG, read_assets, with_dtype
 from burnish.checkpoint.committed import Committed
-from burnish.checkpoint.streams import SUFFIX, Described, DirectoryTensors, StepTensors
+from burnish.checkpoint.streams import Described, DirectoryTensors, StepTensors
 from burnish.checkpoint.tensor_sets import MAIN, MODEL, prefix_of, roles_in
 from burnish.checkpoint.verify import read_block
 from burnish.errors import IncompatibleError, MissingError
 from burnish.files.storage import LocalStorage, Source
-from burnish.files.weights import model_digest
+from burnish.files.weights import SUFFIX, model_digest
 from burnish.models.lora_names import ADAPTER_CONFIG, ADAPTER_STATE, adapted_weights, factor_name
 
 

@@ -21,13 +21,13 @@ from burnish.checkpoint.contents import Assets, Contents, ModelContents
 from burnish.checkpoint.dtypes import BY_NAME
 from burnish.checkpoint.planner import Planner
 from burnish.checkpoint.save import all_finite, check_new, save_step
-from burnish.checkpoint.streams import model_files
 from burnish.checkpoint.tensor_sets import MAIN
 from burnish.errors import CorruptError, IncompatibleError
 from burnish.files.durable import naming_failures
 from burnish.files.lease import Lease
 from burnish.files.safetensors import TensorEntry, read_header
 from burnish.files.storage import LocalStorage, Storage
+from burnish.files.weights import weight_files
 from burnish.parallel.boxes import whole
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard, TensorSpec
@@ -60,8 +60,8 @@ class HuggingFace:
         self.source = source
         self.assets: Mapping[str, bytes] = read_assets(source)
         self._weights: dict[str, Shard] = {}
-        for name in model_files(source):
-            for tensor, value in mapped_tensors(source / name).items():
+        for path in weight_files(source):
+            for tensor, value in mapped_tensors(path).items():
                 if tensor in self._weights:
                     raise CorruptError(f"tensor {tensor} is in two files of {source}")
                 shape = tuple(value.shape)

@@ -23,7 +23,7 @@ from burnish.checkpoint.assets import read_assets
 from burnish.checkpoint.importing import mapped_tensors
 from burnish.checkpoint.unpickle import PIECES, known_part
 from burnish.config.schema import ModelConfig
-from burnish.errors import CorruptError, IncompatibleError, MissingError
+from burnish.errors import CorruptError, IncompatibleError, MissingError, few
 from burnish.files.durable import read_whole
 from burnish.files.sandbox import landlock_version
 from burnish.files.storage import LocalStorage
@@ -122,7 +122,7 @@ class Pickled:
             raise MissingError(
                 f"{self.source} lacks {len(absent)} tensors of the model",
                 have=f"{len(present)} that the model has",
-                want=", ".join(sorted(absent)[:5]),
+                want=few(sorted(absent)),
                 do="give the config.json that belongs to these weights with --assets",
             )
         return shards

@@ -6,7 +6,6 @@ Left out: reading a part of many tensors onto many ranks (`burnish.checkpoint.lo
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -24,17 +23,12 @@ from burnish.checkpoint.dtypes import BY_NAME
 from burnish.checkpoint.split import add_residual
 from burnish.checkpoint.tensor_sets import MODEL, RESIDUAL, set_of
 from burnish.checkpoint.verify import checked_header, read_block
-from burnish.errors import CorruptError, IncompatibleError, MissingError
+from burnish.errors import CorruptError, IncompatibleError
 from burnish.files.safetensors import Header, TensorEntry, read_header
 from burnish.files.storage import LocalStorage, ReadableFile, Source
-
-SUFFIX = ".safetensors"
-"""Ends the names of tensor files."""
-INDEX = "model.safetensors.index.json"
-"""Which tensor is in which file of a Hugging Face directory."""
+from burnish.files.weights import weight_files
 
 _BLOCKS_HELD = 3
-_INDEX_LIMIT = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +116,7 @@ class DirectoryTensors(_Files):
 
     def __init__(self, directory: Path, storage: Source | None = None) -> None:
         super().__init__(directory, storage)
-        headers = [(name, read_header(directory / name)) for name in model_files(directory)]
+        headers = [(path.name, read_header(path)) for path in weight_files(directory)]
         self._places = _places(directory, [("model", *each) for each in headers])
         self.tensors: Mapping[str, Described] = {
             key: Described(place.dtype, place.entry.shape) for key, place in self._places.items()
@@ -202,34 +196,6 @@ class StepTensors(_Files):
             self._blocks.popitem(last=False)
         self._blocks[key] = read_block(self._file(name), self._step, name, number)
         return self._blocks[key]
-
-
-def model_files(directory: Path) -> list[str]:
-    """Names of the safetensors files that make up a Hugging Face directory's model.
-
-    Raises `MissingError` and `CorruptError` naming the directory or its index.
-    """
-    index = directory / INDEX
-    if index.is_file():
-        try:
-            if index.stat().st_size > _INDEX_LIMIT:
-                raise ValueError(f"more than {_INDEX_LIMIT} bytes")
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CorruptError(f"{index} is not an index of weights", have=error) from error
-    else:
-        names = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
-    wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
-    if wrong:
-        raise CorruptError(f"{index} names files outside its directory", have=wrong[0])
-    absent = [name for name in names if not (directory / name).is_file()]
-    if absent or not names:
-        raise MissingError(
-            f"{directory} lacks {absent[0] if absent else 'weights'}",
-            have=", ".join(sorted(p.name for p in directory.glob("*"))[:8]) or "nothing",
-            want=f"a Hugging Face directory with *{SUFFIX}",
-        )
-    return names
 
 
 def chunks(elements: int, size: int) -> Iterator[tuple[int, int]]:

@@ -14,12 +14,11 @@ import xxhash
 
 from burnish.checkpoint.committed import Committed, open_step
 from burnish.checkpoint.manifest import MAX_BLOCK_BYTES, FileRecord, block_hash
-from burnish.errors import CorruptError
+from burnish.errors import CorruptError, few
 from burnish.files.safetensors import Header, header_size, parse_header
 from burnish.files.storage import LocalStorage, ReadableFile, Source
+from burnish.files.weights import SUFFIX
 
-_TENSORS = ".safetensors"
-_SHOWN = 5
 _HASHED_AT_ONCE = 256 << 10
 # Read and then hashed while the processor's cache still has it.
 
@@ -30,11 +29,9 @@ class DamagedBlock(CorruptError):
     def __init__(
         self, file: PurePath, start: int, stop: int, holds: tuple[str, ...], *, have: str, want: str
     ) -> None:
-        shown = ", ".join(holds[:_SHOWN]) or "no tensor"
-        shown += f" and {len(holds) - _SHOWN} more" if len(holds) > _SHOWN else ""
         super().__init__(
             f"{file} is damaged: bytes {start} to {stop} are not those that were written",
-            have=f"{have}; they hold {shown}",
+            have=f"{have}; they hold {few(holds) or 'no tensor'}",
             want=want,
             do="use another checkpoint, and check the disk",
         )
@@ -79,7 +76,7 @@ def verify(path: PurePath, storage: Source | None = None) -> Iterator[CorruptErr
             for error in _verify_file(step, name, storage, reader, buffers):
                 is_sound = False
                 yield error
-            if is_sound and name.endswith(_TENSORS):
+            if is_sound and name.endswith(SUFFIX):
                 yield from _header_problem(step, name, storage)
 
 
@@ -111,7 +108,7 @@ def verify_quickly(path: PurePath, storage: Source | None = None) -> Iterator[Co
     storage = storage or LocalStorage()
     step = open_step(path, storage)
     for name in step.manifest.files:
-        if name.endswith(_TENSORS):
+        if name.endswith(SUFFIX):
             yield from _header_problem(step, name, storage)
         else:
             try:
@@ -123,7 +120,7 @@ def verify_quickly(path: PurePath, storage: Source | None = None) -> Iterator[Co
 def check_small_files(step: Committed, storage: Source | None = None) -> None:
     """Raise `DamagedBlock` unless all files without tensors are what was committed: configuration, tokenizer."""
     for name in step.manifest.files:
-        if not name.endswith(_TENSORS):
+        if not name.endswith(SUFFIX):
             _check_file(step, name, storage or LocalStorage())
 
 
@@ -225,7 +222,7 @@ def _tensors(
     file: ReadableFile, step: Committed, name: str, start: int, stop: int
 ) -> tuple[str, ...]:
     """Which tensors lie in a range of a file, as far as its header, of which nothing is known, can tell."""
-    if not name.endswith(_TENSORS):
+    if not name.endswith(SUFFIX):
         return ()
     path, file_size = step.path / name, step.manifest.files[name].size
     prefix = bytearray(min(8, file_size))

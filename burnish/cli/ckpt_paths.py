@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from burnish.checkpoint.committed import Committed, newest, open_step, step_number, step_paths
 from burnish.checkpoint.remote_steps import RemotePath, RemoteSteps
-from burnish.errors import MissingError
+from burnish.errors import MissingError, few
 from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage, Source
 from burnish.files.urls import Url, is_url
@@ -90,7 +90,7 @@ def _missing(path: PurePath) -> MissingError:
         near = path.parent
         while not near.exists():
             near = near.parent
-        have = f"{near} with {', '.join(sorted(each.name for each in near.iterdir())[:8])}"
+        have = f"{near} with {few(sorted(each.name for each in near.iterdir()))}"
         return MissingError(f"there is no {path}", have=have, want="a run, or one of its steps")
     return MissingError(
         f"{path} holds no checkpoints",

@@ -16,7 +16,7 @@ from burnish.checkpoint.export import export
 from burnish.checkpoint.exportable import Exportable, MergedModel, StepModel
 from burnish.checkpoint.importing import Foreign, HuggingFace, save_foreign
 from burnish.checkpoint.pickled import Pickled, guarded_by, pickled_kind
-from burnish.checkpoint.streams import SUFFIX, DirectoryTensors, StepTensors, TensorStream
+from burnish.checkpoint.streams import DirectoryTensors, StepTensors, TensorStream
 from burnish.cli.ckpt_inspect import Say
 from burnish.cli.ckpt_paths import CHECKPOINTS, is_step, one_step, source_of
 from burnish.cli.columns import bytes_text, count_text
@@ -24,6 +24,7 @@ from burnish.errors import UsageError
 from burnish.files.cached import copied
 from burnish.files.remote import Remote
 from burnish.files.selection import select_directory
+from burnish.files.weights import SUFFIX
 from burnish.tracking.progress import Progress
 
 DTYPES: Mapping[str, torch.dtype] = {

@@ -17,7 +17,7 @@ from burnish.config.check import Command
 from burnish.config.problems import Problem, refusal
 from burnish.config.schema import RunConfig
 from burnish.data.kinds import READERS, is_data
-from burnish.errors import MissingError
+from burnish.errors import MissingError, few
 from burnish.files.patience import Patience
 from burnish.files.remote import Remote
 from burnish.files.selection import select
@@ -105,7 +105,7 @@ def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[Prob
         merge = f"merge it into its model with burnish ckpt export {folder.parent} DIRECTORY --merged, and set {setting}=DIRECTORY"
         yield Problem(
             f"{setting}: {path} holds no {wanted}",
-            have=", ".join(sorted(each.name for each in folder.iterdir())[:8]) or "nothing",
+            have=few(sorted(each.name for each in folder.iterdir())) or "nothing",
             want=f"a Hugging Face directory with {wanted}",
             do=merge if adapter else f"correct {setting}",
         )
@@ -117,7 +117,7 @@ def _remote_directory(url: str, setting: str, members: Sequence[str]) -> Iterato
         names = remote.names()
         yield Problem(
             f"{setting}: {url} holds no {wanted}",
-            have=", ".join(names[:8]) or "nothing",
+            have=few(names) or "nothing",
             want=f"a Hugging Face directory with {wanted}",
             do=f"correct {setting}",
         )
@@ -143,7 +143,7 @@ def _remote_file(url: str, setting: str) -> Iterator[Problem]:
         folder = remote.parent()
         yield Problem(
             f"{setting}: there is no file {url}",
-            have=f"{folder} with {', '.join(folder.names()[:8]) or 'nothing'}",
+            have=f"{folder} with {few(folder.names()) or 'nothing'}",
             want="a file",
             do=f"correct {setting}",
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from burnish.errors import MissingError
+from burnish.errors import MissingError, few
 from burnish.files.remote import Remote, RemoteFile
 
 _WILD = re.compile(r"[*?[]")
@@ -74,7 +74,9 @@ def _only(remote: Remote) -> Selection | None:
 
 def _nothing(remote: Remote, here: Sequence[RemoteFile], want: str) -> MissingError:
     names = [file.name for file in here]
-    return MissingError(f"there is nothing to read at {remote}", have=_listed(names), want=want)
+    return MissingError(
+        f"there is nothing to read at {remote}", have=few(names) or "no file", want=want
+    )
 
 
 def _select_pattern(remote: Remote) -> Selection:
@@ -89,7 +91,7 @@ def _select_pattern(remote: Remote) -> Selection:
     if not files:
         raise MissingError(
             f"nothing fits the pattern {remote.url}",
-            have=f"below {above}: {_listed([file.name for file in found])}",
+            have=f"below {above}: {few([file.name for file in found]) or 'no file'}",
             want="a pattern that matches a file",
         )
     return Selection(above, files)
@@ -109,8 +111,3 @@ def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     if hidden and not pattern[0].startswith("."):
         return False
     return fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more if names else "no file"

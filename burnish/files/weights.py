@@ -3,51 +3,61 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
-from burnish.errors import CorruptError, MissingError
+from burnish.errors import CorruptError, MissingError, few
 from burnish.files.safetensors import read_header
+from burnish.files.strict_json import parse_json
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+SUFFIX = ".safetensors"
+"""Ends the names of tensor files."""
+INDEX = f"model{SUFFIX}.index.json"
+"""Which tensor is in which file of a Hugging Face directory."""
+
+_SINGLE = f"model{SUFFIX}"
+_INDEX_LIMIT = 64 << 20
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 # Of each file, evenly over it.
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that make up the model, by its index or its single file.
+    """The safetensors files that make up a model or an adapter: those of the index, `model.safetensors`, or all there are.
 
-    Raises `MissingError` where there are none or one is missing, `CorruptError` for an index that is none.
+    Raises `MissingError` where there are none or one is missing, `CorruptError` for an index that is
+    none, or that names what lies elsewhere.
     """
-    index = directory / _INDEX
+    index = directory / INDEX
     if index.is_file():
-        try:
-            names = sorted(
-                {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptError(f"{index} is not an index of weights", have=error) from error
-        outside = [name for name in names if Path(name).name != name]
-        if outside:
-            raise CorruptError(f"{index} names files outside its directory", have=outside[0])
-        missing = [name for name in names if not (directory / name).is_file()]
-        if missing:
-            raise MissingError(
-                f"{directory} lacks {len(missing)} of the {len(names)} files its index names",
-                have=f"no {few(missing)}",
-                do="get the missing files",
-            )
-        return [directory / name for name in names]
-    if (directory / _SINGLE).is_file():
-        return [directory / _SINGLE]
-    found = sorted(path.name for path in directory.glob("*")) if directory.is_dir() else []
-    raise MissingError(
-        f"{directory} has no weights that Burnish reads",
-        have=few(found) if found else "an empty or absent directory",
-        want=f"{_SINGLE}, or {_INDEX} and its files (pickled weights are never read)",
-        do="set model.path to a directory with safetensors, or model.fresh for new weights",
-    )
+        names = _indexed(index)
+    elif (directory / _SINGLE).is_file():
+        names = [_SINGLE]
+    else:
+        names = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
+    absent = [name for name in names if not (directory / name).is_file()]
+    if absent or not names:
+        found = few(sorted(path.name for path in directory.glob("*")))
+        raise MissingError(
+            f"{directory} lacks {few(absent) or 'weights'}",
+            have=found or "an empty or absent directory",
+            want=f"{_SINGLE}, or {INDEX} and its files; pickled weights are never read",
+            do="get the missing files, or give another directory",
+        )
+    return [directory / name for name in names]
+
+
+def _indexed(index: Path) -> list[str]:
+    """The names that an index has for files beside it."""
+    try:
+        if index.stat().st_size > _INDEX_LIMIT:
+            raise ValueError(f"more than {_INDEX_LIMIT} bytes")
+        table = parse_json(index.read_bytes(), str(index))
+        names = sorted(set(table["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptError(f"{index} is not an index of weights", have=error) from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CorruptError(f"{index} names files outside its directory", have=name)
+    return names
 
 
 def model_digest(directory: Path) -> str:
@@ -66,9 +76,3 @@ def model_digest(directory: Path) -> str:
                 file.seek(first + (size - first) * number // _SAMPLES)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def few(names: list[str]) -> str:
-    """The first of the names, and how many there are, for a message."""
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown}, ... ({len(names)} in all)"

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from burnish.errors import CorruptError, IncompatibleError, MissingError
+from burnish.errors import CorruptError, IncompatibleError, MissingError, few
 from burnish.files.safetensors import TensorEntry, read_header
-from burnish.files.weights import few, weight_files
+from burnish.files.weights import weight_files
 from burnish.models.building import build_on_meta, initialized_copy, owned_modules
 from burnish.models.names import Region, regions
 from burnish.parallel.boxes import Box, flat_runs

@@ -138,6 +138,7 @@ def spoil(source, how):
     elif how == "configuration is none":
         (source / "config.json").write_text("[]")
     elif how == "twice":
+        weights.rename(source / "model-1.safetensors")
         (source / "model-2.safetensors").write_bytes(data)
     elif how == "huge":
         with (source / "tokenizer.json").open("wb") as file:
