@@ -1,13 +1,35 @@
-"""Services that tests share, each started when the first test asks for it."""
+"""What all tests share: services, each started when the first test asks for it, and where temporary files go."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from gcs_server import GcsServer, running_gcs
 from hdfs_server import HdfsServer, running_hdfs
+from hypothesis import HealthCheck, settings
 from s3_server import S3Server, running_s3
+
+Server = TypeVar("Server", S3Server, GcsServer)
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")  # how long an example takes says only what else the machine does
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A temporary directory for this process and its children, as the killed ones among them leave their files."""
+    tmp_path_factory.getbasetemp()  # stays where pytest keeps those of the latest runs
+    with (
+        tempfile.TemporaryDirectory(prefix="burnish-tests-", ignore_cleanup_errors=True) as name,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", name)
+        patch.setattr(tempfile, "tempdir", name)
+        yield Path(name)
 
 
 @pytest.fixture(scope="session")
@@ -19,10 +41,7 @@ def _s3() -> Iterator[S3Server]:
 @pytest.fixture
 def s3_server(_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """An S3 service that works, and that clients find by the environment."""
-    for name, text in _s3.environ.items():
-        monkeypatch.setenv(name, text)
-    yield _s3
-    _s3.proxy.reset()
+    yield from _found_by_clients(_s3, monkeypatch)
 
 
 @pytest.fixture(scope="session")
@@ -34,10 +53,14 @@ def _gcs() -> Iterator[GcsServer]:
 @pytest.fixture
 def gcs_server(_gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
     """A Cloud Storage service that works, and that clients find by the environment."""
-    for name, text in _gcs.environ.items():
+    yield from _found_by_clients(_gcs, monkeypatch)
+
+
+def _found_by_clients(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    for name, text in server.environ.items():
         monkeypatch.setenv(name, text)
-    yield _gcs
-    _gcs.proxy.reset()
+    yield server
+    server.proxy.reset()
 
 
 @pytest.fixture(scope="session")

@@ -1,22 +1,16 @@
-"""A Cloud Storage service on loopback: an emulator in a process of its own, behind a proxy that can break it.
-
-What is stored lies in that process's memory. It ends when its standard input is closed, which the end
-of the test's process does.
-"""
+"""A Cloud Storage service on loopback: an emulator."""
 
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fault_proxy import FaultProxy
+from object_store import behind_proxy, serve
+from ports import free_port
 
 
 @dataclass(frozen=True)
@@ -43,32 +37,16 @@ class GcsServer:
 @contextmanager
 def running_gcs() -> Iterator[GcsServer]:
     """A service that runs inside the block."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", __file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        port = int(process.stdout.readline())
-        with FaultProxy("127.0.0.1", port) as proxy:
-            yield GcsServer(proxy)
-    finally:
-        process.stdin.close()
-        process.wait(10)
-        process.stdout.close()
+    with behind_proxy(__file__) as proxy:
+        yield GcsServer(proxy)
 
 
 def _serve() -> None:
     from gcp_storage_emulator.server import create_server
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     create_server("127.0.0.1", port, in_memory=True).start()
-    print(port, flush=True)
-    sys.stdin.read()
-    os._exit(0)
+    serve(port)
 
 
 if __name__ == "__main__":

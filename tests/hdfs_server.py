@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from ports import free_port
 
 Node = Literal["namenode", "datanode"]
 
@@ -115,7 +115,7 @@ class HdfsServer:
         self._root = root
         self._classpath = f"{root}/conf:{jars}:{jars}/*"
         self._processes: dict[Node, subprocess.Popen[bytes]] = {}
-        self._ports = _free_ports(5)
+        self._ports = [free_port() for _ in range(5)]
         self._configure()
         with self._java("namenode", "-format", "-nonInteractive") as formatting:
             formatting.wait(START_SECONDS)
@@ -171,7 +171,8 @@ class HdfsServer:
             self.kill(node)
 
     def _java(self, node: Node, *arguments: str) -> subprocess.Popen[bytes]:
-        command = ["java", *JVM, f"-Dhadoop.log.dir={self._root}", "-cp", self._classpath]
+        places = (f"-Dhadoop.log.dir={self._root}", f"-Djava.io.tmpdir={self._root}")
+        command = ["java", *JVM, *places, "-cp", self._classpath]
         with (self._root / f"{node}.log").open("ab") as log:
             return subprocess.Popen(
                 ["sh", "-c", WATCHED, "sh", *command, CLASSES[node], *arguments],
@@ -304,16 +305,6 @@ def _compiled_delay(conf: Path, classpath: str) -> bool:
 def _state(task: Path) -> str:
     """Of a thread: R, S, T, ..."""
     return (task / "stat").read_text().rpartition(")")[2].split()[0]
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def _xml(settings: Mapping[str, str]) -> str:

@@ -1,20 +1,15 @@
-"""An S3 service on loopback: moto's server in a process of its own, behind a proxy that can break it.
-
-What is stored lies in that process's memory. It ends when its standard input is closed, which the end
-of the test's process does.
-"""
+"""An S3 service on loopback: moto's server."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fault_proxy import FaultProxy
+from object_store import behind_proxy, serve
 
 
 @dataclass(frozen=True)
@@ -48,20 +43,8 @@ class S3Server:
 @contextmanager
 def running_s3() -> Iterator[S3Server]:
     """A service that runs inside the block."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", __file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        port = int(process.stdout.readline())
-        with FaultProxy("127.0.0.1", port) as proxy:
-            yield S3Server(proxy)
-    finally:
-        process.stdin.close()
-        process.wait(10)
-        process.stdout.close()
+    with behind_proxy(__file__) as proxy:
+        yield S3Server(proxy)
 
 
 def _serve() -> None:
@@ -72,9 +55,7 @@ def _serve() -> None:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
-    print(server.get_host_and_port()[1], flush=True)
-    sys.stdin.read()
-    os._exit(0)
+    serve(server.get_host_and_port()[1])
 
 
 if __name__ == "__main__":

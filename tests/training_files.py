@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import command_server
+from ports import free_port
 from safetensors.torch import load_file
 from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
 
@@ -203,10 +204,11 @@ def ranks(
     """Start a command in `world` processes that find each other as ranks started by hand do."""
     if world == 1:
         return [Command(root, argv, audit=audit)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     local = {"LOCAL_WORLD_SIZE": str(world)}
     return [
         Command(

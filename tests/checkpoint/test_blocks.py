@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.checkpoint.blocks import Stored, blocks_of, plan_files
@@ -34,7 +34,6 @@ stored = st.lists(
 
 
 @given(stored, st.sampled_from([4096, 8192]), st.integers(100, 100_000))
-@settings(deadline=None)
 def test_blocks_hold_every_byte_once(tensors, block_bytes, max_file_bytes):
     files, _ = plan_files(tensors, max_file_bytes)
     for number, file in enumerate(files):
@@ -64,7 +63,6 @@ def test_blocks_hold_every_byte_once(tensors, block_bytes, max_file_bytes):
 
 
 @given(stored)
-@settings(deadline=None)
 def test_the_order_of_tensors_does_not_matter(tensors):
     assert plan_files(tensors) == plan_files(reversed(tensors))
 

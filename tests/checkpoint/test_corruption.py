@@ -28,7 +28,7 @@ def test_every_flipped_bit_is_found_and_named(step):
 
 @pytest.mark.parametrize("target", TARGETS)
 @given(rng=st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 def test_hostile_files_are_refused_in_plain_words(tmp_path_factory, target, rng):
     assert complaint(target, rng, tmp_path_factory.getbasetemp()) == ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.checkpoint.manifest import (
@@ -39,7 +39,6 @@ def test_round_trip():
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_every_flipped_bit_of_either_is_found(data):
     manifest, commit = sealed(MANIFEST)
     encoded = bytearray(commit.encode())
@@ -55,7 +54,6 @@ def test_every_flipped_bit_of_either_is_found(data):
 
 
 @given(st.binary(max_size=200))
-@settings(deadline=None)
 def test_noise_is_refused(noise):
     with pytest.raises(CorruptError):
         parse_commit(noise, "COMMIT")

@@ -20,7 +20,7 @@ def test_without_a_file_nothing_is_pinned(tmp_path: Path) -> None:
     assert read_pins(tmp_path / "absent", LOCAL) == {}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(st.integers(0, 10**18 - 1), st.text(st.characters(codec="utf-8")), max_size=5)
 )

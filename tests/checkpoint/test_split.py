@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -54,7 +54,6 @@ def test_every_lower_half_at_the_edges_of_the_number_line():
 
 
 @given(hnp.arrays(np.uint32, st.integers(1, 64), elements=st.integers(0, (1 << 32) - 1)))
-@settings(deadline=None)
 def test_any_bits(x):
     check(x)
 
@@ -78,7 +77,6 @@ def test_strided_weights():
 
 
 @given(st.integers(0, 3), st.integers(-2, 2))
-@settings(deadline=None)
 def test_sizes_around_a_chunk(chunks, more):
     size = max(0, chunks * split._CHUNK + more)
     check(np.arange(size, dtype=np.uint32) * np.uint32(2654435761))

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from burnish.config.check import Command, check
@@ -202,7 +202,6 @@ def test_all_is_reported_together() -> None:
     assert message.count("do:") == 4
 
 
-@settings(deadline=None)
 @given(prompts=st.integers(1, 200), minibatches=st.integers(2, 40))
 def test_the_sizes_suggested_divide(prompts: int, minibatches: int) -> None:
     assume(prompts % minibatches)

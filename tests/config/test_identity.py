@@ -73,7 +73,7 @@ def test_what_makes_another_run(override: str, after: object) -> None:
     assert digest(RunConfig()) != digest(other)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(one=sections(), other=sections())
 def test_digests_agree_exactly_where_nothing_differs(one: RunConfig, other: RunConfig) -> None:
     assert (difference(one, other) == []) == (digest(one) == digest(other))

@@ -172,7 +172,7 @@ def test_errors_are_the_packages_own(tmp_path: Path) -> None:
     assert caught.value.do
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(config=sections())
 def test_what_is_dumped_loads_equal(
     tmp_path_factory: pytest.TempPathFactory, config: RunConfig

@@ -69,7 +69,7 @@ def shared(lengths, ranks, budget, cost=FLOPS.each, **options):
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(LENGTHS, st.integers(1, 5), st.integers(100, 400))
 def test_every_sequence_once_never_over_budget_equal_counts(lengths, ranks, budget):
     shares = shared(lengths, ranks, budget)
@@ -84,7 +84,7 @@ def test_every_sequence_once_never_over_budget_equal_counts(lengths, ranks, budg
     assert empty == max(0, len(bins) - len(lengths))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, st.integers(1, 4), st.randoms(use_true_random=False))
 def test_the_order_of_the_sequences_does_not_change_the_shape(lengths, ranks, random):
     """A permuted list gives micro-batches of the same lengths in the same places."""
@@ -160,7 +160,7 @@ def test_the_cost_decides_what_is_even():
     assert sorted(len(rank[0]) for rank in even) == [7, 10]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, st.integers(1, 3))
 def test_small_rounds_at_both_ends(lengths, ranks):
     """The costs of the rounds rise to the largest and fall from there, so that a pipeline fills and empties quickly."""
@@ -176,7 +176,7 @@ def test_small_rounds_at_both_ends(lengths, ranks):
     assert len(rounds) < 3 or middle & set(highest)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), min_size=1, max_size=40),
     st.integers(1, 4),
@@ -199,7 +199,7 @@ def test_a_group_over_the_budget_is_refused():
         share_out(np.array([3, 6, 6]), np.ones(3), 2, 10, groups=np.array([0, 1, 1]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, st.integers(1, 5))
 def test_imbalance_is_the_time_of_the_rounds_over_the_mean(lengths, ranks):
     shares = share_out(np.array(lengths), FLOPS.each(lengths), ranks, 150)
@@ -207,7 +207,7 @@ def test_imbalance_is_the_time_of_the_rounds_over_the_mean(lengths, ranks):
     assert shares.imbalance == pytest.approx(time_of(shares.microbatches, lengths) / mean)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, st.integers(1, 5))
 def test_even_shares_have_equal_counts(lengths, ranks):
     shares = share_evenly(np.array(lengths, dtype=float), ranks)

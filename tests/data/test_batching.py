@@ -40,7 +40,7 @@ def batches(draw):
     return examples, draw(st.integers(1, 4)), budget
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(batches())
 def test_the_ranks_together_hold_every_example_once(case):
     examples, ranks, budget = case
@@ -69,7 +69,7 @@ def check_micro_batch(micro, items, examples, budget):
         assert micro.loss_mask[start:stop].tolist() == examples[index].loss_mask.tolist()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(batches(), st.randoms(use_true_random=False))
 def test_the_counts_are_of_the_whole_however_it_is_cut(case, random):
     examples, ranks, budget = case

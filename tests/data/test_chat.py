@@ -99,7 +99,7 @@ def test_nothing_is_trained_on_without_an_assistant(encoder):
 TURN = st.tuples(st.text(CHARACTERS, max_size=6), st.text(CHARACTERS, max_size=6))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.lists(TURN, min_size=1, max_size=3), min_size=1, max_size=3), st.booleans())
 def test_differencing_agrees_with_generation_marks(chats, system):
     """The same rendering, masked in two ways; also with several rows at once."""

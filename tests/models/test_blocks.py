@@ -32,7 +32,7 @@ def draw(total, seed=0):
     ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=9),
     window=st.none() | st.integers(1, 80),

@@ -44,7 +44,7 @@ def assert_near(found, wanted, tolerance):
         assert (ours.double() - theirs).norm() <= tolerance * theirs.norm() + 1e-12
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     tokens=st.integers(1, 40),
     heads=st.integers(1, 3),

@@ -39,7 +39,7 @@ def test_gradcheck(transform, chunk):
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("used", ["both", "logprobs", "entropy"])
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     rows=st.integers(0, 9),
     chunk=st.integers(1, 10),

@@ -8,7 +8,7 @@ from burnish.models.rows import RowMap, select_rows
 CPU = torch.device("cpu")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(size=st.integers(1, 12), data=st.data())
 def test_taking_rows_equals_indexing(size, data):
     index = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=40)), dtype=np.int64)

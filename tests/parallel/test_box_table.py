@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.parallel.box_table import BoxTable, flat_ranges, intersections, padded, strides
@@ -26,7 +26,6 @@ many = st.lists(boxes(), max_size=12)
 
 
 @given(many, many)
-@settings(deadline=None)
 def test_intersections_are_those_of_every_pair(a, b):
     rows_a, rows_b, common = intersections(BoxTable.of(a, 3), BoxTable.of(b, 3))
     found = {
@@ -45,7 +44,6 @@ def test_intersections_are_those_of_every_pair(a, b):
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_flat_ranges_are_those_of_each(data):
     rows = data.draw(st.lists(st.integers(0, len(SHAPES) - 1), max_size=8))
     ends = [

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pieces_for_tests import F32, random_layout, tables
 
@@ -31,7 +31,6 @@ def marked(shape, box, counts=None):
 
 
 @given(shape_sets, st.integers(1, 4), st.integers(0, 1 << 30))
-@settings(deadline=None)
 def test_every_wanted_element_comes_once_from_a_holder(shapes, world, seed):
     rng = random.Random(seed)
     have = random_layout(rng, shapes, world, replicas=3)
@@ -51,7 +50,6 @@ def test_every_wanted_element_comes_once_from_a_holder(shapes, world, seed):
 
 
 @given(shape_sets, st.integers(1, 4), st.integers(0, 1 << 30))
-@settings(deadline=None)
 def test_what_a_rank_has_itself_does_not_travel(shapes, world, seed):
     rng = random.Random(seed)
     have = random_layout(rng, shapes, world, replicas=3)
@@ -84,7 +82,6 @@ def by_round(moves, world, limit, group, groups):
     st.sampled_from([64, 100, 4096]),
     st.integers(1, 3),
 )
-@settings(deadline=None)
 def test_rounds_hold_every_element_once_within_the_bound(shapes, world, seed, limit, groups):
     rng = random.Random(seed)
     have = random_layout(rng, shapes, world, replicas=1)

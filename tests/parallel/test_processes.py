@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import RankFailed, run_processes, run_ranks, torchrun_environ
+from ports import free_port
 from torch.distributed.device_mesh import init_device_mesh
 
 from burnish.errors import BurnishError, UsageError
@@ -111,8 +112,7 @@ def test_a_port_that_is_taken_is_named():
 
 
 def test_a_meeting_point_that_is_not_there_is_named():
-    with reserve_port("127.0.0.1") as reserved:
-        port = reserved.port
+    port = free_port()
     place = Place(Layout(1, 2, 1, 2), "127.0.0.1", port)
     with (
         pytest.raises(BurnishError, match=rf"cannot reach the meeting point 127.0.0.1:{port}"),

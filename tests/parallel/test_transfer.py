@@ -65,7 +65,7 @@ def check_many(layout):
 
 
 @given(st.integers(0, 1 << 30), st.sampled_from([F32, BF16]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_redistributes_within_one_process(seed, dtype):
     assert check_redistributes(Layout(), seed, dtype)
 

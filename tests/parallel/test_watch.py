@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import RankFailed, run_ranks
+from ports import free_port
 
 from burnish.errors import BurnishError, StoppedError
 from burnish.parallel import watch
@@ -95,8 +96,7 @@ def test_strangers_are_not_heard(pair, sent):
 
 def test_a_relay_out_of_reach_is_an_error_that_names_it():
     store = dist.HashStore()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     store.set("watch", f'{{"address": "127.0.0.1", "port": {port}, "host": "h", "pid": 1}}')
     with pytest.raises(BurnishError, match=rf"rank 1 cannot connect to rank 0\n.*{port}"):
         Watch(Layout(1, 2, 1, 2), "", store)

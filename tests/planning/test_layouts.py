@@ -94,7 +94,7 @@ def configured(**changes):
     return planner(values).as_configured()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.sampled_from(["bf16", "fp32"]), st.booleans(), st.sampled_from([2048, 16384, 65536]))
 def test_keeping_less_needs_less(precision, reshard, tokens):
     needs = [
@@ -111,7 +111,7 @@ def test_keeping_less_needs_less(precision, reshard, tokens):
     assert needs == sorted(needs)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.sampled_from(["full", "none"]), st.sampled_from([1, 2, 4, 8]))
 def test_more_copies_need_more(kind, replicas):
     one, more = (

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from burnish.tracking.charts import (
@@ -65,7 +65,6 @@ def test_one_point_is_a_dot() -> None:
     assert len(chart.lines[0].dots) == 1
 
 
-@settings(deadline=None)
 @given(any_numbers)
 @example([math.nan, *[0.0] * 19, -382482.0, -247823.0])
 def test_everything_drawn_lies_within_the_plot(values: list[float]) -> None:
@@ -78,7 +77,6 @@ def test_everything_drawn_lies_within_the_plot(values: list[float]) -> None:
     assert all(TOP <= y <= HEIGHT - BOTTOM for y, _ in chart.y_ticks)
 
 
-@settings(deadline=None)
 @given(any_numbers)
 def test_smoothing_is_the_weighted_mean_of_its_formula(values: list[float]) -> None:
     beta = 1 - 2 / (max(1.0, len(values) / 15) + 1)
@@ -101,7 +99,6 @@ def test_noise_is_smoothed_and_a_schedule_is_not() -> None:
     assert not chart.lines[1].smooth
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(allow_infinity=True, allow_nan=True), max_size=300), st.integers(10, 100))
 def test_thinning_keeps_ends_and_extremes(values: list[float], most: int) -> None:
     kept = thin(values, most)
@@ -136,7 +133,6 @@ def test_long_series_are_thinned() -> None:
     assert len(areas.lines[0].points) == MAX_POINTS // 2
 
 
-@settings(deadline=None)
 @given(st.floats(-1e3, 1e3), st.floats(1e-1, 1e6), st.integers(3, 8))
 def test_ticks_are_round_and_within(low: float, extent: float, about: int) -> None:
     found = ticks(low, low + extent, about)

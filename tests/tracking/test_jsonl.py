@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from contracts.tracker import STEPS, Record, RecordContract
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.errors import CorruptError
@@ -45,7 +45,6 @@ class TestJsonlTracker(RecordContract):
         assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-@settings(deadline=None)
 @given(st.floats())
 def test_numbers_survive_json(value: float) -> None:
     back = number(json.loads(json.dumps(json_number(value), allow_nan=False)))

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.tracking.metrics import Max, Mean, Stats, Sum
@@ -10,7 +10,6 @@ from burnish.tracking.metrics import Max, Mean, Stats, Sum
 numbers = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30)
 
 
-@settings(deadline=None)
 @given(numbers, st.integers(0, 30))
 def test_merged_parts_give_what_the_whole_gives(values: list[float], cut: int) -> None:
     parts = [part for part in (values[:cut], values[cut:]) if part]
