@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from burnish.checkpoint.background import BackgroundSaver, Finished
@@ -96,12 +95,7 @@ class Checkpoints:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Give the lease back, after a while for a save in flight."""
         self._close(_PATIENCE_SECONDS)
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,12 +22,13 @@ from burnish.checkpoint.streams import Described, DirectoryTensors, StepTensors
 from burnish.checkpoint.tensor_sets import MAIN, MODEL, prefix_of, roles_in
 from burnish.checkpoint.verify import read_block
 from burnish.errors import IncompatibleError, MissingError
+from burnish.files.closing import Closing
 from burnish.files.storage import LocalStorage, Source
 from burnish.files.weights import SUFFIX, model_digest
 from burnish.models.lora_names import ADAPTER_CONFIG, ADAPTER_STATE, adapted_weights, factor_name
 
 
-class Exportable(Protocol):
+class Exportable(Closing, Protocol):
     """A model, as it can be written. A context manager."""
 
     what: str
@@ -42,19 +42,8 @@ class Exportable(Protocol):
     def assets(self, dtype: torch.dtype) -> Iterator[tuple[str, bytes]]:
         """The small files by name; config.json names the dtype."""
 
-    def __enter__(self) -> Self:
-        """The model itself."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close the files."""
-
-
-class StepModel:
+class StepModel(Closing):
     """A model of a step, or an adapter; an `Exportable` that checks each block.
 
     bf16 is what `model/` holds, bit for bit; other dtypes come from the exact fp32 weights where the
@@ -90,24 +79,15 @@ class StepModel:
             name, data = path.removeprefix(self._directory), b"".join(blocks)
             yield name, _configured(name, data, dtype, self._step.path / path)
 
-    def __enter__(self) -> Self:
-        """The model itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Close the files."""
-        self._tensors.__exit__(kind, error, trace)
+        self._tensors.close()
 
 
 _WEIGHTS = (SUFFIX, f"{SUFFIX}.index.json")
 
 
-class MergedModel:
+class MergedModel(Closing):
     """The model that an adapter belongs to, with the adapter merged in: W + s B A for W, computed in fp32; an `Exportable`.
 
     The model is at `base`, or where it was when it was trained on. Holds A and B of one layer.
@@ -175,16 +155,7 @@ class MergedModel:
         elements = self._adapter.read(name, 0, described.elements, torch.float32)
         return elements.float().view(described.shape)
 
-    def __enter__(self) -> Self:
-        """The model itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Close the files."""
         self._opened.close()
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from pathlib import PurePath, PurePosixPath
-from types import TracebackType
 from typing import NoReturn, Self
 
 from burnish.checkpoint.committed import step_number
 from burnish.checkpoint.manifest import BLOCK_BYTES, COMMIT
 from burnish.errors import CorruptError, MissingError
+from burnish.files.closing import Closing
 from burnish.files.remote import Remote
 from burnish.files.storage import Entry
 from burnish.files.urls import Url
@@ -192,7 +192,7 @@ class RemoteSteps:
         return sizes
 
 
-class RemoteReader:
+class RemoteReader(Closing):
     """A file behind a URL; a `ReadableFile`."""
 
     def __init__(self, steps: RemoteSteps, name: str) -> None:
@@ -210,14 +210,5 @@ class RemoteReader:
             count = self._steps.read_into(self._name, left, offset)
             left, offset = left[count:], offset + count
 
-    def __enter__(self) -> Self:
-        """The file itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Nothing was opened."""

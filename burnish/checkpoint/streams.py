@@ -12,8 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePath
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from burnish.checkpoint.split import add_residual
 from burnish.checkpoint.tensor_sets import MODEL, RESIDUAL, set_of
 from burnish.checkpoint.verify import checked_header, read_block
 from burnish.errors import CorruptError, IncompatibleError
+from burnish.files.closing import Closing
 from burnish.files.safetensors import Header, TensorEntry, read_header
 from burnish.files.storage import LocalStorage, ReadableFile, Source
 from burnish.files.weights import weight_files
@@ -46,7 +46,7 @@ class Described:
         return prod(self.shape)
 
 
-class TensorStream(Protocol):
+class TensorStream(Closing, Protocol):
     """Tensors by key (`model/NAME`, `exp_avg/NAME`), read in pieces of any size. A context manager."""
 
     path: PurePath
@@ -54,17 +54,6 @@ class TensorStream(Protocol):
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """The elements from `start` to `stop` in C order, one-dimensional, in memory of their own."""
-
-    def __enter__(self) -> Self:
-        """The stream itself."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +67,7 @@ class _Place:
         return BY_NAME[self.entry.dtype]
 
 
-class _Files:
+class _Files(Closing):
     """The files of a directory, each opened once, by name."""
 
     def __init__(self, directory: PurePath, storage: Source | None) -> None:
@@ -93,16 +82,7 @@ class _Files:
             self._files[name] = self._opened.enter_context(opened)
         return self._files[name]
 
-    def __enter__(self) -> Self:
-        """The stream itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Close the files."""
         self._opened.close()
 

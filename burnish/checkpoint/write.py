@@ -13,8 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from burnish.checkpoint.block_memory import BlockMemory, buffers, is_plain, new_
 from burnish.checkpoint.blocks import Block, PlannedFile, blocks_of
 from burnish.checkpoint.manifest import BLOCK_BYTES
 from burnish.checkpoint.parts import Parts, Place, owners, slots_of
+from burnish.files.closing import Closing
 from burnish.files.durable import naming_failures
 from burnish.files.storage import File, Storage
 from burnish.parallel.collectives import agree
@@ -166,7 +166,7 @@ class BlockWriter:
         return list(zip(share, blocks, strict=True))
 
 
-class _Disk:
+class _Disk(Closing):
     """Two threads: one hashes and writes blocks in the order given, one syncs what was written so far."""
 
     def __init__(self, files: dict[int, File]) -> None:
@@ -203,16 +203,7 @@ class _Disk:
                 self._syncs.append(self._syncing.submit(self._files[block.file].sync))
         return hashes
 
-    def __enter__(self) -> Self:
-        """The disk itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Wait for what has begun; drop the rest."""
         self._writing.shutdown(cancel_futures=True)
         self._syncing.shutdown(cancel_futures=True)

@@ -15,7 +15,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from burnish.errors import BurnishError
@@ -114,12 +113,7 @@ class Lease:
                 ) from error
             return
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Give it back."""
         if self._descriptor is not None:
             os.close(self._descriptor)

@@ -14,8 +14,9 @@ import shutil
 import stat
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol
+
+from burnish.files.closing import Closing
 
 Bytes = bytes | bytearray | memoryview
 """What can be written: anything that is bytes in memory."""
@@ -33,7 +34,7 @@ class Entry:
     """Bytes, for a file; 0 otherwise."""
 
 
-class ReadableFile(Protocol):
+class ReadableFile(Closing, Protocol):
     """An open file, read at given offsets (in bytes)."""
 
     def size(self) -> int:
@@ -41,17 +42,6 @@ class ReadableFile(Protocol):
 
     def pread_into(self, buffer: bytearray | memoryview, offset: int) -> None:
         """Fill the whole buffer from `offset`. Raises `EOFError` when the file ends before."""
-
-    def __enter__(self) -> Self:
-        """The file itself."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close it."""
 
 
 class File(ReadableFile, Protocol):
@@ -103,7 +93,7 @@ class Storage(Source, Protocol):
         """Space that this user may still fill on the file system that holds `path`."""
 
 
-class LocalFile:
+class LocalFile(Closing):
     """A file of this machine, by its descriptor."""
 
     def __init__(self, descriptor: int) -> None:
@@ -135,16 +125,7 @@ class LocalFile:
         """Flush data and length to the disk."""
         os.fsync(self._descriptor)
 
-    def __enter__(self) -> Self:
-        """The file itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Close the descriptor."""
         os.close(self._descriptor)
 
