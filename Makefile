@@ -4,19 +4,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint faults bench clean
+.PHONY: demo test lint contract faults bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo/demo.py
 
+# A worker a core up to 4, which have one thread each; `pytest` alone has none.
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+contract: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m contract tests/engines/test_layouts.py
 
 faults: $(STAMP)
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/campaigns.py
