@@ -12,12 +12,12 @@ from typing import Self
 from burnish.checkpoint.background import BackgroundSaver, Finished
 from burnish.checkpoint.contents import Contents
 from burnish.checkpoint.leftovers import clear
-from burnish.checkpoint.mirror import CHECKPOINTS, Mirror
+from burnish.checkpoint.mirror import Mirror
 from burnish.checkpoint.resuming import Load, OnDisk, OnMirror, Resumed, Resuming, Side
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.saver import Saver
 from burnish.checkpoint.uploader import Progress, Uploader
-from burnish.config.places import mirror_url, run_directory
+from burnish.config.places import CHECKPOINTS, mirror_url, run_directory
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError
 from burnish.files.durable import make_dirs_durably, naming_failures

@@ -39,13 +39,12 @@ from burnish.checkpoint.pins import read_pins
 from burnish.checkpoint.remote_steps import RemoteSteps
 from burnish.checkpoint.retention import Facts, Retention
 from burnish.checkpoint.verify import verify
+from burnish.config.places import CHECKPOINTS
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
 from burnish.files.durable import naming_failures
 from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage, Source
 
-CHECKPOINTS = "checkpoints"
-"""The directory of steps, below the mirror as below the run's directory."""
 ENVIRONMENT = "environment.json"
 """The file that says which run a mirror belongs to, and which start of it has it."""
 ENVIRONMENT_LIMIT = 1 << 20

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from burnish.checkpoint.committed import TRASH, step_paths
+from burnish.checkpoint.committed import TRASH, step_number, step_paths
 from burnish.checkpoint.leftovers import clear, leftovers
 from burnish.checkpoint.pins import holding_pins
 from burnish.checkpoint.retention import Retention
@@ -22,7 +21,6 @@ from burnish.files.lease import Lease
 from burnish.files.storage import LocalStorage
 
 _LOCAL = LocalStorage()
-_STEP = re.compile(r"step-([0-9]{8,18})")
 
 
 def pin(path: Path, reason: str, say: Say) -> dict[str, Any]:
@@ -99,12 +97,12 @@ def _outlived(retention: Retention | None, root: Path, pins: Iterable[int]) -> l
 
 
 def _step_of(path: Path) -> tuple[Path, int]:
-    match = _STEP.fullmatch(path.name)
-    if not match:
+    step = step_number(path.name)
+    if step is None:
         raise UsageError(f"{path} is not a step", have=path.name, want="RUN/checkpoints/step-N")
     if not path.parent.is_dir():
         raise MissingError(f"there is no {path.parent}", want="a run's checkpoints/")
-    return path.parent, int(match[1])
+    return path.parent, step
 
 
 def _steps(root: Path) -> str:

@@ -7,13 +7,11 @@ from typing import TypeVar
 
 from burnish.checkpoint.committed import Committed, newest, open_step, step_number, step_paths
 from burnish.checkpoint.remote_steps import RemotePath, RemoteSteps
+from burnish.config.places import CHECKPOINTS
 from burnish.errors import MissingError, few
 from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage, Source
 from burnish.files.urls import Url, is_url
-
-CHECKPOINTS = "checkpoints"
-"""The directory of steps in a run's directory."""
 
 P = TypeVar("P", bound=PurePath)
 

@@ -18,8 +18,9 @@ from burnish.checkpoint.importing import Foreign, HuggingFace, save_foreign
 from burnish.checkpoint.pickled import Pickled, guarded_by, pickled_kind
 from burnish.checkpoint.streams import DirectoryTensors, StepTensors, TensorStream
 from burnish.cli.ckpt_inspect import Say
-from burnish.cli.ckpt_paths import CHECKPOINTS, is_step, one_step, source_of
+from burnish.cli.ckpt_paths import is_step, one_step, source_of
 from burnish.cli.columns import bytes_text, count_text
+from burnish.config.places import CHECKPOINTS
 from burnish.errors import UsageError
 from burnish.files.cached import copied
 from burnish.files.remote import Remote

@@ -13,7 +13,9 @@ from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from burnish.checkpoint.committed import step_paths
 from burnish.config.check import Command
+from burnish.config.places import CHECKPOINTS
 from burnish.config.problems import Problem, refusal
 from burnish.config.schema import RunConfig
 from burnish.data.kinds import READERS, is_data
@@ -21,6 +23,7 @@ from burnish.errors import MissingError, few
 from burnish.files.patience import Patience
 from burnish.files.remote import Remote
 from burnish.files.selection import select
+from burnish.files.storage import LocalStorage
 from burnish.files.urls import is_url
 from burnish.models.lora_names import ADAPTER_CONFIG
 
@@ -64,7 +67,7 @@ def _data_files(plain: Path) -> list[Path]:
 
 def committed_steps(directory: Path) -> list[Path]:
     """The checkpoints in a run's directory, oldest first; a name like this is whole by the format."""
-    return sorted(directory.glob("checkpoints/step-*"))
+    return list(step_paths(directory / CHECKPOINTS, LocalStorage()).values())
 
 
 def _model(config: RunConfig) -> Iterator[Problem]:

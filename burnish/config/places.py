@@ -8,6 +8,8 @@ from burnish.config.schema import RunConfig
 
 WORKPLACE = "runs"
 """Where runs lie whose `output_dir` is a URL."""
+CHECKPOINTS = "checkpoints"
+"""The directory of steps, below a run's directory as below its mirror."""
 
 
 def is_remote(place: str) -> bool:

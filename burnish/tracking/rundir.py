@@ -23,6 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from burnish.config.places import CHECKPOINTS
 from burnish.errors import CorruptError
 from burnish.tracking.atomic import write_atomically
 
@@ -64,7 +65,7 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         """Directory of the committed steps."""
-        return self.root / "checkpoints"
+        return self.root / CHECKPOINTS
 
     @property
     def report(self) -> Path:

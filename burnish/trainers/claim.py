@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from burnish.checkpoint.committed import step_name, step_paths
-from burnish.checkpoint.mirror import CHECKPOINTS, ENVIRONMENT, ENVIRONMENT_LIMIT, Mirror
+from burnish.checkpoint.mirror import ENVIRONMENT, ENVIRONMENT_LIMIT, Mirror
 from burnish.checkpoint.pins import PINS, PINS_LIMIT
 from burnish.checkpoint.remote_steps import RemotePath
 from burnish.checkpoint.resuming import Resumed
@@ -22,7 +22,7 @@ from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.uploader import Progress
 from burnish.config.identity import require_may_resume, require_same_run
 from burnish.config.load import dump_yaml, load_config
-from burnish.config.places import mirror_url
+from burnish.config.places import CHECKPOINTS, mirror_url
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
 from burnish.files.durable import naming_failures
