@@ -26,6 +26,7 @@ def check(config: RunConfig, command: Command, world: int = 1) -> None:
     problems += _of_model(config)
     problems += _of_data(config, command)
     problems += _of_layout(config, world)
+    problems += _of_compilation(config)
     if command == "sft":
         problems += of_sft(config, world // config.engine.sharing)
     if command == "rl":
@@ -130,6 +131,16 @@ def _of_layout(config: RunConfig, world: int) -> Iterator[Problem]:
             + (f" in groups of {sharing}" if sharing > 1 else ""),
             want="a whole number of processes for each copy",
             do=f"set engine.replicas={_near(replicas, world // sharing)}, or start another number of processes",
+        )
+
+
+def _of_compilation(config: RunConfig) -> Iterator[Problem]:
+    if config.engine.compile and config.engine.activation_checkpointing == "selective":
+        yield Problem(
+            "selective checkpointing cannot see the operations of compiled layers",
+            have="engine.compile: true, engine.activation_checkpointing: selective",
+            want="one of them: the compiler itself chooses what is cheap to compute again",
+            do="set engine.activation_checkpointing=none or full, or engine.compile=false",
         )
 
 

@@ -1,7 +1,7 @@
 """Parallelism applied from outside, in one function and a fixed order, to a model that knows nothing of ranks.
 
 Sequence parallelism changes no module: it is in the attention that travels with each micro-batch
-(`burnish.models.ulysses`). Left out so far: compilation, which comes before `fully_shard`.
+(`burnish.models.ulysses`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedModel
 
 from burnish.config.schema import EngineConfig
+from burnish.engines.compilation import compile_layers
 from burnish.engines.tensor_parallel import share_matrices
 from burnish.models.cuts import Cut
 from burnish.models.scorer import Scorer
@@ -82,6 +83,9 @@ def parallelize(scorer: Scorer, config: EngineConfig, mesh: Mesh) -> dict[str, C
     """
     cuts = {} if mesh.tensor is None else share_matrices(scorer, mesh.tensor)
     checkpoint_activations(scorer.model, config.activation_checkpointing)
+    layers = decoder_layers(scorer)
+    if config.compile:
+        compile_layers(scorer.model, layers)
     weights = mesh.weights if config.replicas > 1 else mesh.weights["shard"]
     parts = mesh.weights["shard"].size()
     policy = MixedPrecisionPolicy(
@@ -89,7 +93,7 @@ def parallelize(scorer: Scorer, config: EngineConfig, mesh: Mesh) -> dict[str, C
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    for layer in decoder_layers(scorer):
+    for layer in layers:
         fully_shard(
             layer,
             mesh=weights,

@@ -1,7 +1,7 @@
 """The PyTorch engine: FSDP2 (HSDP with several copies), Ulysses and tensor parallelism on any number of processes, one included.
 
 Main weights and optimizer slots are fp32; compute is bf16 or fp32. One process runs the very same
-code over a mesh of one. Left out so far: context parallelism, offload and compilation.
+code over a mesh of one. Left out so far: context parallelism and offload.
 """
 
 from __future__ import annotations

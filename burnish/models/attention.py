@@ -4,7 +4,8 @@ The models run on one row of tokens, `[1, T]`, in which several sequences lie en
 is the only layer that has to know where each begins. Models built with `IMPLEMENTATION` hand their
 queries, keys and values to whatever object travels in the keyword argument `packing` of the model's
 forward: a `PackedLayout` when training and scoring, a key-value cache when generating. No mask is
-built: transformers makes none for an implementation that registers no mask function.
+built: transformers makes none for an implementation that registers no mask function. It is never
+compiled: what it does depends on the lengths of the sequences.
 
 Left out: attention dropout (runs must be repeatable), attention softcapping and attention sinks
 (refused), and bidirectional layers (refused).
@@ -28,6 +29,7 @@ from burnish.errors import IncompatibleError
 from burnish.models.blocks import BlockPlan, plan_blocks
 from burnish.models.prefixes import PrefixTree
 from burnish.models.rows import Indices, RowMap, on_device, select_rows
+from burnish.parallel.autograd import uncompiled
 
 IMPLEMENTATION = "burnish_packed"
 """The name under which transformers knows this attention (`config._attn_implementation`)."""
@@ -61,6 +63,7 @@ class Attends(Protocol):
         """
 
 
+@uncompiled
 def attention_forward(
     module: nn.Module,
     query: Tensor,

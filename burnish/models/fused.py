@@ -164,6 +164,8 @@ def _norm_rotate(
     rows: Tensor, weight: Tensor | None, epsilon: float, rotation: tuple[Tensor, Tensor] | None
 ) -> Tensor:
     """RMSNorm of `rows` [T, ..., n] where there is a weight, then rotation where there is one."""
+    if torch.compiler.is_compiling():
+        return _plainly(rows, weight, epsilon, rotation)
     if rows.device.type != "cpu" and weight is not None:  # torch has one kernel for the norm there
         flat = weight.ndim == 1
         rows = functional.rms_norm(rows, rows.shape[-1:], weight if flat else None, epsilon)
@@ -177,6 +179,20 @@ def _norm_rotate(
     if weight is not None:
         value.mul_(_inverse_root(value, epsilon)).mul_(weight.float())
     return (value if rotation is None else _turned(value, *rotation)).to(rows.dtype)
+
+
+def _plainly(
+    rows: Tensor, weight: Tensor | None, epsilon: float, rotation: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """`_norm_rotate` as one chain of operations, which a compiler makes one of, and its gradient too."""
+    value = rows.float()
+    if weight is not None:
+        value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + epsilon)
+        value = value * weight.float()
+    if rotation is not None:
+        cos, sin = rotation
+        value = value * cos + torch.roll(value, value.shape[-1] // 2, -1) * sin
+    return value.to(rows.dtype)
 
 
 class _NormRotate(torch.autograd.Function):

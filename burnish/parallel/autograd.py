@@ -3,11 +3,13 @@
 Each is a linear map over the ranks of a group and its backward pass the transposed map, so that
 gradients are those of one process that computes everything. Where every rank goes on to compute the
 same thing from what it got (`join`), each has the whole gradient already and keeps its own part.
+None is compiled.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,13 +20,23 @@ from torch.distributed import ProcessGroup
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
+
+def uncompiled(function: Function) -> Function:
+    """The function, which `torch.compile` leaves as it is where it is called by what is compiled."""
+    left: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return left
+
+
+@uncompiled
 def swap(parts: Tensor, group: ProcessGroup) -> Tensor:
     """All-to-all: `parts` [ranks, ...] has one part for each rank; returns the parts from each rank, in the same shape."""
     result: Tensor = _Swap.apply(parts, group)  # type: ignore[no-untyped-call]
     return result
 
 
+@uncompiled
 def join(values: Tensor, most: int, group: ProcessGroup) -> Tensor:
     """Every rank's `values` [n, ...], n ≤ `most`, on all ranks: [ranks · most, ...], each rank's from its multiple of `most` on.
 
@@ -34,12 +46,14 @@ def join(values: Tensor, most: int, group: ProcessGroup) -> Tensor:
     return result
 
 
+@uncompiled
 def gather_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
     """All ranks' `rows` [n, ...], by rank: [ranks · n, ...]. The gradients of all ranks add up."""
     result: Tensor = _GatherRows.apply(rows, group)  # type: ignore[no-untyped-call]
     return result
 
 
+@uncompiled
 def scatter_sums(rows: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of all ranks' `rows` [ranks · n, ...], of which each rank gets its n."""
     result: Tensor = _ScatterSums.apply(rows, group)  # type: ignore[no-untyped-call]

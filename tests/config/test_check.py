@@ -79,6 +79,11 @@ BAD: list[tuple[Command, list[str], list[str]]] = [
     ("rl", ["data.train=[]"], ["data.train: []"]),
     ("eval", [], ["data.validation: []"]),
     ("rl", ["reward.functions=[]"], ["reward.functions: []"]),
+    (
+        "sft",
+        ["engine.compile=true", "engine.activation_checkpointing=selective"],
+        ["selective checkpointing", "engine.compile: true", "none or full"],
+    ),
     ("sft", ["name=a/b"], ["name", "'a/b'"]),
     ("sft", ["name=.."], ["name"]),
     ("rl", ["name=''"], ["name"]),

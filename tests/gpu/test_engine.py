@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,9 +44,11 @@ def alone(device: torch.device) -> Iterator[Layout]:
         yield layout
 
 
-def make_engine(layout: Layout, device: torch.device, path: Path, precision: str) -> TorchEngine:
+def make_engine(
+    layout: Layout, device: torch.device, path: Path, precision: str, **settings: Any
+) -> TorchEngine:
     model = tiny_model(path.name)
-    config = EngineConfig(precision=precision, max_grad_norm=CLIP, logprob_chunk=5)
+    config = EngineConfig(precision=precision, max_grad_norm=CLIP, logprob_chunk=5, **settings)
     optim = OptimConfig(betas=BETAS, weight_decay=0.1)
     engine = TorchEngine(model.config, config, optim, layout=layout, device=device)
     engine.load(SafetensorsSource(path), Part.WEIGHTS)
@@ -89,6 +92,20 @@ def test_bf16_compute_keeps_fp32_state_and_stays_close(
     assert losses != pytest.approx(wanted, rel=1e-6), "this was not computed in bf16"
     assert {s.tensor.dtype for part in Part for s in engine.shards(part)} == {torch.float32}
     assert {s.tensor.device for part in Part for s in engine.shards(part)} == {device}
+
+
+@pytest.mark.parametrize("device", DEVICES[1:], indirect=True)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_layers_train_alike(tmp_path: Path, alone: Layout, device: torch.device) -> None:
+    path = save_tiny(tmp_path / "qwen3", "qwen3", torch.float32)
+    for precision, tolerance in (("fp32", 1e-5), ("bf16", 3e-2)):
+        plain, compiled = (
+            train(
+                make_engine(alone, device, path, precision, compile=each), make_examples(VOCAB), 3
+            )["losses"]
+            for each in (False, True)
+        )
+        assert compiled == pytest.approx(plain, rel=tolerance)
 
 
 def copies(shards: Sequence[Shard]) -> list[Tensor]:

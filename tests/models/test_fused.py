@@ -77,6 +77,11 @@ def test_values_and_gradients_equal_the_formulas(tokens, heads, width, block, dt
             assert_near(found, wanted, tolerance)
             with torch.no_grad():
                 assert_near([ours(*(v.to(kind) for v in inputs))], wanted[:1], tolerance)
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)  # what a compiler is given
+        for plain, ours, inputs in cases:
+            wanted = gradients(plain, inputs, upstream)
+            found = gradients(ours, [value.to(kind) for value in inputs], upstream)
+            assert_near(found, wanted, tolerance)
 
 
 def test_only_what_needs_a_gradient_is_kept():
