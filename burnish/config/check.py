@@ -110,13 +110,6 @@ def _of_data(config: RunConfig, command: Command) -> Iterator[Problem]:
 
 def _of_layout(config: RunConfig, world: int) -> Iterator[Problem]:
     engine, sharing, replicas = config.engine, config.engine.sharing, config.engine.replicas
-    if config.model.adapter is not None and engine.tensor_parallel > 1:
-        yield Problem(
-            "an adapter cannot be trained with tensor parallelism",
-            have=f"model.lora.rank: {config.model.lora.rank}, engine.tensor_parallel: {engine.tensor_parallel}",
-            want="one of them",
-            do="set engine.tensor_parallel=1, and engine.sequence_parallel for long sequences",
-        )
     if world % sharing:
         yield Problem(
             "the processes cannot be divided into groups that share a micro-batch",

@@ -6,7 +6,8 @@ rank has some of the tokens (Korthikanti et al., arXiv 2205.05198): a block begi
 tokens of all ranks and ends by summing and handing each rank its own. So a rank sees in every
 parameter that is not cut the gradient of its own work only, and the sum over ranks is the gradient.
 
-Which parameters are cut, and how, is transformers' own plan of the family (`base_model_tp_plan`).
+Which parameters are cut, and how, is transformers' own plan of the family (`base_model_tp_plan`). An
+adapter's B is cut with the rows of its weight, A with the columns; the other of the two is whole on every rank.
 Left out: families whose plan asks for more than that, and experts on ranks of their own.
 """
 
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 from burnish.errors import IncompatibleError
 from burnish.models.cuts import Cut
+from burnish.models.lora_names import plain_parameter
 from burnish.models.scorer import Scorer
 from burnish.models.vocabulary import VocabularyPart
 from burnish.parallel.autograd import gather_rows, scatter_sums
@@ -36,6 +38,9 @@ _STYLES: Mapping[str, tuple[int, int]] = {
     "rowwise": (-1, 1),
 }
 """Of a plan's styles those that cut a weight: the dim, and how many tensors it joins along it."""
+
+_WHOLE_FACTORS = frozenset({("A", -2), ("B", -1)})
+"""An adapter's factors that are not cut with a weight: A [rank, in] where that is cut by rows, B [out, rank] where by columns."""
 
 _OTHER_STYLES = frozenset({"replicated_with_grad_allreduce", "moe_tp_experts"})
 """Those about gradients of what is not cut and about sums over ranks, both of which are made here in any case."""
@@ -84,11 +89,14 @@ def _layer_cuts(
     model: PreTrainedModel, plan: Mapping[str, str], rank: int, ranks: int
 ) -> Iterator[tuple[str, Cut]]:
     for name, parameter in model.named_parameters():
-        pattern = re.sub(r"\.\d+\.", ".*.", name.removeprefix(f"{model.base_model_prefix}."))
+        plain, factor = plain_parameter(name)
+        pattern = re.sub(r"\.\d+\.", ".*.", plain.removeprefix(f"{model.base_model_prefix}."))
         style = plan.get(pattern) or plan.get(pattern.rpartition(".")[0], "")
         if style not in _STYLES:
             continue
         dim, joined = _STYLES[style]
+        if (factor, dim) in _WHOLE_FACTORS:
+            continue
         if parameter.ndim == 1 and dim == -1:
             raise IncompatibleError(
                 f"{name} is added to a sum over ranks, which tensor parallelism does not do",

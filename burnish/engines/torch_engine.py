@@ -74,10 +74,12 @@ class TorchEngine:
         self.mesh = mesh or Mesh.of(self.layout, config.replicas, device)
         """Its process groups."""
         self._division = Division(self.mesh.sequence, self.layout.tensor)
-        whole = self._adapter.weights if self._adapter else regions(model)
+        whole = () if self._adapter else regions(model)
         self._cuts = parallelize(self._scorer, config, self.mesh)
         materialize(self._scorer, device)
-        self._regions = cut_regions(whole, self._cuts)
+        if self._adapter is not None:
+            self._adapter.cut(self._cuts)
+        self._regions = self._adapter.weights if self._adapter else cut_regions(whole, self._cuts)
         self._optimizer = (
             None if optim is None else ShardedOptimizer(model, self._regions, optim, self.layout)
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 
 from burnish.config.schema import LoraConfig
 from burnish.errors import IncompatibleError, UsageError
-from burnish.models.lora_names import PREFIX, factor_name
+from burnish.models.cuts import Cut, cut_regions
+from burnish.models.lora_names import PREFIX, factor_name, plain_parameter
 from burnish.models.names import Region, model_shards, regions
 from burnish.parallel.boxes import Box, whole
 from burnish.parallel.layout import Layout
@@ -70,6 +71,11 @@ class Adapter:
                     parameter.data = parameter.data.to(base_dtype)
         self._model = model
         self._gathering: Transfer | None = None
+
+    def cut(self, cuts: Mapping[str, Cut]) -> None:
+        """From now on these parameters are parts of themselves; `base` and `weights` say of what."""
+        self.base = cut_regions(self.base, cuts)
+        self.weights = cut_regions(self.weights, cuts)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -238,7 +244,8 @@ def _inject(model: PreTrainedModel, config: Any, layers: Iterable[str]) -> dict[
 def _moved(plain: Iterable[Region], model: PreTrainedModel) -> tuple[Region, ...]:
     """The regions of a model, whose parameters have new names now that PEFT has wrapped their layers."""
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    now = {name.replace(".base_layer.", "."): name for name in names}
+    plainly = ((name, *plain_parameter(name)) for name in names)
+    now = {plain_name: name for name, plain_name, factor in plainly if not factor}
     return tuple(replace(r, parameter=now.get(r.parameter, r.parameter)) for r in plain)
 
 

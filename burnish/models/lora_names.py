@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -12,6 +13,15 @@ ADAPTER_STATE = "adapter"
 """The key of a run's state that describes the adapter which the run trains."""
 PREFIX = "base_model.model."
 """Begins the names of its tensors."""
+
+_WRAPPING = re.compile(r"\.(?:base_layer|lora_([AB])\.\w+)(?=\.)")
+"""What PEFT's modules put into the names of a layer's parameters."""
+
+
+def plain_parameter(name: str) -> tuple[str, str]:
+    """What a parameter's name was before PEFT wrapped its layer, and which factor it is: A, B, or "" for one of the model's own."""
+    found = _WRAPPING.search(name)
+    return _WRAPPING.sub("", name), (found[1] or "") if found else ""
 
 
 def factor_name(layer: str, letter: str) -> str:

@@ -127,8 +127,7 @@ class Planner:
     def _sharing(self) -> Iterator[tuple[int, int]]:
         """How many processes of a machine may share a micro-batch: its tokens, and the matrices."""
         machine, each_update = PER_MACHINE, self.work.sequences // self.work.updates
-        alone = self._config.model.lora.rank or not self.shape.family.tensor
-        for tensor in [1] if alone else _divisors(machine):
+        for tensor in _divisors(machine) if self.shape.family.tensor else [1]:
             for sequence in _divisors(machine // tensor):
                 shares, rest = divmod(self._devices.count, sequence * tensor)
                 if rest or shares > each_update:

@@ -55,11 +55,6 @@ def test_a_micro_batch_is_as_long_as_its_processes_are_many() -> None:
     assert "batch.tokens_per_device=51" in message
 
 
-def test_adapters_and_shared_matrices_exclude_each_other() -> None:
-    overrides = ["model.lora.rank=4", "engine.tensor_parallel=2"]
-    assert "model.lora.rank: 4, engine.tensor_parallel: 2" in refused("sft", *overrides, world=2)
-
-
 def test_a_good_evaluation_passes() -> None:
     check(load_config(None, ["model.path=m", "data.validation=[v]"]).config, "eval")
 

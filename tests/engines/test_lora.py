@@ -93,6 +93,9 @@ CASES = [
     ("qwen3", LORA, 1, 6, {"activation_checkpointing": "full"}),
     ("qwen3", LORA, 2, 2, {}),
     ("llama", LORA, 2, 3, {"sequence_parallel": 2}),
+    ("llama", LORA, 2, 3, {"tensor_parallel": 2, "activation_checkpointing": "full"}),
+    ("qwen2", LoraConfig(rank=3, alpha=5.0), 4, 3, {"tensor_parallel": 2}),
+    ("gemma3_text", LORA, 2, 3, {"tensor_parallel": 2}),
     ("mistral", LoraConfig(rank=1, alpha=2.0), 2, 3, {"replicas": 2}),
     ("qwen2", LoraConfig(rank=3, alpha=5.0, rslora=True), 1, 2, {}),
     (
@@ -229,8 +232,8 @@ def test_off_it_is_the_model_it_was_made_for(tmp_path: Path, world: int) -> None
         assert rank["norm"] > 0
 
 
-def published_rank(layout: Layout, path: Path, precision: str) -> dict[str, Any]:
-    engine = make_engine(layout, path, trained=False, precision=precision)
+def published_rank(layout: Layout, path: Path, precision: str, tensor: int = 1) -> dict[str, Any]:
+    engine = make_engine(layout, path, trained=False, precision=precision, tensor_parallel=tensor)
     shards = list(engine.published())
     pieces = [(s.spec.name, s.box, s.part(s.box).clone()) for s in shards]
     # A part of a piece is the same as that part of the whole piece.
@@ -246,12 +249,12 @@ def published_rank(layout: Layout, path: Path, precision: str) -> dict[str, Any]
     }
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_what_is_published_is_pefts_merged_model(tmp_path: Path, world: int) -> None:
+@pytest.mark.parametrize(("world", "tensor"), [(1, 1), (3, 1), (4, 2)])
+def test_what_is_published_is_pefts_merged_model(tmp_path: Path, world: int, tensor: int) -> None:
     path = save_tiny(tmp_path / "m", "qwen2", torch.float32)
     merged = plain_adapted(path).merge_and_unload()
     state = {n: t for n, t in merged.state_dict().items() if n != "lm_head.weight"}  # tied
-    ranks = on_ranks(published_rank, world, path, "fp32")
+    ranks = on_ranks(published_rank, world, path, "fp32", tensor)
     found = together(ranks, "pieces")
     assert found.keys() == state.keys()
     for name, tensor in state.items():
