@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ settings.load_profile("untimed")  # how long an example takes says only what els
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A temporary directory for this process and its children, as the killed ones among them leave their files."""
     tmp_path_factory.getbasetemp()  # stays where pytest keeps those of the latest runs
+    multiprocessing.util.get_temp_dir()  # which is removed later than this one
     with (
         tempfile.TemporaryDirectory(prefix="burnish-tests-", ignore_cleanup_errors=True) as name,
         pytest.MonkeyPatch.context() as patch,

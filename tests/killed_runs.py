@@ -8,18 +8,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from training_files import Command, done, ranks
+from training_files import done, ranks
 
 from burnish.checkpoint.committed import committed
 from burnish.checkpoint.verify import verify
 
 KINDS = {"sft": ["sft", "sft.yaml"], "rl": ["rl", "rl.yaml"]}
 SAVING = ["checkpoint.save_every=1", "checkpoint.background=true"]
-
-
-def wait_for_a_step(command: Command) -> None:
-    while "\nstep " not in f"\n{command.output}" and command.is_running():
-        time.sleep(0.01)
 
 
 def killed(
@@ -46,7 +41,7 @@ def killed(
             time.sleep(moments.uniform(0, 1.5))
         else:
             victims = [started[moments.randrange(world)]]
-            wait_for_a_step(started[0])
+            started[0].reached(0)
             time.sleep(moments.uniform(0, 0.4))
         for victim in victims:
             victim.send(signal.SIGKILL)

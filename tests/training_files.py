@@ -10,6 +10,7 @@ import atexit
 import itertools
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -161,6 +162,18 @@ class Command:
     def is_running(self) -> bool:
         """Whether its end has not been told yet."""
         return not select.select([self._socket], [], [], 0)[0]
+
+    def reached(self, step: int, seconds: float = 100) -> bool:
+        """Whether it gets to a step: returns once it has told of it or a later one, or has ended."""
+        deadline = time.monotonic() + seconds
+        while True:
+            ended = not self.is_running()
+            if any(int(told) >= step for told in re.findall(r"^step +(\d+)/", self.output, re.M)):
+                return True
+            if ended:
+                return False
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.01)
 
     def send(self, number: int) -> None:
         with suppress(ProcessLookupError):  # it has ended by itself

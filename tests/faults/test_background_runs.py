@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from killed_runs import KINDS, SAVING, killed, wait_for_a_step
+from killed_runs import KINDS, SAVING, killed
 from training_files import At, Command, burnish, done, make_files, outcome
 
 from burnish.checkpoint.committed import committed
@@ -87,7 +87,7 @@ def test_a_signal_to_all_processes_of_the_run(work):
     """As a terminal's Ctrl-C or Slurm's SIGTERM: the writer gets it too."""
     argv = [*KINDS["sft"], "name=group", "steps=5000", *SAVING]
     command = Command(work, argv)
-    wait_for_a_step(command)
+    command.reached(0)
     for pid in (*children(command.pid), command.pid):
         os.kill(pid, signal.SIGTERM)
     assert command.wait(60) == 128 + signal.SIGTERM, command.output
@@ -100,7 +100,7 @@ def test_a_writer_that_is_killed_again_and_again_stops_nothing(work, in_peace):
     moments = random.Random(5)
     argv = [*KINDS["sft"], "name=writers", "steps=12", *SAVING]
     command = Command(work, argv)
-    wait_for_a_step(command)
+    command.reached(0)
     killed = 0
     while command.is_running():
         for pid in children(command.pid):

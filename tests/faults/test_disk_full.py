@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import resource
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,11 +77,7 @@ def limit_files(pid: int, size: int) -> None:
 def started(work: Path, argv: list[str]) -> Command:
     """A run that has made a step and has many more to make."""
     command = Command(work, [*argv, "steps=5000"])
-    deadline = time.monotonic() + 60
-    while not re.search("step +3/", command.output):
-        assert command.is_running(), command.output
-        assert time.monotonic() < deadline, command.output
-        time.sleep(0.01)
+    assert command.reached(3), command.output
     return command
 
 

@@ -56,8 +56,7 @@ def test_killed_at_random_moments(work, in_peace, kind):
     argv = [*KINDS[kind], f"name=random_{kind}", SAVING]
     for _ in range(KILLS[kind]):
         command = Command(work, argv)
-        while "\nstep " not in f"\n{command.output}" and command.is_running():
-            time.sleep(0.01)
+        command.reached(0)
         time.sleep(moments.uniform(0, 0.2))
         command.send(signal.SIGKILL)
         assert command.wait() in (-signal.SIGKILL, 0)

@@ -99,12 +99,12 @@ def test_a_call_that_hangs_is_left_behind() -> None:
 
 def test_a_call_that_moves_may_take_its_time() -> None:
     def call(pulse: Pulse) -> str:
-        for _ in range(8):
-            time.sleep(0.1)
+        for _ in range(9):
+            time.sleep(0.2)
             pulse(1)
         return "done"
 
-    assert persist(call, always, Patience(silence=0.5)) == "done"
+    assert persist(call, always, Patience(silence=1.5)) == "done"
 
 
 def test_an_interrupt_in_the_call_is_not_a_fault() -> None:

