@@ -40,8 +40,9 @@ class BurnishError(Exception):
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Keep the parts when the error crosses a process boundary."""
-        return (_rebuild, (type(self), self.problem, self.have, self.want, self.do))
+        """Keep the parts when the error crosses a process boundary, as text: not every library's exception can."""
+        have, want = (None if part is None else str(part) for part in (self.have, self.want))
+        return (_rebuild, (type(self), self.problem, have, want, self.do))
 
 
 def _rebuild(

@@ -250,4 +250,4 @@ def save_in_background_forever(root, pipe):
 
 def writer_pid(checkpoints):
     """The process that saves in the background."""
-    return checkpoints._background._writer.pid
+    return checkpoints._background._writer._process.pid

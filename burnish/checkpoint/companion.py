@@ -59,11 +59,6 @@ class Companion:
             )
         self._pipe = Connection(ours.detach())
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
     def is_alive(self) -> bool:
         """Whether it has not ended."""
         return self._process.poll() is None
@@ -77,15 +72,27 @@ class Companion:
         return True
 
     def answer(self, seconds: float) -> Any:
-        """What it says next, waiting so long; None while it says nothing, a `BurnishError` when it died."""
+        """What it says next, waiting so long; None while it says nothing, a `BurnishError` when it died or cannot be understood."""
         try:
             return self._pipe.recv() if self._pipe.poll(seconds) else None
         except (EOFError, OSError):
+            return self.died()
+        except Exception as error:  # noqa: BLE001 - unpickling raises what it likes
             return BurnishError(
-                f"{self._what} died",
-                have=f"exit status {self._status()}",
-                do="look for what ended it: a signal, the out-of-memory killer, a crash",
+                f"{self._what} said what cannot be read",
+                have=f"{type(error).__name__}: {error}",
+                want="an answer of its own kind",
+                do="look into the log for what it was doing",
             )
+
+    def died(self) -> BurnishError:
+        """What to say of one that has ended."""
+        return BurnishError(
+            f"{self._what} died",
+            have=f"exit status {self._status()}",
+            want="a process that lives as long as the run",
+            do="look for what ended it: a signal, the out-of-memory killer, a crash",
+        )
 
     def kill(self) -> None:
         """End it, whatever it is doing."""
