@@ -171,7 +171,12 @@ class Checkpoints:
         if self._mirror is None:
             return None
         deadline = time.monotonic() + seconds
-        left = BurnishError(f"{self._mirror.remote} is not waited for any longer")
+        left = BurnishError(
+            f"{self._mirror.remote} is not waited for any longer",
+            have="a copy that is still under way",
+            want=f"one that is done within {seconds:.0f} seconds, and before a signal",
+            do="start the same command again, or set checkpoint.mirror_patience_seconds higher",
+        )
         if self._uploader is not None:
             self._uploader.begin()
         while True:

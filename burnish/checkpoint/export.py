@@ -80,7 +80,11 @@ def _check_new(target: Path, storage: Storage) -> None:
     """Refuse what is there; an empty directory is as good as none."""
     there = [entry for entry in storage.entries(target.parent) if entry.name == target.name]
     if there and (there[0].kind != "directory" or storage.entries(target)):
-        raise UsageError(f"{target} is there already", want="a directory that is yet to be made")
+        raise UsageError(
+            f"{target} is there already",
+            want="a directory that is yet to be made",
+            do="give another name, or remove it",
+        )
 
 
 def _write_tensors(

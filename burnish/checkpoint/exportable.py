@@ -21,7 +21,7 @@ from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.streams import Described, DirectoryTensors, StepTensors
 from burnish.checkpoint.tensor_sets import MAIN, MODEL, prefix_of, roles_in
 from burnish.checkpoint.verify import read_block
-from burnish.errors import IncompatibleError, MissingError
+from burnish.errors import IncompatibleError, MissingError, few
 from burnish.files.closing import Closing
 from burnish.files.storage import LocalStorage, Source
 from burnish.files.weights import SUFFIX, model_digest
@@ -117,7 +117,8 @@ class MergedModel(Closing):
             raise IncompatibleError(
                 f"{self._base} has not the weights that the adapter in {step.path} belongs to",
                 have=f"no {absent[0]}",
-                want=", ".join(self._adapted),
+                want=few(list(self._adapted)),
+                do="say where the adapter's own model is with --base DIRECTORY",
             )
         self.weights: Mapping[str, Described] = {
             name: Described(torch.float32, each.shape) if name in self._adapted else each
@@ -180,7 +181,12 @@ def _model_directory(step: Committed, role: str) -> str:
         )
     directory = f"{prefix_of(role)}{MODEL}/"
     if not {f"{directory}{CONFIG}", f"{directory}{ADAPTER_CONFIG}"} & step.manifest.files.keys():
-        raise IncompatibleError(f"{step.path} holds no whole model", want=f"{directory}{CONFIG}")
+        raise IncompatibleError(
+            f"{step.path} holds no whole model",
+            have=f"weights without {directory}{CONFIG}",
+            want=f"{directory}{CONFIG}",
+            do="put the model's configuration beside the weights, and import the directory",
+        )
     return directory
 
 

@@ -318,4 +318,9 @@ def _put_checked(remote: Remote, name: str, data: bytes) -> None:
     """Put a small file and read it back."""
     remote.put(name, data)
     if remote.read(name, MANIFEST_LIMIT) != data:
-        raise BurnishError(f"{remote.url.below(name)} is not what was sent")
+        raise BurnishError(
+            f"{remote.url.below(name)} is not what was sent",
+            have="other bytes, when it was read back",
+            want=f"the {len(data)} bytes that were sent",
+            do="see that the service is in order, and that nobody else writes there",
+        )

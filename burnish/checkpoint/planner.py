@@ -73,6 +73,7 @@ def _stored(have: Iterable[PieceTable], roles: Iterable[str]) -> list[Stored]:
                     f"ranks disagree about tensor {key}",
                     have=f"{found[key].dtype} {list(found[key].shape)}",
                     want=f"{stored.dtype} {list(shape)}",
+                    do="start all ranks with one configuration and one model",
                 )
         seen.add(table.tensors)
     return list(found.values())

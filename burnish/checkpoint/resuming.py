@@ -50,6 +50,9 @@ class Side(Protocol):
     def source(self) -> Source:
         """Reads what is below."""
 
+    sharing: str
+    """What to do where a rank does not see what rank 0 does."""
+
     def paths(self) -> Mapping[int, PurePath]:
         """The steps, as they are at this moment."""
 
@@ -62,6 +65,8 @@ class Side(Protocol):
 
 class OnDisk:
     """A run's `checkpoints/`."""
+
+    sharing = "set output_dir to a directory that all ranks share"
 
     def __init__(self, root: Path, storage: Storage) -> None:
         self.root = root
@@ -83,6 +88,8 @@ class OnDisk:
 
 class OnMirror:
     """The mirror of one."""
+
+    sharing = "see that nobody removes steps there, and that all ranks reach one service"
 
     def __init__(self, mirror: Mirror) -> None:
         self.source = mirror.steps()
@@ -162,6 +169,7 @@ class Resuming:
                     f"{path} is marked unhealthy",
                     have="a loss or weights that are not finite",
                     want="a step that training can continue from",
+                    do="see in metrics.jsonl where it went wrong; an older step is resumed from",
                 )
         same_on_all_ranks(step.commit.encode(), f"what lies in {path}", self._layout)
         return step
@@ -172,8 +180,8 @@ class Resuming:
             raise BurnishError(
                 f"{path} is not there for every rank",
                 have=f"rank {self._layout.rank} does not see what rank 0 sees",
-                want="checkpoints on a file system that all ranks share",
-                do="set output_dir to a shared directory",
+                want="checkpoints that all ranks share",
+                do=side.sharing,
             )
 
     def _set_aside(self, side: Side, path: PurePath, error: CorruptError) -> None:

@@ -185,7 +185,12 @@ def _piece(shard: Shard, key: str, dtype: torch.dtype) -> Piece:
 def _check_same_step(told: Sequence[_Told]) -> None:
     steps = sorted({theirs.step for theirs in told})
     if len(steps) > 1:
-        raise BurnishError("ranks are saving different steps", have=steps, want="one step")
+        raise BurnishError(
+            "ranks are saving different steps",
+            have=", ".join(map(str, steps)),
+            want="one step",
+            do="start all ranks again, with one configuration, from one checkpoint",
+        )
 
 
 def _small_files(contents: Contents) -> dict[str, bytes]:
@@ -196,6 +201,7 @@ def _small_files(contents: Contents) -> dict[str, bytes]:
             f"the run's state is too large for {STATE}",
             have=f"{len(state)} bytes",
             want=f"{STATE_LIMIT} bytes at most",
+            do="keep out of it what grows with the run",
         )
     small = {STATE: state}
     for role, model in contents.models.items():
@@ -262,16 +268,26 @@ def _records(files: Sequence[PlannedFile], hashes: Iterable[BlockHashes]) -> dic
     known: BlockHashes = {}
     for theirs in hashes:
         if known.keys() & theirs.keys():
-            raise BurnishError("two ranks wrote the same block", have=known.keys() & theirs.keys())
+            [(index, number), *_] = sorted(known.keys() & theirs.keys())
+            raise _misplanned(files[index], number, "was written by two ranks")
         known |= theirs
     records = {}
     for index, file in enumerate(files):
         numbers = range(-(-file.size // BLOCK_BYTES))
-        if any((index, number) not in known for number in numbers):
-            raise BurnishError(f"a block of {file.path} was written by nobody")
+        for number in numbers:
+            if (index, number) not in known:
+                raise _misplanned(file, number, "was written by no rank")
         blocks = tuple(known[index, number] for number in numbers)
         records[file.path] = FileRecord(file.size, BLOCK_BYTES, blocks)
     return records
+
+
+def _misplanned(file: PlannedFile, number: int, what: str) -> BurnishError:
+    return BurnishError(
+        f"block {number} of {file.path} {what}",
+        want="one writer for each",
+        do="see that all ranks run the same version; where they do, it is a mistake in Burnish",
+    )
 
 
 def _commit(

@@ -19,6 +19,7 @@ from burnish.checkpoint.mirror import Mirror, Sync
 from burnish.errors import BurnishError
 
 _WHAT = "the process that copies to the mirror"
+_DO = "correct what it names; the next save, or the same command again, goes on from there"
 _REPORTS = 100
 # Most messages of progress in one sync: they have to fit into the pipe, for nobody may be reading.
 
@@ -68,7 +69,9 @@ def _synced(mirror: Mirror, tell: Callable[[Progress], None]) -> Synced:
         return Synced((), error)
     except Exception as error:  # noqa: BLE001 - told to the training process, which goes on
         have = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        return Synced((), BurnishError(f"{mirror.remote} could not be brought in line", have=have))
+        return Synced(
+            (), BurnishError(f"{mirror.remote} could not be brought in line", have=have, do=_DO)
+        )
 
 
 class _Meter:
@@ -115,7 +118,7 @@ class Uploader:
         self.progress = Progress(0, 0)
         self._busy = companion.send("sync")
         if not self._busy:
-            self._note(Synced((), BurnishError(f"{_WHAT} died")))
+            self._note(Synced((), companion.died()))
 
     def hear(self, seconds: float = 0.0) -> bool:
         """Take the news there are, waiting so long for the first; whether a sync is under way."""

@@ -15,7 +15,7 @@ from burnish.cli.ckpt_paths import is_step, steps_directory
 from burnish.cli.columns import bytes_text, count_text
 from burnish.config.load import load_config
 from burnish.config.places import mirror_url
-from burnish.errors import MissingError, UsageError
+from burnish.errors import MissingError, UsageError, few
 from burnish.files.durable import move_aside, naming_failures
 from burnish.files.lease import Lease
 from burnish.files.storage import LocalStorage
@@ -29,7 +29,10 @@ def pin(path: Path, reason: str, say: Say) -> dict[str, Any]:
     with naming_failures(f"{path} cannot be pinned"), holding_pins(root, _LOCAL) as pins:
         if not is_step(path):
             raise MissingError(
-                f"there is no step {path}", have=_steps(root), want="a committed step"
+                f"there is no step {path}",
+                have=_steps(root),
+                want="a committed step",
+                do="give one of these",
             )
         before = pins.get(step)
         pins[step] = reason
@@ -43,7 +46,9 @@ def unpin(path: Path, say: Say) -> dict[str, Any]:
     with naming_failures(f"{path} cannot be unpinned"), holding_pins(root, _LOCAL) as pins:
         if step not in pins:
             have = ", ".join(map(str, pins)) or "no pins"
-            raise MissingError(f"{path} is not pinned", have=have, want="a pinned step")
+            raise MissingError(
+                f"{path} is not pinned", have=have, want="a pinned step", do="give one of these"
+            )
         before = pins.pop(step)
     say(f"{path} is no longer pinned (it was: {before})")
     return {"path": str(path), "step": step, "pinned": None, "before": before}
@@ -99,14 +104,21 @@ def _outlived(retention: Retention | None, root: Path, pins: Iterable[int]) -> l
 def _step_of(path: Path) -> tuple[Path, int]:
     step = step_number(path.name)
     if step is None:
-        raise UsageError(f"{path} is not a step", have=path.name, want="RUN/checkpoints/step-N")
+        raise UsageError(
+            f"{path} is not a step",
+            have=path.name,
+            want="RUN/checkpoints/step-N",
+            do="give a step of a run; burnish ckpt ls RUN shows them",
+        )
     if not path.parent.is_dir():
-        raise MissingError(f"there is no {path.parent}", want="a run's checkpoints/")
+        raise MissingError(
+            f"there is no {path.parent}", want="a run's checkpoints/", do="correct the path"
+        )
     return path.parent, step
 
 
 def _steps(root: Path) -> str:
-    return ", ".join(step.name for step in step_paths(root, _LOCAL).values()) or "none"
+    return few([step.name for step in step_paths(root, _LOCAL).values()]) or "none"
 
 
 def _size(path: Path) -> int:

@@ -13,6 +13,8 @@ from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage, Source
 from burnish.files.urls import Url, is_url
 
+_DO = "correct the path, or the URL"
+
 P = TypeVar("P", bound=PurePath)
 
 
@@ -57,7 +59,7 @@ def one_step(path: PurePath) -> Committed:
     directory = steps_directory(path)
     found = newest(directory, source_of(directory))
     if found is None:
-        raise MissingError(f"{path} has no committed step", want="a run that has saved")
+        raise _empty(path)
     return found
 
 
@@ -68,8 +70,16 @@ def steps_at(path: P) -> list[P]:
     directory = steps_directory(path)
     found = list(step_paths(directory, source_of(directory)).values())
     if not found:
-        raise MissingError(f"{path} has no committed step", want="a run that has saved")
+        raise _empty(path)
     return found
+
+
+def _empty(path: PurePath) -> MissingError:
+    return MissingError(
+        f"{path} has no committed step",
+        want="a run that has saved",
+        do="give another run, or wait for its first save",
+    )
 
 
 def _directories(path: PurePath) -> list[str]:
@@ -82,16 +92,19 @@ def _directories(path: PurePath) -> list[str]:
 def _missing(path: PurePath) -> MissingError:
     if not isinstance(path, Path):
         return MissingError(
-            f"there are no checkpoints at {path}", want="a run, or one of its steps"
+            f"there are no checkpoints at {path}", want="a run, or one of its steps", do=_DO
         )
     if not path.exists():
         near = path.parent
         while not near.exists():
             near = near.parent
         have = f"{near} with {few(sorted(each.name for each in near.iterdir()))}"
-        return MissingError(f"there is no {path}", have=have, want="a run, or one of its steps")
+        return MissingError(
+            f"there is no {path}", have=have, want="a run, or one of its steps", do=_DO
+        )
     return MissingError(
         f"{path} holds no checkpoints",
         have="a directory" if path.is_dir() else "a file",
         want="runs/NAME, its checkpoints/, or a step-N in it",
+        do=_DO,
     )

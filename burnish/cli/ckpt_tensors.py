@@ -59,9 +59,18 @@ def exportable(step: Committed, role: str, base: Path | None, *, merged: bool) -
     Raises `UsageError` for choices that exclude each other.
     """
     if merged and role:
-        raise UsageError("only the run's own model has an adapter", have=f"--merged --role {role}")
+        raise UsageError(
+            "only the run's own model has an adapter",
+            have=f"--merged --role {role}",
+            do="leave out --role",
+        )
     if base is not None and not merged:
-        raise UsageError("--base is for --merged", have=f"--base {base}", want="--merged")
+        raise UsageError(
+            "--base is for --merged",
+            have=f"--base {base}",
+            want="--merged",
+            do="add it, or leave out --base",
+        )
     source = source_of(step.path.parent)
     return MergedModel(step, base, source) if merged else StepModel(step, role, source)
 
@@ -71,7 +80,12 @@ def export_step(
 ) -> dict[str, Any]:
     """Write a model of a step as a plain Hugging Face directory."""
     if not 0 < shard_gb < math.inf:
-        raise UsageError("files need a size", have=f"--shard-gb {shard_gb}", want="more than 0")
+        raise UsageError(
+            "files need a size",
+            have=f"--shard-gb {shard_gb}",
+            want="more than 0",
+            do="leave it out for the usual size",
+        )
     with model:
         done = export(model, target, DTYPES[dtype], int(shard_gb * 1e9))
     say(f"{done.path}: {model.what} of {step.path.name} in {dtype}, {bytes_text(done.size)}")
@@ -92,7 +106,7 @@ def import_weights(
 ) -> dict[str, Any]:
     """Make a step of a run out of somebody else's weights, which are copied first where they are behind a URL."""
     if step < 0:
-        raise UsageError("a step is 0 or more", have=f"--step {step}")
+        raise UsageError("a step is 0 or more", have=f"--step {step}", do="leave it out for step 0")
     foreign = _foreign(_here(source), assets, unsafe_pickle)
     path = save_foreign(foreign, run / CHECKPOINTS, step)
     done = one_step(path)

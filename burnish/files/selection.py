@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from burnish.errors import MissingError, few
 from burnish.files.remote import Remote, RemoteFile
 
+_DO = "correct the URL, or put it there"
 _WILD = re.compile(r"[*?[]")
 
 
@@ -75,7 +76,7 @@ def _only(remote: Remote) -> Selection | None:
 def _nothing(remote: Remote, here: Sequence[RemoteFile], want: str) -> MissingError:
     names = [file.name for file in here]
     return MissingError(
-        f"there is nothing to read at {remote}", have=few(names) or "no file", want=want
+        f"there is nothing to read at {remote}", have=few(names) or "no file", want=want, do=_DO
     )
 
 
@@ -93,6 +94,7 @@ def _select_pattern(remote: Remote) -> Selection:
             f"nothing fits the pattern {remote.url}",
             have=f"below {above}: {few([file.name for file in found]) or 'no file'}",
             want="a pattern that matches a file",
+            do=_DO,
         )
     return Selection(above, files)
 

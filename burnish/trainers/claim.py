@@ -176,12 +176,19 @@ def _identity(remote: Remote) -> dict[str, Any] | None:
     except MissingError:
         return None
     except ValueError as error:
-        raise CorruptError(f"{remote}/{ENVIRONMENT} is not JSON", have=error) from error
+        raise _unreadable(remote, error) from error
     if not isinstance(found, dict):
-        raise CorruptError(
-            f"{remote}/{ENVIRONMENT} is not a JSON object", have=type(found).__name__
-        )
+        raise _unreadable(remote, f"a {type(found).__name__}")
     return found
+
+
+def _unreadable(remote: Remote, have: object) -> CorruptError:
+    return CorruptError(
+        f"{remote}/{ENVIRONMENT} does not say whose mirror this is",
+        have=have,
+        want=f'a JSON object with "{RUN}", "{START}" and "{TRAINER}"',
+        do="put that of the run's directory there, or give this run a mirror of its own",
+    )
 
 
 def _require_same(remote: Remote, theirs: dict[str, Any], config: RunConfig, trainer: str) -> None:

@@ -380,3 +380,16 @@ def test_a_step_that_goes_from_here_meanwhile_stops_nothing(mirror, caplog):
     assert "it went from here meanwhile" in caplog.text
     assert on_mirror(mirror) == [1]
     assert not any("step-00000002" in file.name for file in mirror.remote.files())
+
+
+def test_a_seal_that_reads_back_otherwise_is_said(mirror, monkeypatch):
+    path = save_once(mirror.root, 1)
+    read = Remote.read
+    monkeypatch.setattr(
+        Counting, "read", lambda self, name, limit: read(self, name, limit) + b" ", raising=False
+    )
+    with pytest.raises(BurnishError, match=r"manifest\.json is not what was sent") as caught:
+        upload(open_step(path, LOCAL), mirror.steps(), lambda: None, lambda count: None)
+    assert caught.value.want
+    assert caught.value.do
+    assert on_mirror(mirror) == []
