@@ -171,8 +171,7 @@ def _commit(path: PurePath, storage: Source) -> Commit:
 
 def _check_directory(path: PurePath, storage: Source) -> None:
     """A step lies where its name is: what a link leads to may change, and may be another run's."""
-    kinds = {entry.name: entry.kind for entry in storage.entries(path.parent)}
-    if kinds.get(path.name, "directory") != "directory":
+    if storage.kind(path) not in ("directory", None):
         raise CorruptError(f"{path} is no directory", have="a file, a link or a device")
 
 

@@ -78,8 +78,8 @@ def export(
 
 def _check_new(target: Path, storage: Storage) -> None:
     """Refuse what is there; an empty directory is as good as none."""
-    there = [entry for entry in storage.entries(target.parent) if entry.name == target.name]
-    if there and (there[0].kind != "directory" or storage.entries(target)):
+    kind = storage.kind(target)
+    if kind is not None and (kind != "directory" or storage.entries(target)):
         raise UsageError(
             f"{target} is there already",
             want="a directory that is yet to be made",

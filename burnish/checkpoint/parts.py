@@ -69,11 +69,6 @@ class Parts:
         pieces = Pieces(boxes, np.zeros_like(numbers), numbers, dtype)
         return cls(tensors, pieces, in_block[order], start[order])
 
-    @property
-    def bytes(self) -> Ints:
-        """How many each part has."""
-        return self.pieces.boxes.elements * self.tensors.itemsizes()[self.pieces.dtype]
-
     def places(self, slots: Ints) -> dict[int, Place]:
         """Where the parts lie whose block has a slot: its index among a rank's blocks, by block; -1 for none."""
         boxes, found = self.pieces.boxes, {}

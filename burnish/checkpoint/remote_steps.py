@@ -17,7 +17,7 @@ from burnish.checkpoint.manifest import BLOCK_BYTES, COMMIT
 from burnish.errors import CorruptError, MissingError
 from burnish.files.closing import Closing
 from burnish.files.remote import Remote
-from burnish.files.storage import Entry
+from burnish.files.storage import Entry, Kind
 from burnish.files.urls import Url
 
 DAMAGED = "DAMAGED"
@@ -82,6 +82,16 @@ class RemoteSteps:
                 if entry.kind == "file" or f"{head}/{COMMIT}" in sizes
             }
         return [found[head] for head in sorted(found)]
+
+    def kind(self, path: PurePath) -> Kind | None:
+        """What lies at a path; a step without COMMIT is nothing."""
+        name = self.name_of(path)
+        sizes = self._sizes(name)
+        if name in sizes:
+            return "file"
+        is_sealed = f"{name.partition('/')[0]}/{COMMIT}" in sizes
+        is_there = any(each.startswith(f"{name}/") for each in sizes)
+        return "directory" if is_sealed and is_there else None
 
     def open(self, path: PurePath) -> RemoteReader:
         """A file; that it is missing shows when it is read."""

@@ -176,7 +176,7 @@ class Resuming:
 
     def _check_shared(self, side: Side, path: PurePath) -> None:
         """A step that rank 0 has found and this rank does not see is not damaged: it lies on another machine."""
-        if not any(entry.name == path.name for entry in side.source.entries(path.parent)):
+        if side.source.kind(path) is None:
             raise BurnishError(
                 f"{path} is not there for every rank",
                 have=f"rank {self._layout.rank} does not see what rank 0 sees",

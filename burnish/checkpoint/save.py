@@ -227,7 +227,7 @@ def all_finite(shards: Sequence[Shard]) -> bool:
 
 def check_new(root: Path, step: int, storage: Storage) -> None:
     """Raise `BurnishError` when there is a step of this number."""
-    if any(entry.name == step_name(step) for entry in storage.entries(root)):
+    if storage.kind(root / step_name(step)) is not None:
         raise BurnishError(
             f"step {step} exists already",
             have=root / step_name(step),

@@ -24,7 +24,7 @@ def write_durably(storage: Storage, path: Path, data: Bytes) -> None:
             file.sync()
         storage.rename(temporary, path)
     except BaseException:
-        if any(entry.name == temporary.name for entry in storage.entries(path.parent)):
+        if storage.kind(temporary) is not None:
             storage.remove(temporary)
         raise
     storage.sync_dir(path.parent)

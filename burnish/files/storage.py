@@ -22,14 +22,18 @@ Bytes = bytes | bytearray | memoryview
 """What can be written: anything that is bytes in memory."""
 
 
+Kind = Literal["file", "directory", "other"]
+"""What a name in a directory is; links and devices are "other" and are never followed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One name in a directory."""
 
     name: str
     """Its last path component."""
-    kind: Literal["file", "directory", "other"]
-    """What it is; links and devices are "other" and are never followed."""
+    kind: Kind
+    """What it is."""
     size: int
     """Bytes, for a file; 0 otherwise."""
 
@@ -66,6 +70,9 @@ class Source(Protocol):
 
     def entries(self, path: PurePath) -> list[Entry]:
         """What is in a directory, by name; nothing when there is no such directory."""
+
+    def kind(self, path: PurePath) -> Kind | None:
+        """What lies at a path; None when there is nothing."""
 
 
 class Storage(Source, Protocol):
@@ -186,6 +193,16 @@ class LocalStorage:
                 return sorted(map(_entry, found), key=lambda entry: entry.name)
         except FileNotFoundError:
             return []
+
+    def kind(self, path: PurePath) -> Kind | None:
+        """As `lstat(2)` has it."""
+        try:
+            mode = os.lstat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if stat.S_ISDIR(mode):
+            return "directory"
+        return "file" if stat.S_ISREG(mode) else "other"
 
     def free_bytes(self, path: Path) -> int:
         """Free space as `df` shows it to this user."""

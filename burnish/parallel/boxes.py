@@ -41,10 +41,6 @@ class Box:
         """This box in coordinates that start at another's first element."""
         return self.shift(tuple(-o for o in other.offsets))
 
-    def contains(self, other: Box) -> bool:
-        """Whether every element of `other` is also in this box; an empty one always is."""
-        return other.elements == 0 or intersect(self, other) == other
-
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether it lies inside a tensor of this shape."""
         return len(self.sizes) == len(shape) == len(self.offsets) and all(

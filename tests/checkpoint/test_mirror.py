@@ -393,3 +393,22 @@ def test_a_seal_that_reads_back_otherwise_is_said(mirror, monkeypatch):
     assert caught.value.want
     assert caught.value.do
     assert on_mirror(mirror) == []
+
+
+def test_what_lies_at_a_path_of_a_mirror(mirror):
+    """As the listing of its directory has it; and only what lies there is listed."""
+    path = save_once(mirror.root, 1)
+    sync(mirror)
+    mirror.remote.put("checkpoints/step-00000002/model/config.json", b"{}")
+    steps = mirror.steps()
+    kinds = {
+        name: steps.kind(steps.root / name)
+        for name in (path.name, f"{path.name}/COMMIT", f"{path.name}/model", "step-00000002", "x")
+    }
+    assert list(kinds.values()) == ["directory", "file", "directory", None, None]
+    listed = []
+    files = steps.remote.files
+    steps.remote.files = lambda name: listed.append(name) or files(name)
+    steps.refresh()
+    open_step(steps.root / path.name, steps)
+    assert listed == [path.name]

@@ -116,3 +116,13 @@ def test_rename_replaces_files_and_not_filled_directories(tmp_path):
 def test_free_space_is_what_the_system_says(tmp_path):
     found = os.statvfs(tmp_path)
     assert LOCAL.free_bytes(tmp_path) == pytest.approx(found.f_bavail * found.f_frsize, rel=0.05)
+
+
+def test_what_lies_at_a_path(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    kinds = {
+        name: LocalStorage().kind(tmp_path / name) for name in ("file", "link", "no", "file/x")
+    }
+    assert kinds == {"file": "file", "link": "other", "no": None, "file/x": None}
+    assert LocalStorage().kind(tmp_path) == "directory"

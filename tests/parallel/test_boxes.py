@@ -56,12 +56,6 @@ def test_subtract_leaves_each_other_element_once(case):
 
 
 @given(shape_and_boxes(2))
-def test_contains_means_nothing_is_left_over(case):
-    _, a, b = case
-    assert a.contains(b) == (not subtract(b, a))
-
-
-@given(shape_and_boxes(2))
 def test_relative_to_indexes_the_part_like_the_whole(case):
     shape, a, b = case
     array = np.arange(math.prod(shape)).reshape(shape)
