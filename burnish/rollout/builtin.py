@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 from transformers import PretrainedConfig
 
 from burnish.errors import UsageError
@@ -25,6 +24,7 @@ from burnish.records import Completion, Request
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.decoding import Decoding, Network
 from burnish.rollout.forward import forward_of
+from burnish.rollout.products import Product
 from burnish.rollout.stopping import Decode, StopRule
 
 
@@ -54,9 +54,9 @@ class BuiltinGenerator:
         for parameter in self._model.parameters():
             parameter.data = parameter.data.to(dtype)
         materialize(self._model, device)
-        self._network = Network(
-            forward_of(self._model), self._logits, device, hf_config.num_hidden_layers
-        )
+        self._forward = forward_of(self._model)
+        self._head = Product(self._model.get_output_embeddings().weight)
+        self._network = Network(self._forward, self._logits, device, hf_config.num_hidden_layers)
         self._transfer: Transfer | None = None
         self._version: int | None = None
 
@@ -85,18 +85,18 @@ class BuiltinGenerator:
         if self._transfer is None:
             self._transfer = Transfer(have, want, self._layout)
         self._transfer.run(have, want)
+        self._forward.refresh()
+        self._head.refresh()
         self._version = version
 
     def close(self) -> None:
         """Free the weights; the generator cannot be used afterwards."""
         self._version = None
-        del self._model, self._network
+        del self._model, self._network, self._forward, self._head
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits as `Scorer` computes them, in memory of their own."""
-        return self._transform.apply_(
-            linear(hidden, self._model.get_output_embeddings().weight).float()
-        )
+        return self._transform.apply_(self._head(hidden).float())
 
     def _check_length(self, request: Request, max_tokens: int) -> None:
         length = len(request.token_ids)

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from burnish.models.attention import Attends
 from burnish.models.fused import FusedAttention, FusedRMSNorm, norm_rotate, rotate, rotation_of
+from burnish.rollout.products import Product
 
 
 class Forward(Protocol):
@@ -25,6 +25,9 @@ class Forward(Protocol):
 
     def __call__(self, token_ids: Tensor, positions: Tensor, packing: Attends) -> Tensor:
         """Hidden states [T, hidden] of `token_ids` [T] at `positions` [T]."""
+
+    def refresh(self) -> None:
+        """Take note that the model's weights have changed."""
 
 
 def forward_of(model: PreTrainedModel) -> Forward:
@@ -60,6 +63,9 @@ class ModuleForward:
         ).last_hidden_state[0]
         return hidden
 
+    def refresh(self) -> None:
+        """See `Forward`; the modules read their weights each time."""
+
 
 class FusedForward:
     """Pre-norm blocks of grouped attention with rotary positions and a gated MLP."""
@@ -80,6 +86,12 @@ class FusedForward:
         final: Tensor = self._norm(hidden)
         return final
 
+    def refresh(self) -> None:
+        """See `Forward`."""
+        for block in self._blocks:
+            for product in block.products:
+                product.refresh()
+
 
 class _Block:
     def __init__(self, layer: Any) -> None:
@@ -90,20 +102,24 @@ class _Block:
             part.out_features // attention.head_dim for part in projections[:2]
         )
         self._head_dim: int = attention.head_dim
-        self._qkv = _fused(projections)
-        self._gate_up = _fused((mlp.gate_proj, mlp.up_proj))
-        self._out, self._down, self._act = attention.o_proj, mlp.down_proj, mlp.act_fn
+        self._qkv = Product(*_fused(projections))
+        self._gate_up = Product(*_fused((mlp.gate_proj, mlp.up_proj)))
+        self._out, self._down = (
+            Product(part.weight, part.bias) for part in (attention.o_proj, mlp.down_proj)
+        )
+        self.products = (self._qkv, self._out, self._gate_up, self._down)
+        self._act = mlp.act_fn
         self._norm, self._mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
 
     def __call__(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: Attends) -> Tensor:
         attended = self._attend(self._norm(hidden), rotation, packing)
-        hidden = hidden + linear(attended, self._out.weight, self._out.bias)
-        gate, up = linear(self._mlp_norm(hidden), *self._gate_up).chunk(2, dim=-1)
-        return hidden + linear(self._act(gate).mul_(up), self._down.weight, self._down.bias)
+        hidden = hidden + self._out(attended)
+        gate, up = self._gate_up(self._mlp_norm(hidden)).chunk(2, dim=-1)
+        return hidden + self._down(self._act(gate).mul_(up))
 
     def _attend(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: Attends) -> Tensor:
         """Attention of [T, hidden], before its output projection: [T, heads · head_dim]."""
-        qkv = linear(hidden, *self._qkv).view(len(hidden), -1, self._head_dim)
+        qkv = self._qkv(hidden).view(len(hidden), -1, self._head_dim)
         rotating, value = torch.split(qkv, [self._heads + self._kv_heads, self._kv_heads], dim=1)
         rotating = self._rotated(rotating, rotation)
         parts = (rotating[:, : self._heads], rotating[:, self._heads :], value)
