@@ -27,6 +27,7 @@ _BASE: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 7},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
     "qwen3_moe": {
@@ -47,6 +48,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "olmo2": {},
 }
+MIXTURES = ("mixtral", "qwen3_moe")
+"""Those with experts."""
 
 
 def tiny_config(family: str = "qwen3", **changes: Any) -> PretrainedConfig:

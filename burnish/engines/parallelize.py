@@ -34,12 +34,13 @@ _PRODUCTS = frozenset(
         "mm",
         "addmm",
         "bmm",
+        "_grouped_mm",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
     )
-) | {torch.ops.torch_attn._varlen_attn}
+) | {torch.ops.torch_attn._varlen_attn, torch.ops.transformers.grouped_mm_fallback}
 """Operators whose results selective checkpointing keeps."""
 
 

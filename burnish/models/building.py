@@ -25,7 +25,7 @@ _REFUSED_FIELDS = ("attn_logit_softcapping", "attention_chunk_size")
 
 
 def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
-    """The model in fp32 on the meta device, with packed attention and without dropout.
+    """The model in fp32 on the meta device, with packed attention and without dropout or noise.
 
     `hf_config` is left as it is. Raises `IncompatibleError` for a model in which packed sequences
     would see each other or attention would be computed wrongly.
@@ -40,6 +40,8 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
                 do="train a model of another family",
             )
     config.use_cache = False
+    if getattr(config, "router_jitter_noise", None):
+        config.router_jitter_noise = 0.0
     with torch.device("meta"):
         model = plain_model(config)
     _require_packable(model)

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from burnish.models.attention import attention_forward
 
-FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
+FUSED_FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
 """`model_type`s whose norms and attention layers `fuse` knows."""
 
 _CPU_BLOCK_ELEMENTS = 1 << 17
@@ -127,9 +127,10 @@ def rotated(heads: Tensor, norm: FusedRMSNorm | None, rotation: tuple[Tensor, Te
 
 
 def _sliding_window(attention: Any) -> int | None:
-    """Tokens that the layer sees; None for all. Only Mistral's layers do not carry it themselves."""
-    mistral = attention.config.model_type == "mistral"
-    window: int | None = getattr(attention.config if mistral else attention, "sliding_window", None)
+    """Tokens that the layer sees; None for all. Only Mistral's and Mixtral's layers do not carry it themselves."""
+    of_config = attention.config.model_type in {"mistral", "mixtral"}
+    holder = attention.config if of_config else attention
+    window: int | None = getattr(holder, "sliding_window", None)
     return window
 
 

@@ -26,7 +26,7 @@ from burnish.models.vocabulary import VocabularyPart
 from burnish.records import TokenOutputs
 
 TESTED_FAMILIES = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "olmo2"}
+    {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "olmo2"}
 )
 """`model_type`s whose log-probs and gradients the tests hold equal to plain transformers."""
 

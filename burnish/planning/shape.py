@@ -48,7 +48,7 @@ class Family:
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(windowed=True),
-    "mixtral": Family(fused=False, windowed=True, experts=True, tensor=False),
+    "mixtral": Family(windowed=True, experts=True),
     "qwen2": Family(biased=True),
     "qwen3": Family(query_norms="head", head_dim=128),
     "qwen3_moe": Family(query_norms="head", experts=True),

@@ -7,30 +7,20 @@ import pytest
 import torch
 from contracts.engine import assert_relative, cut, loss, make_examples, train
 from distributed import run_ranks
+from engines_for_tests import make_engine
 from tiny import VOCAB, save_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from burnish.config.schema import EngineConfig, OptimConfig
-from burnish.engines.base import Part
-from burnish.engines.torch_engine import TorchEngine
-from burnish.models.sources import SafetensorsSource
 from burnish.parallel.layout import Layout
 
 CPU = torch.device("cpu")
 KINDS = ("none", "full", "selective")
 
 
-def make_engine(layout: Layout, path: Path, kind: str) -> TorchEngine:
-    config = EngineConfig(precision="fp32", logprob_chunk=5, activation_checkpointing=kind)
-    hf_config = AutoConfig.from_pretrained(path)
-    engine = TorchEngine(hf_config, config, OptimConfig(), layout=layout, device=CPU)
-    engine.load(SafetensorsSource(path), Part.WEIGHTS)
-    return engine
-
-
 def train_rank(layout: Layout, path: Path, kind: str) -> dict[str, Any]:
-    return train(make_engine(layout, path, kind), make_examples(VOCAB), 3)
+    engine = make_engine(layout, path, activation_checkpointing=kind)
+    return train(engine, make_examples(VOCAB), 3)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe"])
@@ -59,7 +49,7 @@ class CountProducts(TorchDispatchMode):
 
 
 def count(layout: Layout, path: Path, kind: str) -> tuple[dict[str, int], int]:
-    engine = make_engine(layout, path, kind)
+    engine = make_engine(layout, path, activation_checkpointing=kind)
     batch = cut(make_examples(VOCAB), layout, 6)
     kept = 0
 
@@ -88,3 +78,9 @@ def test_what_is_computed_twice(tmp_path: Path) -> None:
     for kind in ("full", "selective"):
         assert found[kind]["silu"] == 2 * found["none"]["silu"] == 2 * layers
     assert ranks["full"][1] < ranks["none"][1] / 2
+
+
+def test_products_of_experts_are_kept_in_selective(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "m", "mixtral", torch.float32)
+    products = {kind: run_ranks(count, 1, path, kind)[0][0]["_grouped_mm"] for kind in KINDS}
+    assert products["selective"] == products["none"] < products["full"]

@@ -19,7 +19,7 @@ from contracts.engine import (
     whole,
 )
 from devices import DEVICES
-from tiny import VOCAB, save_tiny, tiny_model
+from tiny import MIXTURES, VOCAB, save_tiny, tiny_model
 from torch import Tensor
 
 from burnish.config.schema import EngineConfig, OptimConfig
@@ -30,7 +30,7 @@ from burnish.parallel.layout import Layout
 from burnish.parallel.processes import process_group
 from burnish.parallel.shards import Shard
 
-FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3_text"]
+FAMILIES = ["llama", "qwen3", "mixtral", "qwen3_moe", "gemma3_text"]
 
 
 @pytest.fixture(params=DEVICES)
@@ -71,7 +71,7 @@ def test_fp32_trains_like_one_plain_model(
     for number, outputs in wanted["logprobs"].items():
         for mine, theirs in zip(found["logprobs"][number], outputs, strict=True):
             assert_relative(mine, theirs, 1e-4, f"example {number}")
-    if family == "qwen3_moe":  # its experts are fused in the oracle's parameters
+    if family in MIXTURES:  # its experts are fused in the oracle's parameters
         return
     for kind in ("weights", "slots"):
         tensors = whole([found[kind]], found["shapes"])

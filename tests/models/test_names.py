@@ -15,7 +15,6 @@ from burnish.models.scorer import Scorer, ScoringPlan
 from burnish.models.sources import FreshSource
 
 OTHERS = {
-    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None},
     "olmoe": {"num_experts": 3, "num_experts_per_tok": 2},
     "deepseek_v3": {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,

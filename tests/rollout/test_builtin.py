@@ -9,7 +9,7 @@ import pytest
 import torch
 from contracts.generator import GeneratorContract, assert_same, make_requests
 from distributed import run_ranks
-from tiny import FAMILIES, tiny_config, tiny_model
+from tiny import FAMILIES, MIXTURES, tiny_config, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -60,14 +60,14 @@ class TestForward:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_the_plain_families_run_fused_and_the_others_by_module(self, family: str) -> None:
         network = builtin(tiny_model(family))._network
-        fused = family in FUSED_FAMILIES and family != "qwen3_moe"
+        fused = family in FUSED_FAMILIES.difference(MIXTURES)
         kind = FusedForward if fused else ModuleForward
         assert type(network.forward) is kind
 
     @pytest.mark.parametrize(
         ("family", "changes"),
         [
-            *((family, {}) for family in sorted(FUSED_FAMILIES - {"qwen3_moe"})),
+            *((family, {}) for family in sorted(FUSED_FAMILIES.difference(MIXTURES))),
             ("llama", {"attention_bias": True, "mlp_bias": True}),
             ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
             ("qwen3", {"attention_bias": True, "num_key_value_heads": 4}),
@@ -212,14 +212,15 @@ class TestStopStrings:
 
 
 class TestWeights:
-    def test_new_weights_replace_the_old(self) -> None:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_new_weights_replace_the_old(self, dtype: torch.dtype) -> None:
         first, second = tiny_model(seed=1), tiny_model(seed=2)
         requests, sampling = make_requests(), Sampling(8)
-        generator = builtin(first, version=1)
+        generator = builtin(first, version=1, dtype=dtype)
         old = generator.generate(requests, sampling)
         generator.load_weights(model_shards(second), 2)
         new = generator.generate(requests, sampling)
-        assert_same(new, builtin(second).generate(requests, sampling))
+        assert_same(new, builtin(second, dtype=dtype).generate(requests, sampling))
         assert (old[0][0].weights_version, new[0][0].weights_version) == (1, 2)
 
     def test_are_needed(self) -> None:
