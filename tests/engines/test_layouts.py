@@ -1,9 +1,13 @@
-"""Every layout × kind of model × activation checkpointing against one plain transformers model, in fp32."""
+"""Every layout × kind of model × way to spare memory or time against one plain transformers model, in fp32.
+
+The suite runs a part in which every two of these meet; `make contract` runs all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,8 @@ from burnish.engines.tensor_parallel import share_matrices
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError, UsageError
 from burnish.models.building import build_on_meta
-from burnish.models.names import model_shards
+from burnish.models.lora import Adapter
+from burnish.models.names import model_shards, regions
 from burnish.models.scorer import Scorer
 from burnish.models.sources import FreshSource, SafetensorsSource
 from burnish.models.value_head import value_config
@@ -52,8 +57,18 @@ MODELS: dict[str, tuple[str, dict[str, bool]]] = {
     "tied": ("gemma3_text", {}),  # with sliding windows and soft-capped logits
     "moe": ("qwen3_moe", {}),
 }
-AGAIN = {"dense": "selective", "tied": "full", "moe": "full"}
-"""What is computed again in the backward pass, beside nothing."""
+ADAPTED = LoraConfig(rank=4)
+"""The kind `adapter` is the dense model with it."""
+KINDS = (*MODELS, "adapter")
+SPARING: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "full checkpointing": {"activation_checkpointing": "full"},
+    "selective checkpointing": {"activation_checkpointing": "selective"},
+    "compiled": {"compile": True},
+}
+Case = tuple[str, str, str]
+"""Layout, kind of model, what is spared."""
+ALL_CASES: list[Case] = list(product(LAYOUTS, KINDS, SPARING))
 PER_MICRO = {1: 3, 2: 2, 4: 1}
 """Sequences in a micro-batch, by processes: with five sequences, some ranks have none in the last round."""
 
@@ -65,21 +80,25 @@ def examples() -> list[Example]:
     return [replace(made[0], token_ids=shared), *made[1:]]
 
 
-def make_engine(layout: Layout, path: Path, settings: Mapping[str, Any]) -> TorchEngine:
+def make_engine(
+    layout: Layout, path: Path, settings: Mapping[str, Any], lora: LoraConfig | None = None
+) -> TorchEngine:
     config = EngineConfig(precision="fp32", max_grad_norm=CLIP, logprob_chunk=5, **settings)
     hf_config = AutoConfig.from_pretrained(path)
-    engine = TorchEngine(hf_config, config, OPTIM, layout=layout, device=CPU)
-    engine.load(SafetensorsSource(path), Part.WEIGHTS)
+    engine = TorchEngine(hf_config, config, OPTIM, layout=layout, device=CPU, lora=lora)
+    engine.load(SafetensorsSource(path), Part.FROZEN if lora else Part.WEIGHTS)
+    if lora:
+        engine.load(RandomAdapter(1), Part.WEIGHTS)
     return engine
 
 
 def train_rank(
-    layout: Layout, cases: Sequence[tuple[Path, Mapping[str, Any]]]
+    layout: Layout, cases: Sequence[tuple[Path, Mapping[str, Any], LoraConfig | None]]
 ) -> list[tuple[Any, dict[str, Tensor]]]:
     """For each case the first step's outcome, and the weights after the last, whole."""
     found = []
-    for path, settings in cases:
-        engine = make_engine(layout, path, settings)
+    for path, settings, lora in cases:
+        engine = make_engine(layout, path, settings, lora)
         batch = cut(examples(), engine.layout, PER_MICRO[layout.world])
         first = step_of_engine(engine, batch, loss, OPTIM)
         for _ in range(STEPS - 2):
@@ -90,12 +109,16 @@ def train_rank(
     return found if layout.is_main else []
 
 
-def train_by_hand(path: Path) -> dict[str, Any]:
-    """The same by plain transformers and torch, by canonical name."""
+def train_by_hand(path: Path, lora: LoraConfig | None = None) -> dict[str, Any]:
+    """The same by plain transformers (and PEFT) and torch, by canonical name."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    parts = Adapter(model, lora).weights if lora else regions(model)
+    if lora:
+        RandomAdapter(1).fill(model_shards(model, parts=parts))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=LR, betas=BETAS)
     tokens = sum(int(example.loss_mask.sum()) for example in examples())
@@ -105,55 +128,61 @@ def train_by_hand(path: Path) -> dict[str, Any]:
         terms = [torch.where(mask, -s[0] - 0.01 * s[1], 0.0).sum() for s, mask in scored]
         total = torch.stack(terms).sum() / tokens
         total.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        gradients = {name: p.grad for name, p in model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(trained, CLIP)
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
         found = found or {
             "loss": float(total.detach()),
             "norm": float(norm),
             "logprobs": [s[0].detach() for s, _ in scored],
-            "gradients": {s.spec.name: s.tensor.clone() for s in model_shards(model, gradients)},
+            "gradients": {
+                shard.spec.name: shard.tensor.clone()
+                for shard in model_shards(model, gradients, parts=parts)
+            },
         }
         adamw.step()
         adamw.zero_grad()
-    weights = {shard.spec.name: shard.tensor for shard in model_shards(model)}
+    weights = {shard.spec.name: shard.tensor for shard in model_shards(model, parts=parts)}
     return {**found, "weights": weights}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {
+    made = {
         kind: save_tiny(root / kind, family, torch.float32, **changes)
         for kind, (family, changes) in MODELS.items()
     }
+    return made | {"adapter": made["dense"]}
 
 
 @pytest.fixture(scope="module")
 def oracles(models: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    return {kind: train_by_hand(path) for kind, path in models.items()}
+    return {
+        kind: train_by_hand(path, ADAPTED if kind == "adapter" else None)
+        for kind, path in models.items()
+    }
 
 
-def cases_of(world: int) -> list[tuple[str, str, str]]:
-    """Layout, kind of model and what is computed again: all of them, but with four processes again for one kind only."""
-    return [
-        (name, kind, again)
-        for name, (ranks, _) in LAYOUTS.items()
-        for kind in MODELS
-        for again in ("none", AGAIN[kind])
-        if ranks == world and (world < 4 or again == "none" or kind == "moe")
+def some_cases() -> list[Case]:
+    """Of those without compilation, which takes long, a part in which every two meet; of those with it one."""
+    ways = [way for way in SPARING if way != "compiled"]
+    pairs = [
+        (name, kind, ways[(i + j) % len(ways)])
+        for i, name in enumerate(LAYOUTS)
+        for j, kind in enumerate(KINDS)
     ]
+    return [*pairs, ("fsdp 2", "dense", "compiled")]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_every_layout_trains_like_one_plain_model(
-    models: dict[str, Path], oracles: dict[str, dict[str, Any]], world: int
+def check_cases(
+    models: Mapping[str, Path], oracles: Mapping[str, Any], cases: Sequence[Case], timeout: float
 ) -> None:
-    cases = cases_of(world)
+    """Run cases of as many processes, and compare loss, norm, log-probs, gradients and weights with the plain model's."""
     told = [
-        (models[kind], {**LAYOUTS[name][1], "activation_checkpointing": again})
-        for name, kind, again in cases
+        (models[kind], LAYOUTS[name][1] | SPARING[way], ADAPTED if kind == "adapter" else None)
+        for name, kind, way in cases
     ]
-    outcomes = run_ranks(train_rank, world, told, timeout=280)[0]
+    outcomes = run_ranks(train_rank, LAYOUTS[cases[0][0]][0], told, timeout=timeout)[0]
     for case, (found, weights) in zip(cases, outcomes, strict=True):
         wanted = oracles[case[1]]
         assert found.loss == pytest.approx(wanted["loss"], rel=1e-5), case
@@ -165,6 +194,32 @@ def test_every_layout_trains_like_one_plain_model(
             assert tensors.keys() == wanted[kind].keys()
             for name, tensor in wanted[kind].items():
                 assert_relative(tensors[name], tensor, 1e-5, f"{case}: {kind} of {name}")
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_layout_trains_like_one_plain_model(
+    models: dict[str, Path], oracles: dict[str, dict[str, Any]], world: int
+) -> None:
+    cases = [case for case in some_cases() if LAYOUTS[case[0]][0] == world]
+    check_cases(models, oracles, cases, timeout=280)
+
+
+@pytest.mark.contract
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_whole_contract(
+    models: dict[str, Path], oracles: dict[str, dict[str, Any]], name: str, kind: str
+) -> None:
+    check_cases(models, oracles, [(name, kind, way) for way in SPARING], timeout=3500)
+
+
+def test_every_two_meet_in_what_the_suite_runs() -> None:
+    """But for compilation."""
+    some, wanted = some_cases(), [case for case in ALL_CASES if case[2] != "compiled"]
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        met = {(case[first], case[second]) for case in some}
+        assert {(case[first], case[second]) for case in wanted} <= met
 
 
 def poisoned(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
@@ -240,21 +295,6 @@ class FakeGroup:
         return 2
 
 
-def adapter_rank(
-    layout: Layout, path: Path, layouts: Sequence[Mapping[str, int]]
-) -> list[list[float]]:
-    """Losses and gradient norms of an adapter."""
-    found = []
-    for settings in layouts:
-        config = EngineConfig(precision="fp32", max_grad_norm=CLIP, **settings)
-        hf_config, lora = AutoConfig.from_pretrained(path), LoraConfig(rank=4)
-        engine = TorchEngine(hf_config, config, OPTIM, layout=layout, device=CPU, lora=lora)
-        engine.load(SafetensorsSource(path), Part.FROZEN)
-        engine.load(RandomAdapter(1), Part.WEIGHTS)
-        found.append(numbers_of(engine, loss))
-    return found
-
-
 def numbers_of(engine: TorchEngine, loss_of: LossFn) -> list[float]:
     batch = cut(examples(), engine.layout, 2)
     numbers = []
@@ -262,13 +302,6 @@ def numbers_of(engine: TorchEngine, loss_of: LossFn) -> list[float]:
         numbers.append(engine.forward_backward(batch, loss_of).values_by_name()["loss"])
         numbers.append(engine.optim_step(LR).values_by_name()["grad_norm"])
     return numbers
-
-
-def test_an_adapter_trains_as_in_one_process(models: dict[str, Path]) -> None:
-    (wanted,) = run_ranks(adapter_rank, 1, models["dense"], [{}])[0]
-    for rank in run_ranks(adapter_rank, 2, models["dense"], [{}, {"sequence_parallel": 2}]):
-        for numbers in rank:
-            assert numbers == pytest.approx(wanted, rel=1e-5)
 
 
 def squared(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
