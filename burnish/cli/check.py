@@ -53,7 +53,7 @@ def run_check(arguments: Namespace) -> None:
             do="set it to the processes of the layout, or leave it out",
         )
     config = load_config(arguments.config, arguments.overrides).config
-    command: Command = "rl" if config.reward.functions else "sft"
+    command: Command = "rl" if config.reward.given else "sft"
     world = arguments.processes or place_of(os.environ).layout.world
     check(config, command, world)
     require_inputs(config, command, None)

@@ -174,6 +174,9 @@ def _instead_of_data(path: str) -> str | None:
 
 
 def _rewards(config: RunConfig) -> Iterator[Problem]:
+    for index, model in enumerate(config.reward.models):
+        for members in (["config.json"], TOKENIZER_FILES):
+            yield from _directory(model.path, f"reward.models[{index}].path", members)
     for index, reward in enumerate(config.reward.functions):
         setting = f"reward.functions[{index}].function"
         module, colon, _ = reward.function.rpartition(":")

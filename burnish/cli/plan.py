@@ -48,7 +48,7 @@ def add_plan(commands: _SubParsersAction[Any]) -> None:
 def run_plan(arguments: Namespace) -> None:
     """Plan a configuration for SFT or, where it has rewards, for RL. Raises `UsageError` where no layout fits."""
     config = load_config(arguments.config, arguments.overrides).config
-    command: Literal["sft", "rl"] = "rl" if config.reward.functions else "sft"
+    command: Literal["sft", "rl"] = "rl" if config.reward.given else "sft"
     devices = devices_of(arguments.devices, arguments.device_memory, arguments.device_tflops)
     if devices is None:
         raise UsageError(

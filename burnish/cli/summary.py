@@ -45,7 +45,7 @@ def _rows(
         yield "step", f"{count_text(config.batch.examples, 'example')}"
     if command == "rl":
         yield from _rl_rows(config)
-    if command == "eval" and config.reward.functions:
+    if command == "eval" and config.reward.given:
         evaluation = config.evaluation
         yield "completions", f"{evaluation.n} per prompt, {_sampling(evaluation)}"
     elif command == "eval":
@@ -85,7 +85,13 @@ def _rl_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "critic", _critic(config)
     yield (
         "reward",
-        " + ".join(f"{each.weight:g} × {each.function}" for each in config.reward.functions),
+        " + ".join(
+            f"{weight:g} × {name}"
+            for name, weight in [
+                *((each.function, each.weight) for each in config.reward.functions),
+                *((each.path, each.weight) for each in config.reward.models),
+            ]
+        ),
     )
 
 

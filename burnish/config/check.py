@@ -99,11 +99,11 @@ def _of_data(config: RunConfig, command: Command) -> Iterator[Problem]:
             want="at least one file",
             do="set data.train=[FILE]",
         )
-    if command == "rl" and not config.reward.functions:
+    if command == "rl" and not config.reward.given:
         yield Problem(
             "there is no reward to learn from",
             have="reward.functions: []",
-            want="at least one reward function",
+            want="at least one reward function or reward model",
             do="set reward.functions='[{function: numeric}]', or module:function of your own",
         )
 

@@ -206,17 +206,33 @@ class RewardFunctionConfig(Section):
     """Further keyword arguments for every call."""
 
 
+class RewardModelConfig(Section):
+    """One model that judges completions."""
+
+    path: str
+    """A directory of a sequence or token classification model with one label, with its tokenizer; a path or a URL."""
+    weight: float = 1.0
+    """Factor on its value in the sum."""
+
+
 class RewardConfig(Section):
     """What completions are worth."""
 
     functions: list[RewardFunctionConfig] = Field(default_factory=list)
     """The functions; their weighted sum is the reward."""
+    models: list[RewardModelConfig] = Field(default_factory=list)
+    """Reward models: what each says at the last token of prompt and completion, as its own chat template writes them, is added to that."""
     timeout_seconds: float = Field(30.0, gt=0)
     """Deadline of each call. A call that misses it counts as an error on its rollouts; a function that misses it again and again is not called for the rest of the step."""
     workers: int = Field(4, ge=1)
     """Calls made at one time, per process."""
     on_error: float = 0.0
-    """The value of a function that raised, timed out or returned NaN."""
+    """The value of a function that raised, timed out or returned NaN, and of a model that cannot read so long a text."""
+
+    @property
+    def given(self) -> bool:
+        """Whether there is anything that says what a completion is worth."""
+        return bool(self.functions or self.models)
 
 
 class DynamicSamplingConfig(Section):

@@ -88,6 +88,13 @@ class ChatEncoder:
             return str(self._render(messages, name, tokenize=False, continue_final_message=True))
         return self._before(messages, name)
 
+    def answered(self, messages: list[Message], answer: str, name: str) -> str:
+        """The conversation as text, with what the assistant wrote: a message, or the rest of its last one."""
+        *before, last = messages
+        if last.get("role") == "assistant":
+            return self._whole([*before, last | {"content": f"{last['content']}{answer}"}], name)
+        return self._whole([*messages, {"role": "assistant", "content": answer}], name)
+
     def texts(self, rows: Sequence[Text]) -> list[Encoded]:
         """Prompt, text and an end of sequence; all but the prompt and the first token is trained on.
 
@@ -127,7 +134,7 @@ class ChatEncoder:
             mask[1:] |= mask[:-1] & np.isin(ids[1:], self._ends)
             if row.trained_from:
                 before = self._before(row.messages[: row.trained_from], row.name)
-                mask[: _shared(self.ids([before], special=False)[0], ids)] = False
+                mask[: shared_beginning(self.ids([before], special=False)[0], ids)] = False
             encoded.append((ids, mask))
         return encoded
 
@@ -196,7 +203,7 @@ class ChatEncoder:
             ) from error
 
 
-def _shared(start: Sequence[int], ids: TokenIds) -> int:
+def shared_beginning(start: Sequence[int] | TokenIds, ids: TokenIds) -> int:
     """How many leading ids agree."""
     length = min(len(start), len(ids))
     differs = np.flatnonzero(np.array(start[:length], dtype=np.int64) != ids[:length])
@@ -208,7 +215,7 @@ def _boundary(prefix: tuple[str, list[int]], whole: tuple[str, TokenIds], where:
 
     A token that merges the end of the prefix with what follows counts as following.
     """
-    shared = _shared(prefix[1], whole[1])
+    shared = shared_beginning(prefix[1], whole[1])
     if shared == len(prefix[1]) or whole[0].startswith(prefix[0]):
         return shared
     length = min(len(prefix[0]), len(whole[0]))

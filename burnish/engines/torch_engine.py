@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.engines.base import LossFn, Part, compute_dtype
@@ -66,7 +66,7 @@ class TorchEngine:
         self._config = config
         self._device = device
         self.skipped_in_a_row = 0
-        model = build_on_meta(hf_config)
+        model = self._build(hf_config)
         self._adapter = None if lora is None else Adapter(model, lora, compute_dtype(config))
         self._scorer = Scorer(model, config.logprob_chunk)
         if optim is None:
@@ -83,6 +83,10 @@ class TorchEngine:
         self._optimizer = (
             None if optim is None else ShardedOptimizer(model, self._regions, optim, self.layout)
         )
+
+    def _build(self, hf_config: PretrainedConfig) -> PreTrainedModel:
+        """The model on meta, in the dtypes that its weights are kept in."""
+        return build_on_meta(hf_config)
 
     @property
     def steps(self) -> int:

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from burnish.config.schema import ModelConfig
-from burnish.errors import MissingError, UsageError
+from burnish.errors import IncompatibleError, MissingError, UsageError
 from burnish.models.building import build_on_meta, fill_buffers, materialize
 from burnish.models.names import tensor_specs, tied_names
 from burnish.models.sources import FreshSource, PartlyFresh, SafetensorsSource
@@ -39,6 +39,7 @@ __all__ = [
     "generation_config",
     "materialize",
     "read_model_config",
+    "require_embeddings",
     "save_model_assets",
     "value_source",
     "weights_source",
@@ -92,6 +93,18 @@ def weights_source(
     source = SafetensorsSource(Path(config.path).expanduser(), tied_names(model))
     source.check(tensor_specs(model))
     return source
+
+
+def require_embeddings(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `IncompatibleError` where the tokenizer has tokens that the model has no embedding for."""
+    vocabulary = hf_config.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
+        raise IncompatibleError(
+            "the tokenizer has more tokens than the model has embeddings",
+            have=f"{len(tokenizer)} tokens, {vocabulary} embeddings",
+            want="no more tokens than embeddings",
+            do="use the model's own tokenizer, or a fresh model with a larger vocab_size",
+        )
 
 
 def value_source(config: ModelConfig, hf_config: PretrainedConfig, seed: int) -> ShardSource:

@@ -1,8 +1,9 @@
-"""A scalar head on a language model's backbone: what a critic is.
+"""A scalar head on a language model's backbone: what a critic is, and a reward model.
 
-It is transformers' token classification model with one label, of whichever family, so that its
-directory loads with `AutoModelForTokenClassification` as it lies on disk. Whether a model has this
-head or a vocabulary is what its configuration says in `architectures`, in memory as on disk. Left
+A critic is transformers' token classification model with one label, of whichever family, so that its
+directory loads with `AutoModelForTokenClassification` as it lies on disk. A sequence classification
+model has the same head, of which it is asked at the last token only. Whether a model has a head
+or a vocabulary is what its configuration says in `architectures`, in memory as on disk. Left
 out: heads on several layers, on pooled states, and models that bring their own code.
 """
 
@@ -15,26 +16,28 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 )
 
 from burnish.errors import IncompatibleError
 
 _SUFFIX = "ForTokenClassification"
+_OF_SEQUENCES = "ForSequenceClassification"
 
 
 def has_value_head(config: PretrainedConfig) -> bool:
-    """Whether this is the configuration of a model with a scalar head."""
-    return any(name.endswith(_SUFFIX) for name in config.architectures or ())
+    """Whether this is the configuration of a model with a head that classifies, tokens or sequences."""
+    return any(name.endswith((_SUFFIX, _OF_SEQUENCES)) for name in config.architectures or ())
 
 
 def value_config(config: PretrainedConfig) -> PretrainedConfig:
     """The same backbone with a scalar head. Raises `IncompatibleError` where it has another head already, or can have none."""
     if has_value_head(config) and config.num_labels != 1:
         raise IncompatibleError(
-            f"{config.name_or_path or config.model_type} classifies tokens, which is no value",
+            f"{config.name_or_path or config.model_type} says several things of a token, which is no value",
             have=f"{config.num_labels} labels",
-            want="a token classification model with one label, or a language model",
+            want="a token or sequence classification model with one label, or a language model",
             do="set critic.path to one",
         )
     made = copy.deepcopy(config)
@@ -46,8 +49,13 @@ def value_config(config: PretrainedConfig) -> PretrainedConfig:
 def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The family's token classification model; made the way transformers makes them where it has none.
 
-    Raises `IncompatibleError` for a model that is not one of transformers' language models.
+    That of sequences where the configuration says so and transformers has one. Raises
+    `IncompatibleError` for a model that is not one of transformers' language models.
     """
+    of_sequences = any(name.endswith(_OF_SEQUENCES) for name in config.architectures or ())
+    if of_sequences and type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        judge: type[PreTrainedModel] = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+        return judge
     if type(config) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         found: type[PreTrainedModel] = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(config)]
         return found

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burnish.records.samples import Floats
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
@@ -94,6 +96,16 @@ class Batch:
     """All tokens over all ranks, trained on or not."""
     imbalance: float = 1.0
     """Time of the rounds as the costliest rank of each sets it, over the mean of the ranks; 1: nobody waits."""
+
+    def by_example(self, arrays: Sequence[Floats]) -> dict[int, Floats]:
+        """What this rank has for the tokens of its micro-batches, by index in the global example list."""
+        found: dict[int, Floats] = {}
+        for micro, numbers, array in zip(self.microbatches, self.examples, arrays, strict=True):
+            ends = micro.cu_seqlens.tolist()
+            for number, start, end in zip(numbers, ends[:-1], ends[1:], strict=True):
+                if number >= 0:
+                    found[number] = array[start:end]
+        return found
 
     def with_old_logprobs(self, outputs: Sequence[TokenOutputs]) -> Batch:
         """The same batch with `old_logprobs` from `Engine.forward` of this batch."""

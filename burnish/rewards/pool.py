@@ -40,7 +40,7 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         """Load every function. Raises `UsageError` for one that cannot be used, before anything is generated."""
-        if not config.functions:
+        if not config.given:
             raise UsageError(
                 "No reward function is configured.",
                 have="reward.functions: []",
@@ -67,7 +67,7 @@ class RewardPool:
         remote = iter(enumerate(self._workers.signatures if self._workers else ()))
         self._functions = []
         for part, each, signature in zip(
-            _part_names(config), config.functions, signatures, strict=True
+            part_names(config)[: len(config.functions)], config.functions, signatures, strict=True
         ):
             index, known = (-1, signature) if signature else next(remote)
             here = loaded.get(each.function)
@@ -156,12 +156,13 @@ def _note(
         said[i][function.part] = answer
 
 
-def _part_names(config: RewardConfig) -> list[str]:
-    """The functions' own names; the second of a name is `name_2`."""
+def part_names(config: RewardConfig) -> list[str]:
+    """The functions' own names, then those of the models' directories; the second of a name is `name_2`."""
+    given = [function.function.rpartition(":")[2] for function in config.functions]
+    given += [model.path.rstrip("/").rpartition("/")[2] for model in config.models]
     names: list[str] = []
-    for function in config.functions:
-        base = name = function.function.rpartition(":")[2]
-        number = 1
+    for base in given:
+        name, number = base, 1
         while name in names:
             number += 1
             name = f"{base}_{number}"

@@ -89,7 +89,7 @@ def run_check(config: RunConfig) -> None:
 
 def _check(config: RunConfig, layout: Layout, device: torch.device) -> None:
     _check_model(config, material(config), layout, device)
-    if config.reward.functions and config.algorithm.advantage == "gae":
+    if config.reward.given and config.algorithm.advantage == "gae":
         if layout.is_main:
             print("the critic:")
         _check_model(without_adapter(config), critic_material(config), layout, device)
@@ -170,7 +170,7 @@ def material(config: RunConfig) -> Material:
     """
     foundation = lay_foundation(config)
     hf_config = _shrunk(foundation)
-    if not config.reward.functions:
+    if not config.reward.given:
         examples = example_dataset(foundation, config.data.train, "data.train")
         chosen = [_cut(examples[i]) for i in range(min(SEQUENCES, len(examples)))]
         return chosen, sft_loss, hf_config

@@ -16,6 +16,7 @@ from burnish.parallel.layout import Layout
 from burnish.records import Completion, Prompt, Request, Rollout
 from burnish.rollout.base import Generator, Sampling
 from burnish.tracking.progress import Progress
+from burnish.trainers.reward_models import Judge
 from burnish.trainers.signals import Stopper, StopRequested
 
 Score = Callable[[Sequence[Rollout]], list[Rollout]]
@@ -38,6 +39,8 @@ class Collector:
     """Asked between decoding steps whether to stop."""
     progress: Progress
     """Shows how many completions are done."""
+    judge: Judge = list
+    """Adds what reward models say, of which there are none otherwise."""
 
     def collect(
         self, prompts: Sequence[Prompt], first_key: int, samples: int, sampling: Sampling
@@ -68,7 +71,9 @@ class Collector:
             for numbers, (_, theirs) in zip(shared, shares, strict=True)
             for number, group in zip(numbers, theirs, strict=True)
         }
-        return [by_prompt[number] for number in range(len(prompts))]
+        ordered = [rollout for number in range(len(prompts)) for rollout in by_prompt[number]]
+        judged = iter(self.judge(ordered))
+        return [[next(judged) for _ in by_prompt[number]] for number in range(len(prompts))]
 
     def _generated(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         total = sum(request.samples for request in requests)

@@ -9,13 +9,13 @@ import torch
 from burnish.algorithms.schedule import learning_rate
 from burnish.algorithms.value_loss import value_loss_fn
 from burnish.models.counting import count_flops
-from burnish.models.loading import read_model_config, value_source
+from burnish.models.loading import read_model_config, require_embeddings, value_source
 from burnish.models.value_head import value_config
 from burnish.parallel.layout import Layout
 from burnish.parallel.mesh import Mesh
 from burnish.records import Batch
 from burnish.tracking.metrics import Stats
-from burnish.trainers.setup import Foundation, Learner, make_engine, require_embeddings
+from burnish.trainers.setup import Foundation, Learner, make_engine
 
 CRITIC = "critic"
 """Its role in a checkpoint, and the prefix of its metrics."""

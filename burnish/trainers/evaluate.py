@@ -21,6 +21,7 @@ from burnish.config.schema import ModelConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import PromptDataset
 from burnish.engines.base import Engine, Part
+from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import MissingError, StoppedError
 from burnish.launch.run import launch
 from burnish.models.lora_names import ADAPTER_STATE
@@ -36,6 +37,7 @@ from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory
 from burnish.trainers.collect import Collector
 from burnish.trainers.localize import with_local_inputs
+from burnish.trainers.reward_models import load_judge
 from burnish.trainers.run import Validation
 from burnish.trainers.setup import (
     Foundation,
@@ -157,11 +159,14 @@ def _measured(
     config = foundation.config
     progress = Progress(config.tracking.progress and layout.is_main)
     with progress.phase("evaluate"):
-        if config.reward.functions:
+        if config.reward.given:
             with RewardPool(config.reward) as pool:
                 held_out = held_out_prompts(foundation, pool)
                 engine = _loaded(foundation, layout, device)
-                collector = make_collector(foundation, pool, layout, device, stopper, progress)
+                judge = load_judge(config, layout, device, engine.mesh)
+                collector = make_collector(
+                    foundation, pool, layout, device, stopper, progress, judge
+                )
                 collector.generator.load_weights(engine.published(), version=0)
                 validate = prompt_validation(foundation, collector, held_out)
                 return validate() if validate else {}
@@ -172,7 +177,7 @@ def _measured(
         return validate() if validate else {}
 
 
-def _loaded(foundation: Foundation, layout: Layout, device: torch.device) -> Engine:
+def _loaded(foundation: Foundation, layout: Layout, device: torch.device) -> TorchEngine:
     engine = make_engine(foundation, None, layout, device)
     engine.load(foundation.base, Part.FROZEN)
     engine.load(foundation.source, Part.WEIGHTS)

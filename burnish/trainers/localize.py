@@ -90,7 +90,13 @@ def _reward(reward: RewardConfig, watch: Watch) -> RewardConfig:
             local = f"{_file(file, watch)}{colon}{name}"
             each = each.model_copy(update={"function": local})
         functions.append(each)
-    return reward.model_copy(update={"functions": functions})
+    models = [
+        each.model_copy(update={"path": str(local_directory(each.path, watch))})
+        if is_url(each.path)
+        else each
+        for each in reward.models
+    ]
+    return reward.model_copy(update={"functions": functions, "models": models})
 
 
 def _file(url: str, watch: Watch) -> Path:

@@ -181,22 +181,11 @@ def _of_completions(
     if not answered:
         return found
     batch = _batch([to_example(rollouts[i]) for i in answered], policy, config)
-    mine = _by_example(batch, compute(batch))
+    mine = batch.by_example(compute(batch))
     for share in gather_objects(mine, policy.engine.layout):
         for number, values in share.items():
             rollout = rollouts[answered[number]]
             found[answered[number]] = values[len(rollout.prompt.token_ids) :]
-    return found
-
-
-def _by_example(batch: Batch, arrays: Sequence[Floats]) -> dict[int, Floats]:
-    """What this rank has for its tokens, by index in the batch's example list."""
-    found: dict[int, Floats] = {}
-    for micro, numbers, array in zip(batch.microbatches, batch.examples, arrays, strict=True):
-        ends = micro.cu_seqlens.tolist()
-        for number, start, end in zip(numbers, ends[:-1], ends[1:], strict=True):
-            if number >= 0:
-                found[number] = array[start:end]
     return found
 
 

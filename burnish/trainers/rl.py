@@ -33,6 +33,7 @@ from burnish.trainers.evaluate import held_out_prompts, prompt_validation
 from burnish.trainers.inputs import Inputs
 from burnish.trainers.localize import with_local_inputs
 from burnish.trainers.policy_update import Forward, Policy, assign_credit, minibatches
+from burnish.trainers.reward_models import Judge, load_judge
 from burnish.trainers.run import Run, Work, open_run
 from burnish.trainers.setup import (
     Foundation,
@@ -62,9 +63,11 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             bar.advance()
             total = config.steps or math.ceil(len(dataset) * config.epochs / config.batch.prompts)
             inputs = Inputs.of(foundation.tokenizer, dataset)
-            policy, critic = _models(foundation, run, inputs, total)
+            policy, critic, judge = _models(foundation, run, inputs, total)
             bar.advance()
-            collector = make_collector(foundation, pool, layout, device, run.stopper, run.progress)
+            collector = make_collector(
+                foundation, pool, layout, device, run.stopper, run.progress, judge
+            )
             version = _version_after(run.position.step, config)
             collector.generator.load_weights(policy.engine.published(), version)
             loader = Loader(len(dataset), config.seed, config.data.shuffle, run.position.cursor)
@@ -105,8 +108,8 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
 
 def _models(
     foundation: Foundation, run: Run, inputs: Inputs, total_steps: int
-) -> tuple[Policy, Critic | None]:
-    """The trained models, their weights resumed or initial, and what the policy is held to."""
+) -> tuple[Policy, Critic | None, Judge]:
+    """The trained models, their weights resumed or initial, what the policy is held to, and the reward models."""
     config = foundation.config
     engine = make_engine(foundation, config.optim, run.layout, run.device)
     learners = {MAIN: Learner(engine, foundation)}
@@ -117,7 +120,9 @@ def _models(
     if run.begin(learners, inputs, total_steps) is None:
         for learner in learners.values():
             learner.engine.load(learner.foundation.source, Part.WEIGHTS)
-    return Policy(engine, _reference(foundation, engine, run), foundation.flops), critic
+    judge = load_judge(config, run.layout, run.device, engine.mesh)
+    policy = Policy(engine, _reference(foundation, engine, run), foundation.flops)
+    return policy, critic, judge
 
 
 def _reference(foundation: Foundation, engine: TorchEngine, run: Run) -> Forward | None:

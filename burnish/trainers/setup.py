@@ -23,6 +23,7 @@ from burnish.models.flops import ModelFlops
 from burnish.models.loading import (
     generation_config,
     read_model_config,
+    require_embeddings,
     save_model_assets,
     weights_source,
 )
@@ -37,6 +38,7 @@ from burnish.rollout.base import Sampling
 from burnish.rollout.builtin import BuiltinGenerator
 from burnish.tracking.progress import Progress
 from burnish.trainers.collect import Collector
+from burnish.trainers.reward_models import Judge
 from burnish.trainers.signals import Stopper
 
 
@@ -126,18 +128,6 @@ def lay_foundation(config: RunConfig) -> Foundation:
     )
 
 
-def require_embeddings(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `IncompatibleError` where the tokenizer has tokens that the model has no embedding for."""
-    vocabulary = hf_config.get_text_config().vocab_size
-    if len(tokenizer) > vocabulary:
-        raise IncompatibleError(
-            "the tokenizer has more tokens than the model has embeddings",
-            have=f"{len(tokenizer)} tokens, {vocabulary} embeddings",
-            want="no more tokens than embeddings",
-            do="use the model's own tokenizer, or a fresh model with a larger vocab_size",
-        )
-
-
 def prompt_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -> PromptDataset:
     """The prompts in `paths`, those that leave room for a completion; `setting` names them in errors."""
     config, response = foundation.config, foundation.config.rollout.max_response_length
@@ -184,6 +174,7 @@ def make_collector(
     device: torch.device,
     stopper: Stopper,
     progress: Progress,
+    judge: Judge,
 ) -> Collector:
     """Generator and rewards as the configuration says; the generator's weights are not loaded yet."""
     config, tokenizer = foundation.config, foundation.tokenizer
@@ -200,7 +191,7 @@ def make_collector(
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    return Collector(generator, decode, pool.score, layout, stopper, progress)
+    return Collector(generator, decode, pool.score, layout, stopper, progress, judge)
 
 
 def sampling(config: RunConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:

@@ -55,6 +55,10 @@ def test_a_micro_batch_is_as_long_as_its_processes_are_many() -> None:
     assert "batch.tokens_per_device=51" in message
 
 
+def test_a_reward_model_is_a_reward() -> None:
+    check(config_of(*GOOD, "reward.functions=[]", "reward.models=[{path: judge}]"), "rl")
+
+
 def test_a_good_evaluation_passes() -> None:
     check(load_config(None, ["model.path=m", "data.validation=[v]"]).config, "eval")
 

@@ -60,7 +60,10 @@ def config(store: Remote, **data: list[str]) -> RunConfig:
                 "chat_template": f"{url}/templates/chat template.jinja",
             },
             "data": data or {"train": [f"{url}/data"], "validation": [f"{url}/data/part-0.jsonl"]},
-            "reward": {"functions": [{"function": f"{url}/code/rewards.py:letters", "weight": 2}]},
+            "reward": {
+                "functions": [{"function": f"{url}/code/rewards.py:letters", "weight": 2}],
+                "models": [{"path": f"{url}/model"}],
+            },
             "critic": {"path": f"{url}/model"},
             "tracking": {"progress": False},
         }
@@ -74,6 +77,7 @@ def test_every_input_becomes_a_path_of_this_machine(store: Remote, cache: Path) 
     assert {"config.json", "tokenizer.json"} < names
     assert not names & {"pytorch_model.bin", "original"}
     assert local.model.tokenizer == local.critic.path == str(model)
+    assert local.reward.models[0].path == str(model)
     assert Path(local.model.chat_template or "").read_text() == "{{ messages }}"
     assert [row["prompt"] for row in load_rows(local.data.train).span(0, 3)] == ["0", "1", "2"]
     assert [Path(path).name for path in local.data.validation] == ["part-0.jsonl"]
