@@ -50,7 +50,7 @@ class BlockPlan:
 
     def attend(self, rows: Sequence[Tensor], scaling: float, window: int | None) -> Tensor:
         """Causal attention of `[T, heads, head_dim]` queries, keys and values; `[T, heads, head_dim]`."""
-        padded = [torch.split(_computable(self._pad(part)), self._sizes) for part in rows]
+        padded = [self._cut(_computable(self._pad(part))) for part in rows]
         outputs = []
         for block, *parts in zip(self.blocks, *padded, strict=True):
             dense = [
@@ -61,10 +61,11 @@ class BlockPlan:
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self._unpad(output.to(rows[0].dtype))
 
-    @property
-    def _sizes(self) -> list[int]:
-        """Rows of each block."""
-        return [block.count * block.length for block in self.blocks]
+    def _cut(self, padded: Tensor) -> Sequence[Tensor]:
+        """The rows of each block; a cut costs a copy of the gradients."""
+        if len(self.blocks) == 1:
+            return (padded,)
+        return torch.split(padded, [block.count * block.length for block in self.blocks])
 
     def _pad(self, packed: Tensor) -> Tensor:
         if self.gather is None or self.scatter is None:

@@ -89,7 +89,8 @@ def _invert(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
     Two levels: sums of blocks, then the tokens of one block. A token of mass 0 is never found.
     """
-    padded = functional.pad(masses, (0, -masses.shape[-1] % _BLOCK))
+    missing = -masses.shape[-1] % _BLOCK
+    padded = functional.pad(masses, (0, missing)) if missing else masses
     blocks = padded.view(len(masses), -1, _BLOCK)
     sums = blocks.sum(dim=-1).double()
     upto = sums.cumsum(dim=-1)
