@@ -12,17 +12,19 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import Counter
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from burnish.errors import CorruptError, MissingError
-from burnish.files.strict_json import clipped, shortened
+from burnish.errors import CorruptError, IncompatibleError, MissingError
+from burnish.files.strict_json import clipped, each_member, flat_at, shortened, text_at
 
-MAX_HEADER_BYTES = 100_000_000
-"""Longer headers are refused, as the reference implementation does."""
+MAX_HEADER_BYTES = 16 << 20
+"""Longer headers are refused: this is room for a hundred thousand tensors, which is all of the largest models."""
+MAX_TENSORS = 1 << 17
+"""More tensors in one file are refused as well: what describes them is several times as large in memory."""
 
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
@@ -31,7 +33,8 @@ DTYPE_BITS: Mapping[str, int] = {
 }  # fmt: skip
 """Bits per element of every dtype the format knows."""
 
-_MAX_ELEMENTS, _MAX_DIMS = 1 << 63, 64
+_MAX_ELEMENTS, _MAX_DIMS, _MAX_NOTES = 1 << 63, 64, 1 << 16
+_METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +95,8 @@ def header_size(path: PurePath, prefix: bytes | bytearray, file_size: int) -> in
 def parse_header(path: PurePath, data: bytes, file_size: int) -> Header:
     """The header of a file that begins with `data`, which is all of it. Raises as `read_header` does."""
     start = len(data)
-    table = _parse(path, data[8:])
-    metadata = _metadata(path, table.pop("__metadata__", {}))
-    entries = sorted(
-        (_entry(path, name, value, start) for name, value in table.items()),
-        key=lambda entry: (entry.begin, entry.end),
-    )
+    found, metadata = _parse(path, data[8:], start)
+    entries = sorted(found.values(), key=lambda entry: (entry.begin, entry.end))
     _check_cover(path, entries, start, file_size)
     return Header({entry.name: entry for entry in entries}, metadata, start)
 
@@ -108,18 +107,26 @@ def build_header(
     """The bytes that start a file of these (name, dtype, shape), and where each tensor lies in it.
 
     Tensors follow each other in the order given, without gaps. The text is padded with blanks so
-    that the data starts at a multiple of 8 bytes. Raises `ValueError` for a duplicate name.
+    that the data starts at a multiple of 8 bytes. Raises `ValueError` for a duplicate name,
+    `IncompatibleError` for more than are read.
     """
-    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    table: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     position = 0
     for name, dtype, shape in tensors:
-        if name in table or name == "__metadata__":
+        if name in table or name == _METADATA:
             raise ValueError(f"two tensors are named {name!r}")
         end = position + _bytes(dtype, shape)
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES or len(table) > MAX_TENSORS:
+        raise IncompatibleError(
+            "a file of weights would have too many tensors to be read again",
+            have=f"{len(table)} tensors, {len(text)} bytes of header",
+            want=f"{MAX_TENSORS} and {MAX_HEADER_BYTES} at most",
+            do="put them into several files, or train fewer layers (model.lora.targets)",
+        )
     start = 8 + len(text)
     entries = {
         name: TensorEntry(
@@ -130,7 +137,7 @@ def build_header(
             start + value["data_offsets"][1],
         )
         for name, value in table.items()
-        if name != "__metadata__"
+        if name != _METADATA
     }
     return len(text).to_bytes(8, "little") + text, entries
 
@@ -149,31 +156,48 @@ def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return bits // 8
 
 
-def _parse(path: PurePath, text: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) < len(pairs):
-            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise _corrupt(path, f"has the key {twice!r} twice in its header")
-        return table
+def _parse(
+    path: PurePath, data: bytes, start: int
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Tensors and metadata of a header's JSON, read one by one, up to the first that is wrong."""
+    entries: dict[str, TensorEntry] = {}
+    metadata: dict[str, str] = {}
+
+    def note(key: str, at: int) -> int:
+        if key in metadata:
+            raise ValueError(f"{key!r} twice")
+        metadata[key], at = text_at(text, at)
+        if len(metadata) > _MAX_NOTES:
+            raise _corrupt(path, "has too much metadata", want=f"{_MAX_NOTES} entries at most")
+        return at
+
+    def tensor(name: str, at: int) -> int:
+        if name in entries or (name == _METADATA and metadata):
+            raise _corrupt(path, f"has the key {name!r} twice in its header")
+        what = "has metadata that is not text by name"
+        try:
+            if name == _METADATA:
+                return each_member(text, at, note)
+            what = f"describes tensor {name} wrongly"
+            value, at = flat_at(text, at)
+        except ValueError as error:
+            raise _corrupt(path, what, str(error)) from error
+        entries[name] = _entry(path, name, value, start)
+        if len(entries) > MAX_TENSORS:
+            raise _corrupt(path, "has too many tensors", want=f"{MAX_TENSORS} at most")
+        return at
 
     try:
-        table = json.loads(text.decode(), object_pairs_hook=unique)
+        text = data.decode()
+        if each_member(text, 0, tensor) != len(text):
+            raise ValueError("something follows the object")
     except (ValueError, RecursionError) as error:
-        raise _corrupt(path, "has a header that is not JSON", str(error)) from error
-    if not isinstance(table, dict):
-        raise _corrupt(path, "has a header that is not a JSON object", type(table).__name__)
-    return table
+        raise _corrupt(path, "has a header that cannot be read", str(error)) from error
+    return entries, metadata
 
 
-def _metadata(path: PurePath, value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise _corrupt(path, "has metadata that is not text by name", value)
-    return value
-
-
-def _entry(path: PurePath, name: str, value: Any, start: int) -> TensorEntry:
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+def _entry(path: PurePath, name: str, value: Mapping[str, Any], start: int) -> TensorEntry:
+    if value.keys() != {"dtype", "shape", "data_offsets"}:
         raise _corrupt(path, f"describes tensor {name} wrongly", value)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
@@ -188,7 +212,7 @@ def _entry(path: PurePath, name: str, value: Any, start: int) -> TensorEntry:
         raise _corrupt(
             path, f"gives tensor {name} a size that is not its shape's", have, (dtype, shape)
         )
-    return TensorEntry(name, dtype, tuple(shape), start + begin, start + end)
+    return TensorEntry(name, sys.intern(dtype), tuple(shape), start + begin, start + end)
 
 
 def _counts(value: Any) -> bool:

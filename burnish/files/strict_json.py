@@ -1,13 +1,16 @@
 """JSON read with suspicion: without duplicate keys, NaN, numbers that become infinite, or surprises of depth.
 
 For files that something depends on (manifests, states), where Python's reader would silently take
-the last of two keys, a NaN, or an infinity for 1e999.
+the last of two keys, a NaN, or an infinity for 1e999. Large objects of strangers are read member by
+member: what a few bytes of JSON become in memory can be fifty times as much.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Callable
 from typing import Any
 
 from burnish.errors import CorruptError
@@ -16,14 +19,42 @@ from burnish.errors import CorruptError
 def parse_json(data: bytes, what: str) -> Any:
     """The value in `data`. Raises `CorruptError` naming `what` for anything but plain JSON in UTF-8."""
     try:
-        return json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=_no_duplicates,
-            parse_constant=_no_constant,
-            parse_float=_finite,
-        )
+        return _DECODER.decode(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{what} is not valid JSON", have=error) from error
+
+
+def each_member(text: str, at: int, take: Callable[[str, int], int]) -> int:
+    """Walk over the object at character `at` of a JSON text; returns where it and the blanks behind it end.
+
+    `take` is called with each name and where its value begins, and says where that ends. Raises
+    `ValueError` for what is no object, as far as it was walked over.
+    """
+    _, at = _mark(text, at, "{")
+    if text[at : at + 1] == "}":
+        return _mark(text, at, "}")[1]
+    mark = ","
+    while mark == ",":
+        name, at = text_at(text, at)
+        _, at = _mark(text, at, ":")
+        mark, at = _mark(text, take(name, at), ",}")
+    return at
+
+
+def text_at(text: str, at: int) -> tuple[str, int]:
+    """The string at a character of a JSON text, and where it ends. Raises `ValueError` for anything else."""
+    if text[at : at + 1] != '"':
+        raise ValueError(f"no string at character {at}")
+    found: tuple[str, int] = _DECODER.raw_decode(text, at)
+    return found
+
+
+def flat_at(text: str, at: int) -> tuple[dict[str, Any], int]:
+    """The object at a character of a JSON text, and where it ends. Raises `ValueError` for a long one and for one that holds others."""
+    found = _FLAT.match(text, at)
+    if found is None:
+        raise ValueError(f"no object of a few numbers and words at character {at}")
+    return _DECODER.decode(found[0]), found.end()
 
 
 def encode_json(value: object) -> bytes:
@@ -57,3 +88,18 @@ def _finite(digits: str) -> float:
     if math.isinf(value):
         raise ValueError(f"{digits[:40]} is too large a number")
     return value
+
+
+def _mark(text: str, at: int, wanted: str) -> tuple[str, int]:
+    """The next character, which has to be one of these, and where it and the blanks around it end."""
+    found = _PUNCTUATION.match(text, at)
+    if found is None or found[1] not in wanted:
+        raise ValueError(f"none of {wanted} at character {at}")
+    return found[1], found.end()
+
+
+_PUNCTUATION = re.compile(r"[ \t\n\r]*([{},:])[ \t\n\r]*")
+_FLAT = re.compile(r"\{[^{}]{,4096}\}")
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite
+)

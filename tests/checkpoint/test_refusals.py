@@ -181,7 +181,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a name twice": (header(twice), [SLOT, "twice"]),
     "a lying dtype": (header(lambda table: table["embed.weight"].update(dtype="F64")), [SLOT, "embed.weight", "size"]),
     "an unknown dtype": (header(lambda table: table["embed.weight"].update(dtype="Q9")), [SLOT, "unknown dtype"]),
-    "an offset that is no number": (header(nan_offsets), [SLOT, "impossible offsets"]),
+    "an offset that is no number": (header(nan_offsets), [SLOT, "NaN is not a JSON number"]),
     "a shape beyond 2^63": (header(lambda table: table["embed.weight"].update(shape=[1 << 62, 4])), [SLOT, "impossible shape"]),
     "a COMMIT over its limit": (too_long(COMMIT, (64 << 10) + 1), [COMMIT, "more than"]),
     "a state over its limit": (too_long(STATE, (16 << 20) + 1), [STATE]),

@@ -1,5 +1,7 @@
 import json
 import struct
+import tracemalloc
+from pathlib import PurePath
 
 import numpy as np
 import pytest
@@ -7,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from burnish.errors import CorruptError, MissingError
-from burnish.files.safetensors import DTYPE_BITS, build_header, read_header
+from burnish.errors import CorruptError, IncompatibleError, MissingError
+from burnish.files import safetensors
+from burnish.files.safetensors import (
+    DTYPE_BITS,
+    MAX_HEADER_BYTES,
+    build_header,
+    header_size,
+    parse_header,
+    read_header,
+)
 
 ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -102,7 +112,7 @@ def test_absent_file(tmp_path):
         ({"x": {**ONE, "shape": [-2]}}, b"\0" * 8, "impossible shape"),
         ({"x": {**ONE, "shape": [1 << 62, 4]}}, b"\0" * 8, "impossible shape"),
         ({"x": {**ONE, "shape": [1] * 65}}, b"\0" * 8, "impossible shape"),
-        ({"x": {**ONE, "shape": [1 << 62] * 100_000}}, b"\0" * 8, "impossible shape"),
+        ({"x": {**ONE, "shape": [1 << 62] * 100_000}}, b"\0" * 8, "x wrongly"),
         ({"x": {**ONE, "shape": [True, 2]}}, b"\0" * 8, "impossible shape"),
         ({"x": {**ONE, "shape": 2}}, b"\0" * 8, "impossible shape"),
         ({"x": {**ONE, "data_offsets": [8, 0]}}, b"\0" * 8, "impossible offsets"),
@@ -112,10 +122,18 @@ def test_absent_file(tmp_path):
         ({"x": [1]}, b"\0" * 8, "wrongly"),
         ({"x": ONE, "__metadata__": {"a": 1}}, b"\0" * 8, "metadata"),
         (b'{"x": %s, "x": %s}' % ((json.dumps(ONE).encode(),) * 2), b"\0" * 8, "'x' twice"),
-        (b"[]", b"", "not a JSON object"),
-        (b"{,}", b"", "not JSON"),
-        (b'{"\xff": 1}', b"", "not JSON"),
-        (b"[" * 100_000, b"", "not JSON"),
+        ({"x": ONE, "__metadata__": []}, b"\0" * 8, "metadata"),
+        (b'{"__metadata__": {"a": "", "a": ""}}', b"", "metadata"),
+        (b'{"x": {"dtype": "F32", "dtype": "F32"}}', b"", "x wrongly"),
+        (b'{"x": {"shape": %s}}' % (b"[" * 2000), b"", "cannot be read"),
+        (b"[]", b"", "cannot be read"),
+        (b"{,}", b"", "cannot be read"),
+        (b"{", b"", "cannot be read"),
+        (b'{"x": %s,}' % json.dumps(ONE).encode(), b"\0" * 8, "cannot be read"),
+        (b'{"x": %s' % json.dumps(ONE).encode(), b"\0" * 8, "cannot be read"),
+        (b'{"x": %s} {}' % json.dumps(ONE).encode(), b"\0" * 8, "cannot be read"),
+        (b'{"\xff": 1}', b"", "cannot be read"),
+        (b"[" * 100_000, b"", "cannot be read"),
     ],
 )
 def test_bad_files_are_named(tmp_path, table, data, message):
@@ -140,3 +158,62 @@ def test_a_huge_header_is_not_read(tmp_path):
         file.truncate(300_000_000)
     with pytest.raises(CorruptError, match="huge"):
         read_header(path)
+
+
+MIB = 1 << 20
+
+
+def filled(unit, start=b"", size=MAX_HEADER_BYTES):
+    return start + unit * ((size - len(start)) // len(unit))
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "copies"),
+    [
+        (filled(b"[],"), "cannot be read", 3),
+        (filled(b"{},", b'{"a":['), "a wrongly", 3),
+        (filled(b"1.5,", b'{"a":{"shape":['), "a wrongly", 3),
+        (filled(b'{"a":'), "a wrongly", 3),
+        (filled(b'"a":{"a":[]},', b"{"), "a wrongly", 3),
+        (b'{"__metadata__":{%s}}' % b",".join(b'"%05x":""' % i for i in range(MIB)), "too much", 6),
+    ],
+    ids=["lists", "objects", "numbers", "depth", "entry", "metadata"],
+)
+def test_a_hostile_header_takes_as_much_memory_as_an_honest_one(text, message, copies):
+    """A few times its own size at most: the text, and what was believed until the first wrong tensor."""
+    data = struct.pack("<Q", len(text)) + text
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptError, match=message):
+            parse_header(PurePath("hostile"), data, 1 << 50)
+        assert tracemalloc.get_traced_memory()[1] < copies * len(text)
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_header_with_more_than_is_read_is_not_built(monkeypatch):
+    tensors = [(f"{number:0200}", "U8", (0,)) for number in range(100)]
+    header, _ = build_header(tensors, {})
+    for limit in ("MAX_TENSORS", "MAX_HEADER_BYTES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(safetensors, limit, 99)
+            with pytest.raises(CorruptError, match=r"too many tensors|huge header"):
+                parse_header(
+                    PurePath("x"), header[: header_size(PurePath("x"), header, 1 << 20)], 0
+                )
+            with pytest.raises(IncompatibleError, match="too many tensors"):
+                build_header(tensors, {})
+
+
+def test_blanks_are_read_over():
+    """Many tensors, and blanks wherever JSON allows them."""
+    head, entries = build_header([(f"{n:06x}", "U8", ()) for n in range(500)], {"format": "pt"})
+    table = json.loads(head[8:])
+    text = json.dumps(table, indent="\t").encode()
+    parsed = parse_header(
+        PurePath("x"), struct.pack("<Q", len(text)) + text, len(text) + 8 + 20_000
+    )
+    assert {name: entry.shape for name, entry in parsed.entries.items()} == dict.fromkeys(
+        entries, ()
+    )
+    assert parsed.metadata == {"format": "pt"}
