@@ -210,9 +210,7 @@ def test_blanks_are_read_over():
     head, entries = build_header([(f"{n:06x}", "U8", ()) for n in range(500)], {"format": "pt"})
     table = json.loads(head[8:])
     text = json.dumps(table, indent="\t").encode()
-    parsed = parse_header(
-        PurePath("x"), struct.pack("<Q", len(text)) + text, len(text) + 8 + 20_000
-    )
+    parsed = parse_header(PurePath("x"), struct.pack("<Q", len(text)) + text, len(text) + 8 + 500)
     assert {name: entry.shape for name, entry in parsed.entries.items()} == dict.fromkeys(
         entries, ()
     )
