@@ -101,27 +101,24 @@ def model_fields(model: ModelConfig) -> dict[str, Any]:
     """The content of the model's config.json. Raises `MissingError` or `UsageError` where there is none."""
     if isinstance(model.fresh, dict):
         return model.fresh
-    folder, name = model.path, "config.json"
-    if model.fresh is not None:
-        folder, _, name = model.fresh.rpartition("/")
-    if folder is None:
+    place = model.fresh or (model.path and f"{model.path.rstrip('/')}/config.json")
+    if not place:
         raise UsageError("no model is given", do="set model.path or model.fresh")
     try:
-        fields = json.loads(_content(folder, name))
+        fields = json.loads(_content(place))
     except ValueError as error:
-        raise UsageError(
-            f"{folder}/{name} is not JSON", have=error, do="correct the file"
-        ) from error
+        raise UsageError(f"{place} is not JSON", have=error, do="correct the file") from error
     if not isinstance(fields, dict):
-        raise UsageError(f"{folder}/{name} is not a JSON object", have=type(fields).__name__)
+        raise UsageError(f"{place} is not a JSON object", have=type(fields).__name__)
     return fields
 
 
-def _content(folder: str, name: str) -> bytes:
+def _content(place: str) -> bytes:
     """A small file, here or behind a URL."""
-    if is_url(folder):
-        return Remote(folder).read(name, _CONFIG_LIMIT)
-    path = Path(folder).expanduser() / name
+    if is_url(place):
+        remote = Remote(place)
+        return remote.parent().read(remote.url.name, _CONFIG_LIMIT)
+    path = Path(place).expanduser()
     if not path.is_file():
         raise MissingError(
             f"there is no file {path}",

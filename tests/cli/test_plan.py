@@ -89,6 +89,9 @@ def test_a_model_in_a_directory_or_a_file(work: Path, capsys: pytest.CaptureFixt
         other = "model.fresh=null" if setting.startswith("model.path") else "model.path=null"
         assert main(["plan", "c.yaml", other, setting, "--devices", "2xCPU-24G"]) == 0
     assert main(["plan", "c.yaml", "model.fresh=nothing.json", "--devices", "2xCPU-24G"]) == 5
+    (work / "m/config.json").rename(work / "no-such-config.json")  # and not the one in the root
+    argv = ["plan", "c.yaml", "model.fresh=/no-such-config.json", "--devices", "2xCPU-24G"]
+    assert main(argv) == 5
     (work / "m/config.json").write_text("{")
     assert main(["plan", "c.yaml", "model.fresh=m/config.json", "--devices", "2xCPU-24G"]) == 2
     assert "is not JSON" in capsys.readouterr().err
