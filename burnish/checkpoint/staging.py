@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from burnish.checkpoint.contents import Contents, ModelContents
+from burnish.parallel import pinning
 from burnish.parallel.boxes import Box
 from burnish.parallel.shards import Shard, TensorSpec
 from burnish.parallel.transfer import accelerator_of
@@ -127,7 +128,7 @@ class Memory:
             mapped = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
             self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         if pin and not self._pinned:
-            self._pinned = _pin(self._bytes)
+            self._pinned = pinning.pin(self._bytes)
         return self._bytes[:size]
 
     def close(self) -> None:
@@ -137,7 +138,7 @@ class Memory:
 
     def _release(self) -> None:
         if self._pinned:
-            _cuda().cudaHostUnregister(self._bytes.data_ptr())
+            pinning.unpin(self._bytes)
             self._pinned = False
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
@@ -188,13 +189,3 @@ def _allocate(descriptor: int, size: int) -> None:
         os.posix_fallocate(descriptor, 0, size)
     else:
         os.ftruncate(descriptor, size)
-
-
-def _pin(memory: Tensor) -> bool:
-    """Register with CUDA; where that is refused, copies are slower and as right."""
-    size = memory.numel()
-    return size > 0 and int(_cuda().cudaHostRegister(memory.data_ptr(), size, 0)) == 0
-
-
-def _cuda() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

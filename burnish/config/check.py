@@ -26,7 +26,7 @@ def check(config: RunConfig, command: Command, world: int = 1) -> None:
     problems += _of_model(config)
     problems += _of_data(config, command)
     problems += _of_layout(config, world)
-    problems += _of_compilation(config)
+    problems += _of_activations(config)
     if command == "sft":
         problems += of_sft(config, world // config.engine.sharing)
     if command == "rl":
@@ -127,8 +127,17 @@ def _of_layout(config: RunConfig, world: int) -> Iterator[Problem]:
         )
 
 
-def _of_compilation(config: RunConfig) -> Iterator[Problem]:
-    if config.engine.compile and config.engine.activation_checkpointing == "selective":
+def _of_activations(config: RunConfig) -> Iterator[Problem]:
+    if config.engine.activation_checkpointing != "selective":
+        return
+    if config.engine.activation_offload:
+        yield Problem(
+            "what selective checkpointing keeps cannot be moved to the host",
+            have="engine.activation_offload: true, engine.activation_checkpointing: selective",
+            want="one of them",
+            do="set engine.activation_checkpointing=none or full, or engine.activation_offload=false",
+        )
+    if config.engine.compile:
         yield Problem(
             "selective checkpointing cannot see the operations of compiled layers",
             have="engine.compile: true, engine.activation_checkpointing: selective",

@@ -28,6 +28,7 @@ MAY_CHANGE = frozenset(
         "model.trust_remote_code",
         "engine.max_skipped_steps",
         "engine.activation_checkpointing",
+        "engine.activation_offload",
         "engine.replicas",
         "engine.sequence_parallel",
         "engine.tensor_parallel",

@@ -91,6 +91,8 @@ class EngineConfig(Section):
     """Free each layer's gathered weights between forward and backward: less memory, one more gather."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """What the backward pass computes again instead of keeping it: nothing; whole layers; within layers all but matrix products and attention."""
+    activation_offload: bool = False
+    """Keep on the host what decoder layers save for the backward pass, but for two of them. Copies run beside the computing."""
     compile: bool = False
     """Compile each decoder layer with torch.compile: faster steps after a first one that takes a minute or more. Needs a C++ compiler."""
     logprob_chunk: int = Field(2048, ge=1)

@@ -6,6 +6,7 @@ Sequence parallelism changes no module: it is in the attention that travels with
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -15,11 +16,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
+    checkpoint,
     create_selective_checkpoint_contexts,
 )
 from transformers import PreTrainedModel
 
 from burnish.config.schema import EngineConfig
+from burnish.engines.activation_offload import ActivationOffload
 from burnish.engines.compilation import compile_layers
 from burnish.engines.tensor_parallel import share_matrices
 from burnish.models.cuts import Cut
@@ -55,19 +58,28 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return list(max(outer, key=lambda modules: len(modules), default=[]))
 
 
-def checkpoint_activations(model: PreTrainedModel, kind: CheckpointKind) -> None:
-    """Keep less for the backward pass, which computes it again (Chen et al., arXiv 1604.06174).
+def keep_activations(
+    model: PreTrainedModel, kind: CheckpointKind, offload: ActivationOffload | None
+) -> None:
+    """Keep less for the backward pass, which computes it again (Chen et al., arXiv 1604.06174), and keep it on the host.
 
     full keeps the input of each decoder layer. selective keeps also what matrix products and
     attention gave, so that only cheap operations run twice. Nothing random is in a layer, so no
-    random state is kept.
+    random state is kept. With `offload` what autograd keeps of the layers leaves the device.
     """
-    if kind == "none":
+    if kind == "none" and offload is None:
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
-    model.gradient_checkpointing_enable(options)
+    run = _plainly if kind == "none" else partial(checkpoint, **options)
+    if offload is not None:
+        run = offload.around(run)
+    model._set_gradient_checkpointing(gradient_checkpointing_func=run)
+
+
+def _plainly(call: Callable[..., Any], *args: Any) -> Any:
+    return call(*args)
 
 
 def _keep_products(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) -> Any:
@@ -75,7 +87,9 @@ def _keep_products(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: 
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def parallelize(scorer: Scorer, config: EngineConfig, mesh: Mesh) -> dict[str, Cut]:
+def parallelize(
+    scorer: Scorer, config: EngineConfig, mesh: Mesh, offload: ActivationOffload | None
+) -> dict[str, Cut]:
     """Cut the matrices of `scorer` (still on meta) among the tensor ranks, and shard it with FSDP2, one group per decoder layer.
 
     Returns what tensor parallelism cut, by parameter. Every copy of the model is sharded over neighbouring ranks (with several copies this is HSDP).
@@ -83,7 +97,7 @@ def parallelize(scorer: Scorer, config: EngineConfig, mesh: Mesh) -> dict[str, C
     so; gradients are summed (not averaged) over all ranks in fp32.
     """
     cuts = {} if mesh.tensor is None else share_matrices(scorer, mesh.tensor)
-    checkpoint_activations(scorer.model, config.activation_checkpointing)
+    keep_activations(scorer.model, config.activation_checkpointing, offload)
     layers = decoder_layers(scorer)
     if config.compile:
         compile_layers(scorer.model, layers)

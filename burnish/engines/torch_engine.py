@@ -1,7 +1,7 @@
 """The PyTorch engine: FSDP2 (HSDP with several copies), Ulysses and tensor parallelism on any number of processes, one included.
 
 Main weights and optimizer slots are fp32; compute is bf16 or fp32. One process runs the very same
-code over a mesh of one. Left out so far: context parallelism and offload.
+code over a mesh of one. Left out so far: context parallelism.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
+from burnish.engines.activation_offload import ActivationOffload
 from burnish.engines.base import LossFn, Part, compute_dtype
 from burnish.engines.fitting import require_fitting
 from burnish.engines.gradients import norm_over, sum_over
@@ -58,7 +59,7 @@ class TorchEngine:
         lora: LoraConfig | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        """`mesh`: the process groups of another engine at this layout, to be shared; made here when not given."""
+        """`mesh`: that of another engine at this layout, to be shared; made here when not given."""
         require_fitting(hf_config, config)
         self.layout = replace(
             layout, sequence=config.sequence_parallel, tensor=config.tensor_parallel
@@ -72,10 +73,12 @@ class TorchEngine:
         if optim is None:
             self._scorer.requires_grad_(False)
         self.mesh = mesh or Mesh.of(self.layout, config.replicas, device)
-        """Its process groups."""
+        """Its process groups, and host memory."""
+        moves = config.activation_offload and optim is not None
+        self._offload = ActivationOffload(self.mesh.arena, device) if moves else None
         self._division = Division(self.mesh.sequence, self.layout.tensor)
         whole = () if self._adapter else regions(model)
-        self._cuts = parallelize(self._scorer, config, self.mesh)
+        self._cuts = parallelize(self._scorer, config, self.mesh, self._offload)
         materialize(self._scorer, device)
         if self._adapter is not None:
             self._adapter.cut(self._cuts)
@@ -107,8 +110,9 @@ class TorchEngine:
             last = index == len(batch.microbatches) - 1
             root.set_requires_gradient_sync(last)
             root.set_is_last_backward(last)
-            value, of_micro = loss(self._score(micro), micro.to(self._device))
-            value.backward()  # type: ignore[no-untyped-call]
+            with self._offload.forward_and_backward() if self._offload else nullcontext():
+                value, of_micro = loss(self._score(micro), micro.to(self._device))
+                value.backward()  # type: ignore[no-untyped-call]
             total += value.detach()
             stats = stats.merge(of_micro)
         reduced = reduce_stats(Stats(stats | {"loss": Sum(total)}), self.layout, self._device)

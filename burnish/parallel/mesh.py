@@ -13,12 +13,13 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from burnish.parallel.arena import Arena
 from burnish.parallel.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mesh:
-    """The groups that this rank is in."""
+    """The groups that this rank is in, and the host memory that engines in them share."""
 
     weights: DeviceMesh
     """(replicas, shard): the weights are the same along the first dim and cut along the second, which counts shard × sequence ranks."""
@@ -26,6 +27,8 @@ class Mesh:
     """The ranks that share the tokens of a micro-batch; None where each has its own."""
     tensor: ProcessGroup | None
     """The ranks that share the matrices of each layer; None where each has them whole."""
+    arena: Arena
+    """For what has to leave the device."""
 
     @classmethod
     def of(cls, layout: Layout, replicas: int, device: torch.device) -> Mesh:
@@ -36,7 +39,8 @@ class Mesh:
             mesh_dim_names=("replicas", "shard", "tensor"),
         )
         tensor = grid["tensor"].get_group() if layout.tensor > 1 else None
-        return cls(grid["replicas", "shard"], _sequence_group(layout, device), tensor)
+        sequence = _sequence_group(layout, device)
+        return cls(grid["replicas", "shard"], sequence, tensor, Arena(device))
 
 
 def _sequence_group(layout: Layout, device: torch.device) -> ProcessGroup | None:

@@ -83,6 +83,11 @@ BAD: list[tuple[Command, list[str], list[str]]] = [
         ["engine.compile=true", "engine.activation_checkpointing=selective"],
         ["selective checkpointing", "engine.compile: true", "none or full"],
     ),
+    (
+        "rl",
+        ["engine.activation_offload=true", "engine.activation_checkpointing=selective"],
+        ["cannot be moved", "engine.activation_offload: true", "none or full"],
+    ),
     ("sft", ["name=a/b"], ["name", "'a/b'"]),
     ("sft", ["name=.."], ["name"]),
     ("rl", ["name=''"], ["name"]),
