@@ -90,17 +90,17 @@ _WEIGHTS = (SUFFIX, f"{SUFFIX}.index.json")
 class MergedModel(Closing):
     """The model that an adapter belongs to, with the adapter merged in: W + s B A for W, computed in fp32; an `Exportable`.
 
-    The model is at `base`, or where it was when it was trained on. Holds A and B of one layer.
+    The model is at `base`. Holds A and B of one layer.
     Raises `IncompatibleError` for a step without an adapter, and for a model that is not the
     adapter's; `MissingError` for a model that is not there.
     """
 
     what = "the model, with the adapter merged in,"
 
-    def __init__(self, step: Committed, base: Path | None, storage: Source | None = None) -> None:
+    def __init__(self, step: Committed, base: Path, storage: Source | None = None) -> None:
         record = _adapter_of(step)
-        self._base = Path(base or record["base"])
-        _check_base(step, record, self._base)
+        self._base = base
+        _check_base(step, record, base)
         root = math.sqrt(record["rank"]) if record["rslora"] else record["rank"]
         self._scale = record["alpha"] / root
         self._opened = ExitStack()
@@ -192,6 +192,11 @@ def _model_directory(step: Committed, role: str) -> str:
 
 def _configured(name: str, data: bytes, dtype: torch.dtype, path: PurePath) -> bytes:
     return with_dtype(data, dtype, path) if name == CONFIG else data
+
+
+def base_of(step: Committed) -> str:
+    """Where the model was that a step's adapter was trained on: a path or a URL. Raises `IncompatibleError` for a step without one."""
+    return str(_adapter_of(step)["base"])
 
 
 def _adapter_of(step: Committed) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.diff import Compared, compare
 from burnish.checkpoint.export import export
-from burnish.checkpoint.exportable import Exportable, MergedModel, StepModel
+from burnish.checkpoint.exportable import Exportable, MergedModel, StepModel, base_of
 from burnish.checkpoint.importing import Foreign, HuggingFace, save_foreign
 from burnish.checkpoint.pickled import Pickled, guarded_by, pickled_kind
 from burnish.checkpoint.streams import DirectoryTensors, StepTensors, TensorStream
@@ -25,8 +25,10 @@ from burnish.errors import UsageError
 from burnish.files.cached import copied
 from burnish.files.remote import Remote
 from burnish.files.selection import select_directory
+from burnish.files.urls import is_url
 from burnish.files.weights import SUFFIX
 from burnish.tracking.progress import Progress
+from burnish.trainers.localize import local_directory
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -72,7 +74,14 @@ def exportable(step: Committed, role: str, base: Path | None, *, merged: bool) -
             do="add it, or leave out --base",
         )
     source = source_of(step.path.parent)
-    return MergedModel(step, base, source) if merged else StepModel(step, role, source)
+    if merged:
+        return MergedModel(step, base or _base(base_of(step)), source)
+    return StepModel(step, role, source)
+
+
+def _base(place: str) -> Path:
+    """The model that an adapter was trained on, as the run took it: a copy of what is behind a URL."""
+    return local_directory(place, Progress(True).phase) if is_url(place) else Path(place)
 
 
 def export_step(

@@ -27,7 +27,7 @@ class AdapterRecord:
     """An adapter as checkpoints describe it."""
 
     base: str
-    """Path of the model that it belongs to."""
+    """Path or URL of the model that it belongs to."""
     base_digest: str
     """`model_digest` of it."""
     rank: int
@@ -40,13 +40,17 @@ class AdapterRecord:
     """Last parts of the names of the adapted layers."""
 
     @classmethod
-    def of(cls, model: ModelConfig, hf_config: PretrainedConfig) -> AdapterRecord:
-        """What `model.lora` makes of the model at `model.path`. Raises `IncompatibleError` for layers that it has not."""
+    def of(
+        cls, model: ModelConfig, hf_config: PretrainedConfig, url: str | None = None
+    ) -> AdapterRecord:
+        """What `model.lora` makes of the model at `model.path`, a copy of what is at `url` where there is one.
+
+        Raises `IncompatibleError` for layers that it has not.
+        """
         layers, lora = adapted_layers(build_on_meta(hf_config), model.lora), model.lora
         base = Path(model.path or "").expanduser().absolute()
-        return cls(
-            str(base), model_digest(base), lora.rank, lora.alpha, lora.rslora, layer_kinds(layers)
-        )
+        digest, kinds = model_digest(base), layer_kinds(layers)
+        return cls(url or str(base), digest, lora.rank, lora.alpha, lora.rslora, kinds)
 
     def as_state(self) -> dict[str, Any]:
         """As plain JSON."""

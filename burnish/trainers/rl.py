@@ -55,7 +55,7 @@ def train(config: RunConfig) -> None:
 def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
     with open_run(config, "rl", layout, device) as run, RewardPool(local.reward) as pool:
         with run.progress.phase("setup", 4) as bar:
-            foundation = lay_foundation(local)
+            foundation = lay_foundation(local, config)
             bar.advance()
             dataset = prompt_dataset(foundation, local.data.train, "data.train")
             pool.check_columns(dataset.rows.columns, "data.train")

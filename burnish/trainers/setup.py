@@ -18,6 +18,7 @@ from burnish.engines.base import Engine, Part, compute_dtype
 from burnish.engines.fitting import require_fitting
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError
+from burnish.files.urls import is_url
 from burnish.models.counting import count_flops
 from burnish.models.flops import ModelFlops
 from burnish.models.loading import (
@@ -97,8 +98,11 @@ class Learner:
         )
 
 
-def lay_foundation(config: RunConfig) -> Foundation:
-    """Read configuration, tokenizer and the headers of the weights; raises when they do not fit each other."""
+def lay_foundation(config: RunConfig, given: RunConfig | None = None) -> Foundation:
+    """Read configuration, tokenizer and the headers of the weights; raises when they do not fit each other.
+
+    `given` is the configuration as it was before copies took the place of its URLs.
+    """
     hf_config = read_model_config(config.model)
     if has_value_head(hf_config):
         raise IncompatibleError(
@@ -115,7 +119,8 @@ def lay_foundation(config: RunConfig) -> Foundation:
     require_embeddings(hf_config, tokenizer)
     require_fitting(hf_config, config.engine)
     base = weights_source(config.model, hf_config, config.seed)
-    adapter = AdapterRecord.of(config.model, hf_config) if config.model.adapter else None
+    url = given.model.path if given and given.model.path and is_url(given.model.path) else None
+    adapter = AdapterRecord.of(config.model, hf_config, url) if config.model.adapter else None
     return Foundation(
         config,
         hf_config,

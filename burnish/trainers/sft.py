@@ -35,7 +35,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
     size = config.batch.examples
     with open_run(config, "sft", layout, device) as run:
         with run.progress.phase("setup", 3) as bar:
-            foundation = lay_foundation(local)
+            foundation = lay_foundation(local, config)
             bar.advance()
             dataset = example_dataset(foundation, local.data.train, "data.train")
             bar.advance()

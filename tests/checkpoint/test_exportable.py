@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from burnish.checkpoint.committed import Committed, newest, open_step
 from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.export import export
-from burnish.checkpoint.exportable import MergedModel, StepModel
+from burnish.checkpoint.exportable import MergedModel, StepModel, base_of
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.verify import verify
 from burnish.cli.main import main
@@ -117,7 +117,7 @@ def test_merged_it_is_what_peft_merges(tmp_path: Path, family: str) -> None:
     targets = ["q_proj", "o_proj"] if family == "qwen3_moe" else []
     lora = LORA.model_copy(update={"targets": targets})
     step = save_adapter(tmp_path / "run", base, family, lora)
-    with MergedModel(step, None) as model:
+    with MergedModel(step, Path(base_of(step))) as model:
         export(model, tmp_path / "out", torch.float32, 20_000)
     wanted = plain_adapted(base, lora).merge_and_unload()
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
@@ -133,7 +133,7 @@ def test_merged_it_is_what_peft_merges(tmp_path: Path, family: str) -> None:
 
 
 def test_merged_it_is_rounded_once(tmp_path: Path, step: Committed, base: Path) -> None:
-    with MergedModel(step, None) as model:
+    with MergedModel(step, Path(base_of(step))) as model:
         export(model, tmp_path / "exact", torch.float32, BIG)
         export(model, tmp_path / "rounded", torch.bfloat16, BIG)
     exact = load_file(tmp_path / "exact/model.safetensors")
@@ -145,7 +145,7 @@ def test_merged_it_is_rounded_once(tmp_path: Path, step: Committed, base: Path) 
 
 def test_pieces_that_begin_and_end_in_rows(step: Committed) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
-    with MergedModel(step, None) as model:
+    with MergedModel(step, Path(base_of(step))) as model:
         size = model.weights[name].elements
         whole = model.read(name, 0, size, torch.float32)
         for start, stop in ((0, 1), (5, 50), (47, 49), (48, 96), (size - 1, size)):
@@ -158,7 +158,7 @@ def test_a_model_that_has_moved(tmp_path: Path, base: Path) -> None:
     step = save_adapter(tmp_path / "run", here)
     here.rename(tmp_path / "there")
     with pytest.raises(MissingError, match="is not there") as missing:
-        MergedModel(step, None)
+        MergedModel(step, Path(base_of(step)))
     assert "--base" in str(missing.value)
     with MergedModel(step, tmp_path / "there") as model:
         assert model.weights
@@ -172,7 +172,7 @@ def test_a_step_without_an_adapter(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, Layout()) as checkpoints:
         path = checkpoints.save(1, contents_of({"w": torch.ones(2)}, {}))
     with pytest.raises(IncompatibleError, match="no adapter to merge"):
-        MergedModel(open_step(path, LocalStorage()), None)
+        MergedModel(open_step(path, LocalStorage()), tmp_path)
 
 
 def test_as_commands(tmp_path: Path, step: Committed, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,6 +128,10 @@ def test_peft_loads_what_the_record_describes(tmp_path: Path, rslora: bool) -> N
     assert torch.equal(loaded(ids).logits, plain_adapted(path, lora)(ids).logits)
     described = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert described["base_model_name_or_path"] == str(path)
+    url = "s3://models/tiny"
+    model = ModelConfig.model_validate({"path": str(path), "lora": {"rank": 4}})
+    record = AdapterRecord.of(model, AutoConfig.from_pretrained(path), url)
+    assert (record.base, record.base_digest) == (url, model_digest(path))
     assert described["target_modules"] == sorted(described["target_modules"])
 
 
@@ -148,6 +152,9 @@ def test_another_adapter_is_refused_with_a_table(tmp_path: Path) -> None:
     require_same_adapter(json.loads(json.dumps(state)), record, tmp_path)
     require_same_adapter(None, None, tmp_path)
     require_same_adapter(state | {"base": "/moved"}, record, tmp_path)
+    other = replace(record, alpha=7.0)
+    with pytest.raises(IncompatibleError, match="differs in alpha"):
+        require_same_adapter(state, other, tmp_path)
     other = replace(record, rank=8, targets=["q_proj"], base="/other", base_digest="f00d")
     with pytest.raises(IncompatibleError, match="holds another adapter than") as caught:
         require_same_adapter(state, other, tmp_path)

@@ -77,7 +77,10 @@ def test_on_other_numbers_of_processes_it_continues(lora):
 
 
 def test_what_it_learned_is_in_pefts_adapter_and_in_the_merged_model(lora):
-    run = done(lora, "sft", "sft-lora.yaml", "name=learned")
+    url = f"file://{lora}/base"
+    run = done(lora, "sft", "sft-lora.yaml", "name=learned", f"model.path={url}")
+    adapter = json.loads((run / "checkpoints/step-00000006/model/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == url
     code, output = burnish(lora, "eval", "runs/learned")
     assert code == 0, output
     loss = metrics(run)[-1]["val/loss"]
@@ -113,6 +116,14 @@ def test_another_adapter_is_refused(lora):
     rows = [line.split() for line in output.splitlines()]
     assert ["rank", "4", "2"] in rows
     assert ["targets", "['q_proj',", "'up_proj']", "['k_proj']"] in rows
+    argv = ["sft", "sft-lora.yaml", "name=mine", "steps=2"]
+    code, output = burnish(lora, *argv, "model.lora.rank=0", "model.lora.targets=[]")
+    assert (code, "have: an adapter\n  want: a whole model" in output) == (4, True), output
+    file = run / "checkpoints/step-00000001/model/adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    code, output = burnish(lora, *argv)
+    assert (code, "model/adapter_model.safetensors is damaged" in output) == (3, True), output
+    assert f"they hold {PREFIX}model.layers." in output
 
 
 def test_another_model_in_the_place_of_the_adapters_is_refused(lora):
