@@ -21,7 +21,6 @@ import json
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,18 +34,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from bench.grpo import ByFirstToken, Ours
 from bench.machine import Result, ratio, report
 from bench.peers import Peer
+from bench.sft_ranks import Sft, clock
 from bench.words import model_config, sentence, write_prompts, write_tokenizer
-from burnish.algorithms.loss import sft_loss
 from burnish.config.schema import RunConfig
-from burnish.data.batching import make_batch
-from burnish.data.loader import Loader
-from burnish.engines.base import Part
 from burnish.launch.run import launch
 from burnish.models.counting import count_flops
-from burnish.parallel.device import peak_flops, synchronize
+from burnish.parallel.device import peak_flops
 from burnish.parallel.layout import Layout
 from burnish.rewards.pool import RewardPool
-from burnish.trainers.setup import example_dataset, lay_foundation, make_engine
 
 LR = 1e-5
 CASES = ("sft", "sft-varied", "grpo")
@@ -83,38 +78,6 @@ WORK = {
     "0.6b": Work(32, 1024, 8, 16, 8, 128, 256, 32, 8192),
     "5m": Work(4, 32, 2, 2, 4, 6, 8, 8, 128),
 }
-
-
-class Sft:
-    """The pieces of `burnish.trainers.sft`, and one step of them."""
-
-    def __init__(self, config: RunConfig, layout: Layout, device: torch.device) -> None:
-        self._config, self._layout, self._device = config, layout, device
-        foundation = lay_foundation(config)
-        self._flops = foundation.flops
-        self._dataset = example_dataset(foundation, config.data.train, "data.train")
-        self._engine = make_engine(foundation, config.optim, layout, device)
-        self._engine.load(foundation.source, Part.WEIGHTS)
-        self._loader = Loader(len(self._dataset), config.seed, shuffle=False)
-
-    def step(self) -> tuple[float, list[int]]:
-        """See `Step`."""
-        start, batch_config = clock(self._device)(), self._config.batch
-        examples = [self._dataset[index] for index in self._loader.take(batch_config.examples)]
-        batch = make_batch(examples, self._layout, batch_config.tokens_per_device, self._flops)
-        self._engine.forward_backward(batch, sft_loss).values_by_name()
-        self._engine.optim_step(LR)
-        return clock(self._device)() - start, [len(example.token_ids) for example in examples]
-
-
-def clock(device: torch.device) -> Callable[[], float]:
-    """Seconds on the wall when the device has done what it was given."""
-
-    def now() -> float:
-        synchronize(device)
-        return time.perf_counter()
-
-    return now
 
 
 def write_world(directory: Path, size: str, case: str) -> RunConfig:
@@ -190,7 +153,7 @@ def _peer(case: str, config: RunConfig, work: Work, weights: str) -> Peer:
             "clock": "wall",
         }
         return Peer("trl", "bench.trl_grpo", common | own, torch.get_num_threads())
-    own = {"texts": rows, "examples": work.examples, "rows": work.sft_rows}
+    own = {"texts": rows, "examples": work.examples, "rows": work.sft_rows, "packing": None}
     return Peer("trl", "bench.trl_sft", common | own, torch.get_num_threads())
 
 

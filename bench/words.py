@@ -17,6 +17,14 @@ EOS = 1
 SIZES: dict[str, dict[str, int]] = {
     "5m": {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4},
     "30m": {"hidden_size": 640, "intermediate_size": 1664, "num_attention_heads": 10},
+    "109m": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "num_key_value_heads": 4,
+        "vocab_size": 43520,
+    },
     "0.6b": {
         "hidden_size": 1024,
         "intermediate_size": 3072,
@@ -27,7 +35,7 @@ SIZES: dict[str, dict[str, int]] = {
         "max_position_embeddings": 40960,
     },
 }
-"""Shapes; where they do not say otherwise 6 layers of 64-wide heads and 4096 words. Two heads to a key head and tied embeddings in all."""
+"""Shapes; where they do not say otherwise 6 layers of 64-wide heads and 4096 words. Two heads to a key head where they do not say otherwise, tied embeddings in all."""
 
 
 def model_config(size: str) -> dict[str, Any]:

@@ -1,0 +1,67 @@
+"""The peer of `bench.sft` that is transformers' own Trainer, with its padding. Runs under TRL's Python.
+
+Settings as `bench.trl_sft`, without `packing`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.peers import Turns
+
+TURNS = Turns()
+
+import torch  # noqa: E402 (stdout is moved first)
+from datasets import load_dataset  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from bench.turns import TakeTurns  # noqa: E402
+
+
+def trainer(settings: dict[str, Any]) -> Trainer:
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"])
+    texts = load_dataset("json", data_files=settings["texts"], split="train")
+    rows = texts.map(
+        lambda row: {"input_ids": [*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]},
+        remove_columns=["text"],
+    )
+    arguments = TrainingArguments(
+        output_dir=settings["model"] + "-hf-sft",
+        use_cpu=not torch.cuda.is_available(),
+        bf16=True,
+        per_device_train_batch_size=settings["rows"],
+        gradient_accumulation_steps=settings["examples"] // settings["rows"],
+        learning_rate=settings["lr"],
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        max_steps=1_000_000,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=settings["seed"],
+    )
+    turns = TakeTurns(TURNS, settings["examples"])
+    made = Trainer(
+        Qwen3ForCausalLM.from_pretrained(
+            settings["model"], dtype=getattr(torch, settings["weights_dtype"])
+        ),
+        arguments,
+        train_dataset=rows,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        callbacks=[turns],
+    )
+    turns.take_data(rows)
+    return made
+
+
+if __name__ == "__main__":
+    ready = trainer(TURNS.next())
+    TURNS.answer(ready=True)
+    ready.train()

@@ -1,0 +1,87 @@
+"""A rank of ours that does a step of SFT when asked. A peer of `bench.sft`, under our own Python.
+
+Settings: `config` (a run's configuration), `rank`, `world`, `port` (of rank 0), `threads`. An answer has
+`seconds`, and the `tokens` that all ranks trained on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bench.peers import Turns
+from burnish.algorithms.loss import sft_loss
+from burnish.config.schema import RunConfig
+from burnish.data.batching import make_batch
+from burnish.data.loader import Loader
+from burnish.engines.base import Part
+from burnish.launch.run import launch
+from burnish.parallel.device import synchronize
+from burnish.parallel.layout import Layout
+from burnish.trainers.setup import example_dataset, lay_foundation, make_engine
+
+
+class Sft:
+    """The pieces of `burnish.trainers.sft`, and one step of them."""
+
+    def __init__(self, config: RunConfig, layout: Layout, device: torch.device) -> None:
+        self._config, self._layout, self._device = config, layout, device
+        foundation = lay_foundation(config)
+        self._flops = foundation.flops
+        self._dataset = example_dataset(foundation, config.data.train, "data.train")
+        self._engine = make_engine(foundation, config.optim, layout, device)
+        self._engine.load(foundation.source, Part.WEIGHTS)
+        self._loader = Loader(len(self._dataset), config.seed, shuffle=False)
+
+    def step(self) -> tuple[float, list[int]]:
+        """One step: its seconds, and the tokens of each sequence trained on."""
+        start, batch_config = clock(self._device)(), self._config.batch
+        examples = [self._dataset[index] for index in self._loader.take(batch_config.examples)]
+        batch = make_batch(examples, self._layout, batch_config.tokens_per_device, self._flops)
+        self._engine.forward_backward(batch, sft_loss).values_by_name()
+        self._engine.optim_step(self._config.optim.lr)
+        return clock(self._device)() - start, [len(example.token_ids) for example in examples]
+
+
+def clock(device: torch.device) -> Callable[[], float]:
+    """Seconds on the wall when the device has done what it was given."""
+
+    def now() -> float:
+        synchronize(device)
+        return time.perf_counter()
+
+    return now
+
+
+def main() -> None:
+    turns = Turns()
+    settings: dict[str, Any] = turns.next()
+    config = RunConfig.model_validate(settings["config"])
+    ranks = {name: str(settings[name.lower()]) for name in ("RANK", "WORLD")}
+    os.environ.update(
+        RANK=ranks["RANK"],
+        LOCAL_RANK=ranks["RANK"],
+        WORLD_SIZE=ranks["WORLD"],
+        LOCAL_WORLD_SIZE=ranks["WORLD"],
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(settings["port"]),
+    )
+
+    def run(layout: Layout, device: torch.device) -> None:
+        torch.set_num_threads(settings["threads"])
+        sft = Sft(config, layout, device)
+        turns.answer(ready=True)
+        while True:
+            turns.next()
+            seconds, lengths = sft.step()
+            turns.answer(seconds=seconds, tokens=sum(lengths))
+
+    launch(run, config.distributed)
+
+
+if __name__ == "__main__":
+    main()

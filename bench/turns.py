@@ -1,0 +1,43 @@
+"""How a trainer of transformers, or one made from it, takes turns: a callback around each of its steps. Runs under a peer's Python."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from bench.peers import Turns
+
+
+class TakeTurns(TrainerCallback):  # type: ignore[misc]  # transformers has no types for it
+    """Begins a step when asked to, and answers when the device has done it."""
+
+    def __init__(self, turns: Turns, examples: int) -> None:
+        """`examples`: rows that make a step."""
+        self._turns, self._examples = turns, examples
+        self._start = 0.0
+        self._lengths: list[int] = []
+
+    def take_data(self, rows: Any) -> None:
+        """Rows in the order they are trained on, from the beginning again after the last."""
+        self._lengths = [len(row["input_ids"]) for row in rows]
+
+    def on_step_begin(self, *arguments: Any, **options: Any) -> None:
+        """Wait for a question."""
+        self._turns.next()
+        self._start = _now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        """Answer it."""
+        seconds = _now() - self._start
+        first = (state.global_step - 1) * self._examples
+        numbers = [i % len(self._lengths) for i in range(first, first + self._examples)]
+        self._turns.answer(seconds=seconds, tokens=sum(self._lengths[i] for i in numbers))
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
