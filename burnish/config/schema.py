@@ -93,8 +93,12 @@ class EngineConfig(Section):
     """What the backward pass computes again instead of keeping it: nothing; whole layers; within layers all but matrix products and attention."""
     activation_offload: bool = False
     """Keep on the host what decoder layers save for the backward pass, but for two of them. Copies run beside the computing."""
+    park: bool = False
+    """rl: weights, gradients and optimizer state are on the host while completions are generated; also those of critic and reference."""
     compile: bool = False
     """Compile each decoder layer with torch.compile: faster steps after a first one that takes a minute or more. Needs a C++ compiler."""
+    router_aux_loss: float = Field(0.0, ge=0)
+    """Mixtures of experts: weight of the load-balancing loss (arXiv 2101.03961), as config.json's `router_aux_loss_coef`; 0: none. Needs one more forward pass where the experts of a step are not known before it."""
     logprob_chunk: int = Field(2048, ge=1)
     """Tokens whose logits exist in fp32 at one time."""
 
@@ -287,6 +291,8 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus."""
     old_logprobs: Literal["rollout", "recompute"] = "recompute"
     """Where the ratio's denominator comes from: a forward pass of the engine, or the generator's raw log-probs."""
+    router_replay: Literal["none", "recompute", "rollout"] = "none"
+    """Mixtures of experts: where the experts come from that tokens go to in the update. none: the routers as they are then. recompute (R2, arXiv 2507.18071): the routers before the step's updates. rollout (R3, arXiv 2510.11370): the generator's."""
     kl: KLConfig = Field(default_factory=KLConfig)
     """Divergence from the reference."""
     dynamic_sampling: DynamicSamplingConfig = Field(default_factory=DynamicSamplingConfig)

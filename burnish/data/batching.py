@@ -7,7 +7,7 @@ assignment itself (`burnish.data.balance`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,15 @@ from burnish.models.flops import ModelFlops
 from burnish.parallel.layout import Layout
 from burnish.records import Batch, Example, MicroBatch
 
-_OPTIONAL = ("advantages", "old_logprobs", "ref_logprobs", "returns", "old_values")
+_OPTIONAL: Mapping[str, type[np.generic]] = {
+    "advantages": np.float32,
+    "old_logprobs": np.float32,
+    "ref_logprobs": np.float32,
+    "returns": np.float32,
+    "old_values": np.float32,
+    "experts": np.int16,
+}
+"""What examples may have for each token, as it is packed."""
 _FILLER_TOKENS = 2
 _UNITS_PER_RANK = 8
 """Examples with one prompt are parted where together they would be more than this share of a rank's tokens."""
@@ -59,7 +67,8 @@ def make_batch(
         "num_tokens": int(trained.sum()),
         "num_sequences": int(np.count_nonzero(trained)),
     }
-    packed = (_pack([examples[i] for i in items], optional) for items in mine)
+    filler = _filler(examples[0], optional)
+    packed = (_pack([examples[i] for i in items] or [filler], optional) for items in mine)
     return Batch(
         microbatches=tuple(MicroBatch(**p, **whole, temperature=temperature) for p in packed),
         examples=tuple(tuple(items.tolist()) or (-1,) for items in mine),
@@ -154,9 +163,8 @@ def _trained_tokens(examples: Sequence[Example], lengths: Integers) -> Integers:
     return np.add.reduceat(masks, starts, dtype=np.int64)
 
 
-def _pack(examples: Sequence[Example], optional: Sequence[str]) -> dict[str, Any]:
-    """The fields of a micro-batch of examples laid end to end; without any, of a filler that is not trained on."""
-    packed = examples or [_filler(optional)]
+def _pack(packed: Sequence[Example], optional: Sequence[str]) -> dict[str, Any]:
+    """The fields of a micro-batch of examples laid end to end."""
     lengths = np.fromiter((len(e.token_ids) for e in packed), np.int64, len(packed))
     ends = np.cumsum(lengths)
     weights = np.fromiter((e.weight for e in packed), np.float32, len(packed))
@@ -165,7 +173,7 @@ def _pack(examples: Sequence[Example], optional: Sequence[str]) -> dict[str, Any
         "cu_seqlens": torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
         "loss_mask": _joined(packed, "loss_mask", np.bool_),
         "weights": torch.from_numpy(weights),
-        **{name: _joined(packed, name, np.float32) for name in optional},
+        **{name: _joined(packed, name, _OPTIONAL[name]) for name in optional},
     }
 
 
@@ -174,8 +182,11 @@ def _joined(examples: Sequence[Example], name: str, dtype: npt.DTypeLike) -> Ten
     return torch.from_numpy(np.concatenate(arrays).astype(dtype, copy=False))
 
 
-def _filler(optional: Sequence[str]) -> Example:
-    zeros = np.zeros(_FILLER_TOKENS, dtype=np.float32)
-    floats: dict[str, Any] = dict.fromkeys(optional, zeros)
+def _filler(like: Example, optional: Sequence[str]) -> Example:
+    """Tokens that are not trained on, with what `like` has for each of its own."""
+    arrays: dict[str, Any] = {
+        name: np.zeros((_FILLER_TOKENS, *getattr(like, name).shape[1:]), dtype=_OPTIONAL[name])
+        for name in optional
+    }
     mask = np.zeros(_FILLER_TOKENS, dtype=np.bool_)
-    return Example(token_ids=np.zeros(_FILLER_TOKENS, dtype=np.int64), loss_mask=mask, **floats)
+    return Example(token_ids=np.zeros(_FILLER_TOKENS, dtype=np.int64), loss_mask=mask, **arrays)

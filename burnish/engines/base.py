@@ -60,10 +60,13 @@ class Engine(Protocol):
         of micro-batches. Calling it again before `optim_step` adds to the gradients.
         """
 
-    def forward(self, batch: Batch, *, adapter: bool = True) -> list[TokenOutputs]:
+    def forward(
+        self, batch: Batch, *, adapter: bool = True, experts: bool = False
+    ) -> list[TokenOutputs]:
         """Log-probs and entropies without gradients: one entry per micro-batch of this rank, in order, on its device.
 
-        With `adapter` False a model that has an adapter computes as if it had none.
+        With `adapter` False a model that has an adapter computes as if it had none. With `experts` the outputs
+        say where the tokens went; where the batch says where they go, they go there in any case.
         """
 
     def optim_step(self, lr: float) -> Stats:
@@ -82,8 +85,8 @@ class Engine(Protocol):
     def load(self, source: ShardSource, what: Part) -> None:
         """Fill this rank's pieces from a source. Collective."""
 
-    def parked(self, what: Part) -> AbstractContextManager[None]:
-        """Inside the block, these tensors are off the device (a no-op where the device is the CPU)."""
+    def parked(self) -> AbstractContextManager[None]:
+        """Inside the block weights, gradients and slots are off the device, and nothing else may be asked of the engine."""
 
     def close(self) -> None:
         """Free what the engine holds. It cannot be used afterwards."""

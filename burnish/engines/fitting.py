@@ -10,10 +10,13 @@ from transformers import PretrainedConfig
 from burnish.config.schema import EngineConfig
 from burnish.engines.tensor_parallel import FAMILIES
 from burnish.errors import UsageError
+from burnish.models.routing import require_routers
 
 
 def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
-    """Raise `UsageError` where attention heads cannot be shared out as the settings say, or the family's matrices not at all."""
+    """Raise `UsageError` where attention heads cannot be shared out as the settings say, or the family's matrices not at all, or routers are not known."""
+    if config.router_aux_loss:
+        require_routers(hf_config, "engine.router_aux_loss")
     text = hf_config.get_text_config()
     heads: int = text.num_attention_heads
     key_heads: int = getattr(text, "num_key_value_heads", None) or heads

@@ -29,9 +29,7 @@ from burnish.models.scorer import Scorer
 from burnish.models.vocabulary import VocabularyPart
 from burnish.parallel.autograd import gather_rows, scatter_sums
 
-FAMILIES = frozenset(
-    {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"}
-)
+FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"})
 """`model_type`s whose plan is understood, and tested."""
 
 _STYLES: Mapping[str, tuple[int, int]] = {

@@ -20,10 +20,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.engines.activation_offload import ActivationOffload
 from burnish.engines.base import LossFn, Part, compute_dtype
+from burnish.engines.expert_load import ExpertLoad, routing_of
 from burnish.engines.fitting import require_fitting
 from burnish.engines.gradients import norm_over, sum_over
-from burnish.engines.optimizer import ShardedOptimizer
+from burnish.engines.optimizer import ShardedOptimizer, local
 from burnish.engines.parallelize import parallelize
+from burnish.engines.parking import parked
 from burnish.errors import BurnishError
 from burnish.models.building import build_on_meta, materialize
 from burnish.models.cuts import cut_regions
@@ -103,27 +105,36 @@ class TorchEngine:
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """Run every micro-batch and add up gradients; see `Engine.forward_backward`."""
         self._trained()
+        batch, factors, of_experts = self._evened(batch)
+        pairs = list(zip(batch.microbatches, batch.examples, strict=True))
         self._scorer.train()
         root = cast(FSDPModule, self._scorer)
         stats, total = Stats(), torch.zeros((), dtype=torch.float32, device=self._device)
-        for index, micro in enumerate(batch.microbatches):
+        for index, (micro, numbers) in enumerate(pairs):
             last = index == len(batch.microbatches) - 1
             root.set_requires_gradient_sync(last)
             root.set_is_last_backward(last)
             with self._offload.forward_and_backward() if self._offload else nullcontext():
-                value, of_micro = loss(self._score(micro), micro.to(self._device))
+                outputs = self._score(micro, factors=None if numbers == (-1,) else factors)
+                value, of_micro = loss(outputs, micro.to(self._device))
                 value.backward()  # type: ignore[no-untyped-call]
-            total += value.detach()
+            of_routers = outputs.router_loss.sum() * self.layout.sharing
+            total += value.detach() + of_routers
             stats = stats.merge(of_micro)
+            if factors is not None:
+                aux = Sum(of_routers / self._config.router_aux_loss)
+                stats = stats.merge(Stats({"moe/aux_loss": aux}))
         reduced = reduce_stats(Stats(stats | {"loss": Sum(total)}), self.layout, self._device)
-        return Stats(reduced | {"loss": Mean(reduced["loss"].value(), 1.0)})
+        return Stats(reduced | of_experts | {"loss": Mean(reduced["loss"].value(), 1.0)})
 
     @torch.no_grad()
-    def forward(self, batch: Batch, *, adapter: bool = True) -> list[TokenOutputs]:
+    def forward(
+        self, batch: Batch, *, adapter: bool = True, experts: bool = False
+    ) -> list[TokenOutputs]:
         """Log-probs and entropies of this rank's micro-batches, without gradients; see `Engine.forward`."""
         self._scorer.eval()
         with nullcontext() if adapter or self._adapter is None else self._adapter.off():
-            return [self._score(micro) for micro in batch.microbatches]
+            return [self._score(micro, record=experts) for micro in batch.microbatches]
 
     @torch.no_grad()
     def optim_step(self, lr: float) -> Stats:
@@ -169,36 +180,60 @@ class TorchEngine:
         source.fill(self.shards(what))
 
     @contextmanager
-    def parked(self, what: Part) -> Iterator[None]:
-        """Weights or slots stay off the device inside the block; nothing moves on a CPU."""
-        if self._device.type == "cpu":
+    def parked(self) -> Iterator[None]:
+        """Weights, gradients and slots are in host memory inside the block; see `Engine.parked`."""
+        for module in self._scorer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        parameters = list(self._scorer.parameters())
+        tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+        if self._optimizer is not None:
+            tensors += [t for held in self._optimizer.slots().values() for t in held.values()]
+        with parked(map(local, tensors), self.mesh.arena, self._device):
             yield
-            return
-        tensors = [shard.tensor for shard in self.shards(what)]
-        kept = [tensor.to("cpu", copy=True) for tensor in tensors]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-        sizes = {key: storage.nbytes() for key, storage in storages.items()}
-        for storage in storages.values():
-            storage.resize_(0)
-        try:
-            yield
-        finally:
-            for key, storage in storages.items():
-                storage.resize_(sizes[key])
-            for tensor, copy in zip(tensors, kept, strict=True):
-                tensor.copy_(copy)
 
     def close(self) -> None:
         """Free the model and the optimizer."""
         del self._scorer, self._optimizer
 
-    def _score(self, micro: MicroBatch) -> TokenOutputs:
-        """Log-probs of a micro-batch that lies on the host, where its plan is made without a wait."""
+    def _score(
+        self, micro: MicroBatch, *, record: bool = False, factors: Tensor | None = None
+    ) -> TokenOutputs:
+        """Log-probs of a micro-batch that lies on the host, where its plan is made without a wait.
+
+        With `record` the outputs have the experts, with `factors` the load-balancing loss.
+        """
         plan = ScoringPlan.of(
             micro.input_ids, micro.cu_seqlens, micro.loss_mask, self._device, self._division
         )
-        output: TokenOutputs = self._scorer(plan, micro.temperature)
-        return output
+        if micro.experts is not None:
+            self._scorer.routers.require_fitting(micro.experts)
+        routing = routing_of(
+            micro,
+            plan.rows,
+            self._device,
+            record=record,
+            factors=factors,
+            tensor=self.layout.tensor,
+        )
+        output: TokenOutputs = self._scorer(plan, micro.temperature, routing)
+        if routing is None:
+            return output
+        return replace(
+            output,
+            experts=plan.rows.tokens_of(routing.record()) if record else output.experts,
+            router_loss=output.router_loss if factors is None else routing.loss(),
+        )
+
+    def _evened(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
+        """The batch with its experts, what a probability of each costs and how evenly they are used; the batch alone where no loss evens them."""
+        weight, routers = self._config.router_aux_loss, self._scorer.routers
+        if weight == 0:
+            return batch, None, Stats()
+        if any(micro.experts is None for micro in batch.microbatches):
+            batch = batch.with_experts(self.forward(batch, experts=True))
+        load = ExpertLoad.of(batch, routers, self.layout, self._device)
+        return batch, load.factors(weight, routers.chosen), load.stats()
 
     def _trained(self) -> ShardedOptimizer:
         if self._optimizer is None:

@@ -1,8 +1,7 @@
 """The model as the training engine sees it: packed tokens in, a log-prob and an entropy per token out, or a value.
 
 Keeping the head inside one forward means that whoever shards this module gathers the head's weight
-for it, tied or not. Router losses of mixture-of-experts models are not computed: post-training
-runs without them, and the routers get the gradient of the loss alone.
+for it, tied or not. What the routers of a mixture of experts do is in `burnish.models.routing`.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from burnish.errors import IncompatibleError
 from burnish.models.attention import Attends, PackedLayout
 from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
 from burnish.models.prefixes import PrefixTree
+from burnish.models.routing import Routers, Routing, TokenRows
 from burnish.models.rows import RowMap, on_device
 from burnish.models.ulysses import ALL_TOKENS, Division, Joined
 from burnish.models.value_head import has_value_head, state_values, value_head
@@ -43,6 +43,8 @@ class Scorer(nn.Module):
         self.chunk = chunk
         self.vocabulary: VocabularyPart | None = None
         """Which tokens' rows embedding and output layer have, where they have not all."""
+        self.routers = Routers(model)
+        """Which experts its tokens go to, and what is asked of that."""
         self.scores_values = has_value_head(model.config)
         if self.scores_values:
             return
@@ -56,18 +58,24 @@ class Scorer(nn.Module):
                 do="train a model of another family",
             )
 
-    def forward(self, plan: ScoringPlan, temperature: float = 1.0) -> TokenOutputs:
+    def forward(
+        self, plan: ScoringPlan, temperature: float = 1.0, routing: Routing | None = None
+    ) -> TokenOutputs:
         """Score the tokens that the plan names; `temperature` divides the logits, where there are any.
 
+        `routing` says what the routers do, where they are not left alone.
         Entry t of the outputs [T] concerns the prediction of token t from the tokens before it;
         entries that the plan does not name hold 0.
         """
         part = self.vocabulary
+        if routing is not None:
+            self.routers.listen()
         hidden = self.model.base_model(
             **self._inputs(plan),
             position_ids=plan.positions[None],
             use_cache=False,
             packing=plan.packing,
+            routing=routing,
         ).last_hidden_state[0]
         if self.scores_values:
             values = state_values(hidden, value_head(self.model))
@@ -113,6 +121,8 @@ class ScoringPlan:
     """[M] int64, the tokens that are scored."""
     total: int
     """T."""
+    rows: TokenRows
+    """Which of this rank's computed tokens each of the T is."""
 
     @classmethod
     def of(
@@ -153,6 +163,7 @@ class ScoringPlan:
             results=RowMap.of(joined.places[result], device),
             scored=on_device(scored, device),
             total=len(ids),
+            rows=TokenRows(tree, tuple(lengths), deal, division.group),
         )
 
     def spread(self, values: Tensor) -> Tensor:

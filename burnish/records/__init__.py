@@ -4,6 +4,7 @@ from burnish.records.batches import Batch, MicroBatch, TokenOutputs
 from burnish.records.samples import (
     Completion,
     Example,
+    Experts,
     Floats,
     Mask,
     Prompt,
@@ -17,6 +18,7 @@ __all__ = [
     "Batch",
     "Completion",
     "Example",
+    "Experts",
     "Floats",
     "Mask",
     "MicroBatch",

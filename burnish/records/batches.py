@@ -7,7 +7,7 @@ out: the packing itself (`burnish.data`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +43,8 @@ class MicroBatch:
     """[T] fp32 or None; what a critic is to learn."""
     old_values: Tensor | None = None
     """[T] fp32 or None; what the critic said before the update."""
+    experts: Tensor | None = None
+    """[T, L, k] integers, the experts that each token goes to in each of L routers; None: those that the routers choose."""
     temperature: float = 1.0
     """Divides the logits before log-probs are taken: the policy that sampled at this temperature is the one trained."""
 
@@ -75,6 +77,10 @@ class TokenOutputs:
     """[T] fp32, entropy in nats of the distribution the token was predicted from."""
     values: Tensor = field(default_factory=_nothing)
     """[T] fp32, value of the state that the token was predicted from: of all tokens before it."""
+    experts: Tensor = field(default_factory=_nothing)
+    """[T, L, k] uint8 or int16, the experts that each token went to in each of L routers, where they were asked for."""
+    router_loss: Tensor = field(default_factory=_nothing)
+    """Scalar fp32, this rank's part of the load-balancing loss, which adds its gradient by itself; where there is one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,9 +121,21 @@ class Batch:
         """The same batch with `ref_logprobs` from the reference engine's `forward` of this batch."""
         return self._with("ref_logprobs", outputs)
 
+    def with_experts(self, outputs: Sequence[TokenOutputs]) -> Batch:
+        """The same batch with the `experts` that `Engine.forward` of this batch recorded, for every forward pass to come."""
+        pairs = zip(self.microbatches, outputs, strict=True)
+        return self._of(replace(micro, experts=output.experts) for micro, output in pairs)
+
+    def without_experts(self) -> Batch:
+        """The same batch for another model, whose routers choose for themselves."""
+        return self._of(replace(micro, experts=None) for micro in self.microbatches)
+
     def _with(self, name: str, outputs: Sequence[TokenOutputs]) -> Batch:
         filled = []
         for micro, output in zip(self.microbatches, outputs, strict=True):
             given: dict[str, Any] = {name: output.logprobs.detach()}
             filled.append(replace(micro, **given))
-        return replace(self, microbatches=tuple(filled))
+        return self._of(filled)
+
+    def _of(self, microbatches: Iterable[MicroBatch]) -> Batch:
+        return replace(self, microbatches=tuple(microbatches))

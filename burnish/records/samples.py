@@ -19,6 +19,8 @@ Floats = npt.NDArray[np.float32]
 """One fp32 number per token, shape [T]."""
 Mask = npt.NDArray[np.bool_]
 """One flag per token, shape [T]."""
+Experts = npt.NDArray[np.integer[Any]]
+"""The k experts of each token in each of L routers, shape [T, L, k], uint8 or int16."""
 
 StopReason = Literal["stop", "length"]
 """Why a completion ended: at a stop id, stop string or eos ("stop"), or at its limit ("length")."""
@@ -72,6 +74,8 @@ class Completion:
     """Why it ended."""
     weights_version: int
     """The version given to `load_weights` before it was generated."""
+    experts: Experts | None = None
+    """Where they were asked for: of the prompt's tokens and its own, but for the very last, which nothing was computed from."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,5 +120,7 @@ class Example:
     """RL with a critic: what it is to learn of the state before each token."""
     old_values: Floats | None = None
     """RL with a critic: what it said of that state before the update."""
+    experts: Experts | None = None
+    """RL: the experts that each token goes to; those that its routers choose where None."""
     weight: float = 1.0
     """Factor on this sequence's loss."""

@@ -36,6 +36,8 @@ class Sampling:
     """The run's seed."""
     step: int = 0
     """The training step; part of every draw's derivation."""
+    experts: bool = False
+    """Whether completions say which experts their tokens went to, in a mixture of experts."""
 
 
 class Generator(Protocol):

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from burnish.errors import BurnishError, IncompatibleError
-from burnish.records import Completion, Request, StopReason
+from burnish.models.routing import Routing
+from burnish.records import Completion, Experts, Request, StopReason
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.cache import PromptCache, SlotCache
 from burnish.rollout.draws import stream_key, uniforms
@@ -51,6 +52,8 @@ class _Chunk:
     """Their keys and values."""
     last: Tensor
     """[prompts, hidden], the hidden state after each one's last token."""
+    experts: Sequence[Experts]
+    """Of each one's tokens; empty where nobody asked."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +74,8 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     sampled_logprobs: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    experts: list[Experts] = field(default_factory=list)
+    """Of the prompt, then of the tokens of each burst, surplus ones included."""
     reason: StopReason | None = None
 
     def append(self, drawn: Iterable[tuple[int, float, float]], rule: StopRule) -> bool:
@@ -86,12 +91,17 @@ class _Sequence:
 
     def finished(self, version: int) -> Completion:
         """The record of the completion."""
+        computed = len(self.prompt.request.token_ids) + len(self.tokens) - 1
+        experts: Experts | None = None
+        if self.experts:
+            experts = np.concatenate(self.experts)[:computed]
         return Completion(
             token_ids=np.array(self.tokens, dtype=np.int64),
             sampled_logprobs=np.array(self.sampled_logprobs, dtype=np.float32),
             logprobs=np.array(self.logprobs, dtype=np.float32),
             stop_reason=self.reason or "length",
             weights_version=version,
+            experts=experts,
         )
 
 
@@ -157,6 +167,8 @@ class Decoding:
             by_chunk.setdefault(self._chunk_of(sequence.prompt), []).append(number)
             self._slots[rows[number]] = sequence
         for chunk, numbers in by_chunk.items():
+            for number in numbers if chunk.experts else ():
+                sequences[number].experts.append(chunk.experts[sequences[number].prompt.index])
             mine = [rows[number] for number in numbers]
             which = [sequences[number].prompt.index for number in numbers]
             index = self._index(mine)
@@ -187,8 +199,12 @@ class Decoding:
         cache = PromptCache(lengths, device)
         tokens = np.concatenate([prompt.request.token_ids for prompt in prompts])
         positions = torch.cat([torch.arange(length) for length in lengths])
+        routing = self._routing()
         hidden = self._network.forward(
-            torch.from_numpy(tokens.astype(np.int64)).to(device), positions.to(device), cache
+            torch.from_numpy(tokens.astype(np.int64)).to(device),
+            positions.to(device),
+            cache,
+            routing,
         )
         if len(cache.keys) != self._network.layers:
             raise IncompatibleError(
@@ -196,8 +212,9 @@ class Decoding:
                 have=f"{len(cache.keys)} attention layers",
                 want=f"attention in all of the model's {self._network.layers} layers",
             )
-        ends = torch.tensor(lengths).cumsum(0).to(device)
-        read = _Chunk(cache, hidden[ends - 1])
+        ends = np.cumsum(lengths)
+        experts = np.split(routing.record().cpu().numpy(), ends[:-1]) if routing else ()
+        read = _Chunk(cache, hidden[torch.from_numpy(ends - 1).to(device)], experts)
         for index, prompt in enumerate(prompts):
             prompt.chunk, prompt.index = read, index
 
@@ -211,13 +228,28 @@ class Decoding:
         self._cache.reserve(span)
         token, position, key, count = self._state[:, :running]
         block: list[Drawn] = []
+        went: list[Tensor] = []
         for _ in range(steps):
-            hidden = self._network.forward(token, position, self._cache.step(position, span))
+            routing, cache = self._routing(), self._cache.step(position, span)
+            hidden = self._network.forward(token, position, cache, routing)
+            went += [routing.record()] if routing else []
             block.append(self._draw(hidden, key, count))
             token.copy_(block[-1].tokens)
             position += 1
             count += 1
+        self._keep_experts(went)
         self._record(range(running), block)
+
+    def _routing(self) -> Routing | None:
+        """What notes the experts of one forward pass, where they were asked for."""
+        return Routing() if self._sampling.experts else None
+
+    def _keep_experts(self, went: Sequence[Tensor]) -> None:
+        """Append the experts [n, L, k] of each step of a burst to the completions in the first n slots."""
+        by_slot = torch.stack(list(went), dim=1).cpu().numpy() if went else ()
+        for held, experts in zip(self._slots, by_slot, strict=False):
+            if held is not None:
+                held.experts.append(experts)
 
     def _draw(self, hidden: Tensor, keys: Tensor, counts: Tensor) -> Drawn:
         return draw(self._network.logits(hidden), self._sampling, uniforms(keys, counts))

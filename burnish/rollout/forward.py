@@ -17,14 +17,21 @@ from transformers import PreTrainedModel
 
 from burnish.models.attention import Attends
 from burnish.models.fused import FusedAttention, FusedRMSNorm, norm_rotate, rotate, rotation_of
+from burnish.models.routing import Routers, Routing
 from burnish.rollout.products import Product
 
 
 class Forward(Protocol):
     """The model up to its output layer."""
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, packing: Attends) -> Tensor:
-        """Hidden states [T, hidden] of `token_ids` [T] at `positions` [T]."""
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        packing: Attends,
+        routing: Routing | None = None,
+    ) -> Tensor:
+        """Hidden states [T, hidden] of `token_ids` [T] at `positions` [T]; `routing` is told which experts they went to."""
 
     def refresh(self) -> None:
         """Take note that the model's weights have changed."""
@@ -52,14 +59,24 @@ class ModuleForward:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model.base_model
+        self._routers = Routers(model)
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, packing: Attends) -> Tensor:
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        packing: Attends,
+        routing: Routing | None = None,
+    ) -> Tensor:
         """See `Forward`."""
+        if routing is not None:
+            self._routers.listen()
         hidden: Tensor = self._model(
             input_ids=token_ids[None],
             position_ids=positions[None],
             use_cache=False,
             packing=packing,
+            routing=routing,
         ).last_hidden_state[0]
         return hidden
 
@@ -77,8 +94,14 @@ class FusedForward:
         self._blocks = [_Block(layer) for layer in base.layers]
         self._norm: FusedRMSNorm = base.norm
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, packing: Attends) -> Tensor:
-        """See `Forward`."""
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        packing: Attends,
+        routing: Routing | None = None,
+    ) -> Tensor:
+        """See `Forward`; there are no experts."""
         hidden: Tensor = self._embed(token_ids)
         rotation = rotation_of(*self._rotary(hidden[None], positions[None]))
         for block in self._blocks:

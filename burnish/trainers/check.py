@@ -5,7 +5,8 @@ user's own data, loss, optimizer settings and layout are run on a small model of
 fresh weights), and beside it transformers and plain PyTorch run the same sequences one by one. What is
 compared comes in the order in which a mistake would show: log-probs, loss, the gradients' norm, every
 gradient, every weight after the step. PPO's critic is compared after the policy. Left out: the
-generator, whose log-probs the tests hold to the engine's, Muon, in whose place AdamW steps, and speed.
+generator, whose log-probs the tests hold to the engine's, Muon, in whose place AdamW steps, the
+load-balancing loss of experts, and speed.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _check(config: RunConfig, layout: Layout, device: torch.device) -> None:
 
 def _check_model(config: RunConfig, given: Material, layout: Layout, device: torch.device) -> None:
     examples, loss, hf_config = given
-    settings = config.engine.model_copy(update={"precision": "fp32"})
+    settings = config.engine.model_copy(update={"precision": "fp32", "router_aux_loss": 0.0})
     config = config.model_copy(update={"optim": config.optim.model_copy(update={"kind": "adamw"})})
     engine = TorchEngine(
         hf_config, settings, config.optim, layout=layout, device=device, lora=config.model.adapter

@@ -70,6 +70,6 @@ class Critic:
             config.algorithm.aggregation, config.critic.clip, config.rollout.max_response_length
         )
         optim = config.optim.model_copy(update={"lr": config.critic.lr})
-        stats = engine.forward_backward(batch, loss)
+        stats = engine.forward_backward(batch.without_experts(), loss)
         stats = stats.merge(engine.optim_step(learning_rate(step, self.total_steps, optim)))
         return stats.prefixed(f"{CRITIC}/")

@@ -18,9 +18,10 @@ from burnish.algorithms.kl import kl_penalty
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.engines.base import Engine
+from burnish.errors import BurnishError
 from burnish.models.flops import ModelFlops
 from burnish.parallel.collectives import gather_objects
-from burnish.records import Batch, Example, Floats, Rollout, TokenOutputs
+from burnish.records import Batch, Example, Experts, Floats, Rollout, TokenOutputs
 from burnish.tracking.metrics import Stats
 from burnish.trainers.critic import CRITIC, Critic
 
@@ -99,7 +100,8 @@ def minibatches(groups: Groups, credit: Credit, policy: Policy, config: RunConfi
 
     Rollouts without a completion token are left out, and a mini-batch of nothing else as well.
     Where several updates follow each other, the log-probs that the first one is measured against
-    are computed here, before any of them. A single update is measured against itself.
+    are computed here, before any of them, and so are the experts that tokens go to where routers are replayed
+    (`algorithm.router_replay`: recompute). A single update is measured against itself.
     """
     kept = config.algorithm.old_logprobs == "rollout"
     arrays = credit.by_name()
@@ -107,35 +109,65 @@ def minibatches(groups: Groups, credit: Credit, policy: Policy, config: RunConfi
         arrays["old_logprobs"] = [r.completion.logprobs for group in groups for r in group]
     rows = iter(zip(*arrays.values(), strict=True))
     examples = [
-        [_example(rollout, dict(zip(arrays, next(rows), strict=True))) for rollout in group]
+        [_example(rollout, dict(zip(arrays, next(rows), strict=True)), config) for rollout in group]
         for group in groups
     ]
-    batches = []
+    algorithm, batches = config.algorithm, []
     for part in np.array_split(np.arange(len(groups)), config.batch.minibatches):
         chosen = [e for number in part for e in examples[number] if e.loss_mask.any()]
         if chosen:
             batches.append(_batch(chosen, policy, config))
-    if len(batches) > 1 and not kept:
-        batches = [batch.with_old_logprobs(policy.engine.forward(batch)) for batch in batches]
-    if policy.reference is not None and config.algorithm.kl.place == "loss":
-        batches = [batch.with_ref_logprobs(policy.reference(batch)) for batch in batches]
+    replayed = algorithm.router_replay == "recompute"
+    if len(batches) > 1 and (replayed or not kept):
+        batches = [_as_before(batch, policy, replayed, kept) for batch in batches]
+    if policy.reference is not None and algorithm.kl.place == "loss":
+        batches = [
+            batch.with_ref_logprobs(policy.reference(batch.without_experts())) for batch in batches
+        ]
     return batches
 
 
-def _example(rollout: Rollout, arrays: Mapping[str, Floats]) -> Example:
+def _as_before(batch: Batch, policy: Policy, replayed: bool, kept: bool) -> Batch:
+    """The batch with what the policy does before any update: its log-probs unless they are `kept`, its experts where `replayed`."""
+    outputs = policy.engine.forward(batch, experts=replayed)
+    batch = batch if kept else batch.with_old_logprobs(outputs)
+    return batch.with_experts(outputs) if replayed else batch
+
+
+def _example(rollout: Rollout, arrays: Mapping[str, Floats], config: RunConfig) -> Example:
     """The sequence of a rollout with `arrays`, which have an entry per completion token."""
     zeros = np.zeros(len(rollout.prompt.token_ids), dtype=np.float32)
     whole: dict[str, Any] = {name: np.concatenate([zeros, a]) for name, a in arrays.items()}
-    return replace(to_example(rollout), **whole)
+    return replace(to_example(rollout, config), **whole)
 
 
-def to_example(rollout: Rollout) -> Example:
-    """The sequence of a rollout; its completion is what is trained on."""
+def to_example(rollout: Rollout, config: RunConfig) -> Example:
+    """The sequence of a rollout; its completion is what is trained on.
+
+    Raises `BurnishError` where its tokens are to go to the generator's experts and that has not said which they were.
+    """
+    replayed = config.algorithm.router_replay == "rollout"
     prompt, completion = rollout.prompt.token_ids, rollout.completion.token_ids
     return Example(
         token_ids=np.concatenate([prompt, completion]),
         loss_mask=np.arange(len(prompt) + len(completion)) >= len(prompt),
+        experts=_experts(rollout) if replayed and len(completion) else None,
     )
+
+
+def _experts(rollout: Rollout) -> Experts:
+    """Of all tokens. The last one's, which predicts nothing, are those of the one before it."""
+    experts = rollout.completion.experts
+    tokens = len(rollout.prompt.token_ids) + len(rollout.completion.token_ids)
+    if experts is None or len(experts) != tokens - 1:
+        raise BurnishError(
+            f"the generator has not said which experts the tokens of prompt {rollout.prompt.index} went to",
+            have="none" if experts is None else f"those of {len(experts)} tokens",
+            want=f"those of all {tokens} tokens but the last",
+            do="set algorithm.router_replay=recompute, which asks the engine for them, or none",
+        )
+    whole: Experts = np.concatenate([experts, experts[-1:]])
+    return whole
 
 
 def _kl_penalties(rollouts: Sequence[Rollout], policy: Policy, config: RunConfig) -> list[Floats]:
@@ -144,7 +176,8 @@ def _kl_penalties(rollouts: Sequence[Rollout], policy: Policy, config: RunConfig
     reference, kl = policy.reference, config.algorithm.kl
 
     def penalties(batch: Batch) -> list[Floats]:
-        both = zip(policy.engine.forward(batch), reference(batch), strict=True)
+        theirs_of = reference(batch.without_experts())
+        both = zip(policy.engine.forward(batch), theirs_of, strict=True)
         return [
             kl_penalty(kl.estimator, kl.coef, _numbers(mine.logprobs), _numbers(theirs.logprobs))
             for mine, theirs in both
@@ -161,7 +194,7 @@ def _values(
     engine = critic.learner.engine
 
     def values(batch: Batch) -> list[Floats]:
-        return [_numbers(output.values) for output in engine.forward(batch)]
+        return [_numbers(output.values) for output in engine.forward(batch.without_experts())]
 
     return _of_completions(rollouts, values, policy, config)
 
@@ -180,7 +213,7 @@ def _of_completions(
     found: list[Floats] = [np.zeros(0, dtype=np.float32) for _ in rollouts]
     if not answered:
         return found
-    batch = _batch([to_example(rollouts[i]) for i in answered], policy, config)
+    batch = _batch([to_example(rollouts[i], config) for i in answered], policy, config)
     mine = batch.by_example(compute(batch))
     for share in gather_objects(mine, policy.engine.layout):
         for number, values in share.items():

@@ -150,7 +150,10 @@ def collect_groups(
     With dynamic sampling, groups whose rewards are all equal are replaced by those of the next
     prompts, in a bounded number of rounds.
     """
-    how = sampling(config, config.rollout, config.seed, step)
+    how = replace(
+        sampling(config, config.rollout, config.seed, step),
+        experts=config.algorithm.router_replay == "rollout",
+    )
     groups: list[list[Rollout]] = []
     wanted, refills = config.batch.prompts, 0
     while True:

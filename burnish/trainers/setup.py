@@ -30,6 +30,7 @@ from burnish.models.loading import (
 )
 from burnish.models.lora import FreshAdapter
 from burnish.models.lora_record import AdapterRecord
+from burnish.models.routing import require_routers
 from burnish.models.value_head import has_value_head
 from burnish.parallel.layout import Layout
 from burnish.parallel.mesh import Mesh
@@ -118,6 +119,8 @@ def lay_foundation(config: RunConfig, given: RunConfig | None = None) -> Foundat
     )
     require_embeddings(hf_config, tokenizer)
     require_fitting(hf_config, config.engine)
+    if config.algorithm.router_replay != "none":
+        require_routers(hf_config, "algorithm.router_replay")
     base = weights_source(config.model, hf_config, config.seed)
     url = given.model.path if given and given.model.path and is_url(given.model.path) else None
     adapter = AdapterRecord.of(config.model, hf_config, url) if config.model.adapter else None

@@ -1,0 +1,76 @@
+"""How evenly the experts of a step are used: what the load-balancing loss has to know of all its tokens before the first gradient.
+
+The families' loss (`burnish.models.routing`) is a product of two means over tokens. Taken of each micro-batch by
+itself, as transformers does, it would depend on how a step is cut; here both means are over all tokens of a step, on
+all ranks, so that one micro-batch gives what transformers gives, and any other cut the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burnish.models.routing import Balance, Routers, Routing, TokenRows
+from burnish.parallel.layout import Layout
+from burnish.records import Batch, MicroBatch
+from burnish.tracking.metrics import Mean, Stats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertLoad:
+    """How many choices of each router fell on each expert, over all ranks."""
+
+    counts: Tensor
+    """[L, E] int64."""
+
+    @classmethod
+    def of(cls, batch: Batch, routers: Routers, layout: Layout, device: torch.device) -> ExpertLoad:
+        """Count a batch whose micro-batches have their experts; filler does not count. Collective."""
+        counts = torch.zeros(routers.count * routers.experts, dtype=torch.int64, device=device)
+        starts = torch.arange(routers.count, device=device)[:, None] * routers.experts
+        for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
+            if micro.experts is not None and numbers != (-1,):
+                places = micro.experts.to(device).long() + starts
+                counts += torch.bincount(places.flatten(), minlength=len(counts))
+        if layout.world > 1:
+            dist.all_reduce(counts)
+            counts //= layout.sharing
+        return cls(counts.view(routers.count, routers.experts))
+
+    def factors(self, coefficient: float, chosen: int) -> Tensor:
+        """[E] fp32: c E f_e / (N L), with `chosen` experts per token (`Balance.factors`)."""
+        choices = self.counts.sum(dim=0)
+        rows = (choices.sum() / chosen).clamp(min=1)
+        return coefficient * len(choices) * choices / rows.square()
+
+    def stats(self) -> Stats:
+        """`moe/load_imbalance`: choices of a router's busiest expert over the mean of its experts, mean of the routers; 1 is even."""
+        busiest, mean = self.counts.amax(dim=1), self.counts.float().mean(dim=1)
+        return Stats({"moe/load_imbalance": Mean((busiest / mean).mean(), 1.0)})
+
+
+def routing_of(
+    micro: MicroBatch,
+    rows: TokenRows,
+    device: torch.device,
+    *,
+    record: bool,
+    factors: Tensor | None,
+    tensor: int,
+) -> Routing | None:
+    """What the routers are to do with a micro-batch; None: nothing out of the ordinary.
+
+    They send tokens to its experts where it has any. `record`: they write down where tokens go. `factors`: they add
+    the load-balancing loss of this rank's rows, of which `tensor` ranks compute each.
+    """
+    if micro.experts is None and factors is None and not record:
+        return None
+    routing = Routing()
+    if micro.experts is not None:
+        routing.prescribed = rows.rows_of(micro.experts).to(device, non_blocking=True)
+    if factors is not None:
+        routing.balance = Balance(factors, rows.weights(device) / tensor)
+    return routing

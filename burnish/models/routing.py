@@ -1,0 +1,227 @@
+"""Which experts each token goes to: written down, prescribed, and evened out, by hooks on a model's routers.
+
+A mixture of experts that is trained by reinforcement learning may send a token to other experts when it is updated
+than when it was sampled or scored; the ratio then compares two networks. Routing replay prescribes the
+experts that were chosen before (arXiv 2507.18071, section 5.3; arXiv 2510.11370). With p = softmax(router logits) and
+the prescribed experts c_1 ... c_k, expert c_i has the weight
+
+    p_{c_i},  or p_{c_i} / Σ_j p_{c_j} where the family normalizes,
+
+so that the router keeps its gradient. What a forward pass is to do travels as the keyword argument `routing` beside
+`packing`, so that a layer which is computed again in the backward pass does the same again.
+
+The load-balancing loss is the families' own (arXiv 2101.03961, equations 4 to 6): of E experts, N tokens and L routers,
+
+    E Σ_e f_e P_e,  f_e = choices of e / (N L),  P_e = Σ p_e / (N L),
+
+over all tokens and routers of a step. f_e has no gradient, so with f_e known the loss is a sum over tokens, and each
+router adds the gradient of its own tokens where its layer is. Left out: where f_e comes from (`burnish.engines.expert_load`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from transformers import PretrainedConfig, PreTrainedModel
+
+from burnish.errors import IncompatibleError, UsageError
+from burnish.models.prefixes import PrefixTree
+from burnish.models.rows import Indices, on_device
+from burnish.models.ulysses import Deal
+from burnish.parallel.autograd import join, uncompiled
+
+ROUTED_FAMILIES = frozenset({"mixtral", "qwen3_moe"})
+"""`model_type`s whose routers are known."""
+
+
+def require_routers(hf_config: PretrainedConfig, setting: str) -> None:
+    """Raise `UsageError`, naming the `setting` that needs them, for a model whose routers are not known, or that has none."""
+    if (kind := hf_config.get_text_config().model_type) not in ROUTED_FAMILIES:
+        raise UsageError(
+            f"{setting} is for mixtures of experts whose routers are known",
+            have=f"a model of type {kind}",
+            want=f"one of {', '.join(sorted(ROUTED_FAMILIES))}",
+            do=f"remove {setting}, or train a model of such a family",
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Balance:
+    """What the load-balancing loss needs of a forward pass over R rows."""
+
+    factors: Tensor
+    """[E] fp32: what a probability of each expert costs, c E f_e / (N L) with the loss's weight c."""
+    weights: Tensor
+    """[R] fp32: how many tokens of the batch each row stands for, over the number of ranks that compute the row."""
+
+
+@dataclass(slots=True, eq=False)
+class Routing:
+    """What the routers of one forward pass are to do, and what they have done. R rows, L routers, k experts each."""
+
+    prescribed: Tensor | None = None
+    """[R, L, k] integers: the experts that rows go to; None: those that the routers choose."""
+    balance: Balance | None = None
+    """Adds the load-balancing loss to the gradients; None: it is not computed."""
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    """By router: the experts [R, k] that rows have gone to."""
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    """By router: its part of the load-balancing loss, a scalar without gradient."""
+
+    def record(self) -> Tensor:
+        """The experts of all routers [R, L, k], uint8 where that is wide enough, int16 elsewhere. Raises `IncompatibleError` where no router is known."""
+        if not self.chosen:
+            raise IncompatibleError(
+                "the experts of a model were asked for, which has no known routers",
+                want=f"a model of type {', '.join(sorted(ROUTED_FAMILIES))}",
+                do="set algorithm.router_replay=none",
+            )
+        return torch.stack([self.chosen[number] for number in sorted(self.chosen)], dim=1)
+
+    def loss(self) -> Tensor:
+        """The load-balancing loss of this rank's rows, times its weight, without gradient."""
+        return torch.stack(list(self.losses.values())).sum()
+
+
+class Routers:
+    """The routers of a model, which do what the `routing` of a forward pass says; without one, what they always do.
+
+    The hooks are put in place when they are first needed, so that other runs, and what is compiled of them, know none.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        layers: Any = getattr(model.base_model, "layers", ())
+        text = model.config.get_text_config()
+        known = text.model_type in ROUTED_FAMILIES
+        self._layers = [layer for layer in layers if known and hasattr(layer.mlp, "experts")]
+        self._normalizes: bool = getattr(text, "norm_topk_prob", True)
+        self._listening = False
+        self.count = len(self._layers)
+        """L."""
+        self.experts: int = text.num_experts if self.count else 0
+        """E."""
+        self.chosen: int = text.num_experts_per_tok if self.count else 0
+        """k."""
+
+    def listen(self) -> None:
+        """From now on, do what the `routing` of a forward pass says."""
+        if self._listening:
+            return
+        self._listening = True
+        for number, layer in enumerate(self._layers):
+            router = _Router(number, self._normalizes)
+            layer.register_forward_pre_hook(router.take, with_kwargs=True)
+            layer.mlp.gate.register_forward_hook(router.route)
+
+    def require_fitting(self, experts: Tensor) -> None:
+        """Raise `IncompatibleError` where `experts` [T, L, k] cannot be of this model."""
+        want = (self.count, self.chosen)
+        # A look at what lies on a device would wait for it; what comes from outside lies on the host.
+        outside = experts.device.type == "cpu" and experts.numel() > 0
+        largest = int(experts.max()) if outside else 0
+        if tuple(experts.shape[1:]) != want or largest >= max(self.experts, 1):
+            raise IncompatibleError(
+                "the recorded experts are not those of this model",
+                have=f"{' × '.join(map(str, experts.shape[1:]))} per token, the largest number {largest}",
+                want=f"{self.count} routers × {self.chosen} of {self.experts} experts",
+                do="record them with the model that is trained, or set algorithm.router_replay=recompute",
+            )
+
+
+class _Router:
+    """The hooks of one router."""
+
+    def __init__(self, number: int, normalizes: bool) -> None:
+        self._number, self._normalizes = number, normalizes
+        self._routing: Routing | None = None
+
+    @uncompiled
+    def take(self, _: nn.Module, __: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Before the layer: what its router is to do."""
+        self._routing = options.get("routing")
+
+    @uncompiled
+    def route(
+        self, _: nn.Module, __: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Behind the router: logits [R, E], weights [R, k] and experts [R, k] that are in place of its own."""
+        routing = self._routing
+        if routing is None:
+            return output
+        logits, weights, experts = output
+        probabilities = logits.softmax(dim=-1, dtype=torch.float32)
+        if routing.prescribed is not None:
+            experts = routing.prescribed[:, self._number].long()
+            weights = self._weights(probabilities, experts).to(weights.dtype)
+        routing.chosen[self._number] = experts.to(index_dtype(logits.shape[-1]))
+        if routing.balance is not None:
+            costs = torch.mv(probabilities, routing.balance.factors)
+            loss = torch.dot(costs, routing.balance.weights)
+            routing.losses[self._number] = loss.detach()
+            weights = _WithLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
+        return logits, weights, experts
+
+    def _weights(self, probabilities: Tensor, experts: Tensor) -> Tensor:
+        weights = probabilities.gather(1, experts)
+        return weights / weights.sum(dim=-1, keepdim=True) if self._normalizes else weights
+
+
+def index_dtype(experts: int) -> torch.dtype:
+    """A type that holds the number of each of so many experts."""
+    return torch.uint8 if experts <= 256 else torch.int16
+
+
+class _WithLoss(torch.autograd.Function):
+    """Its first input; the second is a loss of its own, whose gradient is that of a term of the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], gradients[0].new_ones((), dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Which of this rank's R rows each of T tokens is computed in."""
+
+    tree: PrefixTree
+    """Which tokens are computed together."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence."""
+    deal: Deal
+    """Which of the computed ones are this rank's."""
+    group: ProcessGroup | None
+    """The ranks that share them."""
+
+    @cached_property
+    def _sources(self) -> Indices:
+        """[C], for each computed row a token that it is. Not the last of a sequence if it can be helped: generators do not compute that."""
+        last = np.cumsum(self.lengths) - 1
+        others = np.delete(np.arange(len(self.tree.rows)), last)
+        sources = self.tree.computed.copy()
+        sources[self.tree.rows[others]] = others
+        return sources
+
+    def rows_of(self, values: Tensor) -> Tensor:
+        """This rank's rows [R, ...] of `values` [T, ...]; filler has those of some token."""
+        return values.index_select(0, on_device(self.deal.mine(self._sources), values.device))
+
+    def weights(self, device: torch.device) -> Tensor:
+        """[R] fp32, for how many tokens each row stands; 0 for filler."""
+        return on_device(self.deal.mine(np.bincount(self.tree.rows)), device).float()
+
+    def tokens_of(self, values: Tensor) -> Tensor:
+        """Integers of all tokens [T, ...] from those of this rank's rows, `values` [R, ...]. Collective where ranks share the tokens."""
+        if self.group is not None:  # as bytes, since not every backend sends int16
+            values = join(values.view(torch.uint8), self.deal.rows, self.group).view(values.dtype)
+        rows = self.deal.owner(self.tree.rows) * self.deal.rows + self.deal.place(self.tree.rows)
+        return values.index_select(0, on_device(rows, values.device))

@@ -1,0 +1,200 @@
+"""Experts recorded, prescribed and evened out at every layout, against one plain transformers model in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contracts.engine import CLIP, assert_relative, cut, loss, make_examples, score_by_hand
+from distributed import run_ranks
+from engines_for_tests import OPTIM, make_engine
+from routers_for_tests import balancing_loss, prescribe, record_logits
+from tiny import VOCAB, save_tiny, tiny_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from burnish.config.schema import EngineConfig
+from burnish.engines.fitting import require_fitting
+from burnish.engines.torch_engine import TorchEngine
+from burnish.errors import IncompatibleError, UsageError
+from burnish.models.names import model_shards, regions
+from burnish.parallel.collectives import gather_objects
+from burnish.parallel.layout import Layout
+from burnish.records import Batch, Example
+from burnish.trainers.check import Outcome, step_of_engine
+
+WEIGHT = 0.2
+LAYERS, EXPERTS, CHOSEN = 2, 4, 2
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    1: [{"activation_checkpointing": "full"}],
+    2: [
+        {},
+        {"sequence_parallel": 2, "activation_checkpointing": "full"},
+        {"tensor_parallel": 2, "activation_checkpointing": "selective"},
+    ],
+    4: [
+        {"replicas": 2, "activation_checkpointing": "full"},
+        {"sequence_parallel": 2, "tensor_parallel": 2},
+    ],
+}
+PER_MICRO = {1: 3, 2: 2, 4: 1}
+
+
+def examples() -> list[Example]:
+    """Five sequences, of which two begin alike."""
+    made = make_examples(VOCAB, (9, 4, 12, 2, 7))
+    shared = np.concatenate([made[2].token_ids[:8], made[0].token_ids[8:]])
+    return [replace(made[0], token_ids=shared), *made[1:]]
+
+
+def experts_of_others() -> list[Tensor]:
+    """By sequence, [T, L, k]; where two begin alike they go to the same ones."""
+    generator = torch.Generator().manual_seed(1)
+    made = [
+        torch.rand(len(e.token_ids), LAYERS, EXPERTS, generator=generator).argsort(-1)[..., :CHOSEN]
+        for e in examples()
+    ]
+    made[0][:8] = made[2][:8]
+    return made
+
+
+def with_experts(batch: Batch, experts: Sequence[Tensor]) -> Batch:
+    micros = [
+        replace(micro, experts=torch.cat([experts[n] for n in numbers if n >= 0] or [experts[3]]))
+        for micro, numbers in zip(batch.microbatches, batch.examples, strict=True)
+    ]
+    return replace(batch, microbatches=tuple(micros))
+
+
+def recorded(engine: TorchEngine, batch: Batch) -> dict[int, Tensor]:
+    """The experts of each sequence, from all ranks."""
+    mine = {}
+    outputs = engine.forward(batch, experts=True)
+    for micro, numbers, output in zip(batch.microbatches, batch.examples, outputs, strict=True):
+        parts = output.experts.split(micro.cu_seqlens.diff().tolist())
+        mine |= {number: part for number, part in zip(numbers, parts, strict=True) if number >= 0}
+    return {n: e for held in gather_objects(mine, engine.layout) for n, e in held.items()}
+
+
+def routed_rank(
+    layout: Layout, path: Path, layouts: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    found = []
+    for settings in layouts:
+        prescribed = make_engine(layout, path, **settings)
+        batch = cut(examples(), prescribed.layout, PER_MICRO[layout.world])
+        told = with_experts(batch, experts_of_others())
+        evened = make_engine(layout, path, router_aux_loss=WEIGHT, **settings)
+        counted = evened.forward_backward(batch, loss).values_by_name()
+        evened.optim_step(0.0)
+        found.append(
+            {
+                "own": recorded(prescribed, batch),
+                "told": recorded(prescribed, told),
+                "prescribed": step_of_engine(prescribed, told, loss, OPTIM),
+                "counted": counted,
+                "evened": make_and_step(layout, path, batch, settings),
+            }
+        )
+    return found if layout.is_main else []
+
+
+def make_and_step(layout: Layout, path: Path, batch: Batch, settings: Mapping[str, Any]) -> Outcome:
+    engine = make_engine(layout, path, router_aux_loss=WEIGHT, **settings)
+    return step_of_engine(engine, batch, loss, OPTIM)
+
+
+def by_hand(path: Path, experts: Sequence[Tensor] | None) -> dict[str, Any]:
+    """One step's numbers by plain transformers: with these experts, or with its own and the load-balancing loss."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    made = prescribe(model) if experts else []
+    logits = record_logits(model)
+    tokens = sum(int(example.loss_mask.sum()) for example in examples())
+    total, logprobs = torch.zeros(()), []
+    for number, example in enumerate(examples()):
+        for layer, router in enumerate(made):
+            router.experts = experts[number][:, layer] if experts else None
+        scored = score_by_hand(model, example)
+        mask = torch.from_numpy(example.loss_mask)
+        total = total + torch.where(mask, -scored[0] - 0.01 * scored[1], 0.0).sum() / tokens
+        logprobs.append(scored[0].detach())
+    aux = balancing_loss(model, logits)
+    if experts is None:
+        total = total + WEIGHT * aux
+    total.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    shards = model_shards(model, gradients, parts=regions(model)) if experts is None else ()
+    own = [
+        torch.stack([layer[number].topk(CHOSEN).indices for layer in logits], dim=1)
+        for number in range(len(examples()))
+    ]
+    return {
+        "loss": float(total.detach()),
+        "norm": float(norm),
+        "logprobs": logprobs,
+        "routers": {n: g for n, g in gradients.items() if n.endswith("gate.weight")},
+        "gradients": {shard.spec.name: shard.tensor.clone() for shard in shards},
+        "aux": float(aux.detach()),
+        "own": own,
+    }
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "m", "mixtral", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def oracles(path: Path) -> dict[str, dict[str, Any]]:
+    return {"prescribed": by_hand(path, experts_of_others()), "evened": by_hand(path, None)}
+
+
+def imbalance(own: Sequence[Tensor]) -> float:
+    """The busiest expert's choices over the mean, mean of the routers."""
+    layers = torch.cat(list(own)).unbind(1)
+    counts = [torch.bincount(layer.flatten(), minlength=EXPERTS).float() for layer in layers]
+    return float(torch.stack([each.max() / each.mean() for each in counts]).mean())
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_every_layout_routes_like_one_plain_model(
+    path: Path, oracles: dict[str, dict[str, Any]], world: int
+) -> None:
+    outcomes = run_ranks(routed_rank, world, path, LAYOUTS[world], timeout=280)[0]
+    for settings, found in zip(LAYOUTS[world], outcomes, strict=True):
+        own = oracles["evened"]["own"]
+        for number, others in enumerate(experts_of_others()):
+            assert torch.equal(found["own"][number].long(), own[number]), settings
+            assert torch.equal(found["told"][number].long(), others), settings
+        counted, wanted = found["counted"], oracles["evened"]
+        assert counted["moe/aux_loss"] == pytest.approx(wanted["aux"], rel=1e-5), settings
+        assert counted["moe/load_imbalance"] == pytest.approx(imbalance(own), rel=1e-6), settings
+        for kind, numbers in oracles.items():
+            outcome = found[kind]
+            assert outcome.loss == pytest.approx(numbers["loss"], rel=1e-5), (kind, settings)
+            assert outcome.norm == pytest.approx(numbers["norm"], rel=1e-5), (kind, settings)
+            for number, logprobs in enumerate(numbers["logprobs"]):
+                mine = outcome.logprobs[f"sequence {number}"]
+                assert_relative(mine, logprobs, 1e-5, f"{kind} {settings}: sequence {number}")
+            for name, gradient in (numbers["gradients"] | numbers["routers"]).items():
+                mine = outcome.gradients[name.replace(".mlp.gate", ".block_sparse_moe.gate")]
+                assert_relative(mine, gradient, 1e-5, f"{kind} {settings}: {name}")
+
+
+def test_what_does_not_fit_is_refused(path: Path) -> None:
+    with pytest.raises(UsageError, match=r"engine\.router_aux_loss is for mixtures"):
+        require_fitting(tiny_config("qwen3"), EngineConfig(router_aux_loss=0.1))
+    run_ranks(refusing_rank, 1, path)
+
+
+def refusing_rank(layout: Layout, path: Path) -> None:
+    engine = make_engine(layout, path)
+    batch = with_experts(cut(examples(), layout, 5), [e[:, :1] for e in experts_of_others()])
+    with pytest.raises(IncompatibleError, match="recorded experts are not those of this model"):
+        engine.forward_backward(batch, loss)

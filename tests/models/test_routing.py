@@ -1,0 +1,206 @@
+"""Routers that are told where tokens go, against routers written by hand in plain transformers models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contracts.engine import assert_relative, make_examples, score_by_hand
+from hypothesis import given
+from hypothesis import strategies as st
+from routers_for_tests import balancing_loss, prescribe, record_logits
+from tiny import VOCAB, tiny_config, tiny_model
+from torch import Tensor
+
+from burnish.engines.expert_load import ExpertLoad
+from burnish.errors import IncompatibleError, UsageError
+from burnish.models.building import build_on_meta, materialize
+from burnish.models.names import model_shards
+from burnish.models.prefixes import PrefixTree
+from burnish.models.routing import (
+    Balance,
+    Routers,
+    Routing,
+    TokenRows,
+    index_dtype,
+    require_routers,
+)
+from burnish.models.scorer import Scorer, ScoringPlan
+from burnish.models.ulysses import Deal
+from burnish.parallel.boxes import whole
+from burnish.records import Example
+
+CPU = torch.device("cpu")
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {}),
+    "normalized": ("qwen3_moe", {"norm_topk_prob": True}),
+    "not normalized": ("qwen3_moe", {"norm_topk_prob": False}),
+}
+
+
+def scorer_of(kind: str) -> Scorer:
+    family, changes = KINDS[kind]
+    model = build_on_meta(tiny_config(family, **changes))
+    materialize(model, CPU)
+    theirs = {shard.spec.name: shard for shard in model_shards(tiny_model(family, **changes))}
+    for shard in model_shards(model):
+        shard.tensor.copy_(theirs[shard.spec.name].part(whole(shard.spec.shape)))
+    return Scorer(model)
+
+
+def plan_of(examples: list[Example]) -> ScoringPlan:
+    lengths = [len(example.token_ids) for example in examples]
+    return ScoringPlan.of(
+        torch.from_numpy(np.concatenate([e.token_ids for e in examples])),
+        torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        torch.from_numpy(np.concatenate([e.loss_mask for e in examples])),
+    )
+
+
+def outcome(scorer: Scorer, routing: Routing | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs, and the gradients of their sum."""
+    scorer.zero_grad()
+    output = scorer(plan_of(make_examples(VOCAB)), 1.0, routing)
+    output.logprobs.sum().backward()
+    named = scorer.model.named_parameters()
+    gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+    return output.logprobs.detach(), gradients
+
+
+def random_experts(scorer: Scorer, tokens: int) -> Tensor:
+    """[T, L, k], the k of each different."""
+    ranked = torch.rand(tokens, scorer.routers.count, scorer.routers.experts).argsort(-1)
+    return ranked[..., : scorer.routers.chosen].to(torch.uint8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_own_choice_changes_nothing(kind: str) -> None:
+    scorer = scorer_of(kind)
+    recording = Routing()
+    plain = outcome(scorer, None)
+    recorded = outcome(scorer, recording)
+    experts = recording.record()
+    assert experts.dtype == torch.uint8
+    again = outcome(scorer, Routing(experts))
+    for found in (recorded, again):
+        assert torch.equal(found[0], plain[0])
+        assert found[1].keys() == plain[1].keys()
+        assert all(torch.equal(found[1][name], plain[1][name]) for name in plain[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_choice_of_another_is_that_of_a_router_written_by_hand(kind: str) -> None:
+    scorer, examples = scorer_of(kind), make_examples(VOCAB)
+    torch.manual_seed(1)
+    experts = random_experts(scorer, sum(len(e.token_ids) for e in examples))
+    routing = Routing(experts)
+    logprobs, gradients = outcome(scorer, routing)
+    assert torch.equal(routing.record(), experts)
+
+    family, changes = KINDS[kind]
+    model = tiny_model(family, **changes)
+    made, wanted = prescribe(model), []
+    for example, mine in zip(
+        examples, experts.split([len(e.token_ids) for e in examples]), strict=True
+    ):
+        for number, router in enumerate(made):
+            router.experts = mine[:, number].long()
+        wanted.append(score_by_hand(model, example)[0])
+    torch.cat(wanted).sum().backward()
+    assert_relative(logprobs, torch.cat(wanted).detach(), 1e-5, "log-probs")
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert_relative(gradients[name], parameter.grad, 1e-5, name)
+        assert "gate.weight" not in name or parameter.grad.norm() > 1e-3  # it is alive
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_load_balancing_loss_is_that_of_transformers(kind: str) -> None:
+    scorer, examples = scorer_of(kind), make_examples(VOCAB)
+    plan, recording = plan_of(examples), Routing()
+    with torch.no_grad():
+        scorer(plan, 1.0, recording)
+    load = ExpertLoad(
+        torch.stack(
+            [
+                torch.bincount(layer.flatten(), minlength=scorer.routers.experts)
+                for layer in recording.record().unbind(1)
+            ]
+        )
+    )
+    factors = load.factors(0.5, scorer.routers.chosen)
+    routing = Routing(None, Balance(factors, plan.rows.weights(CPU)))
+    scorer.zero_grad()
+    scorer(plan, 1.0, routing).logprobs.sum().backward()
+
+    family, changes = KINDS[kind]
+    model = tiny_model(family, **changes)
+    logits = record_logits(model)
+    total = torch.stack([score_by_hand(model, example)[0].sum() for example in examples]).sum()
+    wanted = balancing_loss(model, logits)
+    (total + 0.5 * wanted).backward()
+    assert float(routing.loss()) == pytest.approx(0.5 * wanted.item(), rel=1e-5)
+    for (name, mine), theirs in zip(
+        scorer.model.named_parameters(), model.parameters(), strict=True
+    ):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert_relative(mine.grad, theirs.grad, 1e-5, name)
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> list[list[int]]:
+    return draw(
+        st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=5)
+    )
+
+
+@given(packed(), st.integers(1, 3))
+def test_rows_have_the_experts_of_a_token_that_they_are(
+    sequences: list[list[int]], ranks: int
+) -> None:
+    lengths = [len(each) for each in sequences]
+    tree = PrefixTree._merged(np.concatenate(sequences), lengths)
+    count = len(tree.computed)
+    deals = [Deal(rank, ranks, count, -(-count // ranks)) for rank in range(ranks)]
+    tokens = torch.arange(sum(lengths))[:, None]
+    found = [TokenRows(tree, tuple(lengths), deal, None) for deal in deals]
+    weights = torch.stack([rows.weights(CPU) for rows in found], dim=1).flatten()
+    last = set((np.cumsum(lengths) - 1).tolist())
+    for rank, rows in enumerate(found):
+        for place, token in enumerate(rows.rows_of(tokens)[:, 0].tolist()):
+            row = place * ranks + rank
+            if row >= count:
+                assert weights[row] == 0
+                continue
+            alike = np.flatnonzero(tree.rows == row)
+            assert token in alike
+            assert token not in last or set(alike) <= last
+            assert weights[row] == len(alike)
+    if ranks == 1:
+        again = found[0].tokens_of(found[0].rows_of(tokens))[:, 0].numpy()
+        assert np.array_equal(tree.rows[again], tree.rows)
+
+
+def test_experts_of_another_model_are_refused() -> None:
+    routers = Routers(build_on_meta(tiny_config("qwen3_moe")))  # of three layers one is dense
+    assert (routers.count, routers.experts, routers.chosen) == (2, 4, 2)
+    routers.require_fitting(torch.zeros(5, 2, 2, dtype=torch.uint8))
+    for wrong in (torch.zeros(5, 3, 2), torch.zeros(5, 2, 1), torch.full((5, 2, 2), 4)):
+        with pytest.raises(IncompatibleError, match=r"(?s)want: 2 routers × 2 of 4 experts"):
+            routers.require_fitting(wrong)
+
+
+def test_models_without_known_routers_are_refused() -> None:
+    require_routers(tiny_config("mixtral"), "engine.router_aux_loss")
+    with pytest.raises(UsageError, match=r"(?s)engine\.router_aux_loss.*of type qwen3.*remove"):
+        require_routers(tiny_config("qwen3"), "engine.router_aux_loss")
+    with pytest.raises(IncompatibleError, match=r"(?s)no known routers.*router_replay=none"):
+        Routing().record()
+
+
+def test_numbers_of_experts_have_room() -> None:
+    assert index_dtype(256) == torch.uint8
+    assert index_dtype(257) == torch.int16
