@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from burnish.checkpoint.committed import Committed, open_step, read_commit, step_paths
@@ -99,18 +99,43 @@ class Mirror:
             )
 
 
-class Sync:
-    """One comparison of both sides. `run` does what there is to do. Raises `BurnishError`."""
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one process has seen on a mirror, or put there: it is not asked for again.
 
-    def __init__(self, mirror: Mirror, moved: Moved) -> None:
+    Nobody else changes it: a start that has lost the mirror changes nothing either (`Mirror.check`).
+    """
+
+    commits: dict[int, Commit] = field(default_factory=dict)
+    """The seals of its steps."""
+    facts: dict[int, Facts] = field(default_factory=dict)
+    """What retention asks of those that are not here."""
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Size and time of the run's small files when they were sent."""
+
+    def forget(self, kept: Container[int]) -> None:
+        """Drop the steps that are gone from there."""
+        for known in (self.commits, self.facts):
+            for step in [step for step in known if step not in kept]:
+                del known[step]
+
+
+class Sync:
+    """One comparison of both sides. `run` does what there is to do. Raises `BurnishError`.
+
+    `seen` is what earlier ones of this process know of the mirror.
+    """
+
+    def __init__(self, mirror: Mirror, moved: Moved, seen: Seen | None = None) -> None:
         self._mirror = mirror
+        self._seen = seen or Seen()
         self._moved = moved
         self._storage = LocalStorage()
         self._there = mirror.steps()
         mirror.check()
         self._paths = step_paths(mirror.root, self._storage)
         self._local = _commits(self._paths, self._storage)
-        self._remote = _commits(step_paths(self._there.root, self._there), self._there)
+        self._remote = self._find_remote()
         self._facts: dict[int, Facts] = {}
         self._pins: dict[int, str] | None = None
         if mirror.retention is not None:
@@ -138,7 +163,7 @@ class Sync:
         raised at the end.
         """
         sent, failed = [], None
-        send_outputs(self._mirror.directory, self._mirror.remote)
+        send_outputs(self._mirror.directory, self._mirror.remote, self._seen.files)
         self._note()
         for step in self.missing():
             try:
@@ -165,17 +190,27 @@ class Sync:
             _log.warning("%s is not on the mirror: it went from here meanwhile", path)
             return False
         # Where another step of this number was, its removal may have hung and still come: the next sync will tell.
-        self._remote.setdefault(step, self._local[step])
+        if self._remote.pop(step, None) is None:
+            self._remote[step] = self._local[step]
         return True
+
+    def _find_remote(self) -> dict[int, Commit]:
+        """The seals on the mirror, of which only the unknown are read."""
+        paths, known = step_paths(self._there.root, self._there), self._seen.commits
+        self._seen.forget(paths)
+        known |= _commits({s: path for s, path in paths.items() if s not in known}, self._there)
+        return known
 
     def _find_facts(self, retention: Retention) -> dict[int, Facts]:
         """What retention asks, of the steps of both sides."""
         paths = step_paths(self._there.root, self._there)
         found = [retention.fact(path, self._storage) for path in self._paths.values()]
-        found += [
-            retention.fact(paths[step], self._there) for step in paths.keys() - self._local.keys()
-        ]
-        return {each.step: each for each in found if each is not None}
+        known = self._seen.facts
+        for step in paths.keys() - self._local.keys() - known.keys():
+            fact = retention.fact(paths[step], self._there)
+            if fact is not None:
+                known[step] = fact
+        return known | {each.step: each for each in found if each is not None}
 
     def _outlived(self, steps: Iterable[int]) -> set[int]:
         """Which of these the mirror's retention would not keep, if these were all."""
@@ -296,10 +331,11 @@ def is_intact(remote: Remote, name: str, record: FileRecord, moved: Moved) -> bo
     return True
 
 
-def send_outputs(directory: Path, remote: Remote) -> None:
+def send_outputs(directory: Path, remote: Remote, sent: dict[str, tuple[int, int]]) -> None:
     """Copy a run's files beside its steps: configuration, metrics, report, rollouts, events, pins.
 
-    Those in directories of their own go when their size is another than there. Raises `BurnishError`.
+    Those in directories of their own go when their size is another than there, the others when they
+    are not those of `sent`, size and time by name, in which they are then noted. Raises `BurnishError`.
     """
     there = {file.name: file.size for kept in _KEPT for file in remote.files(kept)}
     changing = [directory / name for name in _CHANGING]
@@ -307,11 +343,13 @@ def send_outputs(directory: Path, remote: Remote) -> None:
     for path in changing + kept:
         name = path.relative_to(directory).as_posix()
         with naming_failures(f"{path} cannot be read"), suppress(FileNotFoundError):
-            if path.is_file() and (path in changing or there.get(name) != path.stat().st_size):
-                if path in changing:
-                    remote.put(name, path.read_bytes())
-                else:
-                    remote.put_file(name, path)
+            state = path.stat()
+            mark = (state.st_size, state.st_mtime_ns)
+            if path in changing and sent.get(name) != mark:
+                remote.put_file(name, path)
+                sent[name] = mark
+            elif path in kept and path.is_file() and there.get(name) != state.st_size:
+                remote.put_file(name, path)
 
 
 def _put_checked(remote: Remote, name: str, data: bytes) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from burnish.checkpoint.companion import Companion, accompany
-from burnish.checkpoint.mirror import Mirror, Sync
+from burnish.checkpoint.mirror import Mirror, Seen, Sync
 from burnish.errors import BurnishError
 
 _WHAT = "the process that copies to the mirror"
@@ -51,18 +51,19 @@ def serve(pipe: int, parent: int) -> None:
     accompany(parent)
     with Connection(pipe) as connection:
         mirror: Mirror = connection.recv()
+        seen = Seen()
         while True:
             try:
                 connection.recv()
             except EOFError:
                 return
-            connection.send(_synced(mirror, connection.send))
+            connection.send(_synced(mirror, seen, connection.send))
 
 
-def _synced(mirror: Mirror, tell: Callable[[Progress], None]) -> Synced:
+def _synced(mirror: Mirror, seen: Seen, tell: Callable[[Progress], None]) -> Synced:
     try:
         meter = _Meter(tell)
-        sync = Sync(mirror, meter.moved)
+        sync = Sync(mirror, meter.moved, seen)
         meter.total = sync.size()
         return Synced(tuple(sync.run()), None)
     except BurnishError as error:

@@ -151,7 +151,7 @@ class Remote:
         `advance` hears, in another thread, of bytes that were sent, more than once of those that had
         to be sent again. Raises `BurnishError`, and `OSError` for a source that cannot be read.
         """
-        path, size = self._path(name), source.stat().st_size
+        path = self._path(name)
 
         def send(backend: Backend, pulse: Pulse) -> None:
             def moved(count: int) -> None:
@@ -159,6 +159,7 @@ class Remote:
                 if advance is not None:
                     advance(count)
 
+            size = source.stat().st_size  # it may have grown since the last attempt
             backend.put_file(path, source, moved)
             sent = backend.info(path).size
             if sent != size:

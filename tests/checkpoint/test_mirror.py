@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import uuid
+from dataclasses import replace
 
 import pytest
 from checkpoints_for_tests import fill_and_compare, make_state, save_once
 
 from burnish.checkpoint.committed import committed, newest, open_step
 from burnish.checkpoint.load import CheckpointSource
-from burnish.checkpoint.mirror import Mirror, Sync, send_outputs, upload
+from burnish.checkpoint.mirror import Mirror, Seen, Sync, send_outputs, upload
 from burnish.checkpoint.mirrored import MIRRORED, read_mirrored
 from burnish.checkpoint.pins import holding_pins
 from burnish.checkpoint.remote_steps import DAMAGED, RemotePath
@@ -86,8 +87,8 @@ def mirror_at(url, tmp_path, keep=None):
     return Mirror(tmp_path / "run", remote, Retention(keep) if keep else None, "this")
 
 
-def sync(mirror, moved=lambda count: None):
-    return Sync(mirror, moved).run()
+def sync(mirror, moved=lambda count: None, seen=None):
+    return Sync(mirror, moved, seen).run()
 
 
 def on_mirror(mirror):
@@ -306,14 +307,16 @@ def test_the_files_of_a_run_go_along(mirror):
     (run / "rollouts").mkdir()
     for name in ("config.yaml", "metrics.jsonl", "report.html", "rollouts/step-1.jsonl", ".tmp"):
         (run / name).write_text(f"this is {name}")
-    send_outputs(run, mirror.remote)
+    sent = {}
+    send_outputs(run, mirror.remote, sent)
     assert mirror.remote.read("rollouts/step-1.jsonl", 100) == b"this is rollouts/step-1.jsonl"
     mirror.remote.calls.clear()
     (run / "metrics.jsonl").write_text("THIS IS metrics.jsonl")
-    send_outputs(run, mirror.remote)
+    os.utime(run / "metrics.jsonl", (1, 1))  # clocks are coarse
+    send_outputs(run, mirror.remote, sent)
     assert mirror.remote.read("metrics.jsonl", 100) == b"THIS IS metrics.jsonl"
     put = {name.rpartition("/")[2] for name in mirror.remote.done("put")}
-    assert put == {"config.yaml", "metrics.jsonl", "report.html"}
+    assert put == {"metrics.jsonl"}
 
 
 def test_progress_counts_every_byte_twice(mirror):
@@ -412,3 +415,35 @@ def test_what_lies_at_a_path_of_a_mirror(mirror):
     steps.refresh()
     open_step(steps.root / path.name, steps)
     assert listed == [path.name]
+
+
+def test_what_a_process_has_seen_it_does_not_ask_for_again(mirror):
+    mirror, seen = replace(mirror, retention=Retention(9)), Seen()
+    for step in (1, 2):
+        save_once(mirror.root, step)
+    sync(mirror)
+    LOCAL.remove(mirror.root / "step-00000001")  # its facts are on the mirror alone
+    sync(mirror, seen=seen)
+    mirror.remote.calls.clear()
+    save_once(mirror.root, 3)
+    assert sync(mirror, seen=seen) == [3]
+    read = mirror.remote.done("read")
+    assert any(name.startswith("step-00000003/") for name in read)
+    assert not any(name.startswith(("step-00000001/", "step-00000002/")) for name in read)
+    steps = mirror.steps()
+    steps.remove(steps.root / "step-00000001")
+    assert sync(mirror, seen=seen) == []
+    assert seen.commits.keys() == {2, 3}
+    assert seen.facts == {}
+
+
+def test_what_replaces_another_step_of_its_number_is_looked_at_once_more(mirror):
+    seen = Seen()
+    save_once(mirror.root, 1, seed=1)
+    sync(mirror, seen=seen)
+    LOCAL.remove(mirror.root / "step-00000001")
+    path = save_once(mirror.root, 1, seed=2)
+    assert sync(mirror, seen=seen) == [1]
+    assert seen.commits == {}
+    assert sync(mirror, seen=seen) == []
+    assert seen.commits == {1: open_step(path, LOCAL).commit}
