@@ -76,6 +76,8 @@ def _model(config: RunConfig) -> Iterator[Problem]:
         yield from _directory(model.path, "model.path", ["config.json"])
     if config.critic.path is not None:
         yield from _directory(config.critic.path, "critic.path", ["config.json"])
+    if model.lora.path is not None:
+        yield from _directory(model.lora.path, "model.lora.path", [ADAPTER_CONFIG])
     if model.adapter is not None and not _importable("peft"):
         yield Problem(
             "model.lora needs a package that is not installed",

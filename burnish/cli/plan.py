@@ -17,6 +17,8 @@ from burnish.config.schema import ModelConfig, RunConfig
 from burnish.errors import MissingError, UsageError
 from burnish.files.remote import Remote
 from burnish.files.urls import is_url
+from burnish.models.lora_names import ADAPTER_CONFIG
+from burnish.models.lora_start import with_adapter
 from burnish.parallel.environment import place_of
 
 if TYPE_CHECKING:
@@ -93,6 +95,9 @@ def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Device
     from burnish.planning.shape import ModelShape
     from burnish.planning.workload import Workload
 
+    if (adapter := config.model.lora.path) is not None:
+        model = with_adapter(config.model, _content(f"{adapter.rstrip('/')}/{ADAPTER_CONFIG}"))
+        config = config.model_copy(update={"model": model})
     shape = ModelShape.of(model_fields(config.model))
     return Planner(shape, config, Workload.of(config, command), devices)
 
@@ -122,8 +127,8 @@ def _content(place: str) -> bytes:
     if not path.is_file():
         raise MissingError(
             f"there is no file {path}",
-            want="a model's config.json; its weights are not needed",
-            do="set model.path to a directory that has one, or model.fresh to the file",
+            want=f"a file {path.name}; weights are not needed",
+            do="set model.path and model.lora.path to directories that have theirs, or model.fresh to the file",
         )
     return path.read_bytes()
 

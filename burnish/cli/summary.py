@@ -135,6 +135,8 @@ def _model(config: RunConfig, run_dir: Path | None) -> str:
 def _adapter(model: ModelConfig) -> str:
     if model.adapter is None:
         return ""
+    if model.adapter.path is not None:
+        return f", from the adapter {model.adapter.path}"
     layers = ", ".join(model.adapter.targets) or "all linear layers"
     return f", an adapter of rank {model.adapter.rank} on {layers}"
 

@@ -14,7 +14,7 @@ from typing import Literal
 from burnish.config.check_training import of_rl, of_sft
 from burnish.config.places import is_remote
 from burnish.config.problems import Problem, either, refusal
-from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
+from burnish.config.schema import ModelConfig, RunConfig
 
 Command = Literal["sft", "rl", "eval"]
 """What the configuration is for."""
@@ -68,19 +68,28 @@ def _of_model(config: RunConfig) -> Iterator[Problem]:
 
 
 def _of_adapter(model: ModelConfig) -> Iterator[Problem]:
-    if model.lora.rank == 0 and model.lora != LoraConfig():
+    given = model.lora.model_dump(exclude_defaults=True)
+    if model.lora.path and len(given) > 1:
+        others = [f"model.lora.{name}" for name in given if name != "path"]
+        yield Problem(
+            "model.lora.path brings its own rank, alpha and layers",
+            have=f"model.lora.path: {model.lora.path}, and {', '.join(others)}",
+            want="model.lora.path alone",
+            do=f"remove {', '.join(others)}",
+        )
+    if model.adapter is None and given:
         yield Problem(
             "model.lora is set, and there is no adapter",
             have="model.lora.rank: 0",
             want="1 or more",
             do="set model.lora.rank=16, or remove model.lora",
         )
-    if model.lora.rank and model.path is None:
+    if model.adapter and model.path is None:
         yield Problem(
             "model.lora needs a model that the adapter belongs to",
-            have=f"model.lora.rank: {model.lora.rank}, and a new model, of which only the adapter would be saved",
+            have="a new model, of which only the adapter would be saved",
             want="model.path",
-            do="set model.path to a model directory, or model.lora.rank=0",
+            do="set model.path to a model directory, or remove model.lora",
         )
 
 

@@ -38,8 +38,10 @@ StopText = Annotated[str, Field(min_length=1)]
 class LoraConfig(Section):
     """Train a low-rank adapter (arXiv 2106.09685) on the model's linear layers instead of the model."""
 
+    path: str | None = None
+    """An adapter to go on from, which brings all that follows: a directory of PEFT's, such as an earlier run's step/model; a path or a URL."""
     rank: int = Field(0, ge=0)
-    """Width of the adapter; 0: none, the whole model is trained."""
+    """Width of a new adapter; 0: none, the whole model is trained."""
     alpha: float = Field(32.0, gt=0)
     """The adapter's output is scaled by alpha / rank."""
     targets: list[str] = Field(default_factory=list)
@@ -67,7 +69,7 @@ class ModelConfig(Section):
     @property
     def adapter(self) -> LoraConfig | None:
         """The adapter that is trained; None where it is the model itself."""
-        return self.lora if self.lora.rank else None
+        return self.lora if self.lora.rank or self.lora.path else None
 
 
 class EngineConfig(Section):

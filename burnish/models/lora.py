@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from burnish.config.schema import LoraConfig
 from burnish.errors import IncompatibleError, UsageError
 from burnish.models.cuts import Cut, cut_regions
-from burnish.models.lora_names import PREFIX, factor_name, plain_parameter
+from burnish.models.lora_names import PREFIX, factor_name, layer_kinds, plain_parameter
 from burnish.models.names import Region, model_shards, regions
 from burnish.parallel.boxes import Box, whole
 from burnish.parallel.layout import Layout
@@ -192,11 +192,6 @@ def adapted_layers(model: PreTrainedModel, config: LoraConfig) -> list[str]:
         )
     wanted = config.targets or kinds
     return [name for name in linear if name.rpartition(".")[2] in wanted]
-
-
-def layer_kinds(layers: Iterable[str]) -> list[str]:
-    """The last parts of the layers' names, each once: what PEFT knows them by."""
-    return sorted({name.rpartition(".")[2] for name in layers})
 
 
 def peft_config(config: LoraConfig, layers: Iterable[str]) -> Any:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 ADAPTER_CONFIG = "adapter_config.json"
 """Describes the adapter: rank, layers, the model that it belongs to."""
+BASE_PATH = "base_model_name_or_path"
+"""The key in it under which the model's path, or its name on a hub, is."""
 ADAPTER_WEIGHTS = "adapter_model"
 """Name of the file of its tensors, of which there is one, without suffix."""
 ADAPTER_STATE = "adapter"
@@ -27,6 +29,11 @@ def plain_parameter(name: str) -> tuple[str, str]:
 def factor_name(layer: str, letter: str) -> str:
     """What the factor A or B of a layer (`model.layers.0.self_attn.q_proj`) is called."""
     return f"{PREFIX}{layer}.lora_{letter}.weight"
+
+
+def layer_kinds(layers: Iterable[str]) -> list[str]:
+    """The last parts of the layers' names, each once: what PEFT knows them by."""
+    return sorted({name.rpartition(".")[2] for name in layers})
 
 
 def adapted_weights(names: Iterable[str]) -> dict[str, str]:

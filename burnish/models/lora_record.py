@@ -18,8 +18,8 @@ from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError
 from burnish.files.weights import model_digest
 from burnish.models.building import build_on_meta
-from burnish.models.lora import adapted_layers, layer_kinds, peft_config
-from burnish.models.lora_names import ADAPTER_CONFIG
+from burnish.models.lora import adapted_layers, peft_config
+from burnish.models.lora_names import ADAPTER_CONFIG, BASE_PATH, layer_kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class AdapterRecord:
         lora = LoraConfig(rank=self.rank, alpha=self.alpha, rslora=self.rslora)
         values = peft_config(lora, self.targets).to_dict()
         values |= {
-            "base_model_name_or_path": self.base,
+            BASE_PATH: self.base,
             "inference_mode": True,
             "target_modules": self.targets,
         }

@@ -49,7 +49,7 @@ def _remedies(part: str, plan: Plan, config: RunConfig) -> list[str]:
     return [
         *fewer_copies,
         "more devices",
-        *([] if config.model.lora.rank else ["model.lora.rank=16"]),
+        *([] if config.model.adapter else ["model.lora.rank=16"]),
     ]
 
 

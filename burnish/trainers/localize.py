@@ -1,7 +1,7 @@
 """Inputs of a run that lie behind URLs: copied to this machine before anything else is begun.
 
 What a run records is its configuration with the URLs; what it works with is one with paths of this
-machine, which nothing else has to know apart. Every process asks for its copies, and those of one
+machine, and with what an adapter to go on from says of itself, which nothing else has to know apart. Every process asks for its copies, and those of one
 machine get the same. Left out: where a run writes to.
 """
 
@@ -18,6 +18,8 @@ from burnish.files.cached import Watch, copied
 from burnish.files.remote import Remote
 from burnish.files.selection import select, select_directory, select_file
 from burnish.files.urls import is_url
+from burnish.models.lora_names import ADAPTER_CONFIG
+from burnish.models.lora_start import with_adapter
 from burnish.parallel.environment import place_of
 from burnish.tracking.progress import Progress
 
@@ -25,7 +27,7 @@ _MODEL_SUFFIXES = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja"
 
 
 def with_local_inputs(config: RunConfig, *, trains: bool = True) -> RunConfig:
-    """The configuration with paths of copies in the place of URLs; itself where there are none.
+    """The configuration with paths of copies in the place of URLs, and rank and layers of the adapter that it starts from.
 
     Training data and a critic are copied only where it `trains`. Raises `MissingError` for what is not there,
     and `BurnishError` for what cannot be copied.
@@ -61,7 +63,14 @@ def _model(model: ModelConfig, watch: Watch) -> ModelConfig:
         value = getattr(model, field)
         if isinstance(value, str) and is_url(value):
             local[field] = str(copy(value, watch))
-    return model.model_copy(update=local)
+    lora = model.lora
+    if lora.path is not None and is_url(lora.path):
+        local["lora"] = lora.model_copy(update={"path": str(local_directory(lora.path, watch))})
+    model = model.model_copy(update=local)
+    if model.lora.path is None:
+        return model
+    described = Path(model.lora.path).expanduser() / ADAPTER_CONFIG
+    return with_adapter(model, described.read_bytes())
 
 
 def _critic(critic: CriticConfig, watch: Watch) -> CriticConfig:

@@ -28,8 +28,8 @@ from burnish.models.loading import (
     save_model_assets,
     weights_source,
 )
-from burnish.models.lora import FreshAdapter
 from burnish.models.lora_record import AdapterRecord
+from burnish.models.lora_sources import first_adapter
 from burnish.models.routing import require_routers
 from burnish.models.value_head import has_value_head
 from burnish.parallel.layout import Layout
@@ -128,7 +128,7 @@ def lay_foundation(config: RunConfig, given: RunConfig | None = None) -> Foundat
         config,
         hf_config,
         tokenizer,
-        FreshAdapter(config.seed) if adapter else base,
+        base if adapter is None else first_adapter(config.model, hf_config, adapter, config.seed),
         base,
         adapter,
         eos_token_ids(tokenizer, hf_config, generation_config(hf_config)),

@@ -104,6 +104,31 @@ def test_what_it_learned_is_in_pefts_adapter_and_in_the_merged_model(lora):
     assert "burnish ckpt export" in output
 
 
+def test_another_run_goes_on_from_it(lora):
+    first = done(lora, "sft", "sft-lora.yaml", "name=first", "steps=3")
+    step = committed(first / "checkpoints")[-1].path
+    base = ["sft", "sft.yaml", "model.path=base", "model.fresh=null"]
+    start = [*base, f"model.lora.path={step}/model"]
+    for name, world, layout in (("next", 1, ()), ("shared", 2, ["engine.tensor_parallel=2"])):
+        run = done(lora, *start, f"name={name}", "optim.lr=0", "steps=1", *layout, world=world)
+        before = metrics(run)[0]["val/loss"]
+        assert before == pytest.approx(metrics(first)[-1]["val/loss"], abs=2e-3)  # bf16 on disk
+        again = committed(run / "checkpoints")[-1].path
+        for file in ("adapter_model.safetensors", "adapter_config.json"):
+            assert (again / "model" / file).read_bytes() == (step / "model" / file).read_bytes()
+    peace = outcome(done(lora, *start, "name=went_on"))
+    done(lora, *start, "name=went_on_later", "steps=3")
+    assert outcome(done(lora, *start, "name=went_on_later")) == peace
+    save_base(lora / "other", seed=1)
+    code, output = burnish(lora, *start, "name=wrong", "model.path=other")
+    assert (code, "belongs to another model" in output) == (4, True), output
+    code, output = burnish(lora, *start, "name=plan", "--dry-run")
+    assert code == 0, output
+    assert f"from the adapter {step}/model" in output
+    code, output = burnish(lora, *start, "name=plan", "model.lora.path=nowhere", "--dry-run")
+    assert (code, "model.lora.path: there is no directory" in output) == (5, True), output
+
+
 def test_another_adapter_is_refused(lora):
     run = done(lora, "sft", "sft-lora.yaml", "name=mine", "steps=1")
     code, output = burnish(lora, "sft", "sft-lora.yaml", "name=mine", "model.lora.rank=8")

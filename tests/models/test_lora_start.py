@@ -1,0 +1,146 @@
+"""Training goes on from PEFT's adapters, those of other programs included, or says why not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters_for_tests import LORA, plain_adapted
+from safetensors.torch import load_file, save_file
+from tiny import save_tiny, tiny_config, tiny_model
+from transformers import AutoConfig
+
+from burnish.config.schema import LoraConfig, ModelConfig
+from burnish.errors import CorruptError, IncompatibleError, MissingError
+from burnish.models.building import build_on_meta
+from burnish.models.lora import Adapter
+from burnish.models.lora_names import ADAPTER_CONFIG
+from burnish.models.lora_record import AdapterRecord
+from burnish.models.lora_sources import first_adapter
+from burnish.models.lora_start import with_adapter
+from burnish.parallel.boxes import Box, whole
+from burnish.parallel.shards import Shard, ShardSource, TensorSpec
+
+CONFIG = tiny_config("qwen3")
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_tiny(tmp_path / "base", "qwen3", torch.float32)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, base: Path) -> Path:
+    """As PEFT itself saves one."""
+    plain_adapted(base).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def changed(adapter: Path, **values: Any) -> bytes:
+    """Change its description; returns it."""
+    file = adapter / ADAPTER_CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    return file.read_bytes()
+
+
+def started(base: Path, adapter: Path) -> tuple[ModelConfig, ShardSource]:
+    model = ModelConfig(path=str(base), lora=LoraConfig(path=str(adapter)))
+    model = with_adapter(model, (adapter / ADAPTER_CONFIG).read_bytes())
+    record = AdapterRecord.of(model, AutoConfig.from_pretrained(base))
+    return model, first_adapter(model, CONFIG, record, seed=0)
+
+
+def test_pefts_adapter_is_what_training_starts_from(base: Path, adapter: Path) -> None:
+    changed(adapter, use_rslora=True, lora_dropout=0.1)
+    model, source = started(base, adapter)
+    assert (model.lora.rank, model.lora.alpha, model.lora.rslora) == (LORA.rank, LORA.alpha, True)
+    assert model.adapter == model.lora
+    saved = load_file(adapter / "adapter_model.safetensors")
+    regions = Adapter(build_on_meta(CONFIG), model.lora).weights
+    assert {region.name for region in regions} == saved.keys()
+    for region in regions:
+        spec = TensorSpec(region.name, region.shape, torch.float32)
+        part = Box((1, 2), (2, 2))
+        for box in (whole(region.shape), part):
+            shard = Shard(spec, box, torch.empty(box.sizes))
+            source.fill([shard])
+            assert torch.equal(shard.tensor, saved[region.name][box.slices])
+
+
+def test_without_a_path_nothing_is_read() -> None:
+    model = ModelConfig(path="m", lora=LoraConfig(rank=2))
+    assert model.adapter == model.lora
+    assert ModelConfig(path="m").adapter is None
+    assert ModelConfig(path="m", lora=LoraConfig(path="a")).adapter is not None
+
+
+REFUSED = [
+    ({"use_dora": True}, "use_dora: True"),
+    ({"bias": "all"}, "bias: all"),
+    ({"peft_type": "IA3"}, "peft_type: IA3"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights: pissa"),
+    ({"something_new": {"on": True}}, "something_new"),
+    ({"target_modules": ".*q_proj"}, "targets"),
+    ({"target_modules": None}, "targets"),
+    ({"r": -1}, "rank"),
+    ({"lora_alpha": "much"}, "alpha"),
+]
+
+
+@pytest.mark.parametrize(("values", "said"), REFUSED)
+def test_what_is_not_trained_here_is_refused_by_name(
+    base: Path, adapter: Path, values: dict[str, Any], said: str
+) -> None:
+    changed(adapter, **values)
+    with pytest.raises(IncompatibleError, match=ADAPTER_CONFIG) as caught:
+        started(base, adapter)
+    assert said in str(caught.value)
+
+
+def test_a_description_that_is_none(base: Path, adapter: Path) -> None:
+    for content, kind in ((b"{", CorruptError), (b"[]", IncompatibleError), (b"{}", IncompatibleError)):  # fmt: skip
+        (adapter / ADAPTER_CONFIG).write_bytes(content)
+        with pytest.raises(kind, match=ADAPTER_CONFIG):
+            started(base, adapter)
+
+
+def test_the_adapter_of_another_model_is_refused(tmp_path: Path, base: Path, adapter: Path) -> None:
+    tiny_model("qwen3", seed=1).save_pretrained(tmp_path / "other")
+    with pytest.raises(IncompatibleError, match="belongs to another model"):
+        started(tmp_path / "other", adapter)
+    # What its run wrote down counts before a path at which another model may lie by now.
+    (tmp_path / "state.json").write_text(json.dumps({"adapter": {"base_digest": "f00d"}}))
+    with pytest.raises(IncompatibleError, match="belongs to another model") as caught:
+        started(base, adapter)
+    assert "f00d" in str(caught.value)
+
+
+def test_where_it_cannot_be_known_that_is_said(
+    base: Path, adapter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changed(adapter, base_model_name_or_path="Qwen/Qwen3-0.6B")
+    with caplog.at_level(logging.WARNING):
+        started(base, adapter)
+    assert "does not say which model it belongs to" in caplog.text
+
+
+def test_other_tensors_than_its_description_says(base: Path, adapter: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    saved = load_file(file)
+    save_file(saved | {"base_model.model.lm_head.lora_A.weight": torch.ones(4, 32)}, file)
+    with pytest.raises(IncompatibleError, match="adapts more") as caught:
+        started(base, adapter)
+    assert "lm_head" in str(caught.value)
+    changed(adapter, r=2)
+    with pytest.raises(IncompatibleError, match="another shape"):
+        started(base, adapter)
+    changed(adapter, r=4)
+    save_file(dict(list(saved.items())[1:]), file)
+    with pytest.raises(MissingError, match="has no tensor"):
+        started(base, adapter)
