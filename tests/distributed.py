@@ -1,8 +1,7 @@
 """Run a function on several ranks over gloo, and bring back what each returned.
 
-Processes are forked from a server that has torch (and whatever heavy libraries the test run had
-loaded by then) imported already, so a run of a few ranks costs tenths of a second. Ranks find each
-other through the store of this process, as under torchrun's agent.
+Processes are forked from a server that has imported what takes seconds, so a run of a few ranks costs
+tenths of a second. Ranks find each other through the store of this process, as under torchrun's agent.
 """
 
 from __future__ import annotations
@@ -26,13 +25,8 @@ import torch.distributed as dist
 
 from burnish.parallel.processes import process_group
 
-_PRELOAD = (
-    "torch",
-    "torch.distributed.fsdp",
-    "transformers",
-    "datasets",
-    "burnish.parallel.processes",
-)
+_PRELOADED = {"burnish", "datasets", "hypothesis", "peft", "pytest", "torch", "transformers"}
+# Of these packages, ranks find imported what the test run had imported before the first of them.
 _STRAGGLER_SECONDS = 15.0
 # How long the others may still take after one process has failed.
 
@@ -106,7 +100,8 @@ def torchrun_environ(rank: int, world: int, port: int, host: str = "127.0.0.1") 
 def forkserver() -> Any:
     """What forks processes that have torch."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([name for name in _PRELOAD if name in sys.modules])
+    names = [name for name in sys.modules if name.partition(".")[0] in _PRELOADED]
+    context.set_forkserver_preload(names)
     return context
 
 

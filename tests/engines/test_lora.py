@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters_for_tests import LORA, RandomAdapter, plain_adapted, saved_name
+from adapters_for_tests import LORA, plain_adapted, saved_name
 from contracts.engine import (
     BETAS,
-    CLIP,
     LR,
     assert_relative,
     cut,
@@ -25,20 +24,15 @@ from contracts.engine import (
     whole,
 )
 from distributed import run_ranks
+from engines_for_tests import CPU, make_engine
 from tiny import VOCAB, save_tiny
 from torch import Tensor
-from transformers import AutoConfig
 
-from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
+from burnish.config.schema import LoraConfig
 from burnish.engines.base import Part
-from burnish.engines.torch_engine import TorchEngine
-from burnish.models.sources import SafetensorsSource
 from burnish.parallel.layout import Layout
 from burnish.parallel.processes import process_group
 from burnish.records import Example
-
-OPTIM = OptimConfig(betas=BETAS, weight_decay=0.1)
-CPU = torch.device("cpu")
 
 
 def on_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
@@ -47,23 +41,6 @@ def on_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         return run_ranks(fn, world, *args)
     with process_group(CPU, 60) as layout:
         return [fn(layout, *args)]
-
-
-def make_engine(
-    layout: Layout, path: Path, lora: LoraConfig = LORA, trained: bool = True, **changes: Any
-) -> TorchEngine:
-    settings = {"precision": "fp32", "max_grad_norm": CLIP, "logprob_chunk": 5, **changes}
-    engine = TorchEngine(
-        AutoConfig.from_pretrained(path),
-        EngineConfig(**settings),
-        OPTIM if trained else None,
-        layout=layout,
-        device=CPU,
-        lora=lora,
-    )
-    engine.load(SafetensorsSource(path), Part.FROZEN)
-    engine.load(RandomAdapter(), Part.WEIGHTS)
-    return engine
 
 
 def examples_that_begin_alike() -> list[Example]:
@@ -80,7 +57,7 @@ def examples_that_begin_alike() -> list[Example]:
 def train_rank(
     layout: Layout, path: Path, lora: LoraConfig, per_micro: int, changes: dict[str, Any]
 ) -> dict[str, Any]:
-    engine = make_engine(layout, path, lora, **changes)
+    engine = make_engine(layout, path, lora=lora, **changes)
     return train(engine, examples_that_begin_alike(), per_micro)
 
 
@@ -141,7 +118,7 @@ def test_it_trains_as_peft_on_plain_transformers_does(
 
 
 def gradients(layout: Layout, path: Path) -> dict[str, Any]:
-    engine = make_engine(layout, path, max_grad_norm=1e9)
+    engine = make_engine(layout, path, lora=LORA, max_grad_norm=1e9)
     batch = cut(examples_that_begin_alike(), engine.layout, 2)
     engine.forward_backward(batch, loss)
     engine.optim_step(0.0)
@@ -181,7 +158,7 @@ def test_only_the_adapter_has_gradients_and_state(tmp_path: Path) -> None:
 
 
 def count_bytes(layout: Layout, path: Path, precision: str) -> dict[str, int]:
-    engine = make_engine(layout, path, precision=precision)
+    engine = make_engine(layout, path, lora=LORA, precision=precision)
     engine.forward_backward(cut(make_examples(VOCAB), engine.layout, 2), loss)
     model = engine._scorer.model
     held = [p.to_local() for p in model.parameters()]
@@ -199,19 +176,12 @@ def count_bytes(layout: Layout, path: Path, precision: str) -> dict[str, int]:
 
 def off_rank(layout: Layout, path: Path) -> dict[str, Any]:
     """Log-probs without the adapter before the first step, which must not keep it from learning."""
-    engine = make_engine(layout, path)
+    engine = make_engine(layout, path, lora=LORA)
     batch = cut(make_examples(VOCAB), engine.layout, 2)
     before = engine.forward(batch, adapter=False)
     engine.forward_backward(batch, loss)
     norm = engine.optim_step(LR).values_by_name()["grad_norm"]
-    plain = TorchEngine(
-        AutoConfig.from_pretrained(path),
-        EngineConfig(precision="fp32", logprob_chunk=5),
-        None,
-        layout=layout,
-        device=CPU,
-    )
-    plain.load(SafetensorsSource(path), Part.WEIGHTS)
+    plain = make_engine(layout, path, None)
     with_it, without = engine.forward(batch), engine.forward(batch, adapter=False)
     return {
         "norm": norm,
@@ -233,7 +203,7 @@ def test_off_it_is_the_model_it_was_made_for(tmp_path: Path, world: int) -> None
 
 
 def published_rank(layout: Layout, path: Path, precision: str, tensor: int = 1) -> dict[str, Any]:
-    engine = make_engine(layout, path, trained=False, precision=precision, tensor_parallel=tensor)
+    engine = make_engine(layout, path, None, lora=LORA, precision=precision, tensor_parallel=tensor)
     shards = list(engine.published())
     pieces = [(s.spec.name, s.box, s.part(s.box).clone()) for s in shards]
     # A part of a piece is the same as that part of the whole piece.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from contracts.engine import (
-    BETAS,
-    CLIP,
     STEPS,
     assert_relative,
     make_examples,
@@ -19,40 +16,15 @@ from contracts.engine import (
     whole,
 )
 from devices import DEVICES
+from engines_for_tests import make_engine
 from tiny import MIXTURES, VOCAB, save_tiny, tiny_model
 from torch import Tensor
 
-from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.engines.base import Part
-from burnish.engines.torch_engine import TorchEngine
-from burnish.models.sources import SafetensorsSource
 from burnish.parallel.layout import Layout
-from burnish.parallel.processes import process_group
 from burnish.parallel.shards import Shard
 
 FAMILIES = ["llama", "qwen3", "mixtral", "qwen3_moe", "gemma3_text"]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return request.param
-
-
-@pytest.fixture
-def alone(device: torch.device) -> Iterator[Layout]:
-    with process_group(device, 60.0) as layout:
-        yield layout
-
-
-def make_engine(
-    layout: Layout, device: torch.device, path: Path, precision: str, **settings: Any
-) -> TorchEngine:
-    model = tiny_model(path.name)
-    config = EngineConfig(precision=precision, max_grad_norm=CLIP, logprob_chunk=5, **settings)
-    optim = OptimConfig(betas=BETAS, weight_decay=0.1)
-    engine = TorchEngine(model.config, config, optim, layout=layout, device=device)
-    engine.load(SafetensorsSource(path), Part.WEIGHTS)
-    return engine
 
 
 def one_vector(tensors: dict[str, Tensor], prefix: str) -> Tensor:
@@ -65,7 +37,9 @@ def test_fp32_trains_like_one_plain_model(
 ) -> None:
     path = save_tiny(tmp_path / family, family, torch.float32)
     wanted = train_by_hand(tiny_model(family), make_examples(VOCAB))
-    found = train(make_engine(alone, device, path, "fp32"), make_examples(VOCAB), 2)
+    found = train(
+        make_engine(alone, path, device=device, precision="fp32"), make_examples(VOCAB), 2
+    )
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
     assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-4)
     for number, outputs in wanted["logprobs"].items():
@@ -86,7 +60,7 @@ def test_bf16_compute_keeps_fp32_state_and_stays_close(
 ) -> None:
     path = save_tiny(tmp_path / family, family, torch.float32)
     wanted = train_by_hand(tiny_model(family), make_examples(VOCAB))["losses"]
-    engine = make_engine(alone, device, path, "bf16")
+    engine = make_engine(alone, path, device=device, precision="bf16")
     losses = train(engine, make_examples(VOCAB), 3)["losses"]
     assert losses == pytest.approx(wanted, rel=3e-2)
     assert losses != pytest.approx(wanted, rel=1e-6), "this was not computed in bf16"
@@ -101,7 +75,9 @@ def test_compiled_layers_train_alike(tmp_path: Path, alone: Layout, device: torc
     for precision, tolerance in (("fp32", 1e-5), ("bf16", 3e-2)):
         plain, compiled = (
             train(
-                make_engine(alone, device, path, precision, compile=each), make_examples(VOCAB), 3
+                make_engine(alone, path, device=device, precision=precision, compile=each),
+                make_examples(VOCAB),
+                3,
             )["losses"]
             for each in (False, True)
         )
@@ -117,26 +93,20 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-@pytest.mark.parametrize("parts", [[Part.WEIGHTS], [Part.TRAINING], [Part.WEIGHTS, Part.TRAINING]])
 def test_parking_changes_nothing_and_frees_an_accelerators_memory(
-    tmp_path: Path, alone: Layout, device: torch.device, parts: list[Part]
+    tmp_path: Path, alone: Layout, device: torch.device
 ) -> None:
     path = save_tiny(tmp_path / "qwen3", "qwen3", torch.float32)
-    engines = [make_engine(alone, device, path, "bf16") for _ in range(2)]
+    engines = [make_engine(alone, path, device=device, precision="bf16") for _ in range(2)]
     parked, other = engines
     losses = [train(engine, make_examples(VOCAB), 3)["losses"] for engine in engines]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     before = {part: copies(list(parked.shards(part))) for part in Part}
-    held = sum(t.numel() * t.element_size() for part in parts for t in before[part])
-
-    def enter(rest: list[Part], outer: int) -> None:
-        if rest:
-            with parked.parked(rest[0]):
-                enter(rest[1:], outer)
-        elif device.type == "cuda":
-            assert outer - allocated(device) >= held
-
-    enter(parts, allocated(device) if device.type == "cuda" else 0)
+    held = sum(tensor.nbytes for tensors in before.values() for tensor in tensors)
+    outside = allocated(device) if device.type == "cuda" else 0
+    with parked.parked():
+        if device.type == "cuda":
+            assert outside - allocated(device) >= held
     for part in Part:
         for copy, shard in zip(before[part], parked.shards(part), strict=True):
             assert torch.equal(copy, shard.tensor.cpu()), f"{part} {shard.spec.name}"
@@ -149,9 +119,9 @@ def test_parking_restores_also_where_the_block_raises(
     tmp_path: Path, alone: Layout, device: torch.device
 ) -> None:
     path = save_tiny(tmp_path / "qwen3", "qwen3", torch.float32)
-    engine = make_engine(alone, device, path, "fp32")
+    engine = make_engine(alone, path, device=device, precision="fp32")
     before = copies(list(engine.shards(Part.WEIGHTS)))
-    with pytest.raises(InterruptedError), engine.parked(Part.WEIGHTS):
+    with pytest.raises(InterruptedError), engine.parked():
         raise InterruptedError
     for copy, shard in zip(before, engine.shards(Part.WEIGHTS), strict=True):
         assert torch.equal(copy, shard.tensor.cpu())
