@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from burnish.parallel.arena import Arena
+from burnish.parallel.arena import Arena, storage_bytes
 
 _SMALL = 1024
 # Bytes that are not worth a copy.
@@ -203,7 +203,7 @@ class _Copies:
         moving = [s for s in each if not (s.on_host or s.copy is not None or s.changed)]
         for stored in moving:
             stored.copy = self._arena.take(stored.held.untyped_storage().nbytes())
-        return self._copy([(s.copy, _bytes(s.held)) for s in moving if s.copy is not None])
+        return self._copy([(s.copy, storage_bytes(s.held)) for s in moving if s.copy is not None])
 
     def back(self, each: Iterable[_Stored]) -> torch.Event | None:
         """Begin to copy to the device what is on the host, and free it there."""
@@ -234,9 +234,3 @@ class _Copies:
             for target, source in pairs:
                 target.copy_(source, non_blocking=self._device.type == "cuda")
         return self._stream.record_event()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The whole storage that a tensor is a view of."""
-    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return empty.set_(tensor.untyped_storage())

@@ -85,8 +85,8 @@ class Engine(Protocol):
     def load(self, source: ShardSource, what: Part) -> None:
         """Fill this rank's pieces from a source. Collective."""
 
-    def parked(self, what: Part) -> AbstractContextManager[None]:
-        """Inside the block, these tensors are off the device (a no-op where the device is the CPU)."""
+    def parked(self) -> AbstractContextManager[None]:
+        """Inside the block weights, gradients and slots are off the device, and nothing else may be asked of the engine."""
 
     def close(self) -> None:
         """Free what the engine holds. It cannot be used afterwards."""

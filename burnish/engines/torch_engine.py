@@ -23,8 +23,9 @@ from burnish.engines.base import LossFn, Part, compute_dtype
 from burnish.engines.expert_load import ExpertLoad, routing_of
 from burnish.engines.fitting import require_fitting
 from burnish.engines.gradients import norm_over, sum_over
-from burnish.engines.optimizer import ShardedOptimizer
+from burnish.engines.optimizer import ShardedOptimizer, local
 from burnish.engines.parallelize import parallelize
+from burnish.engines.parking import parked
 from burnish.errors import BurnishError
 from burnish.models.building import build_on_meta, materialize
 from burnish.models.cuts import cut_regions
@@ -179,24 +180,17 @@ class TorchEngine:
         source.fill(self.shards(what))
 
     @contextmanager
-    def parked(self, what: Part) -> Iterator[None]:
-        """Weights or slots stay off the device inside the block; nothing moves on a CPU."""
-        if self._device.type == "cpu":
+    def parked(self) -> Iterator[None]:
+        """Weights, gradients and slots are in host memory inside the block; see `Engine.parked`."""
+        for module in self._scorer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        parameters = list(self._scorer.parameters())
+        tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+        if self._optimizer is not None:
+            tensors += [t for held in self._optimizer.slots().values() for t in held.values()]
+        with parked(map(local, tensors), self.mesh.arena, self._device):
             yield
-            return
-        tensors = [shard.tensor for shard in self.shards(what)]
-        kept = [tensor.to("cpu", copy=True) for tensor in tensors]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-        sizes = {key: storage.nbytes() for key, storage in storages.items()}
-        for storage in storages.values():
-            storage.resize_(0)
-        try:
-            yield
-        finally:
-            for key, storage in storages.items():
-                storage.resize_(sizes[key])
-            for tensor, copy in zip(tensors, kept, strict=True):
-                tensor.copy_(copy)
 
     def close(self) -> None:
         """Free the model and the optimizer."""

@@ -97,6 +97,12 @@ class Arena:
         return piece
 
 
+def storage_bytes(tensor: Tensor) -> Tensor:
+    """All bytes of the storage that a tensor is a view of, uint8: another view of it."""
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage())
+
+
 class _Piece:
     """Adjoining bytes, and which of them are free."""
 

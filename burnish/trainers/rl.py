@@ -32,7 +32,8 @@ from burnish.trainers.critic import CRITIC, Critic
 from burnish.trainers.evaluate import held_out_prompts, prompt_validation
 from burnish.trainers.inputs import Inputs
 from burnish.trainers.localize import with_local_inputs
-from burnish.trainers.policy_update import Forward, Policy, assign_credit, minibatches
+from burnish.trainers.parking import Parking
+from burnish.trainers.policy_update import Policy, assign_credit, minibatches
 from burnish.trainers.reward_models import Judge, load_judge
 from burnish.trainers.run import Run, Work, open_run
 from burnish.trainers.setup import (
@@ -63,7 +64,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             bar.advance()
             total = config.steps or math.ceil(len(dataset) * config.epochs / config.batch.prompts)
             inputs = Inputs.of(foundation.tokenizer, dataset)
-            policy, critic, judge = _models(foundation, run, inputs, total)
+            policy, critic, judge, parked = _models(foundation, run, inputs, total)
             bar.advance()
             collector = make_collector(
                 foundation, pool, layout, device, run.stopper, run.progress, judge
@@ -72,12 +73,12 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             collector.generator.load_weights(policy.engine.published(), version)
             loader = Loader(len(dataset), config.seed, config.data.shuffle, run.position.cursor)
             loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
-            run.validate = prompt_validation(foundation, collector, held_out)
+            run.validate = parked.around(prompt_validation(foundation, collector, held_out))
             bar.advance()
         run.start()
         for step in run.steps():
             learning = step >= config.critic.warmup_steps
-            with run.spans("rollout"):
+            with run.spans("rollout"), parked():
                 groups, left_out = collect_groups(dataset, loader, collector, config, step)
             with run.spans("advantages"):
                 credit = assign_credit(groups, policy, critic, config)
@@ -108,8 +109,8 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
 
 def _models(
     foundation: Foundation, run: Run, inputs: Inputs, total_steps: int
-) -> tuple[Policy, Critic | None, Judge]:
-    """The trained models, their weights resumed or initial, what the policy is held to, and the reward models."""
+) -> tuple[Policy, Critic | None, Judge, Parking]:
+    """The trained models, their weights resumed or initial, what the policy is held to, the reward models, and what is parked."""
     config = foundation.config
     engine = make_engine(foundation, config.optim, run.layout, run.device)
     learners = {MAIN: Learner(engine, foundation)}
@@ -121,20 +122,23 @@ def _models(
         for learner in learners.values():
             learner.engine.load(learner.foundation.source, Part.WEIGHTS)
     judge = load_judge(config, run.layout, run.device, engine.mesh)
-    policy = Policy(engine, _reference(foundation, engine, run), foundation.flops)
-    return policy, critic, judge
+    reference = _reference(foundation, engine, run)
+    forward = None if reference is None else partial(reference.forward, adapter=False)
+    engines = {id(each): each for each in (reference, *(le.engine for le in learners.values()))}
+    parking = Parking([e for e in engines.values() if e is not None and config.engine.park])
+    return Policy(engine, forward, foundation.flops), critic, judge, parking
 
 
-def _reference(foundation: Foundation, engine: TorchEngine, run: Run) -> Forward | None:
+def _reference(foundation: Foundation, engine: TorchEngine, run: Run) -> TorchEngine | None:
     """The model that training started from, where KL wants it; that of an adapter is there already, with the adapter off."""
     config = foundation.config
     if config.algorithm.kl.coef == 0:
         return None
     if config.model.adapter:
-        return partial(engine.forward, adapter=False)
+        return engine
     reference = make_engine(foundation, None, run.layout, run.device, engine.mesh)
     reference.load(foundation.source, Part.WEIGHTS)
-    return reference.forward
+    return reference
 
 
 def _version_after(steps: int, config: RunConfig) -> int:

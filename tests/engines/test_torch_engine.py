@@ -24,11 +24,12 @@ from tiny import VOCAB, save_tiny
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.engines.base import Part
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import BurnishError
-from burnish.models.sources import SafetensorsSource
+from burnish.models.lora import FreshAdapter
+from burnish.models.sources import FreshSource, SafetensorsSource
 from burnish.parallel.layout import Layout
 from burnish.parallel.processes import process_group
 from burnish.parallel.shards import Shard
@@ -241,19 +242,38 @@ def test_an_engine_describes_the_whole_of_its_state_once(tmp_path: Path, alone: 
     assert len(names) == len(set(names)) == 2 * len(weights)
 
 
-@pytest.mark.parametrize("part", Part)
-def test_parking_on_a_cpu_moves_nothing_and_the_engine_works_inside(
-    tmp_path: Path, alone: Layout, part: Part
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+def test_parking_frees_memory_and_changes_nothing(
+    tmp_path: Path, alone: Layout, lora: LoraConfig | None
 ) -> None:
     path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
-    parked, other = (make_engine(alone, path) for _ in range(2))
-    places = [shard.tensor.data_ptr() for shard in parked.shards(part)]
-    with parked.parked(part):
-        assert [shard.tensor.data_ptr() for shard in parked.shards(part)] == places
-        inside = train(parked, make_examples(VOCAB), 3)
-    assert inside["losses"] == train(other, make_examples(VOCAB), 3)["losses"]
-    for each in Part:
-        for mine, theirs in zip(parked.shards(each), other.shards(each), strict=True):
-            assert torch.equal(mine.tensor, theirs.tensor)
-    with pytest.raises(InterruptedError), parked.parked(part):
+    hf_config, config = AutoConfig.from_pretrained(path), EngineConfig(logprob_chunk=5)
+    batch, sizes = cut(make_examples(VOCAB), alone, 3), []
+    engines = [
+        TorchEngine(hf_config, config, OPTIM, layout=alone, device=CPU, lora=lora) for _ in range(2)
+    ]
+    for engine in engines:
+        engine.load(FreshAdapter(1) if lora else FreshSource(hf_config, 1), Part.WEIGHTS)
+        engine.load(FreshSource(hf_config, 1), Part.FROZEN)
+        engine.forward_backward(batch, loss)
+        engine.optim_step(LR)
+        engine.forward_backward(batch, loss)
+        engine.forward(batch)
+    parked = engines[0]
+    storages = [s.tensor.untyped_storage() for part in Part for s in parked.shards(part)]
+    held = sum({each._cdata: each.nbytes() for each in storages}.values())
+    for _ in range(2):
+        with parked.parked():
+            assert {storage.nbytes() for storage in storages} == {0}
+            sizes.append(parked.mesh.arena.used)
+        assert parked.mesh.arena.used == 0
+    with pytest.raises(InterruptedError), parked.parked():
         raise InterruptedError
+    assert sizes[0] == sizes[1] > held, "the gradients are there too"
+    norms = [engine.optim_step(LR).values_by_name()["grad_norm"] for engine in engines]
+    assert norms[0] == norms[1] > 0
+    for part in Part:
+        for mine, theirs in zip(*(engine.shards(part) for engine in engines), strict=True):
+            assert torch.equal(mine.tensor, theirs.tensor)
+    losses = [e.forward_backward(batch, loss).values_by_name()["loss"] for e in engines]
+    assert losses[0] == losses[1]

@@ -14,6 +14,8 @@ import torch
 from training_files import RL, metrics, weights
 
 from burnish.config.schema import RunConfig
+from burnish.engines.base import Part
+from burnish.engines.torch_engine import TorchEngine
 from burnish.records import Completion, Request
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin import BuiltinGenerator
@@ -68,3 +70,44 @@ def test_a_run_whose_completions_are_all_empty(
     assert slots
     assert not any(tensor.any() for tensor in slots)  # no step was made
     assert all(torch.isfinite(tensor.float()).all() for tensor in saved.values())
+
+
+def test_parked_models_leave_the_device_to_the_generator_and_learn_the_same(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Policy, critic and reference, in rollouts and in validations."""
+    monkeypatch.chdir(work)
+    engines: list[TorchEngine] = []
+    held: list[int] = []
+
+    class Listed(TorchEngine):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            engines.append(self)
+
+    class Looking(BuiltinGenerator):
+        def generate(self, *args: Any, **kwargs: Any) -> list[list[Completion]]:
+            parts = [(e, Part.WEIGHTS) for e in engines]
+            shards = [shard for engine, part in parts for shard in engine.shards(part)]
+            held.append(sum(shard.tensor.untyped_storage().nbytes() for shard in shards))
+            return super().generate(*args, **kwargs)
+
+    monkeypatch.setattr("burnish.trainers.setup.TorchEngine", Listed)
+    monkeypatch.setattr("burnish.trainers.setup.BuiltinGenerator", Looking)
+    found = []
+    for park in (False, True):
+        engines.clear()
+        held.clear()
+        settings: dict[str, Any] = {
+            "name": f"park_{park}",
+            "steps": 2,
+            "engine": {**RL.get("engine", {}), "park": park},
+            **EVERYTHING["critic"],
+        }
+        rl.train(RunConfig.model_validate({**RL, **settings}))
+        assert len(engines) == 3
+        assert len(held) >= 2
+        assert all((size == 0) == park for size in held)
+        found.append(weights(work / "runs" / f"park_{park}"))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())

@@ -1,0 +1,55 @@
+"""What leaves the device for a while, on one device: nothing changes, and an accelerator's memory is free meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from contracts.engine import LR, cut, loss, make_examples
+from tiny import VOCAB, save_tiny
+from transformers import AutoConfig
+
+from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.engines.base import Part
+from burnish.engines.torch_engine import TorchEngine
+from burnish.models.sources import SafetensorsSource
+from burnish.parallel.layout import Layout
+
+
+def allocated(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_activations_on_the_host_change_nothing_and_free_an_accelerators_memory(
+    tmp_path: Path, alone: Layout, device: torch.device, checkpointing: str
+) -> None:
+    """Also where the copies have to hurry: layers of which computing is quicker than copying."""
+    path = save_tiny(
+        tmp_path / "deep", "qwen3", torch.float32, hidden_size=256, num_hidden_layers=6
+    )
+    batch = cut(make_examples(VOCAB, (300, 90, 200)), alone, 3)
+    found, peaks = [], []
+    for moves in (False, True):
+        config = EngineConfig(
+            activation_checkpointing=checkpointing,
+            activation_offload=moves,
+        )
+        hf_config = AutoConfig.from_pretrained(path)
+        engine = TorchEngine(hf_config, config, OptimConfig(), layout=alone, device=device)
+        engine.load(SafetensorsSource(path), Part.WEIGHTS)
+        for _ in range(3):
+            before = allocated(device) if device.type == "cuda" else 0
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            engine.forward_backward(batch, loss)
+            if device.type == "cuda":
+                peaks.append(torch.cuda.max_memory_allocated(device) - before)
+            norm = engine.optim_step(LR).values_by_name()["grad_norm"]
+        found.append(norm)
+        engine.close()
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    if device.type == "cuda":
+        assert peaks[-1] < peaks[2]
