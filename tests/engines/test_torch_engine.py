@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import (
-    BETAS,
-    CLIP,
     LR,
     STEPS,
     assert_relative,
@@ -20,11 +18,12 @@ from contracts.engine import (
     whole,
 )
 from distributed import run_ranks
+from engines_for_tests import CPU, OPTIM, make_engine
 from tiny import VOCAB, save_tiny
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
+from burnish.config.schema import EngineConfig, LoraConfig
 from burnish.engines.base import Part
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import BurnishError
@@ -34,19 +33,6 @@ from burnish.parallel.layout import Layout
 from burnish.parallel.processes import process_group
 from burnish.parallel.shards import Shard
 from burnish.tracking.metrics import Stats
-
-OPTIM = OptimConfig(betas=BETAS, weight_decay=0.1)
-CPU = torch.device("cpu")
-
-
-def make_engine(
-    layout: Layout, path: Path, optim: OptimConfig | None = OPTIM, **changes: Any
-) -> TorchEngine:
-    settings = {"precision": "fp32", "max_grad_norm": CLIP, "logprob_chunk": 5, **changes}
-    hf_config = AutoConfig.from_pretrained(path)
-    engine = TorchEngine(hf_config, EngineConfig(**settings), optim, layout=layout, device=CPU)
-    engine.load(SafetensorsSource(path), Part.WEIGHTS)
-    return engine
 
 
 def train_rank(layout: Layout, path: Path, per_micro: int, replicas: int = 1) -> dict[str, Any]:
