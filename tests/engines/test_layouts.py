@@ -64,6 +64,7 @@ SPARING: dict[str, dict[str, Any]] = {
     "nothing": {},
     "full checkpointing": {"activation_checkpointing": "full"},
     "selective checkpointing": {"activation_checkpointing": "selective"},
+    "offload": {"activation_offload": True},
     "compiled": {"compile": True},
 }
 Case = tuple[str, str, str]
