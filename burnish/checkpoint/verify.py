@@ -67,11 +67,19 @@ def verify(path: PurePath, storage: Source | None = None) -> Iterator[CorruptErr
     """
     storage = storage or LocalStorage()
     step = open_step(path, storage)
+    yield from verify_files(step, step.manifest.files, storage)
+
+
+def verify_files(
+    step: Committed, names: Iterable[str], storage: Source | None = None
+) -> Iterator[CorruptError]:
+    """The same of some files of a step that was opened."""
+    storage = storage or LocalStorage()
     largest = max((record.block_bytes for record in step.manifest.files.values()), default=0)
     largest = min(largest, MAX_BLOCK_BYTES, step.manifest.total_bytes)
     buffers = [memoryview(bytearray(largest)) for _ in range(storage.reads_at_once + 1)]
     with ThreadPoolExecutor(storage.reads_at_once) as reader:
-        for name in step.manifest.files:
+        for name in names:
             is_sound = True
             for error in _verify_file(step, name, storage, reader, buffers):
                 is_sound = False

@@ -60,6 +60,7 @@ from burnish.trainers.claim import (
     step_place,
 )
 from burnish.trainers.inputs import Inputs
+from burnish.trainers.intact import require_intact
 from burnish.trainers.out_of_memory import OutOfMemory
 from burnish.trainers.position import Position, counts
 from burnish.trainers.resuming import state_of, take_up
@@ -132,7 +133,8 @@ class Run:
         """Take up the models that are trained, by role (`MAIN` among them), and resume them where a committed step exists. Collective.
 
         Returns what was resumed from. What is trained is not touched when there is none; what is frozen
-        is loaded. Raises `BurnishError` when the ranks were not given the same data and tokenizer.
+        is loaded. Raises `CorruptError` where a model to begin from lies in a step and is damaged, and
+        `BurnishError` when the ranks were not given the same data and tokenizer.
         """
         given = json.dumps(inputs.as_state())
         same_on_all_ranks(given, "what data.train and the tokenizer hold", self.layout)
@@ -140,6 +142,10 @@ class Run:
         self._inputs = inputs
         self._peak = peak_flops(self.device, compute_dtype(self.config.engine))
         resumed = self.checkpoints.resume(self._load)
+        if resumed is None:
+            local = learners[MAIN].foundation.config
+            for place in (local.model.path, local.critic.path):
+                require_intact(place, self.layout, self.progress)
         for learner in learners.values():
             learner.engine.load(learner.foundation.base, Part.FROZEN)
         if resumed is not None and self.layout.is_main:
