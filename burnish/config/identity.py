@@ -29,6 +29,7 @@ MAY_CHANGE = frozenset(
         "engine.max_skipped_steps",
         "engine.activation_checkpointing",
         "engine.activation_offload",
+        "engine.optimizer_offload",
         "engine.park",
         "engine.replicas",
         "engine.sequence_parallel",

@@ -95,6 +95,8 @@ class EngineConfig(Section):
     """What the backward pass computes again instead of keeping it: nothing; whole layers; within layers all but matrix products and attention."""
     activation_offload: bool = False
     """Keep on the host what decoder layers save for the backward pass, but for two of them. Copies run beside the computing."""
+    optimizer_offload: bool = False
+    """Keep the optimizer's state on the host; for a step it comes to the device, some weights' at a time."""
     park: bool = False
     """rl: weights, gradients and optimizer state are on the host while completions are generated; also those of critic and reference."""
     compile: bool = False

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from burnish.config.schema import OptimConfig
+from burnish.parallel.arena import Arena
+from burnish.parallel.device import synchronize
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps per weight, by torch's names."""
+
+_WAVE = 256 << 20
+# Bytes of slots that are on the device at one time, or one weight's, where they rest on the host.
 
 
 class ShardedAdamW:
@@ -20,9 +26,16 @@ class ShardedAdamW:
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], decayed: Collection[str], config: OptimConfig
+        self,
+        weights: Mapping[str, Tensor],
+        decayed: Collection[str],
+        config: OptimConfig,
+        arena: Arena | None = None,
     ) -> None:
-        """`weights` are local tensors by name; weight decay applies to those in `decayed`."""
+        """`weights` are local tensors by name; weight decay applies to those in `decayed`.
+
+        With `arena` the slots rest there, and come to the device for a step, some at a time.
+        """
         self._weights = dict(weights)
         held = {name: tensor for name, tensor in weights.items() if tensor.numel() > 0}
         with_decay = [tensor for name, tensor in held.items() if name in decayed]
@@ -38,8 +51,10 @@ class ShardedAdamW:
         for tensor in held.values():
             self._adamw.state[tensor] = {
                 "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
-                **{slot: torch.zeros_like(tensor) for slot in SLOTS},
+                **{slot: resting_zeros(tensor, arena) for slot in SLOTS},
             }
+        self._on_host = arena is not None
+        self._waves = _waves(held) if arena else [list(weights)]
 
     @property
     def steps(self) -> int:
@@ -64,9 +79,50 @@ class ShardedAdamW:
         """One update at learning rate `lr`; a weight without a gradient stays as it is."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        for name, tensor in self._weights.items():
-            tensor.grad = gradients.get(name)
-        self._adamw.step()
+        for names in self._waves:
+            wave = {name: self._weights[name] for name in names if name in gradients}
+            with self._on_device(wave):
+                for name, tensor in wave.items():
+                    tensor.grad = gradients[name]
+                self._adamw.step()
+                for tensor in wave.values():
+                    tensor.grad = None
         self._steps += 1
-        for tensor in self._weights.values():
-            tensor.grad = None
+        if self._on_host:
+            for device in {tensor.device for tensor in self._weights.values()}:
+                synchronize(device)
+
+    @contextmanager
+    def _on_device(self, wave: Mapping[str, Tensor]) -> Iterator[None]:
+        """The slots of these weights are beside them inside the block."""
+        states = [(t, self._adamw.state[t]) for t in wave.values() if t.numel() > 0]
+        resting = [(state, slot, state[slot]) for _, state in states for slot in SLOTS]
+        if self._on_host:
+            for tensor, state in states:
+                for slot in SLOTS:
+                    state[slot] = state[slot].to(tensor.device, non_blocking=True, copy=True)
+        yield
+        if self._on_host:
+            for state, slot, host in resting:
+                state[slot] = host.copy_(state[slot], non_blocking=True)
+
+
+def resting_zeros(tensor: Tensor, arena: Arena | None) -> Tensor:
+    """Zeros like the tensor: beside it, or in the arena."""
+    if arena is None:
+        return torch.zeros_like(tensor)
+    return arena.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape).zero_()
+
+
+def _waves(weights: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names in order, as many together as have their slots in a wave."""
+    waves: list[list[str]] = []
+    size = _WAVE
+    for name, tensor in weights.items():
+        own = len(SLOTS) * tensor.nbytes
+        if size + own > _WAVE:
+            waves.append([])
+            size = 0
+        waves[-1].append(name)
+        size += own
+    return waves

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from burnish.data.balance import share_evenly
+from burnish.engines.adamw import resting_zeros
+from burnish.parallel.arena import Arena
 from burnish.parallel.boxes import whole
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard, TensorSpec
@@ -52,14 +54,15 @@ class Muon:
         *,
         momentum: float,
         weight_decay: float,
+        arena: Arena | None = None,
     ) -> None:
         """`weights` are local tensors by name, `matrices` the whole checkpoint tensors that all ranks' parts make up."""
         self._weights, self._describe = dict(weights), describe
         self._momentum, self._weight_decay = momentum, weight_decay
-        self.buffers = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+        self.buffers = {name: resting_zeros(tensor, arena) for name, tensor in weights.items()}
         """The momentum, by weight name."""
         self._mine = _share(list(matrices), layout)
-        updates = self._shards_of({n: t.bfloat16() for n, t in self.buffers.items()})
+        updates = self._shards_of({n: t.bfloat16() for n, t in weights.items()})
         mine = self._matrices()
         self._gather = Transfer(updates, mine, layout)
         self._scatter = Transfer(mine, updates, layout)
@@ -81,9 +84,12 @@ class Muon:
 
     def _direction(self, name: str, gradients: Mapping[str, Tensor]) -> Tensor:
         """Nesterov's momentum."""
-        buffer = self.buffers[name]
+        resting, device = self.buffers[name], self._weights[name].device
+        buffer = resting.to(device)
         gradient = gradients[name] if name in gradients else torch.zeros_like(buffer)
         buffer.lerp_(gradient, 1 - self._momentum)
+        if buffer is not resting:
+            resting.copy_(buffer)
         return gradient.lerp(buffer, self._momentum)
 
     def _shards_of(self, tensors: Mapping[str, Tensor]) -> list[Shard]:
@@ -91,7 +97,7 @@ class Muon:
 
     def _matrices(self) -> list[Shard]:
         """Room for the matrices that this rank makes whole."""
-        device = next((buffer.device for buffer in self.buffers.values()), None)
+        device = next((weight.device for weight in self._weights.values()), None)
         return [
             Shard(
                 spec,

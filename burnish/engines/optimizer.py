@@ -18,6 +18,7 @@ from burnish.engines.adamw import ShardedAdamW
 from burnish.engines.muon import MOMENTUM, Muon
 from burnish.engines.parallelize import decoder_layers
 from burnish.models.names import Region, model_shards
+from burnish.parallel.arena import Arena
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard, TensorSpec
 
@@ -36,14 +37,15 @@ class ShardedOptimizer:
         regions: Sequence[Region],
         config: OptimConfig,
         layout: Layout,
+        arena: Arena | None = None,
     ) -> None:
-        """`regions` are the checkpoint tensors that the trained parameters hold."""
+        """`regions` are the checkpoint tensors that the trained parameters hold; with `arena` the slots rest there."""
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         weights = {name: local(p.data) for name, p in self._parameters.items()}
         hidden = _matrices(model, regions) if config.kind == "muon" else {}
         matrices = {name: weights.pop(name) for name in list(weights) if name in hidden}
         decayed = {name for name in weights if self._parameters[name].ndim >= 2}
-        self._adamw = ShardedAdamW(weights, decayed, config)
+        self._adamw = ShardedAdamW(weights, decayed, config, arena)
 
         def describe(tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
             return model_shards(model, tensors, parts=regions)
@@ -56,6 +58,7 @@ class ShardedOptimizer:
                 layout,
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,
+                arena=arena,
             )
             if matrices
             else None

@@ -85,8 +85,11 @@ class TorchEngine:
         if self._adapter is not None:
             self._adapter.cut(self._cuts)
         self._regions = self._adapter.weights if self._adapter else cut_regions(whole, self._cuts)
+        arena = self.mesh.arena if config.optimizer_offload else None
         self._optimizer = (
-            None if optim is None else ShardedOptimizer(model, self._regions, optim, self.layout)
+            None
+            if optim is None
+            else ShardedOptimizer(model, self._regions, optim, self.layout, arena)
         )
 
     def _build(self, hf_config: PretrainedConfig) -> PreTrainedModel:
@@ -109,7 +112,7 @@ class TorchEngine:
         pairs = list(zip(batch.microbatches, batch.examples, strict=True))
         self._scorer.train()
         root = cast(FSDPModule, self._scorer)
-        stats, total = Stats(), torch.zeros((), dtype=torch.float32, device=self._device)
+        stats, (total, aux) = Stats(), torch.zeros(2, dtype=torch.float32, device=self._device)
         for index, (micro, numbers) in enumerate(pairs):
             last = index == len(batch.microbatches) - 1
             root.set_requires_gradient_sync(last)
@@ -120,12 +123,14 @@ class TorchEngine:
                 value.backward()  # type: ignore[no-untyped-call]
             of_routers = outputs.router_loss.sum() * self.layout.sharing
             total += value.detach() + of_routers
+            aux += of_routers
             stats = stats.merge(of_micro)
-            if factors is not None:
-                aux = Sum(of_routers / self._config.router_aux_loss)
-                stats = stats.merge(Stats({"moe/aux_loss": aux}))
-        reduced = reduce_stats(Stats(stats | {"loss": Sum(total)}), self.layout, self._device)
-        return Stats(reduced | of_experts | {"loss": Mean(reduced["loss"].value(), 1.0)})
+        sums = {"loss": Sum(total)}
+        if factors is not None:
+            sums["moe/aux_loss"] = Sum(aux / self._config.router_aux_loss)
+        reduced = reduce_stats(Stats(stats | sums), self.layout, self._device)
+        means = {name: Mean(reduced[name].value(), 1.0) for name in sums}
+        return Stats(reduced | of_experts | means)
 
     @torch.no_grad()
     def forward(
