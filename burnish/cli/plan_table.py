@@ -135,6 +135,5 @@ def _accuracy() -> str:
     runs = len({row.case for row in rows})
     return (
         f"In {runs} runs of small models on a CPU the planned peaks were within {abs(worst.error):.0%} of the "
-        f"measured ones; the largest error: {worst.error:+.1%}, {worst.phase}, {worst.case}. "
-        "None of them shared micro-batches among processes."
+        f"measured ones; the largest error: {worst.error:+.1%}, {worst.phase}, {worst.case}."
     )

@@ -46,11 +46,12 @@ def measured_table() -> list[Measured]:
     return [Measured(**row) for row in json.loads(TABLE.read_text())]
 
 
-def planned(settings: Mapping[str, Any], command: Command, shards: int) -> dict[str, float]:
-    """Bytes by phase on a CPU, for a configuration whose `model.fresh` is a mapping."""
+def planned(settings: Mapping[str, Any], command: Command, processes: int) -> dict[str, float]:
+    """Bytes by phase on CPUs, for a configuration whose `model.fresh` is a mapping."""
     config = RunConfig.model_validate(settings)
     shape = ModelShape.of(config.model.fresh if isinstance(config.model.fresh, dict) else {})
     width = 2 if config.engine.precision == "bf16" else 4
-    model = Model(shape, Arithmetic(width, cpu=True))
-    needs = Needs(model, config, Workload.of(config, command), Layout(1, shards))
+    layout = Layout.of(config.engine, processes)
+    arithmetic = Arithmetic(width, True, layout.sequence, layout.tensor, config.model.adapter)
+    needs = Needs(Model(shape, arithmetic), config, Workload.of(config, command), layout)
     return {phase: sum(parts.values()) for phase, parts in needs.phases().items()}

@@ -9,11 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burnish.planning.shape import Family, Layer
+from burnish.config.schema import LoraConfig
+from burnish.planning.shape import Family, Layer, adapts
 from burnish.planning.tape import Passes, Tape
 
 _FP32 = 4
 _INDEX = 8
+_LINEAR = {name: f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up")} | {
+    "d": "down_proj",
+    "o/part": "o_proj",
+    "d/part": "down_proj",
+}
+"""The linear layers that make tensors of these names."""
 _PADDING = 1.06
 """On a CPU attention runs on blocks of sequences of like length, which are a little longer than the sequences."""
 
@@ -30,6 +37,8 @@ class Arithmetic:
     """Processes that share the tokens of a micro-batch, and inside attention the heads instead."""
     tensor: int = 1
     """Processes that share the matrices of a layer, and between its blocks the tokens."""
+    lora: LoraConfig | None = None
+    """The adapter that is trained; None: the model is."""
 
 
 def layer_passes(family: Family, layer: Layer, arithmetic: Arithmetic) -> Passes:
@@ -45,6 +54,7 @@ class _Writer:
         self._bytes, self._cpu = arithmetic.bytes, arithmetic.cpu
         self._sequence = arithmetic.sequence
         self._tensor = arithmetic.tensor
+        self._lora = arithmetic.lora
         self._whole = float(layer.hidden * arithmetic.bytes)
         self._hidden = self._whole / arithmetic.tensor  # between blocks
         self._query = layer.query * arithmetic.bytes / arithmetic.tensor
@@ -101,11 +111,18 @@ class _Writer:
         self._tape.add([f"{name}/wide"], {name: size})
         return name
 
-    def _linear(self, source: str, name: str, size: float, elements: int) -> str:
-        self._tape.add(
-            [source], {name: size}, [source], weight=elements // self._tensor, product=True
-        )
-        return name
+    def _linear(self, source: str, name: str, size: float, elements: int) -> None:
+        if not adapts(self._lora, _LINEAR.get(name, "")):
+            weight = elements // self._tensor
+            self._tape.add([source], {name: size}, [source], weight=weight, product=True)
+            return
+        base, narrow, wide, scaled = (f"{name}/{each}" for each in ("base", "a", "b", "s"))
+        rank = float(self._lora.rank * self._bytes) if self._lora else 0.0
+        self._tape.add([source], {base: size}, product=True)
+        self._tape.add([source], {narrow: rank}, [source], product=True)
+        self._tape.add([narrow], {wide: size}, [narrow], product=True)
+        self._tape.add([wide], {scaled: size})
+        self._tape.add([base, scaled], {name: size})
 
     def _attention(self, source: str) -> None:
         layer = self._layer
@@ -200,10 +217,10 @@ class _Writer:
             ["probs", "choice"],
         )
         tape.add([source], {"sent": outer})
-        tape.add(["sent"], {"gate_up": 2 * inner}, ["sent"], weight=2 * elements)
+        tape.add(["sent"], {"gate_up": 2 * inner}, ["sent"], weight=2 * elements, product=True)
         tape.add(["gate_up"], {"acted": inner}, ["gate_up"])
         tape.add(["acted", "gate_up"], {"inner": inner}, ["acted", "gate_up"])
-        tape.add(["inner"], {"got": outer}, ["inner"], weight=elements)
+        tape.add(["inner"], {"got": outer}, ["inner"], weight=elements, product=True)
         tape.add(["got"], {"weighted": outer}, ["got"])
         tape.add(["weighted"], {"sorted": outer})
         ends = "d" if self._tensor == 1 else "d/part"

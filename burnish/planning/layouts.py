@@ -93,7 +93,9 @@ class Planner:
         self.shape, self.work = shape, work
         self._config, self._devices = config, devices
         self._width = 2 if config.engine.precision == "bf16" else 4
-        self._clock = Clock(shape, work, devices, self._width)
+        lora = config.model.adapter
+        adapter = sum(layer.adapter(lora) * n for layer, n in shape.layers) if lora else 0
+        self._clock = Clock(shape, work, devices, self._width, adapter)
         self._models: dict[tuple[int, int], Model] = {}
 
     def as_configured(self) -> Plan:
@@ -132,12 +134,11 @@ class Planner:
                 shares, rest = divmod(self._devices.count, sequence * tensor)
                 if rest or shares > each_update:
                     continue
-                if all(_divides(sequence, tensor, layer) for layer, _ in self.shape.layers):
+                if all(divides(sequence, tensor, layer) for layer, _ in self.shape.layers):
                     yield sequence, tensor
 
     def _plan(self, engine: EngineConfig) -> Plan:
-        shards = self._devices.count // (engine.replicas * engine.tensor_parallel)
-        layout = Layout(engine.replicas, shards, engine.sequence_parallel, engine.tensor_parallel)
+        layout = Layout.of(engine, self._devices.count)
         config = self._config.model_copy(update={"engine": engine})
         needs = Needs(self._model(layout.sequence, layout.tensor), config, self.work, layout)
         return Plan(
@@ -152,7 +153,8 @@ class Planner:
 
     def _model(self, sequence: int, tensor: int) -> Model:
         if (sequence, tensor) not in self._models:
-            arithmetic = Arithmetic(self._width, self._devices.cpu, sequence, tensor)
+            lora = self._config.model.adapter
+            arithmetic = Arithmetic(self._width, self._devices.cpu, sequence, tensor, lora)
             self._models[sequence, tensor] = Model(self.shape, arithmetic)
         return self._models[sequence, tensor]
 
@@ -171,7 +173,7 @@ def why_not(plans: Sequence[Plan]) -> list[str]:
     return lines
 
 
-def _divides(sequence: int, tensor: int, layer: Layer) -> bool:
+def divides(sequence: int, tensor: int, layer: Layer) -> bool:
     """Whether so many processes can share a layer's heads."""
     return layer.heads % (sequence * tensor) == 0 and layer.key_heads % tensor == 0
 

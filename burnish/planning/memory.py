@@ -9,10 +9,10 @@ counted in full. Left out: the interpreter and its libraries, and what an accele
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from burnish.config.schema import RunConfig
+from burnish.config.schema import EngineConfig, RunConfig
 from burnish.planning.activations import Arithmetic, layer_passes
 from burnish.planning.shape import Layer, ModelShape, Weight
 from burnish.planning.tape import Passes
@@ -23,12 +23,15 @@ Parts = dict[str, float]
 
 _MIB = 1 << 20
 _FP32 = 4
+_BF16 = 2
 _SLOTS = 2
 """Numbers that AdamW keeps per weight; Muon keeps one of each matrix of the layers."""
 _WAVE = 64 * _MIB
 """Publishing sends at most so much at one time, and receives as much."""
 _SAVING = 3 * 32 * _MIB
 """Saving has 32 MiB of blocks in memory, and between several processes sends and receives as much."""
+_MERGED = 1 << 20
+"""Elements of a weight that an adapter is merged into at one time."""
 _PREFILL_TOKENS = 8192
 """Prompts that the generator reads at one time."""
 
@@ -46,6 +49,12 @@ class Layout:
     tensor: int = 1
     """Processes that share the matrices of each layer."""
 
+    @classmethod
+    def of(cls, engine: EngineConfig, processes: int) -> Layout:
+        """So many processes, as the settings arrange them."""
+        shards = processes // (engine.replicas * engine.tensor_parallel)
+        return cls(engine.replicas, shards, engine.sequence_parallel, engine.tensor_parallel)
+
     @property
     def world(self) -> int:
         """All processes."""
@@ -62,6 +71,8 @@ class Model:
 
     def __init__(self, shape: ModelShape, arithmetic: Arithmetic) -> None:
         self.shape = shape
+        self._arithmetic = arithmetic
+        self.lora = arithmetic.lora
         self.bytes = arithmetic.bytes
         self.cpu = arithmetic.cpu
         self.tensor = arithmetic.tensor
@@ -70,6 +81,12 @@ class Model:
             for layer, count in shape.layers
         ]
         self.hidden = float(shape.hidden * arithmetic.bytes)
+
+    @cached_property
+    def critic(self) -> Model:
+        """The same with a value head, of which all is trained."""
+        shape = replace(self.shape, scores_values=True)
+        return Model(shape, replace(self._arithmetic, lora=None))
 
     def kept(self, passes: Passes, checkpointing: str) -> float:
         """Bytes of a token that a layer keeps for its backward pass."""
@@ -86,17 +103,18 @@ class Needs:
         engine = config.engine
         self._checkpointing = engine.activation_checkpointing
         self._regathers = engine.reshard_after_forward and layout.shards > 1
-        self._trained = not config.model.lora.rank
+        self._trained = model.lora is None
+        alone = replace(work, critic=False, reference=False, slots=0)
+        self._critic = Needs(model.critic, config, alone, layout) if work.critic else None
 
     def phases(self) -> dict[str, Parts]:
         """The parts of the fullest moment of each phase, in the order of a step."""
         work, found = self._work, dict[str, Parts]()
         if work.slots:
             found["rollout"] = self._resting | self._generation()
-        if work.old_logprobs or work.reference:
-            found["log-probs"] = self._logprobs()
-        moments = list(self._update())
-        found["update"] = max(moments, key=lambda parts: sum(parts.values()))
+        if work.scores:
+            found["log-probs"] = self._resting | self._scoring()
+        found["update"] = self._resting | max(self._updates(), key=lambda p: sum(p.values()))
         if work.slots:
             found["publish"] = self._resting | self._publishing()
         found["save"] = self._resting | self._saving()
@@ -104,8 +122,11 @@ class Needs:
 
     def staging(self) -> float:
         """Bytes of host memory that a save in the background copies the state to."""
-        weights, optimizer = self._state["weights"], self._state["optimizer"]
-        return weights + optimizer if self._config.checkpoint.background else 0.0
+        if not self._config.checkpoint.background:
+            return 0.0
+        frozen = 0.0 if self._trained else float(self._model.bytes * self._held_all)
+        critic = self._critic.staging() if self._critic else 0.0
+        return sum(self._state.values()) - frozen + critic
 
     @property
     def tokens(self) -> int:
@@ -138,12 +159,21 @@ class Needs:
         if self._work.reference and self._trained:
             left = self._root if self._regathers else self._all
             parts["reference"] = parts["weights"] + self._model.bytes * left
-        if self._work.critic:  # as the policy, less an output layer of its own
-            table = self._held(self._model.shape.root[2:])
-            parts["critic"] = float((1 + _SLOTS) * _FP32 * (self._held_all - table))
+        if self._critic:
+            parts["critic"] = sum(self._critic._state.values())
         if self._work.slots:
-            parts["generator"] = float(self._model.bytes * self._model.shape.elements)
+            held = self._model.shape.elements + self._ordered
+            parts["generator"] = float(self._model.bytes * held)
         return parts
+
+    @property
+    def _ordered(self) -> int:
+        """Elements of the matrices that a generator on a CPU holds a second time in bf16 (`burnish.rollout.products`)."""
+        shape, cpu = self._model.shape, self._model.cpu and self._model.bytes == _BF16
+        if not cpu or not shape.family.fused or shape.family.experts:
+            return 0
+        layers = sum(w.elements * n for layer, n in shape.layers for w in layer.weights if w.linear)
+        return layers + shape.vocabulary * shape.hidden
 
     def _generation(self) -> Parts:
         """Keys, values and logits while all slots are at their longest."""
@@ -151,7 +181,7 @@ class Needs:
         mine = -(-work.sequences // self._layout.world)
         slots = min(work.slots, mine)
         token = sum(2.0 * layer.key * model.bytes * n for layer, n, _ in model.layers)
-        read = min(_PREFILL_TOKENS, mine * work.prompt)
+        read = min(_PREFILL_TOKENS, -(-mine // work.samples) * work.prompt)
         reading = read * (token + max(passes.inference for _, _, passes in model.layers))
         wide = 3 * _FP32 + (0 if not work.nucleus else 2 * _FP32 if model.cpu else 4 * _FP32)
         drawing = slots * model.shape.vocabulary * wide
@@ -161,18 +191,29 @@ class Needs:
             "logits": float(drawing),
         }
 
-    def _logprobs(self) -> Parts:
-        """A forward pass of which nothing is kept."""
+    def _scoring(self) -> Parts:
+        """A forward pass of which nothing is kept; the critic's comes first and leaves its root gathered."""
         model, tokens, scored = self._model, self.tokens, self._scored
-        gathered = self._root + (
+        if self._critic and not self._work.scorings:
+            return self._critic._scoring()
+        gathered = self._root + (self._critic._root if self._critic else 0)
+        gathered += (
             3 * self._whole(self._largest.weights) if self._regathers else self._gathered_layers
         )
         inference = max(passes.inference for _, _, passes in model.layers)
-        return self._resting | {
+        return {
             "gathered": float(model.bytes * gathered),
             "activations": tokens * (inference + model.hidden) + scored * model.hidden,
             "logits": self._logits_forward,
         }
+
+    def _updates(self) -> Iterator[Parts]:
+        """The moments of the policy's update, and of the critic's, during which the policy's root is left as the scoring left it."""
+        yield from self._update()
+        if self._critic:
+            left = float(self._model.bytes * self._root) if self._work.scorings else 0.0
+            for parts in self._critic._update():
+                yield parts | {"gathered": parts["gathered"] + left}
 
     def _update(self) -> Iterator[Parts]:
         """The moments of forward, backward and optimizer step that can be the fullest."""
@@ -217,6 +258,20 @@ class Needs:
         weights = [*model.shape.root, *(w for layer, _, _ in model.layers for w in layer.weights)]
         largest = max(self._held([weight]) for weight in weights)
         yield self._moment(gathered=0, gradients=_FP32 * trained * (self._held_all + largest))
+        if trained and self._config.optim.kind == "muon":
+            yield self._moment(gathered=0, gradients=_FP32 * self._held_all) | self._muon()
+
+    def _muon(self) -> Parts:
+        """Directions of all matrices in bf16, the whole ones that this process makes orthogonal, what is on its way to it."""
+        whole = sum(
+            weight.elements * n
+            for layer, n, _ in self._model.layers
+            for weight in layer.weights
+            if weight.columns > 1
+        )
+        passing = _BF16 * self._matrices if self._layout.world > 1 else 0
+        parts = _BF16 * (self._matrices + whole / self._layout.world)
+        return {"muon": parts + 2 * min(_WAVE, passing)}
 
     def _moment(
         self,
@@ -234,7 +289,7 @@ class Needs:
             gradients += _FP32 * reducing * copies
         else:
             gradients += _FP32 * self._adapter
-        return self._resting | {
+        return {
             "gathered": float(self._model.bytes * gathered),
             "gradients": float(gradients),
             "activations": activations,
@@ -242,10 +297,13 @@ class Needs:
         }
 
     def _publishing(self) -> Parts:
-        """What is under way to the generators of other processes, and from others to this one."""
+        """What is under way to the generators of other processes and to this one; an adapter and a block of what it is merged into."""
         others = 1 - 1 / (self._layout.shards * self._layout.tensor)
         passing = self._model.bytes * self._model.shape.elements * others
-        return {"buffers": 2 * min(_WAVE, passing)} if passing else {}
+        widest = max(w.elements for w in self._largest.weights)
+        merging = _FP32 * (self._adapter + 2 * min(_MERGED, widest))
+        parts = {"buffers": 2 * min(_WAVE, passing)} if passing else {}
+        return parts if self._trained else parts | {"merging": float(merging)}
 
     def _saving(self) -> Parts:
         """Blocks on their way to the disk; on a CPU also what is copied for a save in the background."""
@@ -267,7 +325,7 @@ class Needs:
     @property
     def _vocabulary(self) -> float:
         """Words whose logits this process computes."""
-        return self._model.shape.vocabulary / self._layout.tensor
+        return self._model.shape.outputs / self._layout.tensor
 
     @property
     def _logits_forward(self) -> float:
@@ -295,14 +353,9 @@ class Needs:
 
     @cached_property
     def _adapter(self) -> int:
-        """Elements of the adapters, two narrow matrices beside every matrix of the layers."""
-        rank = self._config.model.lora.rank
-        return sum(
-            rank * (weight.rows + weight.columns) * count
-            for layer, count, _ in self._model.layers
-            for weight in layer.weights
-            if weight.columns > 1
-        )
+        """Elements of the adapter."""
+        lora = self._model.lora
+        return sum(layer.adapter(lora) * n for layer, n, _ in self._model.layers) if lora else 0
 
     def _held(self, weights: Iterable[Weight]) -> int:
         """Elements of these on the process that holds most."""

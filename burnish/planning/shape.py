@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from burnish.config.schema import LoraConfig
 from burnish.errors import UsageError
 from burnish.models.flops import AttentionCost, ModelFlops
 
@@ -75,6 +76,8 @@ class Weight:
     """Elements per row."""
     shared: bool = False
     """Whether tensor parallelism divides it."""
+    linear: str = ""
+    """The last part of the name of its linear layer; nothing where it is in none."""
 
     @property
     def elements(self) -> int:
@@ -117,10 +120,21 @@ class Layer:
         """Of all its parameters."""
         return sum(weight.elements for weight in self.weights)
 
+    def adapter(self, lora: LoraConfig) -> int:
+        """Elements of an adapter: two narrow matrices beside that of each linear layer that it is for."""
+        return lora.rank * sum(
+            weight.rows + weight.columns for weight in self.weights if adapts(lora, weight.linear)
+        )
+
+
+def adapts(lora: LoraConfig | None, linear: str) -> bool:
+    """Whether an adapter is for linear layers of this name."""
+    return bool(lora and linear and (not lora.targets or linear in lora.targets))
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A causal language model."""
+    """A causal language model, or one with a value head."""
 
     family: Family
     """What kind."""
@@ -132,6 +146,8 @@ class ModelShape:
     """Whether the output layer is the embedding."""
     layers: tuple[tuple[Layer, int], ...]
     """Each kind of layer and how many there are of it."""
+    scores_values: bool = False
+    """Whether a number stands in the place of the output layer."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -165,8 +181,13 @@ class ModelShape:
     @property
     def root(self) -> tuple[Weight, ...]:
         """The parameters outside the layers: embedding, last norm, output layer."""
-        table = Weight(self.vocabulary, self.hidden, True)
-        return (table, Weight(self.hidden)) if self.tied else (table, Weight(self.hidden), table)
+        table, norm = Weight(self.vocabulary, self.hidden, True), Weight(self.hidden)
+        return (table, norm) if self.tied or self.scores_values else (table, norm, table)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers per token."""
+        return 1 if self.scores_values else self.vocabulary
 
     @property
     def elements(self) -> int:
@@ -177,7 +198,7 @@ class ModelShape:
     @property
     def flops(self) -> ModelFlops:
         """What its sequences cost."""
-        active = self.vocabulary * self.hidden + sum(
+        active = self.outputs * self.hidden + sum(
             _active(layer) * count for layer, count in self.layers
         )
         attention = tuple(
@@ -210,9 +231,10 @@ def _layer(family: Family, fields: Mapping[str, Any], index: int) -> Layer:
     names = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
     intermediate = _field(fields, *names)
     biased = fields.get("attention_bias") or family.biased
-    weights = [Weight(rows, hidden, True) for rows in (query, key, key)]
+    projections = zip((query, key, key), "qkv", strict=True)
+    weights = [Weight(rows, hidden, True, f"{each}_proj") for rows, each in projections]
     weights += [Weight(rows, 1, True) for rows in (query, key, key)] if biased else []
-    weights += [Weight(hidden, query, True)]
+    weights += [Weight(hidden, query, True, "o_proj")]
     weights += [Weight(hidden)] * family.norms_per_layer
     weights += [Weight(width)] * 2 if family.query_norms == "head" else []
     weights += [Weight(query), Weight(key)] if family.query_norms == "full" else []
@@ -237,9 +259,9 @@ def _mlp(hidden: int, intermediate: int, experts: int) -> Iterator[Weight]:
         yield Weight(experts, 2 * intermediate * hidden, True)
         yield Weight(experts, intermediate * hidden, True)
         return
-    yield Weight(intermediate, hidden, True)
-    yield Weight(intermediate, hidden, True)
-    yield Weight(hidden, intermediate, True)
+    yield Weight(intermediate, hidden, True, "gate_proj")
+    yield Weight(intermediate, hidden, True, "up_proj")
+    yield Weight(hidden, intermediate, True, "down_proj")
 
 
 def _experts(fields: Mapping[str, Any], index: int) -> int:

@@ -1,7 +1,7 @@
 """How long the phases of a step will take: work over speed, under assumptions that are said.
 
 A rough estimate, meant to rank layouts and to tell minutes from hours. What overlaps counts once: an update takes
-as long as its arithmetic or its communication, whichever is longer.
+as long as its arithmetic or its communication, whichever is longer. A critic counts as the policy's model.
 """
 
 from __future__ import annotations
@@ -44,21 +44,26 @@ class Clock:
     """Where it runs."""
     width: int
     """Bytes of an element of what matrix products take."""
+    adapter: int = 0
+    """Elements of the adapter that is trained in the model's place; 0: it is the model."""
 
     def seconds(self, layout: Layout, engine: EngineConfig, microbatches: int) -> dict[str, float]:
         """Of each phase of a step."""
         found: dict[str, float] = {}
         if self.work.slots:
             found["rollout"] = self._rollout(layout)
-        passes = int(self.work.old_logprobs) + 2 * int(self.work.reference)
-        if passes:
+        if self.work.scores:
+            passes = self.work.scorings + int(self.work.critic)
             found["log-probs"] = passes * self._arithmetic(layout)
-        found["update"] = self._update(layout, engine, microbatches)
+        found["update"] = self._update(layout, engine, microbatches, self.adapter)
+        if self.work.critic:
+            found["update"] += self._update(layout, engine, microbatches, 0)
         if self.work.slots:
             found["publish"] = self._travel(self.width * self.shape.elements, layout.shards)
         machines = -(-layout.world // PER_MACHINE)
-        state = 3 * _FP32 * self.shape.elements
-        found["save"] = state / (_DISK * machines)
+        saved = self.adapter or self.shape.elements
+        saved += self.shape.elements if self.work.critic else 0
+        found["save"] = 3 * _FP32 * saved / (_DISK * machines)
         return found
 
     def _arithmetic(self, layout: Layout) -> float:
@@ -68,15 +73,21 @@ class Clock:
         flops = rounds * float(self.shape.flops.each([self.work.length])[0]) / sharing
         return flops / (self.devices.flops * _EFFICIENCY)
 
-    def _update(self, layout: Layout, engine: EngineConfig, microbatches: int) -> float:
-        again = _RECOMPUTED[engine.activation_checkpointing]
-        arithmetic = (3 + again) * self._arithmetic(layout)
+    def _update(
+        self, layout: Layout, engine: EngineConfig, microbatches: int, adapter: int
+    ) -> float:
+        """Of the model, or of an adapter, which spares the products that are the gradients of matrices."""
+        again, flops = _RECOMPUTED[engine.activation_checkpointing], self.shape.flops
+        length = [self.work.length]
+        passes = flops.training(length, frozen=adapter > 0) / flops.forward(length) + again
+        arithmetic = passes * self._arithmetic(layout)
         gathers = microbatches * (2 if engine.reshard_after_forward else 1) * self.work.updates
         elements = self.shape.elements / layout.tensor
         moved = gathers * self._travel(self.width * elements, layout.shards)
-        moved += self.work.updates * self._travel(_FP32 * elements, layout.shards)
+        trained = adapter or elements
+        moved += self.work.updates * self._travel(_FP32 * trained, layout.shards)
         if layout.replicas > 1:
-            summed = 2 * _FP32 * elements / layout.shards
+            summed = 2 * _FP32 * trained / layout.shards
             moved += self.work.updates * self._travel(summed, layout.world)
         return max(arithmetic, moved) + self._exchanged(layout, 3 + again)
 
@@ -103,7 +114,7 @@ class Clock:
         )
         flops = slots * self.shape.flops.per_token
         token = max(bytes_read / bandwidth, flops / (self.devices.flops * _EFFICIENCY))
-        reading = mine * self.shape.flops.per_token * work.prompt
+        reading = -(-mine // work.samples) * self.shape.flops.per_token * work.prompt
         decoding = token * work.trained * -(-mine // slots)
         return decoding + reading / (self.devices.flops * _EFFICIENCY)
 

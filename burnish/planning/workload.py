@@ -26,36 +26,46 @@ class Workload:
     """Tokens of each that are trained on."""
     updates: int
     """Optimizer steps that they are divided among."""
-    old_logprobs: bool
-    """Whether log-probs are computed before the updates."""
     reference: bool
     """Whether a frozen reference scores them as well."""
+    scorings: int
+    """Forward passes of policy and reference whose log-probs the updates start from."""
     critic: bool
     """Whether a second model learns values."""
     slots: int
     """Most sequences that a device generates at one time; 0: none are generated."""
     nucleus: bool
     """Whether drawing sorts the vocabulary."""
+    samples: int
+    """Sequences of each prompt, which the generator reads once for all of them."""
 
     @classmethod
     def of(cls, config: RunConfig, command: Command) -> Workload:
         """What the settings say."""
         if command == "sft":
             longest = config.data.max_length or config.batch.tokens_per_device
-            return cls(config.batch.examples, 0, longest, 1, False, False, False, 0, False)
+            return cls(config.batch.examples, 0, longest, 1, False, 0, False, 0, False, 1)
         algorithm, rollout = config.algorithm, config.rollout
         updates = config.batch.minibatches
+        recomputed = updates > 1 and algorithm.old_logprobs == "recompute"
+        compared = 0 if algorithm.kl.coef == 0 else 2 if algorithm.kl.place == "reward" else 1
         return cls(
             sequences=config.batch.prompts * rollout.n,
             prompt=config.data.max_prompt_length or _ASSUMED_PROMPT,
             trained=rollout.max_response_length,
             updates=updates,
-            old_logprobs=updates > 1 and algorithm.old_logprobs == "recompute",
-            reference=algorithm.kl.coef > 0,
+            reference=compared > 0,
+            scorings=int(recomputed) + compared,
             critic=algorithm.advantage == "gae",
             slots=rollout.slots,
             nucleus=rollout.top_p < 1,
+            samples=rollout.n,
         )
+
+    @property
+    def scores(self) -> bool:
+        """Whether anything is computed of the sequences between generating them and learning from them."""
+        return self.scorings > 0 or self.critic
 
     @property
     def length(self) -> int:

@@ -1,21 +1,32 @@
-"""The committed table of planned against measured peaks, and one run measured again."""
+"""The committed table of planned against measured peaks, and some of its runs measured again, in two ways."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from burnish.planning.accuracy import measured_table
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.10
-LIVE = "sft qwen3 bf16, checkpointing selective, 4096 tokens, 1 process"
+LIVE = (
+    "sft qwen3 bf16, checkpointing full, 1024 tokens, 1 process",
+    "sft qwen3 fp32, checkpointing full, 1024 tokens, 4 processes, num_hidden_layers=3, engine.sequence_parallel=2, engine.tensor_parallel=2",
+)
+TRACKED = (
+    "sft llama fp32, checkpointing none, 1024 tokens, 1 process",
+    "sft qwen3_moe bf16, checkpointing selective, 512 tokens, 2 processes",
+    "sft llama fp32, checkpointing selective, 1024 tokens, 2 processes, num_hidden_layers=3, engine.sequence_parallel=2",
+    "sft gemma3_text fp32, checkpointing none, 1024 tokens, 2 processes, num_hidden_layers=3, engine.tensor_parallel=2",
+)
 
 
 def planned_now(*cases):
     """What the planner says today of cases of the benchmark, by case and phase."""
     program = (
-        "import json, sys; from bench.planning import CASES; from burnish.planning.accuracy import planned\n"
+        "import json, sys; from bench.planning_cases import CASES; from burnish.planning.accuracy import planned\n"
         "cases = [CASES[name] for name in sys.argv[1:]]\n"
         "print(json.dumps({c.name: planned(c.settings(), c.command, c.processes) for c in cases}))"
     )
@@ -46,18 +57,30 @@ def test_the_table_covers_what_it_should():
         "full",
         "selective",
         "2 processes",
+        "4 processes",
         "micro-batches",
         "vocab",
+        "engine.sequence_parallel=2",
+        "engine.tensor_parallel=2",
+        "engine.replicas=2",
+        "engine.reshard_after_forward=False",
+        "model.lora.rank=16",
+        "algorithm.advantage=gae",
+        "optim.kind=muon",
     )
     assert [each for each in (*families, *settings) if each not in text] == []
     assert {row.phase for row in measured_table()} == {"rollout", "log-probs", "update", "publish"}
 
 
-def test_a_run_measured_again(tmp_path):
+@pytest.mark.parametrize(("cases", "how"), [(LIVE, []), (TRACKED, ["--tracked"])])
+def test_runs_measured_again(tmp_path, cases, how):
+    """By what torch's allocator reports, and by torch's memory tracker."""
     file = tmp_path / "peaks"
-    command = [sys.executable, "-m", "bench.planning", "--rank-of", str(file), "--cases", LIVE]
-    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
-    name, measured = json.loads(file.read_text())
-    planned = planned_now(LIVE)[LIVE]
-    assert name == LIVE
-    assert abs(planned["update"] / measured["update"] - 1) < TOLERANCE
+    command = [sys.executable, "-m", "bench.planning", "--into", str(file), *how, "--cases", *cases]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    measured = dict(map(json.loads, file.read_text().splitlines()))
+    assert measured.keys() == set(cases)
+    planned = planned_now(*cases)
+    for case in cases:
+        assert abs(planned[case]["update"] / measured[case]["update"] - 1) < TOLERANCE, case

@@ -157,6 +157,69 @@ def test_an_adapter_needs_no_state_for_the_model():
     assert "reference" not in adapter.phases["save"]
 
 
+MOE = MODEL | {
+    "model_type": "qwen3_moe",
+    "num_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1024,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "widths"),
+    [
+        (MODEL, [], [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096)] + [(4096, 12288)] * 3),
+        (MODEL, ["q_proj", "down_proj"], [(4096, 4096), (12288, 4096)]),
+        (MOE, [], [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096)]),
+    ],
+    ids=["all", "some", "not the experts"],
+)
+def test_an_adapter_is_beside_the_linear_layers_that_it_is_for(model, targets, widths):
+    lora = {"rank": 16, "targets": targets}
+    values = SFT | {"model": SFT["model"] | {"fresh": model | {"head_dim": 128}, "lora": lora}}
+    parts = planner(values, devices="1xB200-180G").as_configured().phases["save"]
+    assert parts["optimizer"] == 8 * 16 * 36 * sum(map(sum, widths))
+
+
+def test_an_adapter_spares_the_gradients_of_the_matrices():
+    """Two thirds of the products, all of attention's; nothing of the model is sent or saved."""
+    adapted = SFT | {"model": SFT["model"] | {"lora": {"rank": 16}}}
+    adapter, full = (planner(v, devices="1xB200-180G").as_configured() for v in (adapted, SFT))
+    assert 2 / 3 < adapter.seconds["update"] / full.seconds["update"] < 0.75
+    assert adapter.seconds["save"] < full.seconds["save"] / 50
+
+
+def test_a_critic_takes_an_update_and_a_pass_of_its_own():
+    values = [RL | {"algorithm": {"advantage": each}} for each in ("grpo", "gae")]
+    grpo, gae = (planner(v, "rl").as_configured().seconds for v in values)
+    assert gae["update"] == pytest.approx(2 * grpo["update"])
+    assert gae["log-probs"] == pytest.approx(2 * grpo["log-probs"])
+    assert gae["save"] == pytest.approx(2 * grpo["save"])
+
+
+def test_a_critic_beside_an_adapter_needs_the_memory_of_a_whole_update():
+    values = RL | {"model": RL["model"] | {"lora": {"rank": 16}}}
+    values |= {"engine": {"activation_checkpointing": "full"}}
+    values |= {"batch": RL["batch"] | {"tokens_per_device": 4096}}
+    alone = planner(values, "rl", "1xB200-180G").as_configured()
+    values |= {"algorithm": {"advantage": "gae"}}
+    beside = planner(values, "rl", "1xB200-180G").as_configured()
+    update = beside.phases["update"]
+    assert update["gradients"] > 10 * alone.phases["update"]["gradients"]
+    assert update["critic"] == beside.phases["save"]["critic"]
+
+
+def test_muon_makes_whole_matrices():
+    values = SFT | {"batch": {"examples": 64, "tokens_per_device": 64}, "data": {"max_length": 64}}
+    values |= {"optim": {"kind": "muon"}, "engine": {"activation_checkpointing": "full"}}
+    parts = planner(values, devices="1xB200-180G").as_configured().phases["update"]
+    shape = ModelShape.of(MODEL)
+    matrices = sum(
+        w.elements * n for layer, n in shape.layers for w in layer.weights if w.columns > 1
+    )
+    assert parts["muon"] == 2 * 2 * matrices
+
+
 def test_a_critic_is_a_second_model_that_learns():
     values = RL | {"algorithm": {"advantage": "gae"}}
     parts = planner(values, "rl").as_configured().phases["save"]
@@ -214,5 +277,11 @@ def test_a_save_in_the_background_copies_to_the_host():
     on_cpu = planner(values, devices="64xCPU-96G").as_configured()
     state = sum(on_gpu.phases["save"][part] for part in ("weights", "optimizer"))
     assert on_gpu.staging == state
+    adapted = values | {"model": SFT["model"] | {"lora": {"rank": 16}}}
+    assert planner(adapted).as_configured().staging < state / 50
+    critic = RL | {"algorithm": {"advantage": "gae"}, "checkpoint": {"background": True}}
+    plan = planner(critic, "rl").as_configured()
+    saved = sum(plan.phases["save"][part] for part in ("weights", "optimizer", "critic"))
+    assert plan.staging == saved
     assert "staging" not in on_gpu.phases["save"]
     assert (on_cpu.staging, on_cpu.phases["save"]["staging"]) == (0, state)

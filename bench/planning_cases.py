@@ -1,0 +1,190 @@
+"""The runs that `bench.planning` measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from burnish.planning.workload import Command
+
+MIXED = (0.31, 0.22, 0.16, 0.12, 0.09, 0.06, 0.04)
+"""Lengths of a supervised micro-batch's sequences, as parts of it."""
+BASE = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+MORE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 192, "num_experts": 8, "num_experts_per_tok": 2},
+    "gemma3_text": {
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 128,
+        "tie_word_embeddings": True,
+    },
+    "qwen2": {"tie_word_embeddings": True},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is run."""
+
+    family: str
+    """Its `model_type`."""
+    precision: str
+    """`engine.precision`."""
+    checkpointing: str
+    """`engine.activation_checkpointing`."""
+    tokens: int
+    """Of a micro-batch on one process."""
+    processes: int = 1
+    """Over which the model is sharded."""
+    microbatches: int = 1
+    """Of a step."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """Further fields of its config.json."""
+    command: Command = "sft"
+    """rl: with a generator, log-probs before the update, and a reference."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further settings, by their dotted names."""
+
+    @property
+    def name(self) -> str:
+        """All of it in a few words."""
+        more = [f"{key}={value}" for key, value in self.model.items()]
+        more += [f"{self.microbatches} micro-batches"] if self.microbatches > 1 else []
+        more += [f"{key}={value}" for key, value in self.more.items()]
+        return ", ".join(
+            [
+                f"{self.command} {self.family} {self.precision}",
+                f"checkpointing {self.checkpointing}",
+                f"{self.tokens} tokens",
+                f"{self.processes} process{'es' if self.processes > 1 else ''}",
+                *more,
+            ]
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """The run's configuration."""
+        fresh = {"model_type": self.family, **BASE, **MORE.get(self.family, {}), **self.model}
+        engine = {
+            "precision": self.precision,
+            "activation_checkpointing": self.checkpointing,
+            "logprob_chunk": 512,
+            "max_skipped_steps": 100,
+        }
+        values: dict[str, Any] = {"model": {"fresh": fresh}, "engine": engine}
+        values["batch"] = {"tokens_per_device": self.tokens}
+        if self.command == "sft":
+            values["data"] = {"max_length": self.together // len(MIXED)}
+            values["batch"]["examples"] = len(MIXED) * self.microbatches * self.shares
+        else:
+            sequence = self.together // 8
+            values["data"] = {"max_prompt_length": sequence // 4}
+            values["rollout"] = {"n": 4, "max_response_length": sequence - sequence // 4}
+            values["batch"] |= {"prompts": 4 * self.shares, "minibatches": 2}
+            values["algorithm"] = {"kl": {"coef": 0.001}}
+        for name, value in self.more.items():
+            section, _, key = name.rpartition(".")
+            inner = values
+            for each in section.split("."):
+                inner = inner.setdefault(each, {})
+            inner[key] = value
+        return values
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether one process can stand for all of them: nothing is exchanged but by collectives whose results do not matter."""
+        return self.command == "sft" and self.more.get("optim.kind") != "muon"
+
+    @property
+    def together(self) -> int:
+        """Tokens of a micro-batch on all processes that share it."""
+        return self.tokens * int(self.more.get("engine.sequence_parallel", 1))
+
+    @property
+    def shares(self) -> int:
+        """Into how many parts a step is cut."""
+        sharing = [self.more.get(f"engine.{each}_parallel", 1) for each in ("sequence", "tensor")]
+        return self.processes // int(np.prod(sharing))
+
+
+def _cases() -> Iterator[Case]:
+    for family in ("llama", "qwen3", "gemma3_text", "olmo2", "qwen3_moe"):
+        yield Case(family, "fp32", "none", 1024)
+        yield Case(family, "bf16", "full", 1024)
+    for checkpointing in ("none", "selective", "full"):
+        yield Case("qwen3", "bf16", checkpointing, 4096)
+    yield Case("qwen3", "fp32", "selective", 2048)
+    yield Case("qwen2", "bf16", "none", 512, model={"vocab_size": 32768})
+    yield Case("llama", "fp32", "full", 1024, model={"vocab_size": 32768})
+    yield Case("qwen3", "bf16", "none", 256, microbatches=3)
+    for checkpointing in ("none", "full"):
+        yield Case("qwen3", "bf16", checkpointing, 1024, processes=2)
+    yield Case("llama", "fp32", "selective", 1024, processes=2)
+    yield Case("qwen3_moe", "bf16", "selective", 512, processes=2)
+    yield Case("qwen3", "fp32", "none", 256, processes=2, microbatches=3)
+    yield Case("qwen3", "fp32", "none", 1024, command="rl")
+    yield Case("qwen3", "bf16", "selective", 2048, command="rl")
+    yield Case("llama", "bf16", "full", 1024, command="rl", processes=2)
+    yield from _shared_cases()
+    yield from _other_cases()
+
+
+def _shared_cases() -> Iterator[Case]:
+    """Processes that share micro-batches, and copies of the model."""
+    sequence, tensor = {"engine.sequence_parallel": 2}, {"engine.tensor_parallel": 2}
+    for more in (sequence, tensor):
+        yield _small("qwen3", "bf16", "none", 2, more)
+        yield _small("llama", "fp32", "selective", 2, more)
+        yield _small("gemma3_text", "fp32", "none", 2, more)
+        yield _small("qwen3_moe", "bf16", "full", 2, more)
+        yield _small("qwen3", "bf16", "none", 4, more)
+    yield _small("qwen3", "fp32", "full", 4, sequence | tensor)
+    for processes in (2, 4):
+        yield _small("qwen3", "bf16", "selective", processes, {"engine.replicas": 2})
+
+
+def _other_cases() -> Iterator[Case]:
+    """Adapters, a critic, Muon, and weights that stay gathered."""
+    adapter, critic = {"model.lora.rank": 16}, {"algorithm.advantage": "gae"}
+    for processes in (1, 2):
+        yield _small("qwen3", "bf16", "none", processes, adapter)
+    yield _small("llama", "fp32", "selective", 1, adapter)
+    yield _small("qwen3", "fp32", "full", 1, {"optim.kind": "muon"})
+    yield _small("qwen3", "bf16", "none", 2, {"engine.reshard_after_forward": False})
+    for more in (adapter, critic, critic | adapter):
+        yield _small("qwen3", "bf16", "none", 1, more, "rl")
+
+
+def _small(
+    family: str,
+    precision: str,
+    checkpointing: str,
+    processes: int,
+    more: dict[str, Any],
+    command: Command = "sft",
+) -> Case:
+    model = {"num_hidden_layers": 3}
+    return Case(
+        family,
+        precision,
+        checkpointing,
+        1024,
+        processes=processes,
+        model=model,
+        command=command,
+        more=more,
+    )
+
+
+CASES = {case.name: case for case in _cases()}
