@@ -175,3 +175,13 @@ def test_a_model_that_would_have_to_be_unpickled(work, name, code, words):
     ended, output = burnish(work, *RUN[:-1], "name=pickled", "steps=3", at=PROBE)
     assert ended == code, output
     assert words in output.partition("error: ")[2]
+
+
+def test_a_model_out_of_a_damaged_step(work):
+    file = work / STEP / "model/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    argv = [*RUN[:4], f"model.path={STEP}/model", "name=next", "steps=1"]
+    code, output = burnish(work, *argv, at=PROBE)
+    assert code == 3, output
+    assert "model/model.safetensors is damaged" in output
+    assert "_proj.weight" in output
