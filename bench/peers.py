@@ -60,7 +60,9 @@ class Peer:
     ) -> None:
         """Start `module` under the Python of peer `name`, or our own; it gets `settings` as its first message."""
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed on exit)
+        self._scratch = tempfile.TemporaryDirectory()  # for what peers leave behind
         environment = os.environ | {
+            "TMPDIR": self._scratch.name,
             "OMP_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
@@ -122,6 +124,7 @@ class Peer:
             self._process.kill()
             self._process.wait()
         self._log.close()
+        self._scratch.cleanup()
 
 
 class Turns:
