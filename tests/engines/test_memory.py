@@ -32,14 +32,14 @@ SHAPE = {"hidden_size": 1024, "vocab_size": 8000, "intermediate_size": 4096, "nu
 LARGEST_MODULE = 4 * SHAPE["hidden_size"] * SHAPE["vocab_size"]
 
 
-def peak_beyond_shard(layout, path, fresh):
+def peak_beyond_shard(layout, path, fresh, settings):
     """The rank's bytes of weights, and what building and loading took beyond them at the peak."""
     config = AutoConfig.from_pretrained(path)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     reset_peak_memory(CPU)
     before = used_memory(CPU)
-    engine = TorchEngine(config, EngineConfig(), None, layout=layout, device=CPU)
+    engine = TorchEngine(config, EngineConfig(**settings), None, layout=layout, device=CPU)
     engine.load(FreshSource(config, 0) if fresh else SafetensorsSource(Path(path)), Part.WEIGHTS)
     shard = sum(local(s.tensor).nbytes for s in engine.shards(Part.WEIGHTS))
     beyond = peak_memory(CPU) - before - shard
@@ -59,9 +59,19 @@ def model(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("world", [1, 2])
-def test_initialising_and_loading_take_the_shard_and_a_budget(model, world, fresh):
-    for shard, beyond in run_ranks(peak_beyond_shard, world, str(model), fresh):
-        assert shard > 160e6 / world
+@pytest.mark.parametrize(
+    ("world", "parts", "settings", "fresh"),
+    [
+        (1, 1, {}, False),
+        (1, 1, {}, True),
+        (2, 2, {}, False),
+        (2, 2, {}, True),
+        (4, 2, {"replicas": 2}, False),
+        (2, 2, {"tensor_parallel": 2}, False),
+        (2, 2, {"sequence_parallel": 2}, False),
+    ],
+)
+def test_initialising_and_loading_take_the_shard_and_a_budget(model, world, parts, settings, fresh):
+    for shard, beyond in run_ranks(peak_beyond_shard, world, str(model), fresh, settings):
+        assert shard > 160e6 / parts
         assert beyond < BUDGET + LARGEST_MODULE * fresh

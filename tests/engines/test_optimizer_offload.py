@@ -1,4 +1,4 @@
-"""The optimizer's state on the host: the same numbers, described where they lie."""
+"""Optimizer state and activations on the host, in every kind of layout: the same numbers, described where they lie."""
 
 from __future__ import annotations
 
@@ -30,7 +30,15 @@ def compare_rank(layout: Layout, path: Path, settings: dict[str, Any]) -> dict[s
     found = {}
     for case, (optim, lora) in CASES.items():
         engines = [
-            make_engine(layout, path, optim, lora=lora, optimizer_offload=moves, **settings)
+            make_engine(
+                layout,
+                path,
+                optim,
+                lora=lora,
+                optimizer_offload=moves,
+                activation_offload=moves,
+                **settings,
+            )
             for moves in (True, False)
         ]
         batch = cut(make_examples(VOCAB), engines[0].layout, 3)
@@ -50,7 +58,14 @@ def compare_rank(layout: Layout, path: Path, settings: dict[str, Any]) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("world", "settings"), [(1, {}), (2, {}), (2, {"replicas": 2}), (2, {"tensor_parallel": 2})]
+    ("world", "settings"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"replicas": 2}),
+        (2, {"tensor_parallel": 2, "activation_checkpointing": "full"}),
+        (2, {"sequence_parallel": 2}),
+    ],
 )
 def test_nothing_changes_in_any_layout(
     tmp_path: Path, world: int, settings: dict[str, Any]
