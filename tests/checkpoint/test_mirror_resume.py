@@ -233,7 +233,7 @@ def test_a_copying_process_that_dies_is_started_again(tmp_path, caplog):
         checkpoints.mirror_to(mirror)
         checkpoints.save(1, contents_of(*make_state(1)))
         assert settle(checkpoints) is None
-        os.kill(checkpoints._uploader._companion.pid, signal.SIGKILL)
+        os.kill(checkpoints._uploader._companion._process.pid, signal.SIGKILL)
         checkpoints.save(2, contents_of(*make_state(2)))
         assert settle(checkpoints) is None
     steps = mirror.steps()
