@@ -83,7 +83,14 @@ def _model(config: RunConfig) -> Iterator[Problem]:
             "model.lora needs a package that is not installed",
             have="no package peft",
             want="peft, which has the adapter's modules",
-            do='pip install "burnish[lora]", or set model.lora.rank=0',
+            do='pip install "burnish[lora]", or remove model.lora',
+        )
+    if config.optim.kind == "adamw8bit" and not _importable("torchao"):
+        yield Problem(
+            "optim.kind adamw8bit needs a package that is not installed",
+            have="no package torchao",
+            want="torchao, which has the arithmetic",
+            do='pip install "burnish[adamw8bit]", or set optim.kind=adamw',
         )
     if model.tokenizer is not None:
         yield from _directory(model.tokenizer, "model.tokenizer", TOKENIZER_FILES)

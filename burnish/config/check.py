@@ -119,6 +119,13 @@ def _of_data(config: RunConfig, command: Command) -> Iterator[Problem]:
 
 def _of_layout(config: RunConfig, world: int) -> Iterator[Problem]:
     engine, sharing, replicas = config.engine, config.engine.sharing, config.engine.replicas
+    if config.optim.kind == "adamw8bit" and engine.optimizer_offload:
+        yield Problem(
+            "moments of 8 bits stay on the device",
+            have="optim.kind: adamw8bit, engine.optimizer_offload: true",
+            want="one of them",
+            do="set optim.kind=adamw, or engine.optimizer_offload=false",
+        )
     if world % sharing:
         yield Problem(
             "the processes cannot be divided into groups that share a micro-batch",

@@ -1,4 +1,4 @@
-"""What an engine steps: AdamW, and Muon for the matrices of decoder layers where that is asked for.
+"""What an engine steps: AdamW, and where that is asked for Muon or AdamW in 8 bits for the matrices.
 
 Parameters may be DTensors; both work on the plain local tensors inside them, so their slots lie on
 the very boxes of the weights. Left out: learning-rate schedules (`burnish.algorithms.schedule`).
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from burnish.config.schema import OptimConfig
 from burnish.engines.adamw import ShardedAdamW
+from burnish.engines.adamw8bit import SCALES, AdamW8bit, scale_regions
 from burnish.engines.muon import MOMENTUM, Muon
 from burnish.engines.parallelize import decoder_layers
 from burnish.models.names import Region, model_shards
@@ -45,7 +46,12 @@ class ShardedOptimizer:
         hidden = _matrices(model, regions) if config.kind == "muon" else {}
         matrices = {name: weights.pop(name) for name in list(weights) if name in hidden}
         decayed = {name for name in weights if self._parameters[name].ndim >= 2}
+        coded = decayed if config.kind == "adamw8bit" else set[str]()
+        bytewise = {name: weights.pop(name) for name in list(weights) if name in coded}
         self._adamw = ShardedAdamW(weights, decayed, config, arena)
+        self._in_bytes = AdamW8bit(bytewise, config) if bytewise else None
+        self._model, self._regions = model, regions
+        self._scale_regions = scale_regions(r for r in regions if r.parameter in coded)
 
         def describe(tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
             return model_shards(model, tensors, parts=regions)
@@ -75,8 +81,18 @@ class ShardedOptimizer:
 
     def slots(self) -> dict[str, dict[str, Tensor]]:
         """For each slot, its local tensors by weight name; zero-size for a weight this rank holds nothing of."""
-        muon = {} if self._muon is None else {MOMENTUM: self._muon.buffers}
-        return self._adamw.slots() | muon
+        slots = self._adamw.slots()
+        slots |= {} if self._muon is None else {MOMENTUM: self._muon.buffers}
+        if self._in_bytes is not None:
+            for slot, held in (self._in_bytes.slots() | self._in_bytes.scales()).items():
+                slots[slot] = slots.get(slot, {}) | held
+        return slots
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's pieces of the slots, `exp_avg/<weight>` and so on."""
+        for slot, held in self.slots().items():
+            regions = self._scale_regions if slot in SCALES else self._regions
+            yield from model_shards(self._model, held, f"{slot}/", regions)
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's gradients by weight name, those that exist."""
@@ -86,6 +102,8 @@ class ShardedOptimizer:
         """One update at learning rate `lr`, from the parameters' gradients. Collective for Muon."""
         gradients = self.gradients()
         self._adamw.step(lr, gradients)
+        if self._in_bytes is not None:
+            self._in_bytes.step(lr, self.steps, gradients)
         if self._muon is not None:
             self._muon.step(lr, gradients)
 

@@ -173,8 +173,7 @@ class TorchEngine:
             parts = self._adapter.base if self._adapter else ()
             yield from model_shards(self._scorer.model, parts=parts)
             return
-        for slot, held in self._trained().slots().items():
-            yield from model_shards(self._scorer.model, held, f"{slot}/", self._regions)
+        yield from self._trained().shards()
 
     def published(self) -> Iterator[Shard]:
         """This rank's pieces of the model; see `Engine.published`."""

@@ -74,6 +74,7 @@ BAD: list[tuple[Command, list[str], list[str]]] = [
     ("sft", ["model.path=null", "model.fresh=c.json"], ["model.tokenizer"]),
     ("sft", ["model.lora.alpha=16"], ["model.lora.rank: 0", "model.lora.rank=16"]),
     ("rl", ["model.lora.rank=4", "model.path=null", "model.fresh=c.json", "model.tokenizer=t"], ["model.lora needs a model", "remove model.lora"]),
+    ("sft", ["optim.kind=adamw8bit", "engine.optimizer_offload=true"], ["optim.kind: adamw8bit", "engine.optimizer_offload=false"]),
     ("sft", ["model.lora.path=a", "model.lora.rank=4"], ["model.lora.path: a, and model.lora.rank", "remove model.lora.rank"]),
     ("sft", ["data.train=[]"], ["data.train: []", "data.train=[FILE]"]),
     ("rl", ["data.train=[]"], ["data.train: []"]),
