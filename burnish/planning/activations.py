@@ -163,14 +163,12 @@ class _Writer:
             return self._returned("out")
         padded = {f"{p}/padded": s * _PADDING for p, s in zip(parts, sizes, strict=True)}
         self._tape.add(parts, padded)
-        scale = _FP32 / self._bytes
-        exact = padded
-        if self._bytes != _FP32:
-            exact = {f"{name}/exact": size * scale for name, size in padded.items()}
-            self._tape.add(tuple(padded), exact)
-        out = self._query * scale * _PADDING
+        out = self._query * _PADDING
         made = {"out": out, "lse": sums * _PADDING}
-        self._tape.add(tuple(exact), made, [*exact, *made], product=True)
+        exact = 0.0
+        if self._bytes != _FP32:  # what goes into the backward pass and what comes out of it
+            exact = 2 * (sum(padded.values()) + out) * _FP32 / self._bytes
+        self._tape.add(tuple(padded), made, [*padded, *made], scratch_backward=exact, product=True)
         self._tape.add(["out"], {"joined": out})
         self._tape.add(["joined"], {"taken": self._query}, scratch=self._query * _PADDING)
         return self._returned("taken")

@@ -52,6 +52,28 @@ def test_equals_each_sequence_alone(lengths, window):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("lengths", [[9, 40, 41, 3], [300, 300], [2500, 130]])
+def test_half_precision_is_exact_up_to_its_rounding(lengths, window, dtype):
+    """Short sequences, whose gradients a CPU computes in fp32, and long ones."""
+    rows = [part.detach().to(dtype) for part in draw(sum(lengths))]
+    exact = [part.double().requires_grad_() for part in rows]
+    rows = [part.requires_grad_() for part in rows]
+    output = plan_blocks(lengths, CPU).attend(rows, 0.4, window)
+    expected = one_by_one(*exact, lengths, 0.4, window)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    (output * upstream).sum().backward()
+    (expected * upstream.double()).sum().backward()
+    assert output.dtype == dtype
+    for ours, theirs in zip(
+        (output, *(part.grad for part in rows)),
+        (expected, *(part.grad for part in exact)),
+        strict=True,
+    ):
+        assert (ours.double() - theirs).norm() < 0.01 * theirs.norm()
+
+
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=200))
 def test_padding_is_bounded_and_every_row_is_covered(lengths):
     plan = plan_blocks(lengths, CPU)
