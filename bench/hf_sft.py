@@ -21,7 +21,7 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from bench.turns import TakeTurns  # noqa: E402
+from bench.turns import TakeTurns, arguments  # noqa: E402
 
 
 def trainer(settings: dict[str, Any]) -> Trainer:
@@ -31,28 +31,13 @@ def trainer(settings: dict[str, Any]) -> Trainer:
         lambda row: {"input_ids": [*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]},
         remove_columns=["text"],
     )
-    arguments = TrainingArguments(
-        output_dir=settings["model"] + "-hf-sft",
-        use_cpu=not torch.cuda.is_available(),
-        bf16=True,
-        per_device_train_batch_size=settings["rows"],
-        gradient_accumulation_steps=settings["examples"] // settings["rows"],
-        learning_rate=settings["lr"],
-        lr_scheduler_type="constant",
-        train_sampling_strategy="sequential",
-        max_steps=1_000_000,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=settings["seed"],
-    )
+    config = TrainingArguments(**arguments(settings))
     turns = TakeTurns(TURNS, settings["examples"])
     made = Trainer(
         Qwen3ForCausalLM.from_pretrained(
             settings["model"], dtype=getattr(torch, settings["weights_dtype"])
         ),
-        arguments,
+        config,
         train_dataset=rows,
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
         callbacks=[turns],

@@ -19,28 +19,15 @@ from datasets import load_dataset  # noqa: E402
 from transformers import AutoTokenizer, Qwen3ForCausalLM  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
-from bench.turns import TakeTurns  # noqa: E402
+from bench.turns import TakeTurns, arguments  # noqa: E402
 
 
 def trainer(settings: dict[str, Any]) -> SFTTrainer:
     config = SFTConfig(
-        output_dir=settings["model"] + "-trl-sft",
-        use_cpu=not torch.cuda.is_available(),
-        bf16=True,
         gradient_checkpointing=False,
         max_length=settings["packing"],
         packing=settings["packing"] is not None,
-        per_device_train_batch_size=settings["rows"],
-        gradient_accumulation_steps=settings["examples"] // settings["rows"],
-        learning_rate=settings["lr"],
-        lr_scheduler_type="constant",
-        train_sampling_strategy="sequential",
-        max_steps=1_000_000,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=settings["seed"],
+        **arguments(settings),
     )
     turns = TakeTurns(TURNS, settings["examples"])
     made = SFTTrainer(

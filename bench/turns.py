@@ -41,3 +41,23 @@ def _now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def arguments(settings: dict[str, Any]) -> dict[str, Any]:
+    """What the configuration of every such trainer has in common."""
+    return {
+        "output_dir": settings["model"] + "-trained",
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": True,
+        "per_device_train_batch_size": settings["rows"],
+        "gradient_accumulation_steps": settings["examples"] // settings["rows"],
+        "learning_rate": settings["lr"],
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "max_steps": 1_000_000,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": settings["seed"],
+    }
