@@ -152,6 +152,7 @@ class Remote:
         to be sent again. Raises `BurnishError`, and `OSError` for a source that cannot be read.
         """
         path = self._path(name)
+        source.stat()  # raises here, where no service has to do with it
 
         def send(backend: Backend, pulse: Pulse) -> None:
             def moved(count: int) -> None:

@@ -77,15 +77,15 @@ def test_power_lost_again_while_resuming(tmp_path):
 class WithoutSync(RecordingStorage):
     """A protocol that forgets to sync: its log has none of one kind."""
 
-    kind = "sync"
+    forgotten = "sync"
 
     def note(self, kind, path, **more):
-        if kind != self.kind:
+        if kind != self.forgotten:
             super().note(kind, path, **more)
 
 
 class WithoutSyncDir(WithoutSync):
-    kind = "sync_dir"
+    forgotten = "sync_dir"
 
 
 @pytest.mark.parametrize("storage_type", [WithoutSync, WithoutSyncDir])

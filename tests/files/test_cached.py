@@ -166,8 +166,9 @@ def test_connections_cut_in_the_middle_of_bodies_lose_nothing(
 
 
 COPY = """
-    import sys, time
+    import signal, sys, time
     from pathlib import Path
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     from burnish.files.cached import copied
     from burnish.files.remote import Remote
     from burnish.files.selection import select

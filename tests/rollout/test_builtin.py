@@ -120,9 +120,9 @@ class TestSchedule:
         seen: list[int] = []
         network = generator._network
 
-        def forward(token_ids: Tensor, positions: Tensor, packing: Any) -> Tensor:
+        def forward(token_ids: Tensor, *others: Any) -> Tensor:
             seen.append(len(token_ids))
-            return network.forward(token_ids, positions, packing)
+            return network.forward(token_ids, *others)
 
         generator._network = decoding.Network(forward, network.logits, CPU, network.layers)
         generator.generate(make_requests((9, 30), samples=5), Sampling(4))
@@ -136,9 +136,9 @@ class TestSchedule:
         rows: list[int] = []
         network = generator._network
 
-        def forward(token_ids: Tensor, positions: Tensor, packing: Any) -> Tensor:
+        def forward(token_ids: Tensor, *others: Any) -> Tensor:
             rows.append(len(token_ids))
-            return network.forward(token_ids, positions, packing)
+            return network.forward(token_ids, *others)
 
         generator._network = decoding.Network(forward, network.logits, CPU, network.layers)
         groups = generator.generate(make_requests(samples=6), Sampling(30))
