@@ -24,8 +24,6 @@ _SLACK_FRACTION = 8
 """A sequence may be shorter than its block by 1/8 of the block's length ..."""
 _SLACK_TOKENS = 8
 """... or by so many tokens, whichever is more."""
-_HALF_BACKWARD = 256 * 64
-"""Rows of a sequence times numbers of a head from which a CPU is faster backward in half precision than in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +142,8 @@ def _causal(dense: Sequence[Tensor], scaling: float, window: int | None) -> Tens
 class _HalfOnCpu(torch.autograd.Function):
     """torch's causal flash attention on a CPU for bf16 and fp16: two to three times as fast forward as in fp32.
 
-    Backward its kernel is up to eight times slower than in fp32 where sequences are short, so there
-    the same numbers are taken to fp32 first.
+    Backward the same numbers are taken to fp32 first: the kernel for half precision adds up the gradients of
+    keys and values in it, and is up to eight times slower where sequences are short.
     """
 
     @staticmethod
@@ -161,10 +159,7 @@ class _HalfOnCpu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         *parts, log_sums = ctx.saved_tensors
-        given = [gradients[0], *parts]
-        dtype, (length, width) = parts[0].dtype, parts[0].shape[2:]
-        if length * width < _HALF_BACKWARD:
-            given = [part.float() for part in given]
+        dtype, given = parts[0].dtype, [part.float() for part in (gradients[0], *parts)]
         query, key, value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *given, log_sums, 0.0, True, scale=ctx.scaling
         )

@@ -56,7 +56,6 @@ def test_equals_each_sequence_alone(lengths, window):
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("lengths", [[9, 40, 41, 3], [300, 300], [2500, 130]])
 def test_half_precision_is_exact_up_to_its_rounding(lengths, window, dtype):
-    """Short sequences, whose gradients a CPU computes in fp32, and long ones."""
     rows = [part.detach().to(dtype) for part in draw(sum(lengths))]
     exact = [part.double().requires_grad_() for part in rows]
     rows = [part.requires_grad_() for part in rows]
@@ -71,7 +70,7 @@ def test_half_precision_is_exact_up_to_its_rounding(lengths, window, dtype):
         (expected, *(part.grad for part in exact)),
         strict=True,
     ):
-        assert (ours.double() - theirs).norm() < 0.01 * theirs.norm()
+        assert (ours.double() - theirs).norm() < 0.004 * theirs.norm()
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=200))
