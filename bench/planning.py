@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +50,7 @@ from burnish.planning.accuracy import TABLE, Measured, measured_table, planned
 from burnish.records import Batch, Example, Request
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin import BuiltinGenerator
+from burnish.trainers.parking import Parking
 
 CPU = torch.device("cpu")
 STEPS = 4
@@ -86,16 +87,20 @@ class Subject:
         self._critic: TorchEngine | None = None
         with meter.phase("setup"):
             self._engine = self._made(self._hf, config.optim, config.model.adapter)
+            away = [self._engine]
             if case.command == "rl":
                 if not config.model.adapter:
                     self._reference = self._made(self._hf, None)
+                    away.append(self._reference)
                 if config.algorithm.advantage == "gae":
                     self._critic = self._made(value_config(self._hf), config.optim)
+                    away.append(self._critic)
                 dtype = torch.bfloat16 if config.engine.precision == "bf16" else torch.float32
                 self._generator = BuiltinGenerator(
                     self._hf, layout=layout, device=CPU, dtype=dtype, slots=256, eos_token_ids=()
                 )
                 self._publish()
+        self._parking = Parking(away if config.engine.park else [])
 
     def _made(
         self, hf: PretrainedConfig, optim: OptimConfig | None, lora: LoraConfig | None = None
@@ -121,8 +126,7 @@ class Subject:
             prompt = config.data.max_prompt_length or 0
             lengths = [prompt + config.rollout.max_response_length] * 8
             first = [prompt] * 8
-            with self._meter.phase("rollout"):
-                self._roll_out(prompt)
+            self._roll_out(prompt)
         many = self._case.microbatches * self._case.shares
         examples = [
             Example(
@@ -165,7 +169,13 @@ class Subject:
             Request(key, rng.integers(3, 2048, prompt), samples=config.rollout.n)
             for key in range(config.batch.prompts // self._layout.world)
         ]
-        self._generator.generate(requests, Sampling(config.rollout.max_response_length))
+        with ExitStack() as parked:
+            with self._meter.phase("parking"):
+                parked.enter_context(self._parking())
+            with self._meter.phase("rollout"):
+                self._generator.generate(requests, Sampling(config.rollout.max_response_length))
+            with self._meter.phase("parking"):
+                parked.close()
 
     def _publish(self) -> None:
         self._generator.load_weights(self._engine.published(), 0)
@@ -203,7 +213,8 @@ def peaks_of(case: Case, layout: Layout) -> dict[str, int]:
     subject = Subject(case, layout, meter)
     for _step in range(2 if case.stands_alone else STEPS):
         subject.step()
-    return {name: min(values[1:]) for name, values in meter.peaks.items() if name != "setup"}
+    meant = meter.peaks.keys() - {"setup", "parking"}
+    return {name: min(values[1:]) for name, values in meter.peaks.items() if name in meant}
 
 
 def tracked_peaks(case: Case, layout: Layout) -> dict[str, int]:

@@ -138,6 +138,7 @@ def _cases() -> Iterator[Case]:
     yield Case("llama", "bf16", "full", 1024, command="rl", processes=2)
     yield from _shared_cases()
     yield from _other_cases()
+    yield from _cases_with_less()
 
 
 def _shared_cases() -> Iterator[Case]:
@@ -164,6 +165,15 @@ def _other_cases() -> Iterator[Case]:
     yield _small("qwen3", "bf16", "none", 2, {"engine.reshard_after_forward": False})
     for more in (adapter, critic, critic | adapter):
         yield _small("qwen3", "bf16", "none", 1, more, "rl")
+
+
+def _cases_with_less() -> Iterator[Case]:
+    """What leaves the device, and moments of 8 bits. What lies on the host is not of torch's allocator, so this is a device's need."""
+    for checkpointing in ("none", "full"):
+        yield Case("qwen3", "bf16", checkpointing, 4096, more={"engine.activation_offload": True})
+    for more in ({"engine.optimizer_offload": True}, {"optim.kind": "adamw8bit"}):
+        yield _small("qwen3", "fp32", "full", 1, more)
+    yield _small("qwen3", "bf16", "none", 1, {"engine.park": True}, "rl")
 
 
 def _small(

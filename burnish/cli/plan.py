@@ -99,7 +99,11 @@ def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Device
         model = with_adapter(config.model, _content(f"{adapter.rstrip('/')}/{ADAPTER_CONFIG}"))
         config = config.model_copy(update={"model": model})
     shape = ModelShape.of(model_fields(config.model))
-    return Planner(shape, config, Workload.of(config, command), devices)
+    judges = [
+        ModelShape.of(model_fields(ModelConfig(path=judge.path)))
+        for judge in (config.reward.models if command == "rl" else ())
+    ]
+    return Planner(shape, config, Workload.of(config, command), devices, judges)
 
 
 def model_fields(model: ModelConfig) -> dict[str, Any]:
@@ -128,7 +132,7 @@ def _content(place: str) -> bytes:
         raise MissingError(
             f"there is no file {path}",
             want=f"a file {path.name}; weights are not needed",
-            do="set model.path and model.lora.path to directories that have theirs, or model.fresh to the file",
+            do="set model.path, model.lora.path and reward.models to directories that have theirs, or model.fresh to the file",
         )
     return path.read_bytes()
 

@@ -43,7 +43,7 @@ def as_json(plans: Sequence[Plan], devices: Devices) -> dict[str, Any]:
                 "tensor": plan.layout.tensor,
                 "overrides": plan.overrides(),
                 "bytes": plan.phases,
-                "host_bytes": plan.staging,
+                "host_bytes": plan.host,
                 "seconds": plan.seconds,
                 "microbatches": plan.microbatches,
             }
@@ -86,12 +86,12 @@ def _phases(plan: Plan) -> Iterator[str]:
         for name, size in sorted(parts.items(), key=lambda item: -item[1]):
             if size >= plan.total(phase) / 1000:
                 rows.append((f"  {name}", bytes_text(size), _bar(size / plan.usable), ""))
-    width = max(len(row[0]) for row in rows)
+    width = max(*(len(row[0]) for row in rows), *(len(f"host, {name}") for name in plan.host))
     for name, text, bar, time in rows:
         yield f"  {name:<{width}}  {text:>9}  {bar or time}".rstrip()
     yield f"  {'a device has':<{width}}  {bytes_text(plan.usable):>9}  {'░' * _BAR}"
-    if plan.staging:
-        yield f"  {'host, saving':<{width}}  {bytes_text(plan.staging):>9}"
+    for name, size in plan.host.items():
+        yield f"  {f'host, {name}':<{width}}  {bytes_text(size):>9}"
 
 
 def _alternatives(plans: Sequence[Plan]) -> Iterator[str]:

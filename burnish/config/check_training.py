@@ -18,6 +18,13 @@ def of_sft(config: RunConfig, shares: int) -> Iterator[Problem]:
     """What keeps supervised fine-tuning from running on so many groups of processes that share a micro-batch."""
     yield from _of_learning_rate(config)
     yield from _of_examples(config, shares)
+    if config.engine.park:
+        yield Problem(
+            "engine.park is for reinforcement learning: nothing is generated here",
+            have="engine.park: true",
+            want="false",
+            do="remove engine.park; engine.optimizer_offload and engine.activation_offload save memory here",
+        )
 
 
 def of_rl(config: RunConfig, shares: int) -> Iterator[Problem]:

@@ -39,7 +39,7 @@ class LoraConfig(Section):
     """Train a low-rank adapter (arXiv 2106.09685) on the model's linear layers instead of the model."""
 
     path: str | None = None
-    """An adapter to go on from, which brings all that follows: a directory of PEFT's, such as an earlier run's step/model; a path or a URL."""
+    """An adapter to go on from, which brings all that follows: a directory of PEFT's, such as an earlier run's step/model; a path or a URL. Resuming reads it again; `burnish eval` does not."""
     rank: int = Field(0, ge=0)
     """Width of a new adapter; 0: none, the whole model is trained."""
     alpha: float = Field(32.0, gt=0)
@@ -98,7 +98,7 @@ class EngineConfig(Section):
     optimizer_offload: bool = False
     """Keep the optimizer's state on the host; for a step it comes to the device, some weights' at a time."""
     park: bool = False
-    """rl: weights, gradients and optimizer state are on the host while completions are generated; also those of critic and reference."""
+    """rl: weights, gradients and optimizer state are on the host while completions are generated; also those of critic and reference. An evaluation parks nothing."""
     compile: bool = False
     """Compile each decoder layer with torch.compile: faster steps after a first one that takes a minute or more. Needs a C++ compiler."""
     router_aux_loss: float = Field(0.0, ge=0)

@@ -10,8 +10,10 @@ from typing import Any
 
 from burnish.config.schema import RunConfig
 from burnish.planning.activations import Arithmetic
-from burnish.planning.memory import Layout, Model, Needs
+from burnish.planning.memory import Needs
+from burnish.planning.model import Model
 from burnish.planning.shape import ModelShape
+from burnish.planning.share import Layout
 from burnish.planning.workload import Command, Workload
 
 TABLE = Path(__file__).with_name("accuracy.json")
@@ -47,11 +49,12 @@ def measured_table() -> list[Measured]:
 
 
 def planned(settings: Mapping[str, Any], command: Command, processes: int) -> dict[str, float]:
-    """Bytes by phase on CPUs, for a configuration whose `model.fresh` is a mapping."""
+    """Bytes by phase on CPUs, for a configuration whose `model.fresh` is a mapping; without what is away, which no allocator of torch's gives out."""
     config = RunConfig.model_validate(settings)
     shape = ModelShape.of(config.model.fresh if isinstance(config.model.fresh, dict) else {})
     width = 2 if config.engine.precision == "bf16" else 4
     layout = Layout.of(config.engine, processes)
     arithmetic = Arithmetic(width, True, layout.sequence, layout.tensor, config.model.adapter)
     needs = Needs(Model(shape, arithmetic), config, Workload.of(config, command), layout)
-    return {phase: sum(parts.values()) for phase, parts in needs.phases().items()}
+    phases = needs.phases().items()
+    return {phase: sum(parts.values()) - parts.get("host", 0.0) for phase, parts in phases}

@@ -7,12 +7,20 @@ from burnish.errors import UsageError
 from burnish.planning.devices import Devices
 from burnish.planning.layouts import Plan
 
+_PLAIN = {
+    "reward models": "a smaller model in reward.models",
+    "host": "no engine.activation_offload, optimizer_offload and park, which save nothing on a CPU",
+    "staging": "checkpoint.background=false",
+    "generator": "a smaller model: each device has a whole copy to generate with",
+}
+"""For parts of which only one thing can be said."""
+
 
 def advice(plan: Plan, config: RunConfig) -> str:
     """The settings that would help most where a plan does not fit, the best first."""
     parts = plan.phases[plan.fullest]
     found: list[str] = []
-    for part in sorted(parts, key=lambda name: -parts[name]):
+    for part in sorted(parts, key=lambda name: (name == "generator", -parts[name])):
         found += [each for each in _remedies(part, plan, config) if each not in found]
     return ", or ".join(found[:3])
 
@@ -20,11 +28,14 @@ def advice(plan: Plan, config: RunConfig) -> str:
 def _remedies(part: str, plan: Plan, config: RunConfig) -> list[str]:
     """What makes one part smaller."""
     batch, engine = config.batch, config.engine
+    if part in _PLAIN:
+        return [_PLAIN[part]]
+    away = _away(part, plan, config) if plan.apart else []
     fewer_copies = ["engine.replicas=1"] if engine.replicas > 1 else []
     tokens = f"batch.tokens_per_device={max(2, batch.tokens_per_device // 2)}"
     if part == "activations" and plan.fullest != "rollout":
         full = ["engine.activation_checkpointing=full"]
-        return [*(full if engine.activation_checkpointing != "full" else []), tokens]
+        return [*(full if engine.activation_checkpointing != "full" else []), *away, tokens]
     if part == "logits":
         if plan.fullest == "rollout":
             return [f"rollout.slots={max(1, config.rollout.slots // 2)}"]
@@ -37,20 +48,31 @@ def _remedies(part: str, plan: Plan, config: RunConfig) -> list[str]:
     if part == "gradients" and plan.microbatches > 1:
         return ["fewer sequences per optimizer step, so that it is one micro-batch", *fewer_copies]
     if part == "critic":
-        return ["algorithm.advantage=grpo, which has no critic"]
+        return [*away, "algorithm.advantage=grpo, which has no critic"]
     if part == "reference":
-        return ["algorithm.kl.coef=0"]
+        return [*away, "algorithm.kl.coef=0"]
     if part == "gathered" and not engine.reshard_after_forward:
         return ["engine.reshard_after_forward=true"]
-    if part == "staging":
-        return ["checkpoint.background=false"]
-    if part == "generator":
-        return ["a smaller model: each device has a whole copy to generate with"]
     return [
+        *away,
         *fewer_copies,
         "more devices",
         *([] if config.model.adapter else ["model.lora.rank=16"]),
     ]
+
+
+def _away(part: str, plan: Plan, config: RunConfig) -> list[str]:
+    """The setting that takes a part to the host, if there is one and it is not set."""
+    engine, trained = config.engine, ("weights", "optimizer", "critic", "reference")
+    if part in trained and plan.fullest == "rollout":
+        return [] if engine.park else ["engine.park=true"]
+    if part == "activations":
+        known = engine.activation_offload or engine.activation_checkpointing == "selective"
+        return [] if known else ["engine.activation_offload=true"]
+    if part in ("optimizer", "critic"):
+        known = engine.optimizer_offload or config.optim.kind == "adamw8bit"
+        return [] if known else ["engine.optimizer_offload=true"]
+    return []
 
 
 def refuse(plan: Plan, config: RunConfig, devices: Devices) -> UsageError:

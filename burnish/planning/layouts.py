@@ -10,8 +10,10 @@ from typing import get_args
 from burnish.config.schema import EngineConfig, RunConfig
 from burnish.planning.activations import Arithmetic
 from burnish.planning.devices import PER_MACHINE, Devices
-from burnish.planning.memory import Layout, Model, Needs, Parts
-from burnish.planning.shape import Layer, ModelShape
+from burnish.planning.memory import Needs, Parts
+from burnish.planning.model import Model
+from burnish.planning.shape import BLOCK, Layer, ModelShape
+from burnish.planning.share import Layout
 from burnish.planning.timing import Clock
 from burnish.planning.workload import Workload
 
@@ -28,14 +30,16 @@ class Plan:
     """The settings that go with it."""
     phases: dict[str, Parts]
     """Bytes by phase and part, on the process that needs most."""
-    staging: float
-    """Bytes of host memory for a save in the background, where the device is not the host."""
+    host: Parts
+    """Bytes of host memory of a process, where the device is not the host."""
     seconds: dict[str, float]
     """Estimated, by phase."""
     microbatches: int
     """Of an optimizer step."""
     usable: float
     """Bytes that a process can have."""
+    apart: bool
+    """Whether host and device have memories of their own."""
 
     @property
     def fullest(self) -> str:
@@ -88,15 +92,21 @@ class Planner:
     """Plans of one configuration on some devices."""
 
     def __init__(
-        self, shape: ModelShape, config: RunConfig, work: Workload, devices: Devices
+        self,
+        shape: ModelShape,
+        config: RunConfig,
+        work: Workload,
+        devices: Devices,
+        judges: Sequence[ModelShape] = (),
     ) -> None:
+        """`judges` are the models of `reward.models`."""
         self.shape, self.work = shape, work
+        self._judges = tuple(replace(judge, scores_values=True) for judge in judges)
         self._config, self._devices = config, devices
         self._width = 2 if config.engine.precision == "bf16" else 4
-        lora = config.model.adapter
-        adapter = sum(layer.adapter(lora) * n for layer, n in shape.layers) if lora else 0
-        self._clock = Clock(shape, work, devices, self._width, adapter)
-        self._models: dict[tuple[int, int], Model] = {}
+        adapter = shape.adapter(config.model.adapter)
+        self._clock = Clock(shape, work, devices, self._width, adapter, self._judges)
+        self._models: dict[tuple[int, int], tuple[Model, list[Model]]] = {}
 
     def as_configured(self) -> Plan:
         """With the settings as they are."""
@@ -110,13 +120,16 @@ class Planner:
         )
 
     def _settings(self) -> Iterator[EngineConfig]:
-        """Every way to divide the processes, with every kind of checkpointing."""
+        """Every way to divide the processes, with every kind of checkpointing that goes with the other settings."""
+        engine = self._config.engine
+        refused = "selective" if engine.activation_offload or engine.compile else None
+        kinds = [kind for kind in _CHECKPOINTING if kind != refused]
         for sequence, tensor in self._sharing():
             shares = self._devices.count // (sequence * tensor)
             for replicas in _divisors(shares):
                 gathers = (True, False) if self._devices.count > replicas * tensor else (True,)
-                for checkpointing, reshard in product(_CHECKPOINTING, gathers):
-                    yield self._config.engine.model_copy(
+                for checkpointing, reshard in product(kinds, gathers):
+                    yield engine.model_copy(
                         update={
                             "replicas": replicas,
                             "sequence_parallel": sequence,
@@ -129,33 +142,49 @@ class Planner:
     def _sharing(self) -> Iterator[tuple[int, int]]:
         """How many processes of a machine may share a micro-batch: its tokens, and the matrices."""
         machine, each_update = PER_MACHINE, self.work.sequences // self.work.updates
-        for tensor in _divisors(machine) if self.shape.family.tensor else [1]:
+        shapes = (self.shape, *self._judges)
+        layers = [layer for shape in shapes for layer, _ in shape.layers]
+        known = all(shape.family.tensor for shape in shapes)
+        for tensor in _divisors(machine) if known else [1]:
+            if not all(self._can_cut(tensor, layer) for layer, _ in self.shape.layers):
+                continue
             for sequence in _divisors(machine // tensor):
                 shares, rest = divmod(self._devices.count, sequence * tensor)
                 if rest or shares > each_update:
                     continue
-                if all(divides(sequence, tensor, layer) for layer, _ in self.shape.layers):
+                if all(divides(sequence, tensor, layer) for layer in layers):
                     yield sequence, tensor
+
+    def _can_cut(self, tensor: int, layer: Layer) -> bool:
+        """Whether so many processes can share a layer's columns, which have moments of 8 bits in whole blocks."""
+        blocks = BLOCK * tensor
+        in_blocks = layer.query % blocks == 0 and layer.intermediate % blocks == 0
+        return tensor == 1 or in_blocks or self._config.optim.kind != "adamw8bit"
 
     def _plan(self, engine: EngineConfig) -> Plan:
         layout = Layout.of(engine, self._devices.count)
         config = self._config.model_copy(update={"engine": engine})
-        needs = Needs(self._model(layout.sequence, layout.tensor), config, self.work, layout)
+        model, judges = self._model(layout.sequence, layout.tensor)
+        needs = Needs(model, config, self.work, layout, judges)
         return Plan(
             layout,
             engine,
             needs.phases(),
-            0.0 if self._devices.cpu else needs.staging(),
+            {} if self._devices.cpu else needs.host(),
             self._clock.seconds(layout, engine, needs.microbatches),
             needs.microbatches,
             self._devices.usable,
+            not self._devices.cpu,
         )
 
-    def _model(self, sequence: int, tensor: int) -> Model:
+    def _model(self, sequence: int, tensor: int) -> tuple[Model, list[Model]]:
+        """The model that is trained, and those that judge."""
         if (sequence, tensor) not in self._models:
             lora = self._config.model.adapter
             arithmetic = Arithmetic(self._width, self._devices.cpu, sequence, tensor, lora)
-            self._models[sequence, tensor] = Model(self.shape, arithmetic)
+            asked = replace(arithmetic, lora=None)
+            judges = [Model(judge, asked) for judge in self._judges]
+            self._models[sequence, tensor] = Model(self.shape, arithmetic), judges
         return self._models[sequence, tensor]
 
 

@@ -2,20 +2,25 @@
 
 A phase has a few moments, each a sum of named parts; its need is the moment that needs most. What is held,
 and when, follows the engine (`burnish.engines.torch_engine` on FSDP2), the generator (`burnish.rollout`) and the
-checkpoints; `bench.planning` compares it with what runs measure. Prompts that several samples share are
-counted in full. Left out: the interpreter and its libraries, and what an accelerator's driver takes.
+checkpoints; `bench.planning` compares it with what runs measure. What leaves the device lies on the host, for which
+there is a figure too; between processes on CPUs both are one memory, and every phase has it as its part `host`.
+Prompts that several samples share are counted in full. Left out: the interpreter and its libraries, and what an
+accelerator's driver takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
-from burnish.config.schema import EngineConfig, RunConfig
-from burnish.planning.activations import Arithmetic, layer_passes
-from burnish.planning.shape import Layer, ModelShape, Weight
-from burnish.planning.tape import Passes
+from burnish.config.schema import RunConfig
+from burnish.planning.logits import Logits
+from burnish.planning.model import Model
+from burnish.planning.shape import Layer
+from burnish.planning.share import Layout, Share
+from burnish.planning.slots import Slots
+from burnish.planning.tape import Moment
 from burnish.planning.workload import Workload
 
 Parts = dict[str, float]
@@ -24,8 +29,6 @@ Parts = dict[str, float]
 _MIB = 1 << 20
 _FP32 = 4
 _BF16 = 2
-_SLOTS = 2
-"""Numbers that AdamW keeps per weight; Muon keeps one of each matrix of the layers."""
 _WAVE = 64 * _MIB
 """Publishing sends at most so much at one time, and receives as much."""
 _SAVING = 3 * 32 * _MIB
@@ -36,97 +39,82 @@ _PREFILL_TOKENS = 8192
 """Prompts that the generator reads at one time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How the processes of a run are arranged."""
-
-    replicas: int
-    """Copies of the model."""
-    shards: int
-    """Processes that one copy is cut among."""
-    sequence: int = 1
-    """Processes that share the tokens of a micro-batch."""
-    tensor: int = 1
-    """Processes that share the matrices of each layer."""
-
-    @classmethod
-    def of(cls, engine: EngineConfig, processes: int) -> Layout:
-        """So many processes, as the settings arrange them."""
-        shards = processes // (engine.replicas * engine.tensor_parallel)
-        return cls(engine.replicas, shards, engine.sequence_parallel, engine.tensor_parallel)
-
-    @property
-    def world(self) -> int:
-        """All processes."""
-        return self.replicas * self.shards * self.tensor
-
-    @property
-    def token_ranks(self) -> int:
-        """Processes among which the tokens of a step are divided."""
-        return self.world // self.tensor
-
-
-class Model:
-    """A model's layers and what they hold of a token, for one arithmetic; made once, then asked for every layout."""
-
-    def __init__(self, shape: ModelShape, arithmetic: Arithmetic) -> None:
-        self.shape = shape
-        self._arithmetic = arithmetic
-        self.lora = arithmetic.lora
-        self.bytes = arithmetic.bytes
-        self.cpu = arithmetic.cpu
-        self.tensor = arithmetic.tensor
-        self.layers: list[tuple[Layer, int, Passes]] = [
-            (layer, count, layer_passes(shape.family, layer, arithmetic))
-            for layer, count in shape.layers
-        ]
-        self.hidden = float(shape.hidden * arithmetic.bytes)
-
-    @cached_property
-    def critic(self) -> Model:
-        """The same with a value head, of which all is trained."""
-        shape = replace(self.shape, scores_values=True)
-        return Model(shape, replace(self._arithmetic, lora=None))
-
-    def kept(self, passes: Passes, checkpointing: str) -> float:
-        """Bytes of a token that a layer keeps for its backward pass."""
-        if checkpointing == "full":
-            return self.hidden / self.tensor
-        return passes.products if checkpointing == "selective" else passes.kept
-
-
 class Needs:
     """What one process of a run needs, of a model, at a layout."""
 
-    def __init__(self, model: Model, config: RunConfig, work: Workload, layout: Layout) -> None:
+    def __init__(
+        self,
+        model: Model,
+        config: RunConfig,
+        work: Workload,
+        layout: Layout,
+        judges: Sequence[Model] = (),
+    ) -> None:
+        """`judges` are the models of `reward.models`."""
         self._model, self._config, self._work, self._layout = model, config, work, layout
         engine = config.engine
         self._checkpointing = engine.activation_checkpointing
         self._regathers = engine.reshard_after_forward and layout.shards > 1
         self._trained = model.lora is None
+        self._share = Share(model.shape, layout)
+        self._slots = Slots(self._share, config, model.lora)
         alone = replace(work, critic=False, reference=False, slots=0)
         self._critic = Needs(model.critic, config, alone, layout) if work.critic else None
+        self._judges = [Needs(judge, config, alone, layout) for judge in judges]
 
     def phases(self) -> dict[str, Parts]:
         """The parts of the fullest moment of each phase, in the order of a step."""
         work, found = self._work, dict[str, Parts]()
         if work.slots:
-            found["rollout"] = self._resting | self._generation()
+            found["rollout"] = self._generating | max(self._rollouts(), key=_total)
         if work.scores:
             found["log-probs"] = self._resting | self._scoring()
-        found["update"] = self._resting | max(self._updates(), key=lambda p: sum(p.values()))
+        found["update"] = self._resting | max(self._updates(), key=_total)
         if work.slots:
             found["publish"] = self._resting | self._publishing()
         found["save"] = self._resting | self._saving()
+        if self._model.cpu and (host := _total(self._away())):
+            found = {phase: parts | {"host": host} for phase, parts in found.items()}
         return found
+
+    def host(self) -> Parts:
+        """Bytes of host memory beside a device: what is away from it when that is most, and what a save in the background copies."""
+        staging = self.staging()
+        return self._away() | ({"saving": staging} if staging else {})
 
     def staging(self) -> float:
         """Bytes of host memory that a save in the background copies the state to."""
         if not self._config.checkpoint.background:
             return 0.0
-        frozen = 0.0 if self._trained else float(self._model.bytes * self._held_all)
         critic = self._critic.staging() if self._critic else 0.0
-        return sum(self._state.values()) - frozen + critic
+        return _FP32 * self._slots.held + self._slots.bytes + critic
+
+    def _away(self) -> Parts:
+        """What is in `burnish.parallel.arena`, which keeps the memory that it once took."""
+        engine, critic = self._config.engine, self._critic
+        parts: Parts = {}
+        if self._slots.offloaded:
+            parts["optimizer"] = self._slots.bytes + (critic._slots.bytes if critic else 0.0)
+        in_turn: Parts = {}
+        if engine.activation_offload:
+            in_turn["activations"] = max(each._waiting for each in (self, critic) if each)
+        if engine.park and self._work.slots:
+            in_turn["parked"] = self._parked
+        if in_turn:
+            largest = max(in_turn, key=in_turn.__getitem__)
+            parts[largest] = in_turn[largest]
+        return {name: size for name, size in parts.items() if size}
+
+    @property
+    def _waiting(self) -> float:
+        """Bytes that layers keep for the backward pass, but for the last of them, which keeps its own on the device."""
+        return self._kept_all - min(self._kept.values())
+
+    @property
+    def _parked(self) -> float:
+        """Bytes that leave the device while completions are generated."""
+        reference = self._state["weights"] if self._work.reference and self._trained else 0.0
+        return _total(self._state) + reference + self._resting.get("critic", 0.0)
 
     @property
     def tokens(self) -> int:
@@ -143,28 +131,48 @@ class Needs:
 
     @cached_property
     def _state(self) -> Parts:
-        """Weights and optimizer, always there."""
-        held = float(self._held_all)
-        if self._trained:
-            numbers = _SLOTS * held - (self._matrices if self._config.optim.kind == "muon" else 0)
-            return {"weights": _FP32 * held, "optimizer": _FP32 * numbers}
-        adapter = self._adapter / self._layout.shards
-        weights = self._model.bytes * held + _FP32 * adapter
-        return {"weights": weights, "optimizer": _SLOTS * _FP32 * adapter}
+        """Weights, and the optimizer where it is not on the host: always there, or parked."""
+        frozen = 0 if self._trained else self._model.bytes * self._share.all
+        parts = {"weights": _FP32 * float(self._slots.held) + frozen}
+        return parts if self._slots.offloaded else parts | {"optimizer": self._slots.bytes}
 
     @cached_property
     def _resting(self) -> Parts:
-        """What is there between phases: the state, a frozen reference, a critic, the generator's weights."""
+        """What is there between phases: the state, a frozen reference, a critic, the generator's weights, reward models."""
         parts = dict(self._state)
         if self._work.reference and self._trained:
-            left = self._root if self._regathers else self._all
-            parts["reference"] = parts["weights"] + self._model.bytes * left
+            parts["reference"] = parts["weights"] + self._left
         if self._critic:
-            parts["critic"] = sum(self._critic._state.values())
+            parts["critic"] = _total(self._critic._state)
         if self._work.slots:
             held = self._model.shape.elements + self._ordered
             parts["generator"] = float(self._model.bytes * held)
+        if self._judges:
+            parts["reward models"] = sum(
+                judge._model.bytes * judge._share.all + judge._left for judge in self._judges
+            )
         return parts
+
+    @property
+    def _left(self) -> float:
+        """Bytes that a forward pass leaves gathered."""
+        left = self._share.root if self._regathers else self._share.gathered
+        return float(self._model.bytes * left)
+
+    @property
+    def _generating(self) -> Parts:
+        """What is there while completions are generated and judged."""
+        if not self._config.engine.park:
+            return self._resting
+        staying = ("generator", "reward models")
+        return {name: size for name, size in self._resting.items() if name in staying}
+
+    def _rollouts(self) -> Iterator[Parts]:
+        """Generating, then what each reward model needs, whose root is there already."""
+        yield self._generation()
+        for judge in self._judges:
+            parts = judge._scoring()
+            yield parts | {"gathered": parts["gathered"] - judge._left}
 
     @property
     def _ordered(self) -> int:
@@ -196,82 +204,114 @@ class Needs:
         model, tokens, scored = self._model, self.tokens, self._scored
         if self._critic and not self._work.scorings:
             return self._critic._scoring()
-        gathered = self._root + (self._critic._root if self._critic else 0)
+        gathered = self._share.root + (self._critic._share.root if self._critic else 0)
         gathered += (
-            3 * self._whole(self._largest.weights) if self._regathers else self._gathered_layers
+            3 * self._share.whole(self._share.largest_layer.weights)
+            if self._regathers
+            else self._share.gathered_layers
         )
         inference = max(passes.inference for _, _, passes in model.layers)
         return {
             "gathered": float(model.bytes * gathered),
             "activations": tokens * (inference + model.hidden) + scored * model.hidden,
-            "logits": self._logits_forward,
+            "logits": self._logits.forward,
         }
 
     def _updates(self) -> Iterator[Parts]:
         """The moments of the policy's update, and of the critic's, during which the policy's root is left as the scoring left it."""
         yield from self._update()
         if self._critic:
-            left = float(self._model.bytes * self._root) if self._work.scorings else 0.0
+            left = float(self._model.bytes * self._share.root) if self._work.scorings else 0.0
             for parts in self._critic._update():
                 yield parts | {"gathered": parts["gathered"] + left}
 
     def _update(self) -> Iterator[Parts]:
         """The moments of forward, backward and optimizer step that can be the fullest."""
-        model, trained = self._model, int(self._trained)
-        tokens, scored = self.tokens, self._scored
-        size = self._whole(self._largest.weights)
-        everything = 2 * size if self._regathers else self._gathered_layers
-        kept = {layer: model.kept(p, self._checkpointing) for layer, _, p in model.layers}
-        activations = tokens * sum(kept[layer] * n for layer, n, _ in model.layers)
-        earlier = _FP32 * self._all * trained if self.microbatches > 1 else 0.0
-        head = self._vocabulary * model.shape.hidden * trained
-        last = tokens * model.hidden + scored * model.hidden
-
+        share, trained = self._share, int(self._trained)
+        earlier = _FP32 * share.gathered * trained if self.microbatches > 1 else 0.0
+        last = self.tokens * self._model.hidden + 4 * self._scored * self._model.hidden
         yield self._moment(
-            gathered=self._root + everything,
-            activations=activations + last + 3 * scored * model.hidden,
-            logits=max(self._logits_forward, self._logits_backward),
+            gathered=share.root + self._layers_there,
+            activations=self._ended + last,
+            logits=max(self._logits.forward, self._logits.backward),
             gradients=earlier,
         )
-        others = _FP32 * trained * (self._held_layers - self._held(self._largest.weights))
-        for layer, _, passes in model.layers:
+        for layer, _, passes in self._model.layers:
             for moment in passes.backward:
-                inner = tokens * moment.tokens
-                own = model.bytes * moment.weights * trained
-                yield self._moment(  # the layer that runs backward first: everything else is still kept
-                    gathered=self._root + everything,
-                    activations=activations - tokens * kept[layer] + inner,
-                    gradients=earlier + own + model.bytes * head,
-                )
-                reduced = 0.0 if earlier else others
-                yield self._moment(  # the one that runs last: all other gradients are there
-                    gathered=self._root + (2 if self._regathers else 1) * size,
-                    activations=inner,
-                    gradients=earlier + own + model.bytes * head + reduced + _FP32 * size * trained,
-                )
+                yield from self._backward(layer, moment, earlier)
+        size, others = share.whole(share.largest_layer.weights), self._others
         yield self._moment(
-            gathered=0, gradients=_FP32 * trained * self._held_layers, reducing=self._root
+            gathered=0, gradients=_FP32 * trained * share.layers, reducing=share.root
         )
         yield self._moment(
-            gathered=self._root, gradients=model.bytes * head + others, reducing=size
+            gathered=share.root, gradients=self._logits.gradient + others, reducing=size
         )
-        weights = [*model.shape.root, *(w for layer, _, _ in model.layers for w in layer.weights)]
-        largest = max(self._held([weight]) for weight in weights)
-        yield self._moment(gathered=0, gradients=_FP32 * trained * (self._held_all + largest))
-        if trained and self._config.optim.kind == "muon":
-            yield self._moment(gathered=0, gradients=_FP32 * self._held_all) | self._muon()
+        largest = share.largest_weight
+        yield self._moment(gathered=0, gradients=_FP32 * trained * (share.all + largest))
+        for parts in self._slots.steps():
+            yield self._moment(gathered=0, gradients=_FP32 * trained * share.all) | parts
 
-    def _muon(self) -> Parts:
-        """Directions of all matrices in bf16, the whole ones that this process makes orthogonal, what is on its way to it."""
-        whole = sum(
-            weight.elements * n
-            for layer, n, _ in self._model.layers
-            for weight in layer.weights
-            if weight.columns > 1
+    def _backward(self, layer: Layer, moment: Moment, earlier: float) -> Iterator[Parts]:
+        """A layer's moment where it runs backward first, last, and last but one; `earlier` are bytes of gradients of micro-batches before."""
+        share, trained = self._share, int(self._trained)
+        size = share.whole(share.largest_layer.weights)
+        inner = self.tokens * moment.tokens
+        own = earlier + self._model.bytes * moment.weights * trained + self._logits.gradient
+        yield self._moment(  # everything else is still kept
+            gathered=share.root + self._layers_there,
+            activations=self._beside(layer) + inner,
+            gradients=own,
         )
-        passing = _BF16 * self._matrices if self._layout.world > 1 else 0
-        parts = _BF16 * (self._matrices + whole / self._layout.world)
-        return {"muon": parts + 2 * min(_WAVE, passing)}
+        reduced = 0.0 if earlier else self._others
+        at_last = _FP32 * size * trained
+        gathered = share.root + (2 if self._regathers else 1) * size
+        yield self._moment(  # all other gradients are there
+            gathered=gathered, activations=inner, gradients=own + reduced + at_last
+        )
+        if self._config.engine.activation_offload:  # as many layers beside it as ever
+            before = max(0.0, reduced - _FP32 * trained * share.held(layer.weights))
+            yield self._moment(
+                gathered=gathered,
+                activations=self._beside(layer) + inner,
+                gradients=own + before + at_last,
+            )
+
+    @cached_property
+    def _kept(self) -> dict[Layer, float]:
+        """Bytes that each layer keeps for the backward pass, of a micro-batch."""
+        return {
+            layer: self.tokens * self._model.kept(passes, self._checkpointing)
+            for layer, _, passes in self._model.layers
+        }
+
+    @property
+    def _kept_all(self) -> float:
+        return sum(self._kept[layer] * n for layer, n, _ in self._model.layers)
+
+    @property
+    def _ended(self) -> float:
+        """Bytes that layers keep on the device when the last of them has run."""
+        offloaded = self._config.engine.activation_offload
+        return max(self._kept.values()) if offloaded else self._kept_all
+
+    def _beside(self, layer: Layer) -> float:
+        """Bytes that other layers keep on the device while this one, the first to do so, runs backward."""
+        if self._config.engine.activation_offload:
+            return max(self._kept.values()) if self._model.shape.depth > 1 else 0.0
+        return self._kept_all - self._kept[layer]
+
+    @property
+    def _layers_there(self) -> int:
+        """Elements of gathered layers between forward and backward pass."""
+        whole = self._share.whole(self._share.largest_layer.weights)
+        return 2 * whole if self._regathers else self._share.gathered_layers
+
+    @property
+    def _others(self) -> float:
+        """Bytes of the gradients of all layers but one."""
+        share = self._share
+        held = share.layers - share.held(share.largest_layer.weights)
+        return _FP32 * float(held) * int(self._trained)
 
     def _moment(
         self,
@@ -300,7 +340,7 @@ class Needs:
         """What is under way to the generators of other processes and to this one; an adapter and a block of what it is merged into."""
         others = 1 - 1 / (self._layout.shards * self._layout.tensor)
         passing = self._model.bytes * self._model.shape.elements * others
-        widest = max(w.elements for w in self._largest.weights)
+        widest = max(w.elements for w in self._share.largest_layer.weights)
         merging = _FP32 * (self._adapter + 2 * min(_MERGED, widest))
         parts = {"buffers": 2 * min(_WAVE, passing)} if passing else {}
         return parts if self._trained else parts | {"merging": float(merging)}
@@ -317,79 +357,15 @@ class Needs:
         """Predictions of a micro-batch."""
         return self.tokens * self._work.trained / self._work.length
 
-    @property
-    def _chunk(self) -> float:
-        """Logits of one chunk, elements."""
-        return min(self._config.engine.logprob_chunk, self._scored) * self._vocabulary
-
-    @property
-    def _vocabulary(self) -> float:
-        """Words whose logits this process computes."""
-        return self._model.shape.outputs / self._layout.tensor
-
-    @property
-    def _logits_forward(self) -> float:
-        """A chunk of logits beside the one before it, and its fp32 passes."""
-        several = self._scored > self._config.engine.logprob_chunk
-        exact = 0 if self._model.cpu else (3 if several else 2) * _FP32
-        return self._chunk * (self._model.bytes * (2 if several else 1) + exact)
-
-    @property
-    def _logits_backward(self) -> float:
-        """The same, and the gradient of the output layer that is added up in fp32."""
-        several = self._scored > self._config.engine.logprob_chunk
-        head = self._vocabulary * self._model.shape.hidden * int(self._trained)
-        width = self._model.bytes
-        if not several:
-            exact = 0 if self._model.cpu else 2 * _FP32
-            return self._chunk * (width + exact) + width * head
-        exact = 0 if self._model.cpu else 2 * _FP32
-        summing = self._chunk * (width + exact) + (_FP32 + width) * head
-        return max(summing, self._chunk * 2 * width + _FP32 * head)
-
     @cached_property
-    def _largest(self) -> Layer:
-        return max((layer for layer, _, _ in self._model.layers), key=lambda each: each.elements)
+    def _logits(self) -> Logits:
+        return Logits(self._model, self._scored, self._config.engine.logprob_chunk)
 
-    @cached_property
+    @property
     def _adapter(self) -> int:
         """Elements of the adapter."""
-        lora = self._model.lora
-        return sum(layer.adapter(lora) * n for layer, n, _ in self._model.layers) if lora else 0
+        return self._model.shape.adapter(self._model.lora)
 
-    def _held(self, weights: Iterable[Weight]) -> int:
-        """Elements of these on the process that holds most."""
-        return sum(weight.held(self._layout.shards, self._layout.tensor) for weight in weights)
 
-    def _whole(self, weights: Iterable[Weight]) -> int:
-        """Elements of these when gathered, rows filled up to a multiple of the shards."""
-        return self._held(weights) * self._layout.shards
-
-    @cached_property
-    def _held_layers(self) -> int:
-        return sum(self._held(layer.weights) * n for layer, n, _ in self._model.layers)
-
-    @cached_property
-    def _held_all(self) -> int:
-        return self._held_layers + self._held(self._model.shape.root)
-
-    @cached_property
-    def _root(self) -> int:
-        return self._whole(self._model.shape.root)
-
-    @cached_property
-    def _all(self) -> int:
-        return self._held_all * self._layout.shards
-
-    @property
-    def _matrices(self) -> int:
-        """Elements of which Muon keeps one number instead of AdamW's two."""
-        return sum(
-            self._held(weight for weight in layer.weights if weight.columns > 1) * n
-            for layer, n, _ in self._model.layers
-        )
-
-    @property
-    def _gathered_layers(self) -> int:
-        """Elements of all layers, gathered."""
-        return self._held_layers * self._layout.shards
+def _total(parts: Parts) -> float:
+    return sum(parts.values())

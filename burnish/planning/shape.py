@@ -16,6 +16,8 @@ from burnish.config.schema import LoraConfig
 from burnish.errors import UsageError
 from burnish.models.flops import AttentionCost, ModelFlops
 
+BLOCK = 256
+"""Neighbours in a row that share a scale where moments have 8 bits."""
 Norms = Literal["none", "head", "full"]
 """Whether queries and keys are normalized: not, each head by itself, or all heads together."""
 
@@ -78,6 +80,8 @@ class Weight:
     """Whether tensor parallelism divides it."""
     linear: str = ""
     """The last part of the name of its linear layer; nothing where it is in none."""
+    width: int = 0
+    """Size of its last dim; 0: `columns`."""
 
     @property
     def elements(self) -> int:
@@ -88,6 +92,12 @@ class Weight:
         """Elements on the rank that holds most of what `tensor` ranks share, its rows cut into `shards` as torch.chunk does."""
         parts = tensor if self.shared else 1
         return -(-self.rows // shards) * self.columns // parts
+
+    def scales(self, shards: int, tensor: int = 1) -> int:
+        """Blocks of 256 neighbours of a row on that rank, the last of a row being shorter (`burnish.engines.adamw8bit`)."""
+        parts, width = tensor if self.shared else 1, self.width or self.columns
+        blocks = self.columns // width * -(-width // BLOCK)
+        return -(-self.rows // shards) * blocks // parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +130,12 @@ class Layer:
         """Of all its parameters."""
         return sum(weight.elements for weight in self.weights)
 
-    def adapter(self, lora: LoraConfig) -> int:
-        """Elements of an adapter: two narrow matrices beside that of each linear layer that it is for."""
-        return lora.rank * sum(
-            weight.rows + weight.columns for weight in self.weights if adapts(lora, weight.linear)
-        )
+    def adapter(self, lora: LoraConfig) -> Iterator[Weight]:
+        """An adapter: two narrow matrices beside that of each linear layer that it is for."""
+        for weight in self.weights:
+            if adapts(lora, weight.linear):
+                yield Weight(lora.rank, weight.columns)
+                yield Weight(weight.rows, lora.rank)
 
 
 def adapts(lora: LoraConfig | None, linear: str) -> bool:
@@ -195,6 +206,12 @@ class ModelShape:
         layers = sum(layer.elements * count for layer, count in self.layers)
         return layers + sum(weight.elements for weight in self.root)
 
+    def adapter(self, lora: LoraConfig | None) -> int:
+        """Elements of an adapter; 0 where there is none."""
+        if lora is None:
+            return 0
+        return sum(w.elements * n for layer, n in self.layers for w in layer.adapter(lora))
+
     @property
     def flops(self) -> ModelFlops:
         """What its sequences cost."""
@@ -256,8 +273,8 @@ def _layer(family: Family, fields: Mapping[str, Any], index: int) -> Layer:
 def _mlp(hidden: int, intermediate: int, experts: int) -> Iterator[Weight]:
     if experts:
         yield Weight(experts, hidden)
-        yield Weight(experts, 2 * intermediate * hidden, True)
-        yield Weight(experts, intermediate * hidden, True)
+        yield Weight(experts, 2 * intermediate * hidden, True, width=hidden)
+        yield Weight(experts, intermediate * hidden, True, width=intermediate)
         return
     yield Weight(intermediate, hidden, True, "gate_proj")
     yield Weight(intermediate, hidden, True, "up_proj")

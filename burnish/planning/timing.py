@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from burnish.config.schema import EngineConfig
 from burnish.planning.devices import NETWORK, PER_MACHINE, Devices
-from burnish.planning.memory import Layout
 from burnish.planning.shape import ModelShape
+from burnish.planning.share import Layout
 from burnish.planning.workload import Workload
 
 _FP32 = 4
@@ -28,6 +28,7 @@ ASSUMPTIONS = (
     f"links at {_LINKS:.0%} of theirs, {NETWORK / 1e9:.0f} GB/s between machines of {PER_MACHINE} devices, "
     "communication hidden behind arithmetic where that takes longer",
     f"checkpoints at {_DISK / 1e9:.0f} GB/s for each machine",
+    "what leaves the device for the host and comes back takes no time",
 )
 """What the times rest on."""
 
@@ -46,15 +47,18 @@ class Clock:
     """Bytes of an element of what matrix products take."""
     adapter: int = 0
     """Elements of the adapter that is trained in the model's place; 0: it is the model."""
+    judges: tuple[ModelShape, ...] = ()
+    """Reward models."""
 
     def seconds(self, layout: Layout, engine: EngineConfig, microbatches: int) -> dict[str, float]:
         """Of each phase of a step."""
         found: dict[str, float] = {}
         if self.work.slots:
-            found["rollout"] = self._rollout(layout)
+            judging = sum(self._arithmetic(layout, judge) for judge in self.judges)
+            found["rollout"] = self._rollout(layout) + judging
         if self.work.scores:
             passes = self.work.scorings + int(self.work.critic)
-            found["log-probs"] = passes * self._arithmetic(layout)
+            found["log-probs"] = passes * self._arithmetic(layout, self.shape)
         found["update"] = self._update(layout, engine, microbatches, self.adapter)
         if self.work.critic:
             found["update"] += self._update(layout, engine, microbatches, 0)
@@ -66,11 +70,11 @@ class Clock:
         found["save"] = 3 * _FP32 * saved / (_DISK * machines)
         return found
 
-    def _arithmetic(self, layout: Layout) -> float:
-        """One forward pass over the step's sequences."""
+    def _arithmetic(self, layout: Layout, shape: ModelShape) -> float:
+        """One forward pass of a model over the step's sequences."""
         sharing = layout.sequence * layout.tensor
         rounds = -(-self.work.sequences // (layout.world // sharing))  # the most that one share has
-        flops = rounds * float(self.shape.flops.each([self.work.length])[0]) / sharing
+        flops = rounds * float(shape.flops.each([self.work.length])[0]) / sharing
         return flops / (self.devices.flops * _EFFICIENCY)
 
     def _update(
@@ -80,7 +84,7 @@ class Clock:
         again, flops = _RECOMPUTED[engine.activation_checkpointing], self.shape.flops
         length = [self.work.length]
         passes = flops.training(length, frozen=adapter > 0) / flops.forward(length) + again
-        arithmetic = passes * self._arithmetic(layout)
+        arithmetic = passes * self._arithmetic(layout, self.shape)
         gathers = microbatches * (2 if engine.reshard_after_forward else 1) * self.work.updates
         elements = self.shape.elements / layout.tensor
         moved = gathers * self._travel(self.width * elements, layout.shards)

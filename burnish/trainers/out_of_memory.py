@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from burnish.config.schema import RunConfig
+from burnish.config.schema import ModelConfig, RunConfig
 from burnish.errors import BurnishError
 from burnish.models.loading import read_model_config
 from burnish.parallel.device import device_name, peak_memory, total_memory
@@ -78,12 +78,20 @@ class OutOfMemory:
         name = "CPU" if self.device.type == "cpu" else device_name(self.device)
         devices = Devices(self.layout.world, name, total_memory(self.device), 1.0, 1.0, 1.0)
         try:
-            shape = ModelShape.of(read_model_config(self.config.model).to_dict())
+            shape, *judges = (
+                ModelShape.of(read_model_config(model).to_dict()) for model in self._models()
+            )
         except BurnishError:
             return None
         work = Workload.of(self.config, self.trainer)
-        plan = Planner(shape, self.config, work, devices).as_configured()
+        plan = Planner(shape, self.config, work, devices, judges).as_configured()
         return plan.within(_PLANNED.get(phase, phase))
+
+    def _models(self) -> Iterator[ModelConfig]:
+        """The model, and those that judge."""
+        yield self.config.model
+        if self.trainer == "rl":
+            yield from (ModelConfig(path=judge.path) for judge in self.config.reward.models)
 
     def _snapshot(self, directory: Path) -> Path | None:
         if self.device.type != "cuda":

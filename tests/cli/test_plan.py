@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,30 @@ def test_a_plan_for_rewards_has_the_phases_of_reinforcement_learning(
     assert best["replicas"] * best["shards"] * best["tensor"] == 64
     assert found["largest_error"] <= 0.1
     assert main([*argv, *best["overrides"]]) == 0
+
+
+def test_what_lies_on_the_host_has_lines_of_its_own(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["plan", "c.yaml", "engine.optimizer_offload=true", "--devices", "64xH100-80G"]
+    assert main(argv) == 0
+    assert re.search(r"\n  host, optimizer +1\.0 GB\n", capsys.readouterr().out)
+    assert main([*argv, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["plans"][0]
+    assert best["shards"] == 64
+    assert best["host_bytes"] == {"optimizer": 8 * 8_190_735_360 / 64}
+
+
+def test_reward_models_are_planned(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (work / "judge").mkdir()
+    (work / "judge/config.json").write_text(json.dumps(tiny_config("llama").to_dict()))
+    argv = ["plan", "c.yaml", "--devices", "64xH100-80G", "--json"]
+    for place in ("judge", (work / "judge").as_uri()):
+        assert main([*argv, f"reward.models=[{{path: {place}}}]"]) == 0
+        best = json.loads(capsys.readouterr().out)["plans"][0]
+        assert best["bytes"]["save"]["reward models"] > 0
+    assert main([*argv, "reward.models=[{path: nothing}]"]) == 5
+    assert "reward.models" in capsys.readouterr().err
 
 
 def test_nothing_fits(work: Path, capsys: pytest.CaptureFixture[str]) -> None:

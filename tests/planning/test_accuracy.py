@@ -67,6 +67,10 @@ def test_the_table_covers_what_it_should():
         "model.lora.rank=16",
         "algorithm.advantage=gae",
         "optim.kind=muon",
+        "optim.kind=adamw8bit",
+        "engine.activation_offload=True",
+        "engine.optimizer_offload=True",
+        "engine.park=True",
     )
     assert [each for each in (*families, *settings) if each not in text] == []
     assert {row.phase for row in measured_table()} == {"rollout", "log-probs", "update", "publish"}

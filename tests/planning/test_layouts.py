@@ -51,7 +51,10 @@ def test_plans_that_fit_come_first_and_the_quickest_of_them(values, command):
     assert all(plan.need <= plan.usable for plan in fitting)
 
 
-@pytest.mark.parametrize(("values", "command"), [(SFT, "sft"), (RL, "rl")])
+OFFLOADED = SFT | {"engine": {"activation_offload": True}}
+
+
+@pytest.mark.parametrize(("values", "command"), [(SFT, "sft"), (RL, "rl"), (OFFLOADED, "sft")])
 def test_what_is_recommended_is_a_good_configuration(values, command, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(dump_yaml(RunConfig.model_validate(values)))
@@ -276,12 +279,12 @@ def test_a_save_in_the_background_copies_to_the_host():
     on_gpu = planner(values).as_configured()
     on_cpu = planner(values, devices="64xCPU-96G").as_configured()
     state = sum(on_gpu.phases["save"][part] for part in ("weights", "optimizer"))
-    assert on_gpu.staging == state
+    assert on_gpu.host == {"saving": state}
     adapted = values | {"model": SFT["model"] | {"lora": {"rank": 16}}}
-    assert planner(adapted).as_configured().staging < state / 50
+    assert planner(adapted).as_configured().host["saving"] < state / 50
     critic = RL | {"algorithm": {"advantage": "gae"}, "checkpoint": {"background": True}}
     plan = planner(critic, "rl").as_configured()
     saved = sum(plan.phases["save"][part] for part in ("weights", "optimizer", "critic"))
-    assert plan.staging == saved
+    assert plan.host == {"saving": saved}
     assert "staging" not in on_gpu.phases["save"]
-    assert (on_cpu.staging, on_cpu.phases["save"]["staging"]) == (0, state)
+    assert (on_cpu.host, on_cpu.phases["save"]["staging"]) == ({}, state)

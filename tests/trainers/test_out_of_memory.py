@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,18 @@ def test_the_setting_that_would_have_helped(phase: str, remedy: str, tmp_path: P
     assert "Tried to allocate 20.00 GiB" in str(error.have)
     assert remedy in str(error.do)
     assert list(tmp_path.iterdir()) == []  # a snapshot is CUDA's only
+
+
+def test_reward_models_are_part_of_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    config = subject("rl").config.model_dump() | {"reward": {"models": [{"path": str(tmp_path)}]}}
+    trainer = replace(subject("rl"), config=RunConfig.model_validate(config))
+    with (
+        pytest.raises(BurnishError, match=r"a smaller model in reward\.models"),
+        trainer.explained(tmp_path),
+        trainer.peaks("publish"),
+    ):
+        raise torch.OutOfMemoryError("no memory")
 
 
 def test_the_allocator_of_a_cpu_says_it_otherwise(tmp_path: Path) -> None:

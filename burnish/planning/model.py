@@ -1,0 +1,39 @@
+"""A model as the planner sees it: its layers, and what each of them holds of a token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from burnish.planning.activations import Arithmetic, layer_passes
+from burnish.planning.shape import Layer, ModelShape
+from burnish.planning.tape import Passes
+
+
+class Model:
+    """A model's layers and what they hold of a token, for one arithmetic; made once, then asked for every layout."""
+
+    def __init__(self, shape: ModelShape, arithmetic: Arithmetic) -> None:
+        self.shape = shape
+        self._arithmetic = arithmetic
+        self.lora = arithmetic.lora
+        self.bytes = arithmetic.bytes
+        self.cpu = arithmetic.cpu
+        self.tensor = arithmetic.tensor
+        self.layers: list[tuple[Layer, int, Passes]] = [
+            (layer, count, layer_passes(shape.family, layer, arithmetic))
+            for layer, count in shape.layers
+        ]
+        self.hidden = float(shape.hidden * arithmetic.bytes)
+
+    @cached_property
+    def critic(self) -> Model:
+        """The same with a value head, of which all is trained."""
+        shape = replace(self.shape, scores_values=True)
+        return Model(shape, replace(self._arithmetic, lora=None))
+
+    def kept(self, passes: Passes, checkpointing: str) -> float:
+        """Bytes of a token that a layer keeps for its backward pass."""
+        if checkpointing == "full":
+            return self.hidden / self.tensor
+        return passes.products if checkpointing == "selective" else passes.kept

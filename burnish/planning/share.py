@@ -1,0 +1,99 @@
+"""How a run's processes are arranged, and how many elements of a model's weights one of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from burnish.config.schema import EngineConfig
+from burnish.planning.shape import Layer, ModelShape, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the processes of a run are arranged."""
+
+    replicas: int
+    """Copies of the model."""
+    shards: int
+    """Processes that one copy is cut among."""
+    sequence: int = 1
+    """Processes that share the tokens of a micro-batch."""
+    tensor: int = 1
+    """Processes that share the matrices of each layer."""
+
+    @classmethod
+    def of(cls, engine: EngineConfig, processes: int) -> Layout:
+        """So many processes, as the settings arrange them."""
+        shards = processes // (engine.replicas * engine.tensor_parallel)
+        return cls(engine.replicas, shards, engine.sequence_parallel, engine.tensor_parallel)
+
+    @property
+    def world(self) -> int:
+        """All processes."""
+        return self.replicas * self.shards * self.tensor
+
+    @property
+    def token_ranks(self) -> int:
+        """Processes among which the tokens of a step are divided."""
+        return self.world // self.tensor
+
+
+class Share:
+    """What the process that holds most has of a model, in elements."""
+
+    def __init__(self, shape: ModelShape, layout: Layout) -> None:
+        self.shape, self.layout = shape, layout
+
+    def held(self, weights: Iterable[Weight]) -> int:
+        """Of these."""
+        return sum(weight.held(self.layout.shards, self.layout.tensor) for weight in weights)
+
+    def whole(self, weights: Iterable[Weight]) -> int:
+        """Of these when gathered, rows filled up to a multiple of the shards."""
+        return self.held(weights) * self.layout.shards
+
+    @cached_property
+    def layers(self) -> int:
+        """Of all layers."""
+        return sum(self.held(layer.weights) * n for layer, n in self.shape.layers)
+
+    @cached_property
+    def all(self) -> int:
+        """Of the model."""
+        return self.layers + self.held(self.shape.root)
+
+    @cached_property
+    def root(self) -> int:
+        """Of what is outside the layers, gathered."""
+        return self.whole(self.shape.root)
+
+    @cached_property
+    def gathered(self) -> int:
+        """Of the model, gathered."""
+        return self.all * self.layout.shards
+
+    @property
+    def gathered_layers(self) -> int:
+        """Of all layers, gathered."""
+        return self.layers * self.layout.shards
+
+    @cached_property
+    def matrices(self) -> int:
+        """Of the layers' matrices."""
+        return sum(
+            self.held(weight for weight in layer.weights if weight.columns > 1) * n
+            for layer, n in self.shape.layers
+        )
+
+    @cached_property
+    def largest_layer(self) -> Layer:
+        """The layer with most elements."""
+        return max((layer for layer, _ in self.shape.layers), key=lambda each: each.elements)
+
+    @cached_property
+    def largest_weight(self) -> int:
+        """Of the weight that it holds most of."""
+        weights = [*self.shape.root, *(w for layer, _ in self.shape.layers for w in layer.weights)]
+        return max(self.held([weight]) for weight in weights)
