@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +13,12 @@ from torch import Tensor
 def pin(memory: Tensor) -> bool:
     """Register with CUDA; False where that is refused: then copies are slower and as right."""
     size = memory.nbytes
-    return size > 0 and int(_runtime().cudaHostRegister(memory.data_ptr(), size, 0)) == 0
+    if size == 0:
+        return False
+    if int(_runtime().cudaHostRegister(memory.data_ptr(), size, 0)) == 0:
+        return True
+    _forget_error()
+    return False
 
 
 def unpin(memory: Tensor) -> None:
@@ -21,3 +28,14 @@ def unpin(memory: Tensor) -> None:
 
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _forget_error() -> None:
+    """Clear this thread's last error, which the next kernel launch would raise as its own.
+
+    torch has no binding for that, so the function is found by way of the library that is linked to
+    the runtime that torch uses: there may be others in the process, each with an error of its own.
+    """
+    kind = "hip" if torch.version.hip else "cuda"
+    library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / f"libc10_{kind}.so"))
+    library[f"{kind}GetLastError"]()

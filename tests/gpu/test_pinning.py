@@ -1,0 +1,19 @@
+"""Host memory that CUDA is asked to register, and what a refusal leaves behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devices import CUDA, on_gpu
+
+from burnish.parallel.pinning import pin, unpin
+
+
+@pytest.mark.parametrize("device", [pytest.param(CUDA, id="cuda", marks=on_gpu)])
+def test_a_refusal_is_not_raised_by_what_comes_next(device: torch.device) -> None:
+    memory, there = torch.zeros(1 << 20), torch.zeros(4, device=device)
+    for _ in range(2):
+        assert pin(memory)
+        assert not pin(memory), "it is registered already"
+        assert there.fill_(2.0).sum().item() == 8.0
+        unpin(memory)
