@@ -12,6 +12,7 @@ import mmap
 import weakref
 from bisect import insort
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -109,7 +110,10 @@ class _Piece:
     def __init__(self, size: int, *, pinned: bool) -> None:
         self.size = size
         self._memory = torch.frombuffer(_pages(size), dtype=torch.uint8)
-        self._pinned = pinned and pin(self._memory)
+        self._unpin: Callable[[], object] | None = None
+        if pinned and pin(self._memory):
+            self._unpin = unpin_at_end = weakref.finalize(self, unpin, self._memory)
+            unpin_at_end.atexit = False  # CUDA may have gone by then
         self._gaps = [(0, size)]
 
     @property
@@ -142,8 +146,8 @@ class _Piece:
         self._gaps = joined
 
     def close(self) -> None:
-        if self._pinned:
-            unpin(self._memory)
+        if self._unpin is not None:
+            self._unpin()
 
 
 def _pages(size: int) -> mmap.mmap:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from burnish.errors import BurnishError
+from burnish.parallel import arena as arenas
 from burnish.parallel.arena import Arena
 
 CPU = torch.device("cpu")
@@ -67,3 +68,29 @@ def test_neighbours_that_come_back_are_one_gap() -> None:
 def test_the_lack_of_memory_says_which_settings_take_it() -> None:
     with pytest.raises(BurnishError, match=r"engine\.activation_offload"):
         Arena(CPU).take(1 << 60)
+
+
+def test_what_was_pinned_is_unpinned_once_when_its_last_view_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known: list[int] = []
+
+    def pin(memory: Tensor) -> bool:
+        known.append(memory.data_ptr())
+        return True
+
+    monkeypatch.setattr(arenas, "pin", pin)
+    monkeypatch.setattr(arenas, "unpin", lambda memory: known.remove(memory.data_ptr()))
+    monkeypatch.setattr(arenas, "synchronize", lambda device: None)
+    arena = Arena(torch.device("cuda"), LEAST)
+    held = [arena.take(LEAST) for _ in range(3)]
+    assert len(known) == 3
+    del held[1:]
+    held.append(arena.take(LEAST))  # the two free ones become one
+    assert len(known) == 2
+    del arena
+    gc.collect()
+    assert len(known) == 2
+    held.clear()
+    gc.collect()
+    assert not known
