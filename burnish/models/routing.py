@@ -40,14 +40,31 @@ ROUTED_FAMILIES = frozenset({"mixtral", "qwen3_moe"})
 """`model_type`s whose routers are known."""
 
 
+_LEAST = 1e-30
+# Of a sum of probabilities to divide by: experts of no probability get no weight, and a finite gradient.
+
+
+def has_routers(hf_config: PretrainedConfig) -> bool:
+    """Whether at least one layer of the model has a router that is known."""
+    text = hf_config.get_text_config()
+    if text.model_type not in ROUTED_FAMILIES or not text.num_experts:
+        return False
+    dense = getattr(text, "mlp_only_layers", None) or ()
+    every = getattr(text, "decoder_sparse_step", 1)
+    layers = range(text.num_hidden_layers)
+    return any(layer not in dense and (layer + 1) % every == 0 for layer in layers)
+
+
 def require_routers(hf_config: PretrainedConfig, setting: str) -> None:
     """Raise `UsageError`, naming the `setting` that needs them, for a model whose routers are not known, or that has none."""
-    if (kind := hf_config.get_text_config().model_type) not in ROUTED_FAMILIES:
+    if not has_routers(hf_config):
+        kind = hf_config.get_text_config().model_type
+        without = " without a layer of experts" if kind in ROUTED_FAMILIES else ""
         raise UsageError(
             f"{setting} is for mixtures of experts whose routers are known",
-            have=f"a model of type {kind}",
-            want=f"one of {', '.join(sorted(ROUTED_FAMILIES))}",
-            do=f"remove {setting}, or train a model of such a family",
+            have=f"a model of type {kind}{without}",
+            want=f"one of {', '.join(sorted(ROUTED_FAMILIES))}, with experts",
+            do=f"remove {setting}, or train such a model",
         )
 
 
@@ -80,7 +97,7 @@ class Routing:
             raise IncompatibleError(
                 "the experts of a model were asked for, which has no known routers",
                 want=f"a model of type {', '.join(sorted(ROUTED_FAMILIES))}",
-                do="set algorithm.router_replay=none",
+                do="set algorithm.router_replay=none and engine.router_aux_loss=0",
             )
         return torch.stack([self.chosen[number] for number in sorted(self.chosen)], dim=1)
 
@@ -169,7 +186,9 @@ class _Router:
 
     def _weights(self, probabilities: Tensor, experts: Tensor) -> Tensor:
         weights = probabilities.gather(1, experts)
-        return weights / weights.sum(dim=-1, keepdim=True) if self._normalizes else weights
+        if not self._normalizes:
+            return weights
+        return weights / weights.sum(dim=-1, keepdim=True).clamp(min=_LEAST)
 
 
 def index_dtype(experts: int) -> torch.dtype:

@@ -24,6 +24,8 @@ from burnish.models.routing import (
     Routers,
     Routing,
     TokenRows,
+    _Router,
+    has_routers,
     index_dtype,
     require_routers,
 )
@@ -197,8 +199,47 @@ def test_models_without_known_routers_are_refused() -> None:
     require_routers(tiny_config("mixtral"), "engine.router_aux_loss")
     with pytest.raises(UsageError, match=r"(?s)engine\.router_aux_loss.*of type qwen3.*remove"):
         require_routers(tiny_config("qwen3"), "engine.router_aux_loss")
-    with pytest.raises(IncompatibleError, match=r"(?s)no known routers.*router_replay=none"):
+    dense = tiny_config("qwen3_moe", mlp_only_layers=[0, 1, 2], num_hidden_layers=3)
+    with pytest.raises(UsageError, match=r"of type qwen3_moe without a layer of experts"):
+        require_routers(dense, "engine.router_aux_loss")
+    with pytest.raises(
+        IncompatibleError, match=r"(?s)no known routers.*router_replay=none and engine"
+    ):
         Routing().record()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3", {}),
+        ("mixtral", {}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}),
+        ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 3}),
+        ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 4}),
+        ("qwen3_moe", {"num_experts": 0}),
+    ],
+)
+def test_a_configuration_says_whether_its_model_has_routers(
+    family: str, changes: dict[str, Any]
+) -> None:
+    config = tiny_config(family, num_hidden_layers=3, **changes)
+    assert has_routers(config) == (Routers(build_on_meta(config)).count > 0)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "normalized"])
+def test_experts_of_no_probability_get_no_weight(kind: str) -> None:
+    """As filler's, which are prescribed expert 0 several times."""
+    logits = torch.tensor([[-300.0, 0.0, 1.0, -250.0], [1.0, 0.0, 0.0, 0.0]], requires_grad=True)
+    routers = scorer_of(kind).routers
+    router = _Router(0, routers._normalizes)
+    router._routing = Routing(torch.zeros(2, 1, 2, dtype=torch.uint8))
+    own = torch.full((2, 2), 0.5), torch.ones(2, 2, dtype=torch.long)
+    _, weights, _ = router.route(torch.nn.Identity(), (), (logits, *own))
+    assert weights.tolist() == [[0.0, 0.0], [0.5, 0.5]]
+    (weights * torch.tensor([100.0, -50.0])).sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
 
 
 def test_numbers_of_experts_have_room() -> None:
