@@ -25,6 +25,7 @@ class FrozenEngine(TorchEngine):
         device: torch.device,
         mesh: Mesh | None = None,
     ) -> None:
+        config = config.model_copy(update={"router_aux_loss": 0.0})
         super().__init__(hf_config, config, None, layout=layout, device=device, mesh=mesh)
 
     def _build(self, hf_config: PretrainedConfig) -> PreTrainedModel:

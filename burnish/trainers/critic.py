@@ -10,6 +10,7 @@ from burnish.algorithms.schedule import learning_rate
 from burnish.algorithms.value_loss import value_loss_fn
 from burnish.models.counting import count_flops
 from burnish.models.loading import read_model_config, require_embeddings, value_source
+from burnish.models.routing import has_routers
 from burnish.models.value_head import value_config
 from burnish.parallel.layout import Layout
 from burnish.parallel.mesh import Mesh
@@ -24,7 +25,8 @@ CRITIC = "critic"
 def critic_foundation(policy: Foundation) -> Foundation:
     """What a critic starts from: `critic.path`, or the policy's backbone with a fresh head.
 
-    All of it is trained, also where the policy trains an adapter. Raises as `lay_foundation` does.
+    All of it is trained, also where the policy trains an adapter. Experts are evened out where it
+    has some. Raises as `lay_foundation` does.
     """
     config = policy.config
     model = config.model
@@ -32,10 +34,18 @@ def critic_foundation(policy: Foundation) -> Foundation:
         model = model.model_copy(update={"path": config.critic.path, "fresh": None})
     hf_config = value_config(read_model_config(model))
     require_embeddings(hf_config, policy.tokenizer)
+    if not has_routers(hf_config):
+        engine = config.engine.model_copy(update={"router_aux_loss": 0.0})
+        config = config.model_copy(update={"engine": engine})
     source = value_source(model, hf_config, config.seed)
-    flops = count_flops(hf_config)
     return replace(
-        policy, hf_config=hf_config, source=source, base=source, adapter=None, flops=flops
+        policy,
+        config=config,
+        hf_config=hf_config,
+        source=source,
+        base=source,
+        adapter=None,
+        flops=count_flops(hf_config),
     )
 
 
@@ -58,7 +68,8 @@ class Critic:
         mesh: Mesh | None = None,
     ) -> Critic:
         """A critic for a run, its weights not loaded yet; `mesh` is the policy's."""
-        config, foundation = policy.config, critic_foundation(policy)
+        foundation = critic_foundation(policy)
+        config = foundation.config
         optim = config.optim.model_copy(update={"lr": config.critic.lr})
         engine = make_engine(foundation, optim, layout, device, mesh)
         return cls(Learner(engine, foundation), total_steps)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from contracts.engine import CLIP, assert_relative, cut, loss, make_examples, score_by_hand
 from distributed import run_ranks
-from engines_for_tests import OPTIM, make_engine
+from engines_for_tests import CPU, OPTIM, make_engine
 from routers_for_tests import balancing_loss, prescribe, record_logits
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
@@ -20,11 +20,13 @@ from transformers import AutoModelForCausalLM
 
 from burnish.config.schema import EngineConfig
 from burnish.engines.fitting import require_fitting
+from burnish.engines.frozen import FrozenEngine
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError, UsageError
 from burnish.models.names import model_shards, regions
 from burnish.parallel.collectives import gather_objects
 from burnish.parallel.layout import Layout
+from burnish.parallel.processes import process_group
 from burnish.records import Batch, Example
 from burnish.trainers.check import Outcome, step_of_engine
 
@@ -191,6 +193,12 @@ def test_what_does_not_fit_is_refused(path: Path) -> None:
     with pytest.raises(UsageError, match=r"engine\.router_aux_loss is for mixtures"):
         require_fitting(tiny_config("qwen3"), EngineConfig(router_aux_loss=0.1))
     run_ranks(refusing_rank, 1, path)
+
+
+def test_a_model_that_is_only_asked_need_have_no_routers() -> None:
+    config = EngineConfig(router_aux_loss=0.1)
+    with process_group(CPU, 60) as layout:
+        FrozenEngine(tiny_config("qwen3"), config, layout=layout, device=CPU).close()
 
 
 def refusing_rank(layout: Layout, path: Path) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import save_tiny
 from training_files import FRESH, RL, metrics
 
 from burnish.config.schema import RunConfig
 from burnish.engines.base import LossFn
+from burnish.engines.fitting import require_fitting
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import BurnishError, UsageError
 from burnish.records import Batch, Completion, Request
@@ -20,6 +22,8 @@ from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin import BuiltinGenerator
 from burnish.tracking.metrics import Stats
 from burnish.trainers import rl
+from burnish.trainers.critic import critic_foundation
+from burnish.trainers.setup import lay_foundation
 
 MIXTURE = {**FRESH, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
@@ -89,3 +93,18 @@ def test_a_model_without_routers_is_refused(work: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(work)
     with pytest.raises(UsageError, match=r"algorithm\.router_replay is for mixtures of experts"):
         rl.train(config_of("dense", "recompute", model={**RL["model"], "fresh": FRESH}))
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_the_experts_of_a_critic_are_evened_out_where_it_has_some(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dense: bool
+) -> None:
+    monkeypatch.chdir(work)
+    path = save_tiny(tmp_path / "dense", "qwen3", vocab_size=512) if dense else None
+    critic = {"critic": {"path": str(path)}} if path else {}
+    evened = {**RL["engine"], "router_aux_loss": 0.01}
+    algorithm = {"advantage": "gae"}
+    config = config_of("critic", "none", engine=evened, algorithm=algorithm, **critic)
+    found = critic_foundation(lay_foundation(config))
+    require_fitting(found.hf_config, found.config.engine)
+    assert found.config.engine.router_aux_loss == (0.0 if dense else 0.01)
