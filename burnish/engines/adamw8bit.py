@@ -20,6 +20,7 @@ from torch.nn import functional
 from burnish.config.schema import OptimConfig
 from burnish.engines.adamw import SLOTS
 from burnish.errors import UsageError
+from burnish.models.cuts import Cut
 from burnish.models.names import Region
 from burnish.parallel.boxes import Box
 
@@ -133,22 +134,25 @@ class _Quantizer:
         scales.copy_(found.view_as(scales))
 
 
-def scale_regions(regions: Iterable[Region]) -> tuple[Region, ...]:
+def scale_regions(regions: Iterable[Region], ranks: int) -> tuple[Region, ...]:
     """What `AdamW8bit.scales` hold of each checkpoint tensor, with one element for every block of a row.
 
-    Raises `UsageError` where a rank's columns are not whole blocks, as tensor parallelism can leave them.
+    Raises `UsageError` where the columns of one of so many tensor `ranks` are not whole blocks, on all of them.
     """
-    return tuple(_of_blocks(region) for region in regions)
+    return tuple(_of_blocks(region, ranks) for region in regions)
 
 
-def _of_blocks(region: Region) -> Region:
+def _of_blocks(region: Region, ranks: int) -> Region:
     start = region.start or (0,) * len(region.shape)
     offsets, sizes = region.box.offsets, region.box.sizes
-    begins = (offsets[-1], start[-1])
-    if any(each % BLOCK for each in begins):
+    begins = [offsets[-1]]
+    if sizes[-1] < region.shape[-1]:
+        cuts = [Cut.of(region.shape[-1], 0, rank, ranks) for rank in range(ranks)]
+        begins += [cut.spans[0].start for cut in cuts]
+    if broken := [each for each in begins if each % BLOCK]:
         raise UsageError(
             f"the columns of {region.name} cannot be shared out for optim.kind adamw8bit",
-            have=f"a part that begins at column {max(begins)}",
+            have=f"a part that begins at column {broken[0]}",
             want=f"a multiple of {BLOCK}",
             do="lower engine.tensor_parallel, or set optim.kind=adamw",
         )

@@ -20,6 +20,7 @@ from burnish.engines.muon import MOMENTUM, Muon
 from burnish.engines.parallelize import decoder_layers
 from burnish.models.names import Region, model_shards
 from burnish.parallel.arena import Arena
+from burnish.parallel.collectives import agree
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard, TensorSpec
 
@@ -30,7 +31,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class ShardedOptimizer:
-    """The optimizer of `config.kind` on this rank's shards of what `model` trains. Making it is collective for Muon."""
+    """The optimizer of `config.kind` on this rank's shards of what `model` trains. Making it is collective."""
 
     def __init__(
         self,
@@ -48,10 +49,12 @@ class ShardedOptimizer:
         decayed = {name for name in weights if self._parameters[name].ndim >= 2}
         coded = decayed if config.kind == "adamw8bit" else set[str]()
         bytewise = {name: weights.pop(name) for name in list(weights) if name in coded}
-        self._adamw = ShardedAdamW(weights, decayed, config, arena)
+        with agree(layout):  # a rank may have no room in the arena
+            self._adamw = ShardedAdamW(weights, decayed, config, arena)
         self._in_bytes = AdamW8bit(bytewise, config) if bytewise else None
         self._model, self._regions = model, regions
-        self._scale_regions = scale_regions(r for r in regions if r.parameter in coded)
+        in_bytes = [region for region in regions if region.parameter in coded]
+        self._scale_regions = scale_regions(in_bytes, layout.tensor)
 
         def describe(tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
             return model_shards(model, tensors, parts=regions)

@@ -22,6 +22,7 @@ from burnish.engines.adamw8bit import BLOCK, SCALES, AdamW8bit, scale_regions
 from burnish.engines.base import Part
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import UsageError
+from burnish.models.cuts import Cut, cut_regions
 from burnish.models.names import Region
 from burnish.models.sources import SafetensorsSource
 from burnish.parallel.boxes import Box
@@ -100,12 +101,16 @@ def test_it_is_a_fourth_of_adamws_state() -> None:
 
 def test_columns_that_are_no_whole_blocks_are_refused() -> None:
     half = Region("w", (4, 2 * BLOCK), "p", whole_box((4, BLOCK)), (0, 1), start=(0, BLOCK))
-    (region,) = scale_regions([half])
+    (region,) = scale_regions([half], 2)
     assert (region.shape, region.box, region.start) == ((4, 2), Box((0, 0), (4, 1)), (0, 1))
-    third = Region("w", (4, 300), "p", whole_box((4, 100)), (0, 1), start=(0, 100))
-    with pytest.raises(UsageError, match="columns of w cannot be shared out") as caught:
-        scale_regions([third])
-    assert "column 100" in str(caught.value)
+    columns = 600
+    uncut = Region("w", (4, columns), "p", whole_box((4, columns)), (0, 1))
+    for rank in range(2):  # also the one whose columns begin at 0
+        own = cut_regions([uncut], {"p": Cut.of(columns, 1, rank, 2)})
+        with pytest.raises(UsageError, match="columns of w cannot be shared out") as caught:
+            scale_regions(own, 2)
+        assert "column 300" in str(caught.value)
+    assert scale_regions([uncut], 2)[0].shape == (4, 3)
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
