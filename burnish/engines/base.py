@@ -86,7 +86,7 @@ class Engine(Protocol):
         """Fill this rank's pieces from a source. Collective."""
 
     def parked(self) -> AbstractContextManager[None]:
-        """Inside the block weights, gradients and slots are off the device, and nothing else may be asked of the engine."""
+        """Inside the block weights, gradients and slots are off the device, and nothing else may be asked of the engine. Collective."""
 
     def close(self) -> None:
         """Free what the engine holds. It cannot be used afterwards."""

@@ -18,6 +18,7 @@ from burnish.data.balance import share_evenly
 from burnish.engines.adamw import resting_zeros
 from burnish.parallel.arena import Arena
 from burnish.parallel.boxes import whole
+from burnish.parallel.collectives import agree
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard, TensorSpec
 from burnish.parallel.transfer import Transfer
@@ -59,8 +60,9 @@ class Muon:
         """`weights` are local tensors by name, `matrices` the whole checkpoint tensors that all ranks' parts make up."""
         self._weights, self._describe = dict(weights), describe
         self._momentum, self._weight_decay = momentum, weight_decay
-        self.buffers = {name: resting_zeros(tensor, arena) for name, tensor in weights.items()}
-        """The momentum, by weight name."""
+        with agree(layout):
+            self.buffers = {name: resting_zeros(tensor, arena) for name, tensor in weights.items()}
+            """The momentum, by weight name."""
         self._mine = _share(list(matrices), layout)
         updates = self._shards_of({n: t.bfloat16() for n, t in weights.items()})
         mine = self._matrices()

@@ -9,15 +9,20 @@ import torch
 from torch import Tensor
 
 from burnish.parallel.arena import Arena, storage_bytes
+from burnish.parallel.collectives import agree
 from burnish.parallel.device import synchronize
+from burnish.parallel.layout import Layout
 
 
 @contextmanager
-def parked(tensors: Iterable[Tensor], arena: Arena, device: torch.device) -> Iterator[None]:
+def parked(
+    tensors: Iterable[Tensor], arena: Arena, device: torch.device, layout: Layout
+) -> Iterator[None]:
     """Inside the block what these hold on `device` is in the arena, and they must not be used; after it they hold it again, bit for bit.
 
     Whole storages are freed, so whatever shares one with these is gone as well meanwhile. What numpy
-    has seen cannot be freed, and stays: that is so of memory on a CPU alone.
+    has seen cannot be freed, and stays: that is so of memory on a CPU alone. Beginning is collective:
+    where a rank of `layout` has no room, every rank raises.
     """
     found = {tensor.untyped_storage()._cdata: storage_bytes(tensor) for tensor in tensors}
     here = [
@@ -27,7 +32,8 @@ def parked(tensors: Iterable[Tensor], arena: Arena, device: torch.device) -> Ite
         and held.numel() > 0
         and held.untyped_storage().resizable()
     ]
-    away = [arena.take(held.numel()) for held in here]
+    with agree(layout):
+        away = [arena.take(held.numel()) for held in here]
     asynchronous = device.type == "cuda"
     for host, held in zip(away, here, strict=True):
         host.copy_(held, non_blocking=asynchronous)

@@ -193,12 +193,12 @@ class TorchEngine:
         tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
         if self._optimizer is not None:
             tensors += [t for held in self._optimizer.slots().values() for t in held.values()]
-        with parked(map(local, tensors), self.mesh.arena, self._device):
+        with parked(map(local, tensors), self.mesh.arena, self._device, self.layout):
             yield
 
     def close(self) -> None:
         """Free the model and the optimizer."""
-        del self._scorer, self._optimizer
+        del self._scorer, self._optimizer, self._adapter, self._offload
 
     def _score(
         self, micro: MicroBatch, *, record: bool = False, factors: Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,19 @@ import pytest
 import torch
 from contracts.engine import LR, cut, loss, make_examples
 from distributed import run_ranks
-from engines_for_tests import make_engine
-from tiny import VOCAB, save_tiny
+from engines_for_tests import CPU, make_engine
+from tiny import VOCAB, save_tiny, tiny_config
+from torch import Tensor
 
-from burnish.config.schema import LoraConfig, OptimConfig
+from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.engines import adamw
 from burnish.engines.base import Part
+from burnish.engines.muon import Muon
+from burnish.engines.torch_engine import TorchEngine
+from burnish.errors import BurnishError
+from burnish.parallel.arena import Arena
 from burnish.parallel.layout import Layout
+from burnish.parallel.mesh import Mesh
 
 CASES: dict[str, tuple[OptimConfig, LoraConfig | None]] = {
     "adamw": (OptimConfig(weight_decay=0.1), None),
@@ -73,3 +80,46 @@ def test_nothing_changes_in_any_layout(
     path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
     for rank in run_ranks(compare_rank, world, path, settings):
         assert all(beyond >= 0 for beyond in rank.values()), rank
+
+
+class Full(Arena):
+    """Has no room."""
+
+    def take(self, size: int) -> Tensor:
+        raise BurnishError("the machine has no memory", have=f"{size} bytes wanted")
+
+
+def said_rank(layout: Layout) -> list[str]:
+    """What is said where the last rank has no room: in making the optimizer, in parking."""
+    mesh = Mesh.of(layout, 1, CPU)
+    full = replace(mesh, arena=Full(CPU)) if layout.rank == layout.world - 1 else mesh
+
+    def engine(*, moves: bool) -> TorchEngine:
+        config, model = EngineConfig(optimizer_offload=moves), tiny_config("qwen3")
+        return TorchEngine(model, config, OptimConfig(), layout=layout, device=CPU, mesh=full)
+
+    with pytest.raises(BurnishError) as made:
+        engine(moves=True)
+    with pytest.raises(BurnishError) as parked, engine(moves=False).parked():
+        pass
+    return [str(made.value), str(parked.value)]
+
+
+def test_every_rank_is_told_where_one_has_no_room() -> None:
+    first, last = run_ranks(said_rank, 2, timeout=40)
+    for mine, theirs in zip(first, last, strict=True):
+        assert mine == f"rank 1: {theirs}"
+
+
+def muon_rank(layout: Layout) -> str:
+    """What is said where the last rank has no room for momentum alone."""
+    arena = Full(CPU) if layout.rank == layout.world - 1 else Arena(CPU)
+    weights = {"w": torch.zeros(4, 4)}
+    with pytest.raises(BurnishError) as caught:
+        Muon(weights, lambda _: iter(()), [], layout, momentum=0.9, weight_decay=0.0, arena=arena)
+    return str(caught.value)
+
+
+def test_every_rank_is_told_where_one_has_no_room_for_momentum() -> None:
+    first, last = run_ranks(muon_rank, 2, timeout=40)
+    assert first == f"rank 1: {last}"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from contracts.engine import (
 )
 from distributed import run_ranks
 from engines_for_tests import CPU, OPTIM, make_engine
-from tiny import VOCAB, save_tiny
+from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -226,6 +228,21 @@ def test_an_engine_describes_the_whole_of_its_state_once(tmp_path: Path, alone: 
     assert {s.spec.name for s in weights} == set(saved) - {"lm_head.weight"}
     names = [s.spec.name for s in engine.shards(Part.TRAINING)]
     assert len(names) == len(set(names)) == 2 * len(weights)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+def test_closing_frees_the_model(tmp_path: Path, alone: Layout, lora: LoraConfig | None) -> None:
+    hf_config = tiny_config("qwen3")
+    config = EngineConfig(activation_offload=True)
+    engine = TorchEngine(hf_config, config, OPTIM, layout=alone, device=CPU, lora=lora)
+    engine.load(FreshAdapter(1) if lora else FreshSource(hf_config, 1), Part.WEIGHTS)
+    engine.load(FreshSource(hf_config, 1), Part.FROZEN)
+    engine.forward_backward(cut(make_examples(VOCAB), alone, 3), loss)
+    engine.optim_step(LR)
+    model = weakref.ref(engine._scorer.model)
+    engine.close()
+    gc.collect()
+    assert model() is None
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
