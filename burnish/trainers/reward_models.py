@@ -56,7 +56,7 @@ class RewardModel:
     flops: ModelFlops
     """What its sequences cost."""
     positions: int
-    """Tokens of the longest text that it can read, and one more."""
+    """Places for tokens that it has. The longest text takes one less: the token after it (`_examples`) is computed as well."""
 
     def values(self, rollouts: Sequence[Rollout], tokens_per_device: int) -> list[float | None]:
         """What it says of each rollout, None where that is too long for it. Collective; the same on every rank.

@@ -133,7 +133,7 @@ class Run:
         """Take up the models that are trained, by role (`MAIN` among them), and resume them where a committed step exists. Collective.
 
         Returns what was resumed from. What is trained is not touched when there is none; what is frozen
-        is loaded. Raises `CorruptError` where a model to begin from lies in a step and is damaged, and
+        is loaded. Raises `CorruptError` where a model to begin from, or one that judges, lies in a step and is damaged, and
         `BurnishError` when the ranks were not given the same data and tokenizer.
         """
         given = json.dumps(inputs.as_state())
@@ -144,7 +144,8 @@ class Run:
         resumed = self.checkpoints.resume(self._load)
         if resumed is None:
             local = learners[MAIN].foundation.config
-            for place in (local.model.path, local.critic.path):
+            judges = (judge.path for judge in local.reward.models)
+            for place in (local.model.path, local.model.lora.path, local.critic.path, *judges):
                 require_intact(place, self.layout, self.progress)
         for learner in learners.values():
             learner.engine.load(learner.foundation.base, Part.FROZEN)

@@ -168,6 +168,32 @@ def test_what_is_too_long_or_says_no_number_is_an_error_of_its_rollout(tmp_path:
     assert (long.reward_error, long.reward, long.reward_parts["judge"]) == (error, 0.5, 0.0)
 
 
+def test_the_longest_text_leaves_a_place_for_the_token_after_it(tmp_path: Path) -> None:
+    path = save_classifier(tmp_path / "judge")
+    tokenizer, config = char_tokenizer(), json.loads((path / "config.json").read_text())
+    whole = [each for each in rollouts() if each.prompt.messages is None]
+    lengths = [len(tokenizer(each.prompt.text + each.text)["input_ids"]) for each in whole]
+    for positions, refused in ((max(lengths) + 1, False), (max(lengths), True)):
+        changed = config | {"max_position_embeddings": positions}
+        (path / "config.json").write_text(json.dumps(changed))
+        found = [each for each in judged([{"path": str(path)}]) if each.prompt.messages is None]
+        longest = found[lengths.index(max(lengths))]
+        assert (longest.reward_error is not None) == refused
+        assert sum(each.reward_error is not None for each in found) == refused
+
+
+def test_a_damaged_model_of_a_step_is_refused(work: Path) -> None:
+    argv = ["rl", "rl.yaml", "steps=1"]
+    run = done(work, *argv, "algorithm.advantage=gae", "name=valued")
+    judge = run / "checkpoints/step-00000001/critic/model"
+    argv.append(f"reward.models=[{{path: {judge}}}]")
+    done(work, *argv, "name=judged_by_a_critic")
+    file = judge / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    code, said = burnish(work, *argv, "name=judged_by_damage")
+    assert (code, "critic/model/model.safetensors is damaged" in said) == (3, True), said
+
+
 def test_the_weights_are_kept_in_the_dtype_of_computing_and_have_no_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
