@@ -17,7 +17,7 @@ from burnish.algorithms.evaluation import evaluation_stats
 from burnish.checkpoint.committed import Committed, newest
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.verify import check_small_files
-from burnish.config.schema import ModelConfig, RunConfig
+from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import PromptDataset
 from burnish.engines.base import Engine, Part
@@ -185,10 +185,14 @@ def _loaded(foundation: Foundation, layout: Layout, device: torch.device) -> Tor
 
 
 def _model_of(step: Committed, model: ModelConfig) -> ModelConfig:
-    """Where the model of a step is: in `model/`, with the tokenizer and its chat template; an adapter's stays where it was."""
+    """Where the model of a step is: in `model/`, with the tokenizer and its chat template; an adapter's stays where it was.
+
+    An adapter that went on from another one describes itself, so that the other need not be there.
+    """
     own = str(step.path / "model")
     if model.adapter:
-        return model.model_copy(update={"tokenizer": own, "chat_template": None})
+        lora = LoraConfig(path=own) if model.lora.path else model.lora
+        return model.model_copy(update={"tokenizer": own, "chat_template": None, "lora": lora})
     return model.model_copy(
         update={"path": own, "fresh": None, "tokenizer": None, "chat_template": None}
     )

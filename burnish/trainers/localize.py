@@ -14,6 +14,7 @@ from typing import Any
 
 from burnish.config.schema import CriticConfig, ModelConfig, RewardConfig, RunConfig
 from burnish.data.kinds import is_data
+from burnish.errors import MissingError
 from burnish.files.cached import Watch, copied
 from burnish.files.remote import Remote
 from burnish.files.selection import select, select_directory, select_file
@@ -70,6 +71,13 @@ def _model(model: ModelConfig, watch: Watch) -> ModelConfig:
     if model.lora.path is None:
         return model
     described = Path(model.lora.path).expanduser() / ADAPTER_CONFIG
+    if not described.is_file():
+        raise MissingError(
+            f"there is no adapter to go on from in {described.parent}",
+            have=f"no {ADAPTER_CONFIG}" if described.parent.is_dir() else "no such directory",
+            want=f"a directory with {ADAPTER_CONFIG}, for as long as the run goes on",
+            do="set model.lora.path to one",
+        )
     return with_adapter(model, described.read_bytes())
 
 
