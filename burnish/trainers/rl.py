@@ -21,6 +21,7 @@ from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
 from burnish.data.tasks import PromptDataset
 from burnish.engines.base import Part
+from burnish.engines.frozen import FrozenEngine
 from burnish.engines.torch_engine import TorchEngine
 from burnish.launch.run import launch
 from burnish.parallel.layout import Layout
@@ -123,20 +124,32 @@ def _models(
             learner.engine.load(learner.foundation.source, Part.WEIGHTS)
     judge = load_judge(config, run.layout, run.device, engine.mesh)
     reference = _reference(foundation, engine, run)
-    forward = None if reference is None else partial(reference.forward, adapter=False)
+    forward = None
+    if reference is not None:
+        forward = partial(reference.forward, adapter=reference is not engine)
     engines = {id(each): each for each in (reference, *(le.engine for le in learners.values()))}
     parking = Parking([e for e in engines.values() if e is not None and config.engine.park])
     return Policy(engine, forward, foundation.flops), critic, judge, parking
 
 
 def _reference(foundation: Foundation, engine: TorchEngine, run: Run) -> TorchEngine | None:
-    """The model that training started from, where KL wants it; that of an adapter is there already, with the adapter off."""
-    config = foundation.config
+    """The model that training started from, where KL wants it; that of a fresh adapter is `engine`, with the adapter off."""
+    config, adapter = foundation.config, foundation.config.model.adapter
     if config.algorithm.kl.coef == 0:
         return None
-    if config.model.adapter:
+    if adapter and adapter.path is None:
         return engine
-    reference = make_engine(foundation, None, run.layout, run.device, engine.mesh)
+    if adapter:
+        reference = make_engine(foundation, None, run.layout, run.device, engine.mesh)
+        reference.load(foundation.base, Part.FROZEN)
+    else:
+        reference = FrozenEngine(
+            foundation.hf_config,
+            config.engine,
+            layout=run.layout,
+            device=run.device,
+            mesh=engine.mesh,
+        )
     reference.load(foundation.source, Part.WEIGHTS)
     return reference
 

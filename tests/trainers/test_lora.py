@@ -129,6 +129,37 @@ def test_another_run_goes_on_from_it(lora):
     assert (code, "model.lora.path: there is no directory" in output) == (5, True), output
 
 
+def test_the_kl_to_the_adapter_that_it_starts_from_begins_at_zero(lora):
+    first = done(lora, "sft", "sft-lora.yaml", "name=kl_from", "steps=3")
+    start = ["rl", "rl.yaml", "model.path=base", "model.fresh=null", "engine.park=true"]
+    start += [f"model.lora.path={committed(first / 'checkpoints')[-1].path}/model"]
+    start += ["algorithm.kl.coef=0.1", "engine.precision=bf16", "steps=3"]
+    start += ["evaluation.every=0"]
+    peace = done(lora, *start, "name=kl_peace")
+    kl = [row["actor/kl_loss"] for row in metrics(peace) if row["step"]]
+    assert kl[0] == 0
+    assert kl[2] > 0
+    done(lora, *start, "name=kl_war", "steps=1")
+    assert outcome(done(lora, *start, "name=kl_war")) == outcome(peace)
+
+
+def test_what_it_started_from_is_read_whole_and_only_resuming_needs_it_again(lora):
+    first = done(lora, "sft", "sft-lora.yaml", "name=origin", "steps=1")
+    adapter = committed(first / "checkpoints")[-1].path / "model"
+    argv = ["sft", "sft.yaml", "model.path=base", "model.fresh=null", f"model.lora.path={adapter}"]
+    run = done(lora, *argv, "name=heir", "steps=3")
+    file = adapter / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    code, output = burnish(lora, *argv, "name=damaged", "steps=1")
+    assert (code, "model/adapter_model.safetensors is damaged" in output) == (3, True), output
+    shutil.rmtree(first)
+    code, output = burnish(lora, "eval", "runs/heir")
+    assert code == 0, output
+    assert float(output.split()[-1]) == pytest.approx(metrics(run)[-1]["val/loss"], rel=1e-5)
+    code, output = burnish(lora, *argv, "name=heir", "steps=4")
+    assert (code, "model.lora.path: there is no directory" in output) == (5, True), output
+
+
 def test_another_adapter_is_refused(lora):
     run = done(lora, "sft", "sft-lora.yaml", "name=mine", "steps=1")
     code, output = burnish(lora, "sft", "sft-lora.yaml", "name=mine", "model.lora.rank=8")

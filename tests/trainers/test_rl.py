@@ -15,8 +15,9 @@ from training_files import RL, metrics, weights
 
 from burnish.config.schema import RunConfig
 from burnish.engines.base import Part
+from burnish.engines.frozen import FrozenEngine
 from burnish.engines.torch_engine import TorchEngine
-from burnish.records import Completion, Request
+from burnish.records import Completion, Request, TokenOutputs
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin import BuiltinGenerator
 from burnish.trainers import rl
@@ -92,7 +93,11 @@ def test_parked_models_leave_the_device_to_the_generator_and_learn_the_same(
             held.append(sum(shard.tensor.untyped_storage().nbytes() for shard in shards))
             return super().generate(*args, **kwargs)
 
+    class ListedFrozen(Listed, FrozenEngine):
+        pass
+
     monkeypatch.setattr("burnish.trainers.setup.TorchEngine", Listed)
+    monkeypatch.setattr("burnish.trainers.rl.FrozenEngine", ListedFrozen)
     monkeypatch.setattr("burnish.trainers.setup.BuiltinGenerator", Looking)
     found = []
     for park in (False, True):
@@ -111,3 +116,22 @@ def test_parked_models_leave_the_device_to_the_generator_and_learn_the_same(
         found.append(weights(work / "runs" / f"park_{park}"))
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+def test_the_reference_is_kept_in_the_dtype_of_computing_and_says_the_same(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(work)
+    dtypes: list[set[torch.dtype]] = []
+
+    def forward(engine: TorchEngine, *args: Any, **how: Any) -> list[TokenOutputs]:
+        if "adapter" in how:  # the reference alone is asked about adapters
+            dtypes.append({shard.tensor.dtype for shard in engine.shards(Part.WEIGHTS)})
+        return plain(engine, *args, **how)
+
+    plain = TorchEngine.forward
+    monkeypatch.setattr(TorchEngine, "forward", forward)
+    settings = {"name": "half", "steps": 1, "engine": {"precision": "bf16"}}
+    rl.train(RunConfig.model_validate({**RL, **settings, **EVERYTHING["kl_in_loss"]}))
+    assert dtypes == [{torch.bfloat16}]
+    assert metrics(work / "runs/half")[-1]["actor/kl_loss"] == 0
