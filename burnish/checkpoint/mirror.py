@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+import tempfile
 from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -103,11 +105,13 @@ class Mirror:
 class Seen:
     """What one process has seen on a mirror, or put there: it is not asked for again.
 
-    Nobody else changes it: a start that has lost the mirror changes nothing either (`Mirror.check`).
+    The seals of steps that are here are read each time all the same. A start that has lost the mirror
+    changes nothing (`Mirror.check`), but what it had asked for before may come late, and by
+    those seals it is decided what may go from here.
     """
 
     commits: dict[int, Commit] = field(default_factory=dict)
-    """The seals of its steps."""
+    """The seals of its steps that are not here."""
     facts: dict[int, Facts] = field(default_factory=dict)
     """What retention asks of those that are not here."""
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -195,11 +199,12 @@ class Sync:
         return True
 
     def _find_remote(self) -> dict[int, Commit]:
-        """The seals on the mirror, of which only the unknown are read."""
+        """The seals on the mirror; of steps that are not here, only the unknown are read."""
         paths, known = step_paths(self._there.root, self._there), self._seen.commits
-        self._seen.forget(paths)
-        known |= _commits({s: path for s, path in paths.items() if s not in known}, self._there)
-        return known
+        self._seen.forget(paths.keys() - self._local.keys())
+        found = _commits({s: path for s, path in paths.items() if s not in known}, self._there)
+        known |= {step: commit for step, commit in found.items() if step not in self._local}
+        return known | found
 
     def _find_facts(self, retention: Retention) -> dict[int, Facts]:
         """What retention asks, of the steps of both sides."""
@@ -280,6 +285,7 @@ def upload(step: Committed, there: RemoteSteps, check: Callable[[], None], moved
         remote.remove(name)
 
     def send(name: str) -> None:
+        check()
         _send_file(step, name, remote, sizes.get(name), moved)
 
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
@@ -335,7 +341,8 @@ def send_outputs(directory: Path, remote: Remote, sent: dict[str, tuple[int, int
     """Copy a run's files beside its steps: configuration, metrics, report, rollouts, events, pins.
 
     Those in directories of their own go when their size is another than there, the others when they
-    are not those of `sent`, size and time by name, in which they are then noted. Raises `BurnishError`.
+    are not those of `sent`, size and time by name, in which they are then noted. Training goes on writing to
+    them, so copies are sent. Raises `BurnishError`.
     """
     there = {file.name: file.size for kept in _KEPT for file in remote.files(kept)}
     changing = [directory / name for name in _CHANGING]
@@ -346,10 +353,16 @@ def send_outputs(directory: Path, remote: Remote, sent: dict[str, tuple[int, int
             state = path.stat()
             mark = (state.st_size, state.st_mtime_ns)
             if path in changing and sent.get(name) != mark:
-                remote.put_file(name, path)
+                _put_copy(remote, name, path)
                 sent[name] = mark
             elif path in kept and path.is_file() and there.get(name) != state.st_size:
-                remote.put_file(name, path)
+                _put_copy(remote, name, path)
+
+
+def _put_copy(remote: Remote, name: str, source: Path) -> None:
+    """Put what a file has now, though it may grow meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="burnish-") as directory:
+        remote.put_file(name, Path(shutil.copyfile(source, Path(directory) / source.name)))
 
 
 def _put_checked(remote: Remote, name: str, data: bytes) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from checkpoints_for_tests import fill_and_compare, make_state, save_once
 
-from burnish.checkpoint.committed import committed, newest, open_step
+from burnish.checkpoint.committed import committed, newest, open_step, read_commit
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.mirror import Mirror, Seen, Sync, send_outputs, upload
 from burnish.checkpoint.mirrored import MIRRORED, read_mirrored
@@ -429,21 +429,40 @@ def test_what_a_process_has_seen_it_does_not_ask_for_again(mirror):
     assert sync(mirror, seen=seen) == [3]
     read = mirror.remote.done("read")
     assert any(name.startswith("step-00000003/") for name in read)
-    assert not any(name.startswith(("step-00000001/", "step-00000002/")) for name in read)
+    assert [name for name in read if name.startswith("step-00000002/")] == ["step-00000002/COMMIT"]
+    assert not any(name.startswith("step-00000001/") for name in read)
     steps = mirror.steps()
     steps.remove(steps.root / "step-00000001")
     assert sync(mirror, seen=seen) == []
-    assert seen.commits.keys() == {2, 3}
-    assert seen.facts == {}
+    assert seen == Seen(files=seen.files)
 
 
-def test_what_replaces_another_step_of_its_number_is_looked_at_once_more(mirror):
+def test_what_comes_late_from_a_start_before_is_noticed(mirror):
+    """The mirror's seals decide which local steps may go, so those are read each time."""
     seen = Seen()
-    save_once(mirror.root, 1, seed=1)
-    sync(mirror, seen=seen)
-    LOCAL.remove(mirror.root / "step-00000001")
     path = save_once(mirror.root, 1, seed=2)
+    other = save_once(mirror.root.with_name("other"), 1, seed=1)
     assert sync(mirror, seen=seen) == [1]
-    assert seen.commits == {}
+    mirror.remote.put(f"checkpoints/{path.name}/COMMIT", (other / "COMMIT").read_bytes())
+    assert sync(mirror, seen=seen) == [1]
     assert sync(mirror, seen=seen) == []
-    assert seen.commits == {1: open_step(path, LOCAL).commit}
+    steps = mirror.steps()
+    assert read_commit(steps.root / path.name, steps) == open_step(path, LOCAL).commit
+
+
+def test_metrics_may_grow_while_they_are_sent(mirror, monkeypatch):
+    metrics = mirror.directory / "metrics.jsonl"
+    metrics.write_text("one\n")
+    send = mirror.remote.put_file
+
+    def late(name, source, *others):
+        with metrics.open("a") as file:
+            file.write("more\n")
+        send(name, source, *others)
+
+    monkeypatch.setattr(mirror.remote, "put_file", late)
+    seen = Seen()
+    sync(mirror, seen=seen)
+    assert mirror.remote.read("metrics.jsonl", 100) == b"one\n"
+    sync(mirror, seen=seen)
+    assert mirror.remote.read("metrics.jsonl", 100) == b"one\nmore\n"
