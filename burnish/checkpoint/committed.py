@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from burnish.checkpoint.manifest import (
     STATE,
     STATE_LIMIT,
     Commit,
+    FileRecord,
     Manifest,
     parse_commit,
     parse_manifest,
@@ -104,8 +105,7 @@ def open_step(path: PurePath, storage: Source) -> Committed:
     _check_directory(path, storage)
     sizes = dict(_files(path, "", storage))
     commit = _commit(path, storage)
-    data = _read(path, MANIFEST, MANIFEST_LIMIT, storage)
-    manifest = parse_manifest(data, commit, f"{path / MANIFEST}")
+    manifest = _manifest(path, commit, storage)
     for name in sorted((sizes.keys() - {COMMIT, MANIFEST}) ^ manifest.files.keys()):
         is_there = name in sizes
         raise CorruptError(
@@ -114,13 +114,42 @@ def open_step(path: PurePath, storage: Source) -> Committed:
             want="exactly the files of the manifest",
         )
     for name, record in manifest.files.items():
-        if sizes[name] != record.size:
-            raise CorruptError(
-                f"{path / name} has another size than when it was committed",
-                have=f"{sizes[name]} bytes",
-                want=f"{record.size} bytes",
-            )
+        _check_size(path / name, sizes[name], record)
     return Committed(path, commit, manifest, _state(path, manifest, storage))
+
+
+def open_part(path: PurePath, below: str, storage: Source) -> Committed:
+    """The step at `path` with those files alone whose names begin with `below`, and with no state.
+
+    The rest may be missing, as a copy may leave it out, and there may be files that were not committed. Raises as
+    `open_step` does for COMMIT, the manifest and the files that it returns.
+    """
+    _check_directory(path, storage)
+    commit = _commit(path, storage)
+    manifest = _manifest(path, commit, storage)
+    files = {name: record for name, record in manifest.files.items() if name.startswith(below)}
+    for name, record in files.items():
+        kind = storage.kind(path / name)
+        if kind != "file":
+            raise CorruptError(
+                f"{path / name} is {'missing' if kind is None else 'no regular file'}",
+                have="no such file" if kind is None else "a directory, a link or a device",
+                want="the file of the manifest",
+            )
+        with storage.open(path / name) as file:
+            _check_size(path / name, file.size(), record)
+    return Committed(path, commit, replace(manifest, files=files), {})
+
+
+def require_healthy(step: Committed) -> None:
+    """Raise `CorruptError` where losses or weights of the step were not finite."""
+    if not step.healthy:
+        raise CorruptError(
+            f"{step.path} is marked unhealthy",
+            have="a loss or weights that are not finite",
+            want="a step that training can continue from",
+            do="see in metrics.jsonl where it went wrong; an older step can be continued from",
+        )
 
 
 def committed(root: PurePath, storage: Source | None = None) -> list[Committed]:
@@ -167,6 +196,20 @@ def _commit(path: PurePath, storage: Source) -> Commit:
             f"{path / COMMIT} seals another step", have=step_name(commit.step), want=path.name
         )
     return commit
+
+
+def _manifest(path: PurePath, commit: Commit, storage: Source) -> Manifest:
+    data = _read(path, MANIFEST, MANIFEST_LIMIT, storage)
+    return parse_manifest(data, commit, f"{path / MANIFEST}")
+
+
+def _check_size(file: PurePath, size: int, record: FileRecord) -> None:
+    if size != record.size:
+        raise CorruptError(
+            f"{file} has another size than when it was committed",
+            have=f"{size} bytes",
+            want=f"{record.size} bytes",
+        )
 
 
 def _check_directory(path: PurePath, storage: Source) -> None:

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Protocol
 
-from burnish.checkpoint.committed import QUARANTINE, Committed, open_step, step_paths
+from burnish.checkpoint.committed import (
+    QUARANTINE,
+    Committed,
+    open_step,
+    require_healthy,
+    step_paths,
+)
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.mirror import Mirror
 from burnish.checkpoint.remote_steps import DAMAGED
@@ -164,13 +170,7 @@ class Resuming:
         with agree(self._layout), naming_failures(f"{path} cannot be read"):
             self._check_shared(side, path)
             step = open_step(path, side.source)
-            if not step.healthy:
-                raise CorruptError(
-                    f"{path} is marked unhealthy",
-                    have="a loss or weights that are not finite",
-                    want="a step that training can continue from",
-                    do="see in metrics.jsonl where it went wrong; an older step is resumed from",
-                )
+            require_healthy(step)
         same_on_all_ranks(step.commit.encode(), f"what lies in {path}", self._layout)
         return step
 

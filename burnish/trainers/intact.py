@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from burnish.checkpoint.committed import open_step, step_number
+from burnish.checkpoint.committed import Committed, open_part, require_healthy, step_number
 from burnish.checkpoint.manifest import COMMIT
 from burnish.checkpoint.verify import verify_files
 from burnish.files.durable import naming_failures
 from burnish.files.storage import LocalStorage
-from burnish.parallel.collectives import agree
+from burnish.parallel.collectives import agree, same_on_all_ranks
 from burnish.parallel.layout import Layout
 from burnish.tracking.progress import Progress
 
@@ -21,29 +21,41 @@ _MEGA = 1e6
 
 
 def require_intact(place: str | None, layout: Layout, progress: Progress) -> None:
-    """Read the files of a model that lies in a committed step, each by one rank; any other place passes. Collective.
+    """Read the files of a model that lies in a committed step, whole on each machine; any other place passes. Collective.
 
-    Raises `CorruptError` naming file and tensors where one is not what was committed.
+    Links are followed. What lies beside the model, or in it without having been committed, is not
+    looked at. Raises `CorruptError` naming file and tensors where one is not what was committed, and where the
+    step is unhealthy, and `BurnishError` where the machines do not have the same step there.
     """
-    with agree(layout), naming_failures(f"{place} cannot be read"):
-        directory = Path(place or "").expanduser().absolute()
-        path = _step_of(directory)
-        if path is None:
-            return
-        step = open_step(path, LocalStorage())
-        below = f"{directory.relative_to(path).as_posix()}/"
-        names = sorted(name for name in step.manifest.files if name.startswith(below))
-        mine = {name: step.manifest.files[name].size for name in names[layout.rank :: layout.world]}
-        with progress.phase("check the model", sum(mine.values()) / _MEGA) as bar:
-            for name, size in mine.items():
-                for damage in verify_files(step, [name]):
-                    raise damage
-                bar.advance(size / _MEGA)
+    if place is None:
+        return
+    unreadable = f"{place} cannot be read"
+    with agree(layout), naming_failures(unreadable):
+        step = _step_of(Path(place).expanduser().resolve())
+    seal = b"" if step is None else step.commit.encode()
+    same_on_all_ranks(seal, f"the step that {place} lies in", layout)
+    if step is not None:
+        with agree(layout), naming_failures(unreadable):
+            _read_share(step, layout, progress)
 
 
-def _step_of(directory: Path) -> Path | None:
-    """The step that this is the `model/` of, or the `ROLE/model/`."""
-    for place in directory.parents[:2]:
-        if step_number(place.name) is not None and (place / COMMIT).is_file():
-            return place
+def _step_of(directory: Path) -> Committed | None:
+    """The step that this is the `model/` of, or the `ROLE/model/`, with the files of that; None for any other place."""
+    for path in directory.parents[:2]:
+        if step_number(path.name) is not None and (path / COMMIT).is_file():
+            below = f"{directory.relative_to(path).as_posix()}/"
+            step = open_part(path, below, LocalStorage())
+            require_healthy(step)
+            return step
     return None
+
+
+def _read_share(step: Committed, layout: Layout, progress: Progress) -> None:
+    """Check what falls to this rank; those of one machine have all files together, for others may have other disks."""
+    names = sorted(step.manifest.files)[layout.local_rank :: layout.local_world]
+    sizes = {name: step.manifest.files[name].size / _MEGA for name in names}
+    with progress.phase("check the model", sum(sizes.values())) as bar:
+        for name, size in sizes.items():
+            for damage in verify_files(step, [name]):
+                raise damage
+            bar.advance(size)
