@@ -39,6 +39,7 @@ from burnish.algorithms.value_loss import value_loss_fn
 from burnish.config.schema import DistributedConfig, LoraConfig, OptimConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.engines.base import Part
+from burnish.engines.frozen import FrozenEngine
 from burnish.engines.torch_engine import TorchEngine
 from burnish.launch.run import launch
 from burnish.models.counting import count_flops
@@ -90,7 +91,10 @@ class Subject:
             away = [self._engine]
             if case.command == "rl":
                 if not config.model.adapter:
-                    self._reference = self._made(self._hf, None)
+                    self._reference = FrozenEngine(
+                        self._hf, config.engine, layout=layout, device=CPU
+                    )
+                    self._reference.load(FreshSource(self._hf, 0), Part.WEIGHTS)
                     away.append(self._reference)
                 if config.algorithm.advantage == "gae":
                     self._critic = self._made(value_config(self._hf), config.optim)
@@ -103,7 +107,7 @@ class Subject:
         self._parking = Parking(away if config.engine.park else [])
 
     def _made(
-        self, hf: PretrainedConfig, optim: OptimConfig | None, lora: LoraConfig | None = None
+        self, hf: PretrainedConfig, optim: OptimConfig, lora: LoraConfig | None = None
     ) -> TorchEngine:
         engine = TorchEngine(
             hf, self._config.engine, optim, layout=self._layout, device=CPU, lora=lora

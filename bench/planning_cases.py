@@ -135,7 +135,6 @@ def _cases() -> Iterator[Case]:
     yield Case("qwen3", "fp32", "none", 256, processes=2, microbatches=3)
     yield Case("qwen3", "fp32", "none", 1024, command="rl")
     yield Case("qwen3", "bf16", "selective", 2048, command="rl")
-    yield Case("llama", "bf16", "full", 1024, command="rl", processes=2)
     yield from _shared_cases()
     yield from _other_cases()
     yield from _cases_with_less()

@@ -113,8 +113,16 @@ class Needs:
     @property
     def _parked(self) -> float:
         """Bytes that leave the device while completions are generated."""
-        reference = self._state["weights"] if self._work.reference and self._trained else 0.0
-        return _total(self._state) + reference + self._resting.get("critic", 0.0)
+        return _total(self._state) + self._reference + self._resting.get("critic", 0.0)
+
+    @property
+    def _reference(self) -> float:
+        """Bytes of the weights of a reference, in the dtype of computing; it is the policy itself where a fresh adapter is trained."""
+        lora = self._model.lora
+        if not self._work.reference or (lora is not None and lora.path is None):
+            return 0.0
+        adapter = 0 if lora is None else _FP32 * self._slots.held
+        return float(self._model.bytes * self._share.all + adapter)
 
     @property
     def tokens(self) -> int:
@@ -140,8 +148,8 @@ class Needs:
     def _resting(self) -> Parts:
         """What is there between phases: the state, a frozen reference, a critic, the generator's weights, reward models."""
         parts = dict(self._state)
-        if self._work.reference and self._trained:
-            parts["reference"] = parts["weights"] + self._left
+        if reference := self._reference:
+            parts["reference"] = reference + self._left
         if self._critic:
             parts["critic"] = _total(self._critic._state)
         if self._work.slots:
