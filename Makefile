@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/python examples/demo/demo.py
 
-# A worker a core up to 4, which have one thread each; `pytest` alone has none.
+# A worker a core that it may use (tests/conftest.py), up to 4, which have one thread each; `pytest` alone has none.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
@@ -20,7 +20,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 contract: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m contract tests/engines/test_layouts.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m contract tests/engines
 
 faults: $(STAMP)
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/campaigns.py

@@ -51,17 +51,21 @@ def machine() -> dict[str, object]:
     }
 
 
-def interleaved(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def interleaved(
+    sides: Mapping[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = perf_counter,
+) -> dict[str, list[float]]:
     """Seconds of each side in each round, one side after the other, after one round to warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, run in sides.items():
-            start = perf_counter()
+            start = clock()
             run()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if number:
-                seconds[name].append(perf_counter() - start)
+                seconds[name].append(clock() - start)
     return seconds
 
 

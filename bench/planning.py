@@ -4,9 +4,11 @@
 
 Every case is a small model on the CPU. Measured are all bytes that torch's allocator gave out and has not got
 back (its own report to the profiler), at their highest in each phase, in the second step or, between processes, in that of the second to fourth
-in which it is least; the plan is that of `burnish plan` for the same settings. Where several processes exchange nothing but
+in which it is least (of the Megatron engine, whose state is there from the start, also in the first); the plan is that of `burnish plan` for the same settings. Where several processes exchange nothing but
 tensors whose values do not matter for memory, one stands for all, the others being torch's fake process group: gloo's
-threads free what was sent whenever they come to it, which the profiler does not see. `--tracked` asks torch's memory tracker
+threads free what was sent whenever they come to it, which the profiler does not see. Where it matters what comes, as
+between the stages of a pipeline and the holders of experts, there are real processes, which send each other hidden
+states by gloo's sends and all-to-all, which copy nothing; the fullest of them counts. `--tracked` asks torch's memory tracker
 instead, for supervised cases. Sequences have mixed lengths in these. `--write` puts the table where the command and
 the tests read it (`burnish/planning/accuracy.json`).
 """
@@ -38,14 +40,14 @@ from burnish.algorithms.loss import sft_loss
 from burnish.algorithms.value_loss import value_loss_fn
 from burnish.config.schema import DistributedConfig, LoraConfig, OptimConfig, RunConfig
 from burnish.data.batching import make_batch
-from burnish.engines.base import Part
-from burnish.engines.frozen import FrozenEngine
-from burnish.engines.torch_engine import TorchEngine
+from burnish.engines.base import Engine, Part
+from burnish.engines.making import make_engine, make_frozen
 from burnish.launch.run import launch
 from burnish.models.counting import count_flops
 from burnish.models.lora import FreshAdapter
 from burnish.models.sources import FreshSource
 from burnish.models.value_head import value_config
+from burnish.parallel.collectives import gather_objects
 from burnish.parallel.layout import Layout
 from burnish.planning.accuracy import TABLE, Measured, measured_table, planned
 from burnish.records import Batch, Example, Request
@@ -84,15 +86,15 @@ class Subject:
         self._case, self._layout, self._meter = case, layout, meter
         fresh = dict(config.model.fresh) if isinstance(config.model.fresh, dict) else {}
         self._hf = AutoConfig.for_model(fresh.pop("model_type"), **fresh)
-        self._reference: TorchEngine | None = None
-        self._critic: TorchEngine | None = None
+        self._reference: Engine | None = None
+        self._critic: Engine | None = None
         with meter.phase("setup"):
             self._engine = self._made(self._hf, config.optim, config.model.adapter)
             away = [self._engine]
             if case.command == "rl":
                 if not config.model.adapter:
-                    self._reference = FrozenEngine(
-                        self._hf, config.engine, layout=layout, device=CPU
+                    self._reference = make_frozen(
+                        self._hf, config.engine, layout=layout, device=CPU, beside=self._engine
                     )
                     self._reference.load(FreshSource(self._hf, 0), Part.WEIGHTS)
                     away.append(self._reference)
@@ -108,8 +110,8 @@ class Subject:
 
     def _made(
         self, hf: PretrainedConfig, optim: OptimConfig, lora: LoraConfig | None = None
-    ) -> TorchEngine:
-        engine = TorchEngine(
+    ) -> Engine:
+        engine = make_engine(
             hf, self._config.engine, optim, layout=self._layout, device=CPU, lora=lora
         )
         engine.load(FreshSource(hf, 0), Part.FROZEN if lora else Part.WEIGHTS)
@@ -120,6 +122,12 @@ class Subject:
     def tensors(self) -> list[Tensor]:
         """Weights and slots of the trained model."""
         return [shard.tensor for part in Part for shard in self._engine.shards(part)]
+
+    def close(self) -> None:
+        """Give back what engines hold, process groups included."""
+        for engine in (self._reference, self._critic, self._engine):
+            if engine:
+                engine.close()
 
     def step(self) -> None:
         """All phases once."""
@@ -204,7 +212,9 @@ def _run(
     how: Callable[[Case, Layout], dict[str, int]],
 ) -> None:
     for case in cases:
-        peaks = how(case, layout)
+        mine = how(case, layout)
+        ranks = [mine] if case.stands_alone else gather_objects(mine, layout)
+        peaks = {phase: max(rank[phase] for rank in ranks) for phase in mine}
         gc.collect()
         if layout.is_main:
             with file.open("a") as lines:
@@ -217,8 +227,10 @@ def peaks_of(case: Case, layout: Layout) -> dict[str, int]:
     subject = Subject(case, layout, meter)
     for _step in range(2 if case.stands_alone else STEPS):
         subject.step()
+    subject.close()
     meant = meter.peaks.keys() - {"setup", "parking"}
-    return {name: min(values[1:]) for name, values in meter.peaks.items() if name in meant}
+    first = 0 if case.is_megatron else 1
+    return {name: min(values[first:]) for name, values in meter.peaks.items() if name in meant}
 
 
 def tracked_peaks(case: Case, layout: Layout) -> dict[str, int]:
@@ -229,6 +241,7 @@ def tracked_peaks(case: Case, layout: Layout) -> dict[str, int]:
     tracker.track_external(*subject.tensors())
     with tracker:
         subject.step()
+    subject.close()
     return {"update": int(tracker.get_tracker_snapshot("peak")[CPU]["Total"])}
 
 

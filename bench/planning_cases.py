@@ -104,7 +104,14 @@ class Case:
     @property
     def stands_alone(self) -> bool:
         """Whether one process can stand for all of them: nothing is exchanged but by collectives whose results do not matter."""
-        return self.command == "sft" and self.more.get("optim.kind") != "muon"
+        told = ("engine.pipeline_parallel", "engine.expert_parallel")  # how much comes
+        others = self.more.get("optim.kind") == "muon" or any(name in self.more for name in told)
+        return self.command == "sft" and not others
+
+    @property
+    def is_megatron(self) -> bool:
+        """Whether the engine is Megatron's."""
+        return self.more.get("engine.kind") == "megatron"
 
     @property
     def together(self) -> int:
@@ -114,7 +121,8 @@ class Case:
     @property
     def shares(self) -> int:
         """Into how many parts a step is cut."""
-        sharing = [self.more.get(f"engine.{each}_parallel", 1) for each in ("sequence", "tensor")]
+        kinds = ("sequence", "tensor", "pipeline")
+        sharing = [self.more.get(f"engine.{each}_parallel", 1) for each in kinds]
         return self.processes // int(np.prod(sharing))
 
 
@@ -138,6 +146,7 @@ def _cases() -> Iterator[Case]:
     yield from _shared_cases()
     yield from _other_cases()
     yield from _cases_with_less()
+    yield from _megatron_cases()
 
 
 def _shared_cases() -> Iterator[Case]:
@@ -173,6 +182,24 @@ def _cases_with_less() -> Iterator[Case]:
     for more in ({"engine.optimizer_offload": True}, {"optim.kind": "adamw8bit"}):
         yield _small("qwen3", "fp32", "full", 1, more)
     yield _small("qwen3", "bf16", "none", 1, {"engine.park": True}, "rl")
+
+
+def _megatron_cases() -> Iterator[Case]:
+    """The Megatron engine: every kind of layout, what is computed again, micro-batches in flight, mixtures."""
+    kind = {"engine.kind": "megatron"}
+    tensor = kind | {"engine.tensor_parallel": 2}
+    pipeline = kind | {"engine.pipeline_parallel": 2}
+    for precision, checkpointing in (("fp32", "none"), ("bf16", "selective"), ("bf16", "full")):
+        yield _small("qwen3", precision, checkpointing, 1, kind)
+    yield _small("qwen3", "bf16", "none", 2, kind)
+    yield _small("qwen3", "bf16", "none", 2, tensor)
+    yield _small("llama", "fp32", "full", 2, tensor | {"engine.megatron_sequence_parallel": False})
+    yield _small("llama", "bf16", "none", 2, kind | {"engine.sequence_parallel": 2})
+    for more in (pipeline, pipeline | {"engine.virtual_stages": 2}):
+        yield Case("qwen3", "bf16", "none", 1024, 2, 4, more=more)
+    yield _small("qwen2", "fp32", "full", 2, pipeline)
+    yield _small("qwen3_moe", "bf16", "none", 1, kind)
+    yield _small("qwen3_moe", "fp32", "none", 2, kind | {"engine.expert_parallel": 2})
 
 
 def _small(

@@ -31,7 +31,7 @@ import mirror_crashes
 from aftermath import Verdict
 from failpoints import FAULTS, MOMENTS, STAGING
 from faultfs import crash_states
-from killed_runs import KINDS, killed
+from killed_runs import KINDS, RUNS, killed
 from power_loss import SCENES, check, named_moments
 from training_files import done, make_files, outcome
 
@@ -199,9 +199,8 @@ def kill_runs(chosen: argparse.Namespace, directory: Path, progress: Progress) -
     """Training runs that save in the background, killed at random; those that come to another end than one left in peace."""
     directory.mkdir()
     work, wrong = make_files(directory), []
-    kinds = [(kind, world) for kind in KINDS for world in (1, 2)]
-    with progress.phase("killed runs", chosen.kills * len(kinds)) as bar:
-        for kind, world in kinds:
+    with progress.phase("killed runs", chosen.kills * len(RUNS)) as bar:
+        for kind, world in RUNS:
             peace = outcome(done(work, *KINDS[kind], f"name=peace_{kind}_{world}", world=world))
             run = killed(work, kind, world, chosen.kills, f"{kind}_{world}", bar.advance)
             same = outcome(run) == peace
@@ -274,7 +273,10 @@ def _campaigns(chosen: argparse.Namespace, directory: Path, progress: Progress) 
             copy_to_mirrors,
             f"{len(mirror_crashes.MOMENTS)} moments and {chosen.kills} kills of copying to a mirror",
         ),
-        "runs": (kill_runs, f"{chosen.kills} kills of SFT and RL each on 1 and 2 processes"),
+        "runs": (
+            kill_runs,
+            f"{chosen.kills} kills each of SFT and RL on 1 and 2 processes, and in a Megatron pipeline",
+        ),
     }
     for name, (campaign, what) in others.items():
         if name in chosen.only:

@@ -30,12 +30,12 @@ BIG_SHAPES = SHAPES | {"head.weight": (1101, 2000)}  # several blocks, cut in th
 
 
 def make_state(seed, shapes=None):
-    """fp32 weights (special values among them) and optimizer slots, by name."""
+    """fp32 weights (special values in the first) and optimizer slots, by name."""
     generator = torch.Generator().manual_seed(seed)
     weights = {
         name: torch.randn(shape, generator=generator) for name, shape in (shapes or SHAPES).items()
     }
-    weights["embed.weight"][0, :6] = torch.tensor(
+    next(iter(weights.values()))[0, :6] = torch.tensor(
         [float("inf"), float("-inf"), float("nan"), -0.0, 1e-45, 3.4028235e38]
     )
     slots = {

@@ -24,6 +24,7 @@ PRELOAD = (
     "datasets",
     "transformers.models.qwen3.modeling_qwen3",
     "burnish.cli.main",
+    "burnish.engines.megatron.engine",
     "burnish.trainers.rl",
     "burnish.trainers.sft",
     "burnish.trainers.evaluate",

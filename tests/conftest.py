@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing.util
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,15 @@ Server = TypeVar("Server", S3Server, GcsServer)
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")  # how long an example takes says only what else the machine does
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """As many as this process may use cores, by its affinity and by the quota of its control group."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    limit, period = quota.read_text().split() if quota.is_file() else ("max", "")
+    return cores or 1 if limit == "max" else max(1, min(cores or 1, int(limit) // int(period)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from failpoints import (
     FaultStorage,
     StrikingList,
 )
+from megatron_states import ENGINES, make_engine, shapes, shards_in
 from power_loss import EXPORT_BYTES, finite_weights
 
 from burnish.checkpoint.committed import open_step
@@ -38,6 +39,7 @@ from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.export import export
 from burnish.checkpoint.exportable import StepModel
 from burnish.checkpoint.verify import verify
+from burnish.engines.megatron.engine import MegatronEngine
 from burnish.errors import BurnishError
 from burnish.files.storage import LocalStorage
 from burnish.parallel.layout import Layout
@@ -48,12 +50,22 @@ LAYOUTS = {
     "2 processes": (2, False),
     "1 + writer": (1, True),
     "2 + writers": (2, True),
+    **dict.fromkeys(ENGINES, (2, False)),
 }
-"""By name: processes, and whether they save in the background, in a process beside each."""
+"""By name: processes, and whether they save in the background, in a process beside each. Those of `ENGINES` save what a real engine holds."""
+OF_ENGINES = (
+    "files laid out",
+    STAGING,
+    "at half of the blocks",
+    "a rank dead at the barrier",
+    "before COMMIT's rename",
+    "after the step's rename, before its fsync",
+)
+"""Moments at which they meet the faults that kill, and a full disk."""
 PATIENCE_SECONDS = (6.0, 25.0, 100.0)
 """For one that hangs; longer ones where the machine was too busy to get that far."""
 BLOCKS, FILES = 10, 4
-"""Of tensors, in a step of `BIG_SHAPES`."""
+"""Of tensors, in a step of `BIG_SHAPES`, or of an engine."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,10 @@ def cells() -> Iterator[Cell]:
                 continue
             if fault == "kill parent" and not background:
                 continue
-            for moment in _moments(world, background):
+            if layout in ENGINES and not (fault.startswith("kill") or fault == "ENOSPC"):
+                continue
+            moments = OF_ENGINES if layout in ENGINES else _moments(world, background)
+            for moment in moments:
                 if moment != STAGING or _may_fail_while_staging(fault, background):
                     yield Cell(moment, fault, layout)
 
@@ -125,18 +140,22 @@ def _run(fn: Callable[..., None], cell: Cell, patience: float, *arguments: objec
 def _try_saving(cell: Cell, directory: Path, patience: float) -> Verdict:
     root = directory / "checkpoints"
     writers = patience if LAYOUTS[cell.layout][1] else None
-    ended = _run(_save_three, cell, patience, str(root), cell.moment, cell.fault, writers)
+    ended = _run(_save_three, cell, patience, str(root), cell, writers)
     struck = (directory / "struck").exists()
     if not (directory / "acked").exists():
         return Verdict(struck, wrong=f"not even the first save was made: {ended}")
     acked = int((directory / "acked").read_text())
     if cell.fault in ("ENOSPC", "EIO") and acked != 3:
         return Verdict(struck, wrong=f"training did not go on: {ended}")
-    return replace(resumable(root, acked, BIG_SHAPES), struck=struck)
+    return replace(resumable(root, acked, _shapes(cell)), struck=struck)
 
 
-def _save_three(layout, root, moment, fault, writers_patience):
-    background = writers_patience is not None
+def _shapes(cell: Cell) -> dict[str, tuple[int, ...]]:
+    return shapes() if cell.layout in ENGINES else BIG_SHAPES
+
+
+def _save_three(layout, root, cell, writers_patience):
+    moment, fault, background = cell.moment, cell.fault, writers_patience is not None
     root = Path(root)
     pids = root.parent
     (pids / f"rank-{layout.rank}").write_text(str(os.getpid()))
@@ -149,6 +168,7 @@ def _save_three(layout, root, moment, fault, writers_patience):
             moment, fault, pids, totals=totals, once_there=there, is_writer=background
         )
     with (
+        _engine(cell, layout) as engine,
         catch_signals(),
         Checkpoints(
             root,
@@ -159,13 +179,20 @@ def _save_three(layout, root, moment, fault, writers_patience):
         ) as checkpoints,
     ):
         for step in (1, 2, 3):
-            weights, slots = make_state(step, BIG_SHAPES)
-            shards = shards_of(weights, layout)
+            weights, slots = make_state(step, _shapes(cell))
+            held = {"weights": shards_of(weights, layout), "training": shards_of(slots, layout)}
+            if engine is not None:
+                held = shards_in(engine, weights, slots)
             if moment == STAGING and step == 2 and layout.is_main:
-                shards = StrikingList(shards, fault, pids)
-            contents = contents_of(weights, slots, layout, weights=shards)
+                held["weights"] = StrikingList(held["weights"], fault, pids)
+            contents = contents_of(weights, slots, layout, **held)
             if _saved(checkpoints, step, contents, background) and layout.is_main:
                 (pids / "acked").write_text(str(step))
+
+
+def _engine(cell: Cell, layout: Layout) -> AbstractContextManager[MegatronEngine | None]:
+    """What holds the state, where that is an engine."""
+    return closing(make_engine(cell.layout, layout)) if cell.layout in ENGINES else nullcontext()
 
 
 def _saved(checkpoints, step, contents, background) -> bool:

@@ -6,6 +6,7 @@ Runs in threads of the test's process, so that a test can say what goes wrong ne
 from __future__ import annotations
 
 import http.client
+import select
 import socket
 import threading
 import time
@@ -21,7 +22,7 @@ _CODES = {400: "InvalidRequest", 403: "AccessDenied", 404: "NoSuchKey", 500: "In
 class Fault:
     """What goes wrong, for the next `times` requests that it fits."""
 
-    kind: Literal["status", "cut answer", "cut request", "silence"]
+    kind: Literal["status", "cut answer", "cut request", "silence", "late"]
     times: int
     method: str | None = None
     """Only requests with this method."""
@@ -32,6 +33,8 @@ class Fault:
     """cut: bytes of the body that pass before."""
     seconds: float = 0.0
     """silence: its length."""
+    release: threading.Event = field(default_factory=threading.Event)
+    """late: the request stays on its way until this is set, and is lost where its sender goes before."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
             code = _CODES.get(fault.status, "SlowDown")
             self._answer(fault.status, [], f"<Error><Code>{code}</Code></Error>".encode())
             return
+        if fault is not None and fault.kind == "late" and self._is_left(fault.release):
+            return
         headers = {name: text for name, text in self.headers.items() if name.lower() not in _HOP}
         connection = http.client.HTTPConnection(proxy.host, proxy.behind, timeout=60)
         try:
@@ -131,6 +136,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(answer.status, answer.getheaders(), content, limit)
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = do_PATCH = _pass_on
+
+    def _is_left(self, release: threading.Event) -> bool:
+        """Whether the client goes away before the release."""
+        while not release.wait(0.05):
+            readable, _, _ = select.select([self.connection], [], [], 0)
+            if readable and not self.connection.recv(1, socket.MSG_PEEK):
+                return True
+        return False
 
     def _body(self) -> bytes:
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):

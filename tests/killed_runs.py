@@ -13,7 +13,13 @@ from training_files import done, ranks
 from burnish.checkpoint.committed import committed
 from burnish.checkpoint.verify import verify
 
-KINDS = {"sft": ["sft", "sft.yaml"], "rl": ["rl", "rl.yaml"]}
+KINDS = {
+    "sft": ["sft", "sft.yaml"],
+    "rl": ["rl", "rl.yaml"],
+    "pipeline": ["sft", "sft.yaml", "engine.kind=megatron", "engine.pipeline_parallel=2"],
+}
+RUNS = [("sft", 1), ("sft", 2), ("rl", 1), ("rl", 2), ("pipeline", 2)]
+"""Kinds, and on how many processes."""
 SAVING = ["checkpoint.save_every=1", "checkpoint.background=true"]
 
 

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from contracts.engine import CLIP, make_examples, score_by_hand
+from tiny import VOCAB
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from burnish.engines.base import Engine
+from burnish.models.names import model_shards, regions
+from burnish.parallel.collectives import gather_objects
+from burnish.records import Batch, Example
+
+LAYERS, EXPERTS, CHOSEN = 2, 4, 2
+"""Of the tiny Mixtral."""
+WEIGHT = 0.2
+"""Of the load-balancing loss."""
 
 
 class PrescribedRouter(nn.Module):
@@ -59,3 +75,75 @@ def balancing_loss(model: PreTrainedModel, logits: list[list[Tensor]]) -> Tensor
     loss = load_balancing_loss_func(of_layers, config.num_experts, config.num_experts_per_tok)
     assert isinstance(loss, Tensor)
     return loss
+
+
+def examples() -> list[Example]:
+    """Five sequences, of which two begin alike."""
+    made = make_examples(VOCAB, (9, 4, 12, 2, 7))
+    shared = np.concatenate([made[2].token_ids[:8], made[0].token_ids[8:]])
+    return [replace(made[0], token_ids=shared), *made[1:]]
+
+
+def experts_of_others() -> list[Tensor]:
+    """By sequence, [T, L, k]; where two begin alike they go to the same ones."""
+    generator = torch.Generator().manual_seed(1)
+    made = [
+        torch.rand(len(e.token_ids), LAYERS, EXPERTS, generator=generator).argsort(-1)[..., :CHOSEN]
+        for e in examples()
+    ]
+    made[0][:8] = made[2][:8]
+    return made
+
+
+def with_experts(batch: Batch, experts: Sequence[Tensor]) -> Batch:
+    micros = [
+        replace(micro, experts=torch.cat([experts[n] for n in numbers if n >= 0] or [experts[3]]))
+        for micro, numbers in zip(batch.microbatches, batch.examples, strict=True)
+    ]
+    return replace(batch, microbatches=tuple(micros))
+
+
+def recorded(engine: Engine, batch: Batch) -> dict[int, Tensor]:
+    """The experts of each sequence, from all ranks."""
+    mine = {}
+    outputs = engine.forward(batch, experts=True)
+    for micro, numbers, output in zip(batch.microbatches, batch.examples, outputs, strict=True):
+        parts = output.experts.split(micro.cu_seqlens.diff().tolist())
+        mine |= {number: part for number, part in zip(numbers, parts, strict=True) if number >= 0}
+    return {n: e for held in gather_objects(mine, engine.layout) for n, e in held.items()}
+
+
+def by_hand(path: Path, experts: Sequence[Tensor] | None) -> dict[str, Any]:
+    """One step's numbers by plain transformers: with these experts, or with its own and the load-balancing loss."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    made = prescribe(model) if experts else []
+    logits = record_logits(model)
+    tokens = sum(int(example.loss_mask.sum()) for example in examples())
+    total, logprobs = torch.zeros(()), []
+    for number, example in enumerate(examples()):
+        for layer, router in enumerate(made):
+            router.experts = experts[number][:, layer] if experts else None
+        scored = score_by_hand(model, example)
+        mask = torch.from_numpy(example.loss_mask)
+        total = total + torch.where(mask, -scored[0] - 0.01 * scored[1], 0.0).sum() / tokens
+        logprobs.append(scored[0].detach())
+    aux = balancing_loss(model, logits)
+    if experts is None:
+        total = total + WEIGHT * aux
+    total.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    shards = model_shards(model, gradients, parts=regions(model)) if experts is None else ()
+    own = [
+        torch.stack([layer[number].topk(CHOSEN).indices for layer in logits], dim=1)
+        for number in range(len(examples()))
+    ]
+    return {
+        "loss": float(total.detach()),
+        "norm": float(norm),
+        "logprobs": logprobs,
+        "routers": {n: g for n, g in gradients.items() if n.endswith("gate.weight")},
+        "gradients": {shard.spec.name: shard.tensor.clone() for shard in shards},
+        "aux": float(aux.detach()),
+        "own": own,
+    }

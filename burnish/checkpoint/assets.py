@@ -35,7 +35,10 @@ def read_assets(directory: Path) -> dict[str, bytes]:
     if CONFIG not in names:
         have = few(sorted(path.name for path in directory.glob("*")))
         raise MissingError(
-            f"{directory} has no {CONFIG}", have=have or "nothing", want="a Hugging Face directory"
+            f"{directory} has no {CONFIG}",
+            have=have or "nothing",
+            want="a Hugging Face directory",
+            do="give the directory of the model that the weights are of",
         )
     found = {}
     for name, path in names.items():
@@ -43,7 +46,12 @@ def read_assets(directory: Path) -> dict[str, bytes]:
             # A hub's cache is made of links, so the name is followed.
             found[name] = read_whole(LocalStorage(), path.resolve(), _LIMIT)
         except ValueError as error:
-            raise IncompatibleError(f"{path} is too large to be copied", have=error) from error
+            raise IncompatibleError(
+                f"{path} is too large to be copied",
+                have=error,
+                want=f"at most {_LIMIT} bytes",
+                do="move it out of the directory where the model does not need it",
+            ) from error
     return found
 
 
@@ -51,7 +59,11 @@ def with_dtype(data: bytes, dtype: torch.dtype, path: PurePath) -> bytes:
     """A config.json that names this dtype wherever it names one. Raises `CorruptError` naming `path` where it is none."""
     config = parse_json(data, str(path))
     if not isinstance(config, dict):
-        raise CorruptError(f"{path} is not a JSON object", have=type(config).__name__)
+        raise CorruptError(
+            f"{path} is not a JSON object",
+            have=type(config).__name__,
+            do="put the model's own config.json there",
+        )
     name = str(dtype).partition(".")[2]
     _set_dtype(config, name)
     if not any(key in config for key in _DTYPE_KEYS):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from burnish.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCK_BYTES
 from burnish.checkpoint.tensor_sets import MODEL, path_of
 from burnish.files.safetensors import DTYPE_BITS, TensorEntry, build_header
 from burnish.files.strict_json import encode_json
@@ -17,6 +18,8 @@ from burnish.parallel.boxes import Box
 
 MAX_FILE_BYTES = 4 << 30
 """A set of tensors is divided into files of about this size; a larger tensor has one to itself."""
+MOST_BLOCKS = 1 << 19
+"""More blocks than these are made larger: the manifest, which all ranks read, has a hash for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,14 @@ def plan_files(
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             indices[f"{path}.safetensors.index.json"] = encode_json(index)
     return files, indices
+
+
+def block_bytes_for(files: Iterable[PlannedFile], most: int = MOST_BLOCKS) -> int:
+    """The size of a step's blocks: `BLOCK_BYTES` up to 2 TiB, then doubled as often as it takes, up to `MAX_BLOCK_BYTES`."""
+    total, size = sum(file.size for file in files), BLOCK_BYTES
+    while total > most * size and size < MAX_BLOCK_BYTES:
+        size *= 2
+    return size
 
 
 def blocks_of(file: int, size: int, block_bytes: int) -> list[Block]:

@@ -15,6 +15,7 @@ from pathlib import PurePath
 from typing import Any, TypeVar
 
 from burnish.checkpoint.manifest import (
+    ANOTHER_STEP,
     COMMIT,
     COMMIT_LIMIT,
     MANIFEST,
@@ -112,6 +113,7 @@ def open_step(path: PurePath, storage: Source) -> Committed:
             f"{path / name} is {'in no manifest' if is_there else 'missing'}",
             have="a file that was not committed" if is_there else "no such file",
             want="exactly the files of the manifest",
+            do=f"move {name} out of the step" if is_there else ANOTHER_STEP,
         )
     for name, record in manifest.files.items():
         _check_size(path / name, sizes[name], record)
@@ -135,6 +137,9 @@ def open_part(path: PurePath, below: str, storage: Source) -> Committed:
                 f"{path / name} is {'missing' if kind is None else 'no regular file'}",
                 have="no such file" if kind is None else "a directory, a link or a device",
                 want="the file of the manifest",
+                do=ANOTHER_STEP
+                if kind is None
+                else "put the file itself there: links are not followed",
             )
         with storage.open(path / name) as file:
             _check_size(path / name, file.size(), record)
@@ -176,6 +181,7 @@ def newest(root: PurePath, storage: Source | None = None) -> Committed | None:
             f"no checkpoint in {root} can be used",
             have=", ".join(path.name for path in step_paths(root, storage).values()),
             want="one that is whole and healthy",
+            do=f"see what is wrong with each: burnish ckpt verify {root.parent}",
         )
     return usable[-1] if usable else None
 
@@ -184,16 +190,23 @@ def _read(path: PurePath, name: str, limit: int, storage: Source) -> bytes:
     try:
         return read_whole(storage, path / name, limit)
     except FileNotFoundError as error:
-        raise CorruptError(f"{path} has no {name}", have="a step that is not committed") from error
+        raise CorruptError(
+            f"{path} has no {name}",
+            have="a step that is not committed",
+            do="use another step; where this is a copy, copy it again",
+        ) from error
     except (ValueError, EOFError) as error:
-        raise CorruptError(f"{path / name} cannot be read", have=error) from error
+        raise CorruptError(f"{path / name} cannot be read", have=error, do=ANOTHER_STEP) from error
 
 
 def _commit(path: PurePath, storage: Source) -> Commit:
     commit = parse_commit(_read(path, COMMIT, COMMIT_LIMIT, storage), f"{path / COMMIT}")
     if path.name != step_name(commit.step):
         raise CorruptError(
-            f"{path / COMMIT} seals another step", have=step_name(commit.step), want=path.name
+            f"{path / COMMIT} seals another step",
+            have=step_name(commit.step),
+            want=path.name,
+            do=f"give the directory its own name, {step_name(commit.step)}",
         )
     return commit
 
@@ -209,13 +222,18 @@ def _check_size(file: PurePath, size: int, record: FileRecord) -> None:
             f"{file} has another size than when it was committed",
             have=f"{size} bytes",
             want=f"{record.size} bytes",
+            do=ANOTHER_STEP,
         )
 
 
 def _check_directory(path: PurePath, storage: Source) -> None:
     """A step lies where its name is: what a link leads to may change, and may be another run's."""
     if storage.kind(path) not in ("directory", None):
-        raise CorruptError(f"{path} is no directory", have="a file, a link or a device")
+        raise CorruptError(
+            f"{path} is no directory",
+            have="a file, a link or a device",
+            do="give the path of the directory itself: links are not followed",
+        )
 
 
 def _files(path: PurePath, prefix: str, storage: Source) -> Iterator[tuple[str, int]]:
@@ -226,15 +244,21 @@ def _files(path: PurePath, prefix: str, storage: Source) -> Iterator[tuple[str, 
         elif entry.kind == "file":
             yield name, entry.size
         else:
-            raise CorruptError(f"{path / entry.name} is no regular file", have="a link or a device")
+            raise CorruptError(
+                f"{path / entry.name} is no regular file",
+                have="a link or a device",
+                do="put the file itself there: links are not followed",
+            )
 
 
 def _state(path: PurePath, manifest: Manifest, storage: Source) -> Mapping[str, Any]:
     data = _read(path, STATE, STATE_LIMIT, storage)
     record = manifest.files.get(STATE)
     if record is None or record != record_of(data, record.block_bytes):
-        raise CorruptError(f"{path / STATE} is not what was committed")
+        raise CorruptError(f"{path / STATE} is not what was committed", do=ANOTHER_STEP)
     state = parse_json(data, f"{path / STATE}")
     if not isinstance(state, dict):
-        raise CorruptError(f"{path / STATE} is not a JSON object", have=type(state).__name__)
+        raise CorruptError(
+            f"{path / STATE} is not a JSON object", have=type(state).__name__, do=ANOTHER_STEP
+        )
     return state

@@ -29,5 +29,6 @@ def dtype_name(dtype: torch.dtype, tensor: str) -> str:
             f"tensor {tensor} has a dtype that safetensors files cannot hold",
             have=dtype,
             want=", ".join(BY_NAME),
+            do="convert the tensor to one of them before it is saved",
         )
     return _NAMES[dtype]

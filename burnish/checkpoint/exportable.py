@@ -178,6 +178,7 @@ def _model_directory(step: Committed, role: str) -> str:
             f"{step.path} holds no {role or 'model'}",
             have=f"further models: {', '.join(each for each in roles if each) or 'none'}",
             want=f"the name of one of them, or none for {MODEL}/",
+            do="name one of the models that the step holds",
         )
     directory = f"{prefix_of(role)}{MODEL}/"
     if not {f"{directory}{CONFIG}", f"{directory}{ADAPTER_CONFIG}"} & step.manifest.files.keys():

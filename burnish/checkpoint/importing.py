@@ -37,7 +37,7 @@ class Foreign(Protocol):
     """Weights that another program wrote. Making one finds out whether all is there, and reads none of them."""
 
     kind: str
-    """What wrote them: "huggingface", "dcp", "verl"."""
+    """What wrote them: "huggingface", "dcp", "torch_dist" (Megatron), "verl"."""
     source: Path
     """Where they lie."""
     assets: Mapping[str, bytes]
@@ -63,7 +63,11 @@ class HuggingFace:
         for path in weight_files(source):
             for tensor, value in mapped_tensors(path).items():
                 if tensor in self._weights:
-                    raise CorruptError(f"tensor {tensor} is in two files of {source}")
+                    raise CorruptError(
+                        f"tensor {tensor} is in two files of {source}",
+                        have=f"it again in {path.name}",
+                        do="remove the file that is not the model's",
+                    )
                 shape = tuple(value.shape)
                 spec = TensorSpec(tensor, shape, value.dtype)
                 self._weights[tensor] = Shard(spec, whole(shape), value)
@@ -123,6 +127,7 @@ def _view(path: Path, raw: Tensor, entry: TensorEntry) -> Tensor:
             f"tensor {entry.name} in {path} has a dtype that is not handled",
             have=entry.dtype,
             want=", ".join(BY_NAME),
+            do="convert the model to bf16 or fp32 with the program that wrote it",
         )
     dtype = BY_NAME[entry.dtype]
     data = raw[entry.begin : entry.end]

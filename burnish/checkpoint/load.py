@@ -17,6 +17,7 @@ from burnish.checkpoint.blocks import PlannedFile
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.dtypes import BY_NAME
 from burnish.checkpoint.fit import require_fit, require_slots
+from burnish.checkpoint.manifest import ANOTHER_STEP
 from burnish.checkpoint.read import BlockReader, ReadPlan
 from burnish.checkpoint.split import add_residual
 from burnish.checkpoint.streams import Described
@@ -45,7 +46,7 @@ class CheckpointSource:
 
     The model is the run's own; `of` gives any other. A shard's name is that of a weight, or `slot/weight`. Every rank makes one and calls `fill`
     together. fp32 weights that were split come back bit for bit; other dtypes are converted from
-    what `model/` holds. Takes 32 MiB beside the tensors.
+    what `model/` holds. Takes 32 MiB beside the tensors, or two blocks where these are larger.
     """
 
     def __init__(self, committed: Committed, layout: Layout, storage: Source | None = None) -> None:
@@ -147,7 +148,12 @@ class CheckpointSource:
                     do="resume with the version of Burnish that wrote it",
                 )
             if entry.begin % BY_NAME[entry.dtype].itemsize:
-                raise CorruptError(f"tensor {entry.name} in {self._step.path / name} is misplaced")
+                raise CorruptError(
+                    f"tensor {entry.name} in {self._step.path / name} is misplaced",
+                    have=f"byte {entry.begin}",
+                    want=f"a multiple of {BY_NAME[entry.dtype].itemsize}",
+                    do=ANOTHER_STEP,
+                )
         entries = tuple(header.entries.values())
         size = self._step.manifest.files[name].size
         return PlannedFile(name, set_of(name) or "", b"", entries, size)

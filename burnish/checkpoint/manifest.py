@@ -1,16 +1,19 @@
 """What a committed step says of itself: the manifest of its files and the COMMIT that seals it.
 
 Both are canonical JSON, and COMMIT carries its own digest and the manifest's, so that any changed
-byte of either is found. No torch here: verifying a checkpoint needs none.
+byte of either is found. A manifest may be long, so it is read file by file, as the one text that it can
+be, and refused at the first byte that is another: what a stranger's JSON becomes in memory can be
+twenty times as much. No torch here: verifying a checkpoint needs none.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import PurePosixPath
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import xxhash
@@ -22,15 +25,33 @@ from burnish.files.strict_json import clipped, encode_json, parse_json, shortene
 FORMAT = 1
 """The format that this code reads and writes."""
 BLOCK_BYTES = 4 << 20
-"""Files are cut into blocks of this size, each with one hash."""
+"""Files are cut into blocks of this size, each with one hash; those of very large steps into larger ones."""
 MAX_BLOCK_BYTES = 64 << 20
 """Larger blocks are refused, so that a reader's memory is bounded."""
 COMMIT, MANIFEST, STATE = "COMMIT", "manifest.json", "state.json"
 """Names in a step's directory."""
-COMMIT_LIMIT, MANIFEST_LIMIT, STATE_LIMIT = 64 << 10, 256 << 20, 16 << 20
+COMMIT_LIMIT, MANIFEST_LIMIT, STATE_LIMIT = 64 << 10, 32 << 20, 16 << 20
 """Most bytes that the three may have."""
+MAX_FILES = 1 << 16
+"""Most files of a step."""
+ANOTHER_STEP = "use another step, or a copy of this one, and check the disk"
+"""What to do about a step whose bytes are not those that were written."""
 
-_HASH = re.compile(r"[0-9a-f]{32}")
+_HASH = 32
+# Letters of a block's hash.
+_LINE = 40
+# Bytes of a manifest for each block: a line with its hash, indented and quoted.
+_NUMBER, _TEXT = rb"(0|[1-9][0-9]{0,18})", rb'("(?:[ !#-\[\]-~]|\\.){,4096}+")'
+_HEAD = re.compile(rb'\{\n "files": \{')
+_FILE = re.compile(
+    rb"\n  " + _TEXT + rb': \{\n   "block_bytes": ' + _NUMBER + rb',\n   "blocks": \[(?:\]|'
+    rb'((?:\n    "[0-9a-f]{32}",)*+\n    "[0-9a-f]{32}")\n   \]),\n   "size": ' + _NUMBER + rb"\n  \}(,?)"
+)  # fmt: skip
+_TAIL = re.compile(
+    rb'\n \},\n "format": ' + _NUMBER + rb',\n "step": ' + _NUMBER
+    + rb',\n "uuid": ' + _TEXT + rb',\n "world": ' + _NUMBER + rb"\n\}\n"
+)  # fmt: skip
+_FORMAT = re.compile(rb'\n "format": ([^\n]{,200}?),?\n')
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +86,22 @@ class Manifest:
 
     def encode(self) -> bytes:
         """As it is written."""
-        return encode_json({"format": FORMAT, **asdict(self)})
+        files = {
+            path: {
+                "size": record.size,
+                "block_bytes": record.block_bytes,
+                "blocks": list(record.blocks),
+            }
+            for path, record in self.files.items()
+        }
+        fields = {"uuid": self.uuid, "step": self.step, "world": self.world, "files": files}
+        return encode_json({"format": FORMAT, **fields})
+
+    def encoded_bytes(self) -> int:
+        """The length of `encode()` once all blocks have their hashes, which none needs to have yet."""
+        bare = {path: replace(record, blocks=()) for path, record in self.files.items()}
+        counts = (-(-record.size // record.block_bytes) for record in self.files.values())
+        return len(replace(self, files=bare).encode()) + sum(_LINE * n + 3 for n in counts if n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,90 +150,152 @@ def parse_commit(data: bytes, what: str) -> Commit:
     value = _sealed(data, what)
     digest = value.pop("sha256", None)
     if digest != sha256(encode_json(value)):
-        raise CorruptError(f"{what} does not have the digest that it names")
-    _check_format(value.pop("format", None), what)
-    _check_types(value, Commit, what)
+        raise CorruptError(f"{what} does not have the digest that it names", do=ANOTHER_STEP)
+    found = value.pop("format", None)
+    if type(found) is not int or found != FORMAT:
+        raise _other_format(what, str(found))
+    _check_types(value, what)
     return Commit(**value)
 
 
 def parse_manifest(data: bytes, commit: Commit, what: str) -> Manifest:
-    """Read the manifest that `commit` seals. Raises `CorruptError` where it is not that one or not sound."""
+    """Read the manifest that `commit` seals. Raises `CorruptError` where it is not that one or not sound.
+
+    Takes a few times the memory of the text, and nothing that is refused takes more.
+    """
     if sha256(data) != commit.manifest_sha256:
         raise CorruptError(
             f"{what} is not the one that was committed",
             have=f"sha256 {sha256(data)}",
             want=f"sha256 {commit.manifest_sha256}",
+            do=ANOTHER_STEP,
         )
-    value = _sealed(data, what)
-    _check_format(value.pop("format", None), what)
-    files = value.pop("files", None)
-    _check_types({**value, "files": {}}, Manifest, what)
-    if not isinstance(files, dict):
-        raise CorruptError(f"{what} lists no files", have=type(files).__name__)
-    records = {path: _file_record(path, record, what) for path, record in files.items()}
-    manifest = Manifest(**value, files=records)
+    told_format = _FORMAT.search(data)
+    if told_format and told_format[1] != b"%d" % FORMAT:
+        raise _other_format(what, told_format[1].decode(errors="replace"))
+    files, end = _read_files(data, what)
+    tail = _TAIL.fullmatch(data, end)
+    if tail is None:
+        raise _unlike_ours(data, end, what)
+    _, step, uuid, world = tail.groups()
+    manifest = Manifest(_text(uuid, end, what), int(step), int(world), files)
     told = (manifest.uuid, manifest.step, manifest.total_bytes)
     if told != (commit.uuid, commit.step, commit.total_bytes):
-        raise CorruptError(f"{what} and COMMIT tell different things", have=shortened(told))
+        raise CorruptError(
+            f"{what} and COMMIT tell different things",
+            have=shortened(told),
+            want=shortened((commit.uuid, commit.step, commit.total_bytes)),
+            do=ANOTHER_STEP,
+        )
     return manifest
+
+
+def _read_files(data: bytes, what: str) -> tuple[dict[str, FileRecord], int]:
+    """The files of a manifest, and where in the text they end."""
+    head = _HEAD.match(data)
+    if head is None:
+        raise _unlike_ours(data, 0, what)
+    files: dict[str, FileRecord] = {}
+    at, last, more = head.end(), "", True
+    while more:
+        found = _FILE.match(data, at)
+        if found is None:
+            raise _unlike_ours(data, at, what)
+        quoted, block_bytes, lines, size, comma = found.groups(b"")
+        path = _text(quoted, at, what)
+        _check_path(path, what)
+        if path <= last or len(files) == MAX_FILES:
+            want = f"a path after {shortened(last)}, and {MAX_FILES} at most"
+            raise _unlike_ours(data, at, what, want)
+        record = FileRecord(int(size), int(block_bytes), _hashes(lines))
+        if not _is_sound(record):
+            raise CorruptError(
+                f"{what} describes {clipped(path)} wrongly",
+                have=f"{record.size} bytes in {len(record.blocks)} blocks of {record.block_bytes}",
+                want=f"a hash for each block, and blocks of 4096 to {MAX_BLOCK_BYTES} bytes",
+                do=ANOTHER_STEP,
+            )
+        files[path] = record
+        at, last, more = found.end(), path, bool(comma)
+    return files, at
+
+
+def _hashes(lines: bytes) -> tuple[str, ...]:
+    """The hashes of lines that are known to hold one each."""
+    text, first = lines.decode(), len('\n    "')
+    return tuple(text[at : at + _HASH] for at in range(first, len(text), _LINE))
+
+
+def _unlike_ours(data: bytes, at: int, what: str, want: str | None = None) -> CorruptError:
+    """What to say of a text that Burnish does not write, from a byte on."""
+    return CorruptError(
+        f"{what} is not written the way Burnish writes it",
+        have=f"{shortened(data[at : at + 100])} at byte {at}",
+        want=want,
+        do=ANOTHER_STEP,
+    )
+
+
+def _text(quoted: bytes, at: int, what: str) -> str:
+    """The string that is quoted at or behind a byte of the manifest."""
+    with suppress(ValueError):
+        found: str = json.loads(quoted)
+        if json.dumps(found).encode() == quoted:
+            return found
+    raise _unlike_ours(quoted, 0, what, f"a string as Burnish writes it, at or after byte {at}")
+
+
+def _check_path(path: str, what: str) -> None:
+    if {"", ".", ".."} & set(path.split("/")) or "\\" in path or "\0" in path:
+        raise CorruptError(
+            f"{what} names a path outside the step",
+            have=shortened(path),
+            want="a path below the step, with forward slashes",
+            do="do not use this step: somebody has changed it",
+        )
+
+
+def _is_sound(record: FileRecord) -> bool:
+    block = record.block_bytes
+    if not 4096 <= block <= MAX_BLOCK_BYTES or block % 8:
+        return False
+    return len(record.blocks) == -(-record.size // block)
 
 
 def _sealed(data: bytes, what: str) -> dict[str, Any]:
     """A JSON object that is written exactly as we write it."""
     value = parse_json(data, what)
-    if not isinstance(value, dict):
-        raise CorruptError(f"{what} is not a JSON object", have=type(value).__name__)
     try:
-        ours = encode_json(value) == data
+        ours = isinstance(value, dict) and encode_json(value) == data
     except RecursionError:  # nested as deeply as can just be read
         ours = False
     if not ours:
-        raise CorruptError(f"{what} is not written the way Burnish writes it")
-    return value
+        raise _unlike_ours(data, 0, what)
+    return dict(value)
 
 
-def _check_format(found: Any, what: str) -> None:
-    if type(found) is not int or found != FORMAT:
-        raise IncompatibleError(
-            f"{what} is of a format that this version does not read",
-            have=f"format {clipped(str(found))}",
-            want=f"format {FORMAT}",
-            do="use the version of Burnish that wrote it, or a later one",
-        )
+def _other_format(what: str, found: str) -> IncompatibleError:
+    return IncompatibleError(
+        f"{what} is of a format that this version does not read",
+        have=f"format {clipped(found)}",
+        want=f"format {FORMAT}",
+        do="use the version of Burnish that wrote it, or a later one",
+    )
 
 
-def _check_types(value: dict[str, Any], kind: type[Commit] | type[Manifest], what: str) -> None:
+def _check_types(value: dict[str, Any], what: str) -> None:
+    """Raise unless these are the fields of a `Commit`."""
     names = {"str": str, "int": int, "bool": bool}
-    wanted = {name: names.get(text, dict) for name, text in kind.__annotations__.items()}
-    for name in wanted.keys() | value.keys():
+    wanted = {name: names[text] for name, text in Commit.__annotations__.items()}
+    for name in sorted(wanted.keys() | value.keys()):
         if name not in wanted or type(value.get(name)) is not wanted[name]:
             raise CorruptError(
                 f"{what} has a wrong field {clipped(name)}",
                 have=shortened(value.get(name)),
                 want=wanted[name].__name__ if name in wanted else "no such field",
+                do=ANOTHER_STEP,
             )
     if value["step"] < 0:
-        raise CorruptError(f"{what} has a wrong field step", have=value["step"], want="0 or more")
-
-
-def _file_record(path: str, value: Any, what: str) -> FileRecord:
-    parts = PurePosixPath(path).parts
-    safe = path == "/".join(parts) and not path.startswith("/") and ".." not in parts
-    if not safe or "\\" in path or "\0" in path or not path:
-        raise CorruptError(f"{what} names a path outside the step", have=shortened(path))
-    if not _is_record(value):
-        raise CorruptError(f"{what} describes {clipped(path)} wrongly", have=shortened(value))
-    return FileRecord(value["size"], value["block_bytes"], tuple(value["blocks"]))
-
-
-def _is_record(value: Any) -> bool:
-    if not isinstance(value, dict) or value.keys() != {"size", "block_bytes", "blocks"}:
-        return False
-    size, block, hashes = value["size"], value["block_bytes"], value["blocks"]
-    if type(size) is not int or type(block) is not int or not isinstance(hashes, list):
-        return False
-    if size < 0 or not 4096 <= block <= MAX_BLOCK_BYTES or block % 8:
-        return False
-    return len(hashes) == -(-size // block) and all(
-        isinstance(text, str) and _HASH.fullmatch(text) for text in hashes
-    )
+        raise CorruptError(
+            f"{what} has a wrong field step", have=value["step"], want="0 or more", do=ANOTHER_STEP
+        )

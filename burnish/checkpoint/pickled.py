@@ -1,4 +1,4 @@
-"""Weights in checkpoints that have to be unpickled: torch's DCP directories and verl's FSDP checkpoints.
+"""Weights in checkpoints that have to be unpickled: torch's DCP directories, Megatron's among them, and verl's FSDP checkpoints.
 
 A child process unpickles (`burnish.checkpoint.unpickle`) and leaves safetensors files, whose tensors
 are given the model's canonical names here. Left out: optimizer states, LoRA adapters.
@@ -12,15 +12,16 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from torch import Tensor
 
 from burnish.checkpoint.assets import read_assets
+from burnish.checkpoint.foreign_pieces import Piece, part_of
 from burnish.checkpoint.importing import mapped_tensors
+from burnish.checkpoint.torch_dist import is_torch_dist, shards_of, tensor_names
 from burnish.checkpoint.unpickle import PIECES, known_part
 from burnish.config.schema import ModelConfig
 from burnish.errors import CorruptError, IncompatibleError, MissingError, few
@@ -29,8 +30,9 @@ from burnish.files.sandbox import landlock_version
 from burnish.files.storage import LocalStorage
 from burnish.files.strict_json import parse_json
 from burnish.models.loading import build_on_meta, read_model_config
+from burnish.models.megatron_names import Naming
 from burnish.models.names import Region, regions, tied_names
-from burnish.parallel.boxes import Box, intersect
+from burnish.parallel.boxes import Box
 from burnish.parallel.shards import Shard, TensorSpec
 
 _DCP_METADATA = ".metadata"
@@ -53,24 +55,10 @@ except Exception as error:
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A part of a tensor of the source."""
-
-    name: str
-    """In the model's `state_dict`, or the canonical one."""
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    box: Box
-    """Which part it is."""
-    tensor: Tensor
-    """Its elements, mapped."""
-
-
 def pickled_kind(source: Path) -> str | None:
-    """ "dcp" or "verl" where `source` is such a directory, None for any other."""
+    """ "dcp", "torch_dist" (Megatron's) or "verl" where `source` is such a directory, None for any other."""
     if (source / _DCP_METADATA).is_file():
-        return "dcp"
+        return "torch_dist" if is_torch_dist(source) else "dcp"
     return "verl" if any(_VERL.fullmatch(path.name) for path in source.glob("*.pt")) else None
 
 
@@ -84,7 +72,7 @@ def guarded_by() -> str:
 
 
 class Pickled:
-    """A DCP directory or verl's `actor/`; a `Foreign` whose weights are unpickled when they are asked for.
+    """A DCP directory, one of Megatron's iterations or verl's `actor/`; a `Foreign` whose weights are unpickled when they are asked for.
 
     `assets` is a Hugging Face directory with the model's config.json, which tells the names and
     shapes of its tensors. Raises `MissingError` where files are missing, and what an unusable
@@ -94,17 +82,27 @@ class Pickled:
     def __init__(self, source: Path, assets: Path) -> None:
         kind = pickled_kind(source)
         if kind is None:
-            raise MissingError(f"{source} is no checkpoint of DCP or verl")
+            raise MissingError(
+                f"{source} is no checkpoint of DCP, Megatron or verl",
+                have="no such directory" if not source.is_dir() else "none of their files",
+                want=f"{_DCP_METADATA} and *.distcp, or model_world_size_*_rank_*.pt",
+                do="give the directory that these files lie in",
+            )
         self.kind, self.source = kind, source
         self._files = _verl_files(source) if kind == "verl" else _dcp_files(source)
         self.assets: Mapping[str, bytes] = read_assets(assets)
-        model = build_on_meta(read_model_config(ModelConfig(path=str(assets))))
+        hf_config = read_model_config(ModelConfig(path=str(assets)))
+        self._naming = Naming.of(hf_config) if kind == "torch_dist" else None
+        model = build_on_meta(hf_config)
         self._regions: dict[str, list[Region]] = {}
         for region in regions(model):
             self._regions.setdefault(region.parameter, []).append(region)
         self._canonical = {each.name: each for found in self._regions.values() for each in found}
         self._tied = tied_names(model)
         self._shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        self._names: Collection[str] = self._shapes.keys() | self._canonical.keys()
+        if self._naming is not None:
+            self._names = tensor_names(self._canonical)
 
     def weights(self, scratch: Path) -> list[Shard]:
         """Unpickle in a child process and name what it found.
@@ -112,8 +110,7 @@ class Pickled:
         Raises `CorruptError` where unpickling fails or meets anything but tensors, `MissingError`
         for a tensor of the model that is not there, `IncompatibleError` for one of another shape.
         """
-        names = self._shapes.keys() | self._canonical.keys()
-        _unpickle(self.kind, self.source, self._files, names, scratch)
+        _unpickle(self.kind, self.source, self._files, self._names, scratch)
         pieces = self._below_one_prefix(list(_pieces(scratch, self.source)))
         present = {piece.name for piece in pieces}
         shards = [shard for piece in pieces for shard in self._shards(piece, present)]
@@ -127,20 +124,23 @@ class Pickled:
             )
         return shards
 
-    def _below_one_prefix(self, pieces: list[_Piece]) -> list[_Piece]:
+    def _below_one_prefix(self, pieces: list[Piece]) -> list[Piece]:
         """The pieces below the prefix that most of the model's names have, less the prefix."""
-        names = self._shapes.keys() | self._canonical.keys()
-        known = {piece.name: known_part(piece.name, names) for piece in pieces}
+        known = {piece.name: known_part(piece.name, self._names) for piece in pieces}
         counts = Counter(key.removesuffix(known[key]) for key in known)
         prefix = min(counts, key=lambda each: (-counts[each], len(each)), default="")
         return [
-            _Piece(known[p.name], p.shape, p.box, p.tensor)
+            Piece(known[p.name], p.shape, p.box, p.tensor)
             for p in pieces
             if p.name == prefix + known[p.name]
         ]
 
-    def _shards(self, piece: _Piece, present: set[str]) -> Iterator[Shard]:
+    def _shards(self, piece: Piece, present: set[str]) -> Iterator[Shard]:
         """The canonical tensors' parts that a piece is made of."""
+        if self._naming is not None:
+            shapes = {each: region.shape for each, region in self._canonical.items()}
+            yield from shards_of(piece, self._naming, shapes)
+            return
         name = piece.name
         if name in self._tied and self._tied[name] not in present:
             name = self._tied[name]
@@ -158,20 +158,7 @@ class Pickled:
                 do="give the config.json that belongs to these weights with --assets",
             )
         for region in found:
-            yield from _part_of(region, piece)
-
-
-def _part_of(region: Region, piece: _Piece) -> Iterator[Shard]:
-    common = intersect(region.box, piece.box)
-    if common is None:
-        return
-    inside = common.relative_to(region.box)
-    box = Box(
-        tuple(inside.offsets[dim] for dim in region.dims),
-        tuple(inside.sizes[dim] for dim in region.dims),
-    )
-    view = piece.tensor[common.relative_to(piece.box).slices].reshape(box.sizes)
-    yield Shard(TensorSpec(region.name, region.shape, view.dtype), box, view)
+            yield from part_of(region, piece)
 
 
 def _verl_files(source: Path) -> list[str]:
@@ -180,23 +167,38 @@ def _verl_files(source: Path) -> list[str]:
     worlds = sorted({int(match[1]) for match in found.values() if match})
     if len(worlds) > 1:
         raise IncompatibleError(
-            f"{source} holds checkpoints of several sizes", have=worlds, want="one world size"
+            f"{source} holds checkpoints of several sizes",
+            have=worlds,
+            want="one world size",
+            do="move the files of all others away",
         )
     names = [f"model_world_size_{worlds[0]}_rank_{rank}.pt" for rank in range(worlds[0])]
     absent = [name for name in names if name not in found]
     if absent:
-        raise MissingError(f"{source} lacks {absent[0]}", want=f"the files of {worlds[0]} ranks")
+        raise MissingError(
+            f"{source} lacks {absent[0]}",
+            have=f"{worlds[0] - len(absent)} files",
+            want=f"the files of {worlds[0]} ranks",
+            do="get those of all ranks: each machine may have its own",
+        )
     return names
 
 
 def _dcp_files(source: Path) -> list[str]:
     found = sorted(path.name for path in source.glob("*.distcp"))
     if not found:
-        raise MissingError(f"{source} lacks tensors", have=_DCP_METADATA, want="*.distcp")
+        raise MissingError(
+            f"{source} lacks tensors",
+            have=_DCP_METADATA,
+            want="*.distcp",
+            do="get those of all ranks: each machine may have its own",
+        )
     return found
 
 
-def _unpickle(kind: str, source: Path, files: list[str], names: set[str], scratch: Path) -> None:
+def _unpickle(
+    kind: str, source: Path, files: list[str], names: Collection[str], scratch: Path
+) -> None:
     """Run the child, with an empty environment; raises `CorruptError` where it fails."""
     task = {
         "path": sys.path,
@@ -223,12 +225,16 @@ def _unpickle(kind: str, source: Path, files: list[str], names: set[str], scratc
             f"{source} cannot be unpickled safely",
             have=said[-1][:1000] if said else f"a child process that ended with {done.returncode}",
             want="tensors, and nothing that has to run code",
+            do="convert it to safetensors with the program that wrote it",
         )
 
 
-def _pieces(scratch: Path, source: Path) -> Iterator[_Piece]:
+def _pieces(scratch: Path, source: Path) -> Iterator[Piece]:
     """What the child left, read as if a stranger had written it."""
-    wrong = CorruptError(f"what was unpickled from {source} is not in order")
+    wrong = CorruptError(
+        f"what was unpickled from {source} is not in order",
+        do="do not trust it; convert it to safetensors with the program that wrote it",
+    )
     try:
         listed = parse_json(read_whole(LocalStorage(), scratch / PIECES, _PIECES_LIMIT), PIECES)
     except (OSError, ValueError) as error:
@@ -250,7 +256,7 @@ def _pieces(scratch: Path, source: Path) -> Iterator[_Piece]:
         box = Box(tuple(offsets), tuple(tensor.shape))
         if not box.fits(tuple(shape)):
             raise wrong
-        yield _Piece(each["name"], tuple(shape), box, tensor)
+        yield Piece(each["name"], tuple(shape), box, tensor)
 
 
 def _counts(value: Any) -> TypeGuard[list[int]]:

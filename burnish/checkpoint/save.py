@@ -21,9 +21,10 @@ from burnish.checkpoint.blocks import PlannedFile
 from burnish.checkpoint.committed import INFLIGHT, TRASH, step_name
 from burnish.checkpoint.contents import Assets, Contents, ModelContents
 from burnish.checkpoint.manifest import (
-    BLOCK_BYTES,
     COMMIT,
     MANIFEST,
+    MANIFEST_LIMIT,
+    MAX_FILES,
     STATE,
     STATE_LIMIT,
     Commit,
@@ -35,7 +36,7 @@ from burnish.checkpoint.manifest import (
 from burnish.checkpoint.planner import Planner
 from burnish.checkpoint.split import residual, rounded
 from burnish.checkpoint.tensor_sets import MODEL, RESIDUAL, prefix_of
-from burnish.checkpoint.write import BlockHashes, BlockWriter
+from burnish.checkpoint.write import BlockHashes, BlockWriter, WritePlan
 from burnish.errors import BurnishError
 from burnish.files.durable import discard, naming_failures, write_durably
 from burnish.files.storage import Storage
@@ -120,7 +121,7 @@ def save_step(
     told = gather_objects(mine, layout)
     _check_same_step(told)
     plan = planner.plan(pieces, contents.models, [theirs.plan for theirs in told])
-    name, files, small = told[0].uuid, plan.writing.files, dict(plan.indices)
+    name, small = told[0].uuid, dict(plan.indices)
     inflight = root / f"{INFLIGHT}{step:08d}.{name}"
     device = meeting_place([theirs.device for theirs in told], mine.device)
     what = f"step {step} could not be saved"
@@ -132,12 +133,14 @@ def save_step(
                 check_new(root, step, storage)
                 needed = plan.size + sum(map(len, small.values()))
                 _check_room(root, step, needed, reserve_bytes, storage)
-                _lay_out(inflight, files, small, storage)
+                records = _records(plan.writing, {}, small)
+                _check_manifest(Manifest(name, step, layout.world, records))
+                _lay_out(inflight, plan.writing.files, small, storage)
         hashes = writer.write(_Elements(held), storage, what)
         all_hashes = gather_objects(hashes, layout)
         with agree(layout), naming_failures(what):
             if layout.is_main:
-                records = _records(files, all_hashes) | {p: record_of(d) for p, d in small.items()}
+                records = _records(plan.writing, _together(plan.writing, all_hashes), small)
                 manifest = Manifest(name, step, layout.world, records)
                 healthy = all(theirs.healthy for theirs in told)
                 if fence is not None:
@@ -263,23 +266,43 @@ def _lay_out(
             opened.sync()
 
 
-def _records(files: Sequence[PlannedFile], hashes: Iterable[BlockHashes]) -> dict[str, FileRecord]:
-    """Put the ranks' hashes together; every block of every file has exactly one."""
+def _together(plan: WritePlan, hashes: Iterable[BlockHashes]) -> BlockHashes:
+    """All ranks' hashes; every block of every file has exactly one."""
     known: BlockHashes = {}
     for theirs in hashes:
         if known.keys() & theirs.keys():
             [(index, number), *_] = sorted(known.keys() & theirs.keys())
-            raise _misplanned(files[index], number, "was written by two ranks")
+            raise _misplanned(plan.files[index], number, "was written by two ranks")
         known |= theirs
-    records = {}
-    for index, file in enumerate(files):
-        numbers = range(-(-file.size // BLOCK_BYTES))
-        for number in numbers:
+    for index, file in enumerate(plan.files):
+        for number in range(-(-file.size // plan.block_bytes)):
             if (index, number) not in known:
                 raise _misplanned(file, number, "was written by no rank")
-        blocks = tuple(known[index, number] for number in numbers)
-        records[file.path] = FileRecord(file.size, BLOCK_BYTES, blocks)
+    return known
+
+
+def _records(
+    plan: WritePlan, hashes: BlockHashes, small: Mapping[str, bytes]
+) -> dict[str, FileRecord]:
+    """What the manifest says of the files; where there are no hashes yet, without those of tensor files."""
+    records = {path: record_of(data) for path, data in small.items()}
+    for index, file in enumerate(plan.files):
+        numbers = range(-(-file.size // plan.block_bytes) if hashes else 0)
+        blocks = tuple(hashes[index, number] for number in numbers)
+        records[file.path] = FileRecord(file.size, plan.block_bytes, blocks)
     return records
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    """Raise `BurnishError` where a manifest, which may lack its hashes, would be too long to be read again."""
+    size, files = manifest.encoded_bytes(), len(manifest.files)
+    if size > MANIFEST_LIMIT or files > MAX_FILES:
+        raise BurnishError(
+            f"step {manifest.step} is too large for one manifest, which could not be read again",
+            have=f"{manifest.total_bytes / 1e12:.1f} TB in {files} files: {size} bytes of {MANIFEST}",
+            want=f"{MANIFEST_LIMIT} bytes for {MAX_FILES} files at most",
+            do="keep less for each weight with optim.kind=adamw8bit, or train an adapter with model.lora.rank",
+        )
 
 
 def _misplanned(file: PlannedFile, number: int, what: str) -> BurnishError:

@@ -110,7 +110,11 @@ class DirectoryTensors(_Files):
         try:
             self._file(place.file).pread_into(_memory(result), offset)
         except EOFError as error:
-            raise CorruptError(f"{self.path / place.file} became shorter", have=error) from error
+            raise CorruptError(
+                f"{self.path / place.file} became shorter",
+                have=error,
+                do="try again when nobody writes there",
+            ) from error
         return result
 
 
@@ -192,12 +196,17 @@ def _places(directory: PurePath, headers: list[tuple[str, str, Header]]) -> dict
             key = f"{tensor_set}/{entry.name}"
             if key in places:
                 both = f"{places[key].file} and {name}"
-                raise CorruptError(f"tensor {key} is in two files of {directory}", have=both)
+                raise CorruptError(
+                    f"tensor {key} is in two files of {directory}",
+                    have=both,
+                    do="remove the file that is not the model's",
+                )
             if entry.dtype not in BY_NAME:
                 raise IncompatibleError(
                     f"tensor {entry.name} in {directory / name} has a dtype that is not handled",
                     have=entry.dtype,
                     want=", ".join(BY_NAME),
+                    do="use the program that wrote it",
                 )
             places[key] = _Place(name, entry)
     return places

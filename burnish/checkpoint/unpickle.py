@@ -37,7 +37,7 @@ def convert(
     kind: str, source: Path, files: list[str], names: Collection[str], target: Path
 ) -> None:
     """Write the tensors that have one of these names, behind any prefix, to `target`."""
-    read = {"dcp": _dcp, "verl": _verl}[kind]
+    read = {"dcp": _dcp, "torch_dist": _dcp, "verl": _verl}[kind]
     pieces: list[dict[str, Any]] = []
     for number, found in enumerate(read(source, files)):
         wanted = [each for each in found if known_part(each[0], names)]
@@ -119,6 +119,11 @@ class _MetadataUnpickler(pickle.Unpickler):
         for name in (
             "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
             "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        )
+    ) | frozenset(  # Megatron's holds the plan that it was saved by
+        ("torch.distributed.checkpoint.planner", name)
+        for name in (
+            "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
         )
     ) | {
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),

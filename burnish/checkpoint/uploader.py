@@ -1,8 +1,9 @@
 """The process that keeps a mirror in line while training goes on, and rank 0's end of it.
 
 It does one `Sync` after the other, whenever it is asked to. What fails is said loudly, stops nothing,
-and is done by the next one: after the next save, and at the end of the run. Why it is a process:
-`burnish.checkpoint.companion`.
+and is done by the next one: after the next save, and at the end of the run. A sync in which a write hung is
+the last of its process: what that has begun cannot come late, over what was sent since, once it has ended.
+Why it is a process: `burnish.checkpoint.companion`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 from burnish.checkpoint.companion import Companion, accompany
@@ -44,6 +45,8 @@ class Synced:
     """The steps that were sent."""
     error: BurnishError | None
     """None when the mirror has all that it should."""
+    may_change_late: bool = False
+    """Whether a write hung and was given up, and may come to pass while the process lives."""
 
 
 def serve(pipe: int, parent: int) -> None:
@@ -57,7 +60,8 @@ def serve(pipe: int, parent: int) -> None:
                 connection.recv()
             except EOFError:
                 return
-            connection.send(_synced(mirror, seen, connection.send))
+            synced = _synced(mirror, seen, connection.send)
+            connection.send(replace(synced, may_change_late=mirror.remote.may_change_late))
 
 
 def _synced(mirror: Mirror, seen: Seen, tell: Callable[[Progress], None]) -> Synced:
@@ -157,3 +161,10 @@ class Uploader:
             _log.info("step %d is on the mirror, %s", step, self.mirror.remote)
         if synced.error is not None:
             _log.error("THE MIRROR IS BEHIND; training goes on. %s", synced.error)
+        if synced.may_change_late:
+            _log.warning(
+                "a write to %s hung: the process that copies is started again, and looks at all that is there",
+                self.mirror.remote,
+            )
+            self.close()
+            self._again = self._again or synced.error is None

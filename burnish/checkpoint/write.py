@@ -21,8 +21,7 @@ import xxhash
 from torch import Tensor
 
 from burnish.checkpoint.block_memory import BlockMemory, buffers, is_plain, new_memory
-from burnish.checkpoint.blocks import Block, PlannedFile, blocks_of
-from burnish.checkpoint.manifest import BLOCK_BYTES
+from burnish.checkpoint.blocks import Block, PlannedFile, block_bytes_for, blocks_of
 from burnish.checkpoint.parts import Parts, Place, owners, slots_of
 from burnish.files.closing import Closing
 from burnish.files.durable import naming_failures
@@ -37,9 +36,9 @@ from burnish.parallel.transfer import Exchange
 BlockHashes = dict[tuple[int, int], str]
 """By index of the file and index of the block in it."""
 
-_GROUP_BLOCKS = 4
-# Put together at one time; as many are being written meanwhile.
-_WAVE_BYTES = _GROUP_BLOCKS * BLOCK_BYTES
+_GROUP_BYTES = 16 << 20
+# Blocks put together at one time; as many are being written meanwhile. One block at least.
+_WAVE_BYTES = 16 << 20
 _SYNC_BYTES = 32 << 20
 # The disk is asked to begin whenever so much has been written.
 
@@ -50,10 +49,14 @@ class WritePlan:
 
     files: Sequence[PlannedFile]
     """All of the step's."""
+    block_bytes: int
+    """The size of their blocks."""
     share: Sequence[Block]
     """The blocks that this rank writes."""
     places: dict[int, Place]
     """Where in them a move's elements go, by `Move.want`."""
+    group_blocks: int
+    """How many of them at one time."""
     groups: Sequence[Group]
     """The moves for each few blocks of all ranks."""
     digest: str
@@ -66,7 +69,8 @@ class WritePlan:
         """Plan for pieces that are named by the keys under which tensors are stored. Raises `MissingError` for a tensor that nobody has all of."""
         tensors = TensorIndex()
         [held] = tensors.merge(have)
-        blocks = [b for i, file in enumerate(files) for b in blocks_of(i, file.size, BLOCK_BYTES)]
+        block_bytes = block_bytes_for(files)
+        blocks = [b for i, file in enumerate(files) for b in blocks_of(i, file.size, block_bytes)]
         parts = Parts.of(files, blocks, tensors)
         cover = Cover.of(held, parts.pieces, tensors)
         part, holder = cover.holders()
@@ -77,14 +81,17 @@ class WritePlan:
         owner = owners(parts.block[cover.want[part]], rank, size, len(blocks), layout.world)
         moves = cover.moves(owner[parts.block])
         slots = slots_of(owner)
-        group = slots[parts.block[moves.want]] // _GROUP_BLOCKS
-        groups = int(slots.max(initial=-1)) // _GROUP_BLOCKS + 1
+        group_blocks = max(1, _GROUP_BYTES // block_bytes)
+        group = slots[parts.block[moves.want]] // group_blocks
+        groups = int(slots.max(initial=-1)) // group_blocks + 1
         mine = np.flatnonzero(owner == layout.rank)
         own_slots = np.where(owner == layout.rank, slots, -1)
         return cls(
             files,
+            block_bytes,
             [blocks[number] for number in mine.tolist()],
             parts.places(own_slots),
+            group_blocks,
             schedule(moves, layout.rank, _WAVE_BYTES, group, groups),
             moves.digest(),
         )
@@ -116,7 +123,7 @@ class BlockWriter:
 
         `what` starts the message when the disk fails.
         """
-        size = min(len(self._plan.share), _GROUP_BLOCKS) * BLOCK_BYTES
+        size = min(len(self._plan.share), self._plan.group_blocks) * self._plan.block_bytes
         memory = [new_memory(size) for _ in range(2)]
         hashes: BlockHashes = {}
         ahead: list[Future[BlockHashes]] = []
@@ -142,8 +149,8 @@ class BlockWriter:
         self, number: int, moves: Group, memory: Tensor, elements: Elements
     ) -> list[tuple[Block, BlockMemory]]:
         """A few blocks, put together. Collective."""
-        first = number * _GROUP_BLOCKS
-        share = self._plan.share[first : first + _GROUP_BLOCKS]
+        first = number * self._plan.group_blocks
+        share = self._plan.share[first : first + self._plan.group_blocks]
         blocks = buffers([block.stop - block.start for block in share], memory)
         for block, there in zip(share, blocks, strict=True):
             header = self._plan.files[block.file].header[block.start : block.stop]

@@ -78,7 +78,10 @@ def serve(pipe: int, parent: int, memory: int) -> None:
 
 def _check_parent(parent: int) -> None:
     if os.getppid() != parent:
-        raise BurnishError("the training process has ended before its step was committed")
+        raise BurnishError(
+            "the training process has ended before its step was committed",
+            do="start the same command again: it continues from the step before",
+        )
 
 
 def _answer(saver: Saver, job: Job, memory: Memory, fence: Callable[[], None]) -> Answer:
@@ -92,6 +95,7 @@ def _answer(saver: Saver, job: Job, memory: Memory, fence: Callable[[], None]) -
         return BurnishError(
             f"step {job.step} could not be saved",
             have=f"{type(error).__name__}: {error}\n{traceback.format_exc()}",
+            do="correct what it names; the next save tries again",
         )
 
 

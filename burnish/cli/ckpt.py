@@ -97,7 +97,7 @@ def add_ckpt(commands: Any) -> None:
     imported.add_argument(
         "--unsafe-pickle",
         action="store_true",
-        help="unpickle (DCP, verl), in a process of its own",
+        help="unpickle (DCP, Megatron, verl), in a process of its own",
     )
     pin = add("pin", "Keep a step whatever retention says.", "STEP", _STEP, Path)
     pin.add_argument("--reason", default="by hand", metavar="TEXT", help="shown by ls")

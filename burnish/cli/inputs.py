@@ -92,6 +92,13 @@ def _model(config: RunConfig) -> Iterator[Problem]:
             want="torchao, which has the arithmetic",
             do='pip install "burnish[adamw8bit]", or set optim.kind=adamw',
         )
+    if config.engine.kind == "megatron" and not _importable("megatron"):
+        yield Problem(
+            "engine.kind megatron needs a package that is not installed",
+            have="no package megatron",
+            want="megatron-core 0.16",
+            do='pip install "burnish[megatron]", or set engine.kind=torch',
+        )
     if model.tokenizer is not None:
         yield from _directory(model.tokenizer, "model.tokenizer", TOKENIZER_FILES)
     if isinstance(model.fresh, str):

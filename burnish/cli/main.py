@@ -52,6 +52,9 @@ without it rank 0 logs from info on, and other ranks errors only.
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 """Values of BURNISH_LOG_LEVEL, in either case."""
 
+_TALKATIVE = ("torchao", "torch.utils._pytree")
+# Loggers that warn of what nobody asked for: transformers imports torchao wherever it is installed.
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
@@ -190,6 +193,8 @@ def _set_up_logging() -> None:
         format=f"%(asctime)s {_rank()}%(levelname)s %(message)s", datefmt="%H:%M:%S"
     )
     logging.getLogger("burnish").setLevel(level.upper())
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _rank() -> str:

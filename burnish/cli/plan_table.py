@@ -41,6 +41,7 @@ def as_json(plans: Sequence[Plan], devices: Devices) -> dict[str, Any]:
                 "shards": plan.layout.shards,
                 "sequence": plan.layout.sequence,
                 "tensor": plan.layout.tensor,
+                "pipeline": plan.layout.pipeline,
                 "overrides": plan.overrides(),
                 "bytes": plan.phases,
                 "host_bytes": plan.host,
@@ -107,6 +108,9 @@ def _layout(plan: Plan) -> str:
     ]
     parts += [f"tokens shared by {layout.sequence}"] if layout.sequence > 1 else []
     parts += [f"matrices by {layout.tensor}"] if layout.tensor > 1 else []
+    parts += [f"layers by {layout.pipeline}"] if layout.pipeline > 1 else []
+    parts += [f"{engine.virtual_stages} stages each"] if engine.virtual_stages > 1 else []
+    parts += [f"experts by {engine.expert_parallel}"] if engine.expert_parallel > 1 else []
     parts += [f"checkpointing {engine.activation_checkpointing}"]
     parts += [] if engine.reshard_after_forward else ["weights kept gathered"]
     return ", ".join(parts)

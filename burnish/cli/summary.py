@@ -58,8 +58,12 @@ def _rows(
 def _layout(engine: EngineConfig, world: int) -> str:
     """How many processes there are along each dimension of the engine's mesh, outermost first."""
     sizes = {"sequence": engine.sequence_parallel, "tensor": engine.tensor_parallel}
-    shard = world // (engine.replicas * math.prod(sizes.values()))
-    sizes = {"replicas": engine.replicas, "shard": shard, **sizes}
+    if engine.kind == "megatron":
+        data = world // engine.sharing
+        sizes = {"pipeline": engine.pipeline_parallel, "data": data, **sizes}
+    else:
+        shard = world // (engine.replicas * math.prod(sizes.values()))
+        sizes = {"replicas": engine.replicas, "shard": shard, **sizes}
     return " × ".join(f"{size} {name}" for name, size in sizes.items())
 
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from burnish.config.check_engine import of_engine
 from burnish.config.check_training import of_rl, of_sft
 from burnish.config.places import is_remote
-from burnish.config.problems import Problem, either, refusal
+from burnish.config.problems import Problem, refusal
 from burnish.config.schema import ModelConfig, RunConfig
 
 Command = Literal["sft", "rl", "eval"]
@@ -25,7 +26,8 @@ def check(config: RunConfig, command: Command, world: int = 1) -> None:
     problems = list(_of_run(config))
     problems += _of_model(config)
     problems += _of_data(config, command)
-    problems += _of_layout(config, world)
+    problems += _of_optimizer(config)
+    problems += of_engine(config, world)
     problems += _of_activations(config)
     if command == "sft":
         problems += of_sft(config, world // config.engine.sharing)
@@ -117,29 +119,13 @@ def _of_data(config: RunConfig, command: Command) -> Iterator[Problem]:
         )
 
 
-def _of_layout(config: RunConfig, world: int) -> Iterator[Problem]:
-    engine, sharing, replicas = config.engine, config.engine.sharing, config.engine.replicas
-    if config.optim.kind == "adamw8bit" and engine.optimizer_offload:
+def _of_optimizer(config: RunConfig) -> Iterator[Problem]:
+    if config.optim.kind == "adamw8bit" and config.engine.optimizer_offload:
         yield Problem(
             "moments of 8 bits stay on the device",
             have="optim.kind: adamw8bit, engine.optimizer_offload: true",
             want="one of them",
             do="set optim.kind=adamw, or engine.optimizer_offload=false",
-        )
-    if world % sharing:
-        yield Problem(
-            "the processes cannot be divided into groups that share a micro-batch",
-            have=f"engine.sequence_parallel: {engine.sequence_parallel}, engine.tensor_parallel: {engine.tensor_parallel}, {world} processes",
-            want="a number of processes that their product divides",
-            do=f"make the product {_near(sharing, world)}, or start another number of processes",
-        )
-    elif world // sharing % replicas:
-        yield Problem(
-            "the copies of the model do not divide the processes",
-            have=f"engine.replicas: {replicas}, {world} processes"
-            + (f" in groups of {sharing}" if sharing > 1 else ""),
-            want="a whole number of processes for each copy",
-            do=f"set engine.replicas={_near(replicas, world // sharing)}, or start another number of processes",
         )
 
 
@@ -160,12 +146,6 @@ def _of_activations(config: RunConfig) -> Iterator[Problem]:
             want="one of them: the compiler itself chooses what is cheap to compute again",
             do="set engine.activation_checkpointing=none or full, or engine.compile=false",
         )
-
-
-def _near(number: int, total: int) -> str:
-    """The divisors of `total` next to `number`."""
-    divisors = [each for each in range(1, total + 1) if total % each == 0]
-    return either(sorted(sorted(divisors, key=lambda each: abs(each - number))[:2]))
 
 
 def _of_evaluation(config: RunConfig, command: Command) -> Iterator[Problem]:

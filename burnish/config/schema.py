@@ -75,8 +75,8 @@ class ModelConfig(Section):
 class EngineConfig(Section):
     """How the model is trained."""
 
-    kind: Literal["torch"] = "torch"
-    """torch: PyTorch FSDP2 on any number of processes."""
+    kind: Literal["torch", "megatron"] = "torch"
+    """torch: PyTorch FSDP2 on any number of processes. megatron: Megatron-Core, with pipelines and experts in parallel; needs megatron-core."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """bf16: fp32 main weights and optimizer state, bf16 compute, fp32 gradient reduction. fp32: everything fp32."""
     max_grad_norm: float = Field(1.0, gt=0)
@@ -89,10 +89,20 @@ class EngineConfig(Section):
     """Ulysses: so many processes share the tokens of a micro-batch, each of which may have as many times `batch.tokens_per_device`. Divides the attention heads."""
     tensor_parallel: int = Field(1, ge=1)
     """So many neighbouring processes share the matrices of each layer and the vocabulary. Divides the attention heads and the key heads."""
+    megatron_sequence_parallel: bool = True
+    """megatron, with `tensor_parallel`: between matrices each of the neighbours has a part of the tokens, which saves memory. Mixtures of experts need it."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """megatron: the layers are divided among so many groups of processes, which micro-batches pass one after the other."""
+    virtual_stages: int = Field(1, ge=1)
+    """megatron, with `pipeline_parallel`: so many shorter stages for each process, which leaves less idle time in the pipeline and needs more exchanges."""
+    expert_parallel: int = Field(1, ge=1)
+    """megatron, mixtures of experts: so many processes share the experts of a layer, each of which has whole ones. Divides the experts."""
+    expert_tensor_parallel: int | None = Field(None, ge=1)
+    """megatron, mixtures of experts: so many processes share the matrices of each expert; `tensor_parallel` when not given."""
     reshard_after_forward: bool = True
     """Free each layer's gathered weights between forward and backward: less memory, one more gather."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """What the backward pass computes again instead of keeping it: nothing; whole layers; within layers all but matrix products and attention."""
+    """What the backward pass computes again instead of keeping it: nothing; whole layers; within layers all but matrix products and attention. megatron, selective: attention and rotary positions alone (arXiv 2205.05198)."""
     activation_offload: bool = False
     """Keep on the host what decoder layers save for the backward pass, but for two of them. Copies run beside the computing."""
     optimizer_offload: bool = False
@@ -109,7 +119,12 @@ class EngineConfig(Section):
     @property
     def sharing(self) -> int:
         """Processes that work on the same micro-batch."""
-        return self.sequence_parallel * self.tensor_parallel
+        return self.sequence_parallel * self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def expert_sharing(self) -> int:
+        """Processes that the experts of a layer are divided among."""
+        return self.expert_parallel * (self.expert_tensor_parallel or self.tensor_parallel)
 
 
 class OptimConfig(Section):
@@ -223,6 +238,8 @@ class RewardModelConfig(Section):
     """A directory of a sequence or token classification model with one label, with its tokenizer; a path or a URL."""
     weight: float = 1.0
     """Factor on its value in the sum."""
+    name: str | None = None
+    """What its part of the reward is called in metrics and rollouts; the last part of `path` when not given."""
 
 
 class RewardConfig(Section):

@@ -19,14 +19,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.engines.activation_offload import ActivationOffload
-from burnish.engines.base import LossFn, Part, compute_dtype
+from burnish.engines.base import LossFn, Part, compute_dtype, trained
 from burnish.engines.expert_load import ExpertLoad, routing_of
 from burnish.engines.fitting import require_fitting
 from burnish.engines.gradients import norm_over, sum_over
 from burnish.engines.optimizer import ShardedOptimizer, local
 from burnish.engines.parallelize import parallelize
 from burnish.engines.parking import parked
-from burnish.errors import BurnishError
+from burnish.engines.skips import skipped_in_a_row
 from burnish.models.building import build_on_meta, materialize
 from burnish.models.cuts import cut_regions
 from burnish.models.lora import Adapter
@@ -99,15 +99,15 @@ class TorchEngine:
     @property
     def steps(self) -> int:
         """Optimizer steps taken."""
-        return self._trained().steps
+        return trained(self._optimizer).steps
 
     @steps.setter
     def steps(self, value: int) -> None:
-        self._trained().steps = value
+        trained(self._optimizer).steps = value
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """Run every micro-batch and add up gradients; see `Engine.forward_backward`."""
-        self._trained()
+        trained(self._optimizer)
         batch, factors, of_experts = self._evened(batch)
         pairs = list(zip(batch.microbatches, batch.examples, strict=True))
         self._scorer.train()
@@ -144,7 +144,7 @@ class TorchEngine:
     @torch.no_grad()
     def optim_step(self, lr: float) -> Stats:
         """Clip, step, zero the gradients; see `Engine.optim_step`."""
-        optimizer = self._trained()
+        optimizer = trained(self._optimizer)
         gradients = optimizer.gradients()
         if self.mesh.tensor is not None:
             uncut = [gradient for name, gradient in gradients.items() if name not in self._cuts]
@@ -157,7 +157,9 @@ class TorchEngine:
                 torch._foreach_mul_(list(gradients.values()), scale)
             optimizer.step(lr)
         optimizer.zero_grad()
-        self._count_skips(finite, norm)
+        self.skipped_in_a_row = skipped_in_a_row(
+            self.skipped_in_a_row, norm, self._config.max_skipped_steps
+        )
         return Stats(
             grad_norm=Mean(norm, 1.0),
             lr=Mean(lr, 1.0),
@@ -173,7 +175,7 @@ class TorchEngine:
             parts = self._adapter.base if self._adapter else ()
             yield from model_shards(self._scorer.model, parts=parts)
             return
-        yield from self._trained().shards()
+        yield from trained(self._optimizer).shards()
 
     def published(self) -> Iterator[Shard]:
         """This rank's pieces of the model; see `Engine.published`."""
@@ -239,16 +241,6 @@ class TorchEngine:
         load = ExpertLoad.of(batch, routers, self.layout, self._device)
         return batch, load.factors(weight, routers.chosen), load.stats()
 
-    def _trained(self) -> ShardedOptimizer:
-        if self._optimizer is None:
-            raise BurnishError(
-                "a frozen engine was asked to train",
-                have="an engine made without an optimizer",
-                want="an engine made with one",
-                do="pass `optim` when making the engine",
-            )
-        return self._optimizer
-
     def _gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Global 2-norm, fp32 scalar; the ranks of one copy of the model hold all of it."""
         shard, tensor = self.mesh.weights["shard"].get_group(), self.mesh.tensor
@@ -256,15 +248,3 @@ class TorchEngine:
             return norm_over([shard], gradients.values(), self._device)
         own = [g for name, g in gradients.items() if name in self._cuts or tensor.rank() == 0]
         return norm_over([shard, tensor], own, self._device)
-
-    def _count_skips(self, finite: bool, norm: float) -> None:
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-        if self.skipped_in_a_row >= self._config.max_skipped_steps:
-            raise BurnishError(
-                "training diverged: the gradient norm was not finite in "
-                f"{self.skipped_in_a_row} steps in a row",
-                have=f"gradient norm {norm}",
-                want="a finite norm",
-                do="lower optim.lr, or start from an earlier checkpoint; "
-                "engine.max_skipped_steps sets how many are borne",
-            )

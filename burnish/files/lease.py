@@ -139,4 +139,12 @@ def _is_dead(said: dict[str, Any]) -> bool:
         return True
     except (PermissionError, OverflowError):
         return False
+    return _is_unreaped(said["pid"])
+
+
+def _is_unreaped(pid: int) -> bool:
+    """Whether a process has ended, and only its parent has not taken note; False where the system cannot tell."""
+    with suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+        return state.split()[0] in ("Z", "X")
     return False

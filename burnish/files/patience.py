@@ -36,6 +36,10 @@ class Patience:
     """An attempt during which nothing has moved for so long is given up."""
 
 
+class LeftBehind(TimeoutError):
+    """An attempt hung and was left behind: what it had begun may still come to pass while this process lives."""
+
+
 def persist(
     attempt: Callable[[Pulse], T], again: Callable[[Exception, int], bool], patience: Patience
 ) -> T:
@@ -43,7 +47,7 @@ def persist(
 
     An attempt runs in a thread of its own, so that a library that hangs can be left behind: such a
     thread ends with the process, and what it had begun may still come to pass. Raises the last
-    fault; a hang is a `TimeoutError`.
+    fault; a hang is `LeftBehind`.
     """
     chance = random.SystemRandom()  # not the generator that users seed
     failed_at, tries = None, 0
@@ -85,10 +89,10 @@ class _Attempt(Generic[T]):
         self._moved_at = time.monotonic()
 
     def result(self, silence: float) -> T:
-        """Wait for it. Raises what it raised, or `TimeoutError`."""
+        """Wait for it. Raises what it raised, or `LeftBehind`."""
         while not self._done.wait(max(0.0, self._moved_at + silence - time.monotonic())):
             if time.monotonic() - self._moved_at >= silence:
-                raise TimeoutError(f"nothing moved for {silence:g} s")
+                raise LeftBehind(f"nothing moved for {silence:g} s")
         if self._error is not None:
             raise self._error
         return self._value

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError
 from burnish.files.backend import Backend, Found, Verdict
-from burnish.files.patience import Patience, Pulse, persist
+from burnish.files.patience import LeftBehind, Patience, Pulse, persist
 from burnish.files.storage import Bytes
 from burnish.files.urls import SCHEMES, Url, redacted
 
@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 log = logging.getLogger("burnish")
 
+_CHANGES = ("written", "removed")
+# What is done by calls that change something.
 _REASON = 300
 _TELL_AFTER = 3
 
@@ -61,6 +63,11 @@ class Remote:
 
     def __str__(self) -> str:
         return str(self.url)
+
+    @property
+    def may_change_late(self) -> bool:
+        """Whether a write or a removal hung and was given up: it may still come to pass, until this process ends."""
+        return self._connection.may_change_late
 
     def connect(self) -> None:
         """Load what this kind of URL needs. Raises `MissingError` with the command that installs it."""
@@ -119,6 +126,7 @@ class Remote:
             raise CorruptError(
                 f"{self.url.below(name)} is shorter than it should be",
                 want=f"{len(view)} bytes from byte {offset}",
+                do="see that nobody writes there; where it is a copy, copy it again",
             )
         view[:] = data
 
@@ -132,6 +140,7 @@ class Remote:
                 f"{self.url.below(name)} is too long",
                 have=f"{found.size} bytes",
                 want=f"at most {limit}",
+                do="put the file there that belongs there",
             )
         content = bytearray(found.size)
         self.read_into(name, content)
@@ -193,7 +202,11 @@ class Remote:
 
     def _path(self, name: str) -> str:
         if any(part in (".", "..") for part in name.split("/")):
-            raise UsageError(f"{name!r} is no name below {self.url}", want="one without . and ..")
+            raise UsageError(
+                f"{name!r} is no name below {self.url}",
+                want="one without . and ..",
+                do="write the path out",
+            )
         url = self.url.below(name)
         return (
             f"{url.host}/{url.path}".rstrip("/") if url.scheme in ("s3", "gs") else f"/{url.path}"
@@ -207,7 +220,12 @@ class Remote:
         backend = self._connection.backend()
         faults: tuple[type[Exception], ...] = (*backend.faults, TimeoutError)
 
+        def note(error: Exception) -> None:
+            if isinstance(error, LeftBehind) and done in _CHANGES:
+                self._connection.may_change_late = True
+
         def again(error: Exception, tries: int) -> bool:
+            note(error)
             transient = isinstance(error, faults) and backend.verdict(error) == "transient"
             if transient and tries == _TELL_AFTER:
                 url, reason = self.url.below(name), _reason(error)
@@ -217,6 +235,7 @@ class Remote:
         try:
             return persist(lambda pulse: call(backend, pulse), again, self.patience)
         except faults as error:
+            note(error)
             verdict = backend.verdict(error)
             if verdict == "missing" and done != "written":
                 raise self._missing(name) from error
@@ -235,6 +254,8 @@ class _Connection:
         self._url = url
         self._lock = threading.Lock()
         self._opened: tuple[int, Backend] | None = None
+        self.may_change_late = False
+        """See `Remote.may_change_late`."""
 
     def backend(self) -> Backend:
         """Open it, or take what is open. Raises `MissingError` for what is not installed."""

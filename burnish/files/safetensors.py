@@ -74,7 +74,9 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """
     path = Path(path)
     if not path.is_file():
-        raise MissingError(f"there is no file {path}", want="a safetensors file")
+        raise MissingError(
+            f"there is no file {path}", want="a safetensors file", do="correct the path"
+        )
     file_size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)

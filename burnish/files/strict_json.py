@@ -21,7 +21,11 @@ def parse_json(data: bytes, what: str) -> Any:
     try:
         return _DECODER.decode(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{what} is not valid JSON", have=error) from error
+        raise CorruptError(
+            f"{what} is not valid JSON",
+            have=error,
+            do="get the file again from where it came, or from a copy",
+        ) from error
 
 
 def each_member(text: str, at: int, take: Callable[[str, int], int]) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from burnish.errors import CorruptError, MissingError, few
 from burnish.files.safetensors import read_header
-from burnish.files.strict_json import parse_json
+from burnish.files.strict_json import parse_json, shortened
 
 SUFFIX = ".safetensors"
 """Ends the names of tensor files."""
@@ -53,10 +53,17 @@ def _indexed(index: Path) -> list[str]:
         table = parse_json(index.read_bytes(), str(index))
         names = sorted(set(table["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptError(f"{index} is not an index of weights", have=error) from error
+        raise CorruptError(
+            f"{index} is not an index of weights", have=error, do="get the file again"
+        ) from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
-            raise CorruptError(f"{index} names files outside its directory", have=name)
+            raise CorruptError(
+                f"{index} names files outside its directory",
+                have=shortened(name),
+                want="names of files beside it",
+                do="get the file again, from someone you trust",
+            )
     return names
 
 

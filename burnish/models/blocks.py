@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from burnish.models.rows import select_rows
+from burnish.parallel.device import has_matrix_units
 
 _SLACK_FRACTION = 8
 """A sequence may be shorter than its block by 1/8 of the block's length ..."""
@@ -140,17 +141,21 @@ def _causal(dense: Sequence[Tensor], scaling: float, window: int | None) -> Tens
 
 
 class _HalfOnCpu(torch.autograd.Function):
-    """torch's causal flash attention on a CPU for bf16 and fp16: two to three times as fast forward as in fp32.
+    """torch's causal flash attention on a CPU for bf16 and fp16: with matrix units two to three times as fast forward as in fp32.
 
-    Backward the same numbers are taken to fp32 first: the kernel for half precision adds up the gradients of
-    keys and values in it, and is up to eight times slower where sequences are short.
+    Without them, and backward, the same numbers are taken to fp32 first: backward the kernel for half precision
+    adds up the gradients of keys and values in it, and is up to eight times slower where sequences are short.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        given = [query, key, value]
+        if not has_matrix_units(query.device):
+            given = [part.float() for part in given]
         output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, True, scale=scaling
+            *given, 0.0, True, scale=scaling
         )
+        output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, log_sums)
         ctx.scaling = scaling
         result: Tensor = output

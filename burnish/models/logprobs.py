@@ -27,6 +27,8 @@ from burnish.models.vocabulary import VocabularyPart
 
 _CPU_BLOCK_BYTES = 1 << 21
 """On a CPU the fp32 passes over a chunk run in pieces of about this size, which stay in its cache."""
+_SUMMED_ROWS = 2048
+"""Rows of the vocabulary whose gradient from one chunk exists at a time, beside the sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +88,15 @@ class _TokenLogprobs(torch.autograd.Function):
         options: LogprobOptions,
         part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
-        sums = _softmax_sums(hidden, weight, columns, options)
+        sums, last = _softmax_sums(hidden, weight, columns, options)
         top, total, dot, chosen = sums if part is None else part.merged(sums)
         log_total = total.log()
         logprobs, entropy = chosen - log_total, log_total - dot / total
         ctx.save_for_backward(hidden, weight, columns, log_total + top, entropy)
         ctx.options = options
+        # The backward pass begins where this ends, so until then they cost no more than now. It takes them
+        # out to write over them; another backward pass makes them again.
+        ctx.last = [last] if last is not None and any(ctx.needs_input_grad[:2]) else []
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -115,8 +120,10 @@ class _TokenLogprobs(torch.autograd.Function):
             else gradients[0][rows] * factor,
             None if gradients[1] is None else gradients[1][rows] * factor,
         )
+        if len(rows) < len(hidden):
+            ctx.last.clear()
         few_gradient, weight_gradient = _gradients(
-            few, weight, ctx.options, ctx.needs_input_grad[1]
+            few, weight, ctx.options, ctx.needs_input_grad[1], ctx.last
         )
         hidden_gradient = torch.zeros_like(hidden).index_copy_(0, rows, few_gradient)
         return hidden_gradient, weight_gradient, None, None, None
@@ -124,14 +131,16 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _softmax_sums(
     hidden: Tensor, weight: Tensor, columns: Tensor, options: LogprobOptions
-) -> Tensor:
-    """Of each row of `hidden` [N, H] over the rows of `weight`: m, S, D and z_y - m, as [4, N].
+) -> tuple[Tensor, Tensor | None]:
+    """Of each row of `hidden` [N, H] over the rows of `weight`: m, S, D and z_y - m, as [4, N]; and the last chunk's logits.
 
     z_y - m is -∞ where y is not among them (`columns` is -1).
     """
     exact = _exact_dtype(hidden)
     sums = torch.empty(4, len(hidden), dtype=exact, device=hidden.device)
+    logits = None
     for rows in _slices(len(hidden), options.chunk):
+        del logits  # before the next are made
         logits = hidden[rows] @ weight.T
         for piece in _pieces(rows, logits):
             z = _transformed(logits[piece.local], options, exact)[0]
@@ -142,7 +151,7 @@ def _softmax_sums(
             sums[1, piece.rows] = exponentials.sum(dim=-1)
             sums[2, piece.rows] = torch.linalg.vecdot(exponentials, z)
             sums[3, piece.rows] = chosen.masked_fill(column < 0, -torch.inf)[:, 0]
-    return sums
+    return sums, logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,24 +170,29 @@ class _Rows:
 
 
 def _gradients(
-    few: _Rows, weight: Tensor, options: LogprobOptions, wants_weight: bool
+    few: _Rows, weight: Tensor, options: LogprobOptions, wants_weight: bool, last: list[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradient of the rows' hidden states, and of the weight where it is wanted."""
+    """Gradient of the rows' hidden states, and of the weight where it is wanted.
+
+    `last` has the last chunk's logits, where they are still there; they are taken out and written over.
+    """
     exact = _exact_dtype(few.hidden)
     hidden_gradient = torch.empty_like(few.hidden)
     chunks = list(_slices(len(few.hidden), options.chunk))
     total = torch.zeros_like(weight, dtype=exact) if wants_weight and len(chunks) != 1 else None
     alone: Tensor | None = None
-    for rows in chunks:
-        logits = few.hidden[rows] @ weight.T
+    for rows in reversed(chunks):
+        logits = last.pop() if last else few.hidden[rows] @ weight.T
         for piece in _pieces(rows, logits):
             gradient = _logit_gradient(logits[piece.local], few, piece.rows, options)
             logits[piece.local] = gradient
         torch.mm(logits, weight, out=hidden_gradient[rows])
         if total is not None:
-            total += logits.T @ few.hidden[rows]
+            for some in _slices(len(total), _SUMMED_ROWS):
+                total[some] += logits[:, some].T @ few.hidden[rows]
         elif wants_weight:
             alone = logits.T @ few.hidden[rows]
+        del logits  # before the next are made
     return hidden_gradient, alone if total is None else total.to(weight.dtype)
 
 

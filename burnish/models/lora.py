@@ -6,7 +6,8 @@
 modules into a model that knows nothing of it; here is which tensors of PEFT's files their
 parameters are, and the model with the adapter in it or off. Left out: dropout, because what is
 computed here is a function of the tokens, so that it can be computed once for sequences that begin
-alike and again in the backward pass; adapters on embeddings, output layers and fused experts.
+alike and again in the backward pass; adapters on embeddings and output layers; on fused experts, whose
+weights PEFT adapts by making all of W + s B A in every forward pass, in the place of the sharded W.
 """
 
 from __future__ import annotations
@@ -184,9 +185,11 @@ def adapted_layers(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     kinds = layer_kinds(linear)
     unknown = [target for target in config.targets if target not in kinds]
     if unknown or not linear:
+        fused = any(parameter.ndim > 2 for parameter in model.parameters())
         raise IncompatibleError(
             f"the model has no linear layers {', '.join(unknown)}",
-            have=", ".join(kinds) or "none",
+            have=(", ".join(kinds) or "none")
+            + ("; its experts are fused, and get no adapter" if fused else ""),
             want="names of linear layers, the output layer not among them",
             do="correct model.lora.targets, or leave it out for all of them",
         )

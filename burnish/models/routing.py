@@ -49,10 +49,15 @@ def has_routers(hf_config: PretrainedConfig) -> bool:
     text = hf_config.get_text_config()
     if text.model_type not in ROUTED_FAMILIES or not text.num_experts:
         return False
+    return bool(layers_with_experts(text))
+
+
+def layers_with_experts(text: PretrainedConfig) -> list[int]:
+    """Numbers of the layers of a mixture that have experts; in some families others have none."""
     dense = getattr(text, "mlp_only_layers", None) or ()
     every = getattr(text, "decoder_sparse_step", 1)
     layers = range(text.num_hidden_layers)
-    return any(layer not in dense and (layer + 1) % every == 0 for layer in layers)
+    return [layer for layer in layers if layer not in dense and (layer + 1) % every == 0]
 
 
 def require_routers(hf_config: PretrainedConfig, setting: str) -> None:

@@ -1,7 +1,7 @@
 """A small model of the same kind: every field that says how wide or deep a model is, made small.
 
 What is kept is what makes layouts differ: the family, tied embeddings, biases, how many query heads
-share a key head, which layers have windows, whether there are experts. Left out: the vocabulary,
+share a key head, which layers have windows, whether all layers, some or none have experts. Left out: the vocabulary,
 which the tokenizer decides.
 """
 
@@ -11,6 +11,8 @@ import copy
 import math
 
 from transformers import PretrainedConfig
+
+from burnish.models.routing import layers_with_experts
 
 LAYERS, HEAD_DIM, KEY_HEADS = 2, 16, 2
 _AT_MOST = {
@@ -23,10 +25,24 @@ _AT_MOST = {
     "sliding_window": 16,
     "max_window_layers": 1,
 }
+_EXPERTS = ("num_experts", "num_local_experts")
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
-def shrunk(hf_config: PretrainedConfig, tensor: int = 1, sequence: int = 1) -> PretrainedConfig:
-    """A copy of two layers, 16-wide heads, and two key heads or as many as so many tensor and sequence ranks need."""
+def shrunk(
+    hf_config: PretrainedConfig,
+    tensor: int = 1,
+    sequence: int = 1,
+    *,
+    stages: int = 1,
+    experts: int = 1,
+) -> PretrainedConfig:
+    """A copy of 16-wide heads, as small as so many ranks can share.
+
+    It has two key heads, or as many as `tensor` and `sequence` ranks need, two layers, or one for each of
+    `stages`, and four experts, or the next multiple of the `experts` ranks that divide them. Widths are
+    multiples of `tensor`.
+    """
     config = copy.deepcopy(hf_config)
     heads = config.num_attention_heads
     sharing = heads // (getattr(config, "num_key_value_heads", None) or heads)
@@ -37,11 +53,23 @@ def shrunk(hf_config: PretrainedConfig, tensor: int = 1, sequence: int = 1) -> P
     config.hidden_size = config.num_attention_heads * HEAD_DIM
     if getattr(config, "head_dim", None):
         config.head_dim = HEAD_DIM
-    config.num_hidden_layers = min(config.num_hidden_layers, LAYERS)
+    mixed = _mixed(config)
+    config.num_hidden_layers = min(config.num_hidden_layers, max(LAYERS, stages))
+    if mixed:
+        config.mlp_only_layers, config.decoder_sparse_step = [0], 1
     if getattr(config, "layer_types", None):
         kinds = list(dict.fromkeys(config.layer_types))  # so that each kind has a layer
         config.layer_types = [kinds[i % len(kinds)] for i in range(config.num_hidden_layers)]
     for name, most in _AT_MOST.items():
         if isinstance(value := getattr(config, name, None), int):
-            setattr(config, name, min(value, most))
+            parts = experts if name in _EXPERTS else tensor if name in _WIDTHS else 1
+            setattr(config, name, min(value, -(-most // parts) * parts))
     return config
+
+
+def _mixed(config: PretrainedConfig) -> bool:
+    """Whether some layers have experts and others none, as configurations with `mlp_only_layers` can say."""
+    if not hasattr(config, "mlp_only_layers"):
+        return False
+    layers: int = config.num_hidden_layers
+    return 0 < len(layers_with_experts(config)) < layers

@@ -128,7 +128,8 @@ class _Reader:
 
     def fill(self, box: Box, tensor: Tensor) -> None:
         """Write the box's elements into a contiguous tensor, converting to its dtype."""
-        flat = tensor.view(-1)
+        # A single element may have any stride and be contiguous all the same; `view` would keep it.
+        flat = tensor.as_strided((tensor.numel(),), (1,))
         direct = tensor.device.type == "cpu" and tensor.dtype == self.dtype
         done = 0
         for start, count in flat_runs(self.entry.shape, box):

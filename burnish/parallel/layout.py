@@ -13,8 +13,8 @@ from dataclasses import dataclass
 class Layout:
     """One process's place. All sizes count processes.
 
-    Processes form a grid of data × sequence × tensor, the last running fastest: neighbours work on
-    the same micro-batch, data-parallel ranks on different ones.
+    Processes form a grid of pipeline × data × sequence × tensor, the last running fastest: those that
+    differ in data alone work on different micro-batches, all others on the same.
     """
 
     rank: int = 0
@@ -29,16 +29,18 @@ class Layout:
     """Processes that share the tokens of a micro-batch."""
     tensor: int = 1
     """Processes that share the matrices of a layer."""
+    pipeline: int = 1
+    """Groups of processes that share the layers of the model, which micro-batches pass one after the other."""
 
     @property
     def sharing(self) -> int:
         """Processes that work on the same micro-batch."""
-        return self.sequence * self.tensor
+        return self.sequence * self.tensor * self.pipeline
 
     @property
     def data_rank(self) -> int:
         """Which share of the batch this process runs."""
-        return self.rank // self.sharing
+        return self.rank // (self.sequence * self.tensor) % self.data_size
 
     @property
     def data_size(self) -> int:

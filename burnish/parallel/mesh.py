@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from burnish.parallel.arena import Arena
 from burnish.parallel.layout import Layout
+from burnish.parallel.processes import wait_as_all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +41,11 @@ class Mesh:
         )
         tensor = grid["tensor"].get_group() if layout.tensor > 1 else None
         sequence = _sequence_group(layout, device)
-        return cls(grid["replicas", "shard"], sequence, tensor, Arena(device))
+        weights = grid["replicas", "shard"]
+        for group in (*weights.get_all_groups(), tensor, sequence):
+            if group is not None:
+                wait_as_all(group)
+        return cls(weights, sequence, tensor, Arena(device))
 
 
 def _sequence_group(layout: Layout, device: torch.device) -> ProcessGroup | None:

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from burnish.errors import BurnishError, UsageError
@@ -96,6 +96,19 @@ def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
         store.set(f"left/{layout.rank}", "")
         if layout.rank == 0 and not place.agent_store:
             store.wait([f"left/{rank}" for rank in range(layout.world)], _LEAVE)
+
+
+def wait_as_all(group: ProcessGroup) -> None:
+    """Have collectives of a group wait as long for its ranks as those of the group of all ranks.
+
+    torch gives every group that is made later a time-out of its own, of 10 or 30 minutes.
+    """
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    for device in everybody._device_types:
+        options = everybody._get_backend(device).options
+        if options is not None:  # those of a group that only pretends, to measure memory
+            group._get_backend(device)._set_default_timeout(options._timeout)
 
 
 @contextmanager

@@ -39,15 +39,17 @@ class Arithmetic:
     """Processes that share the matrices of a layer, and between its blocks the tokens."""
     lora: LoraConfig | None = None
     """The adapter that is trained; None: the model is."""
+    exact_cache: bool = False
+    """Whether keys and values are kept in fp32 to generate, as on CPUs without matrix units."""
 
 
 def layer_passes(family: Family, layer: Layer, arithmetic: Arithmetic) -> Passes:
     """The bytes per token of one layer's operations."""
-    return _Writer(family, layer, arithmetic).written()
+    return LayerWriter(family, layer, arithmetic).written()
 
 
-class _Writer:
-    """Writes a layer's operations on a tape."""
+class LayerWriter:
+    """Writes a layer's operations on a tape, as the torch engine runs them."""
 
     def __init__(self, family: Family, layer: Layer, arithmetic: Arithmetic) -> None:
         self._tape, self._family, self._layer = Tape(), family, layer

@@ -45,7 +45,7 @@ def _remedies(part: str, plan: Plan, config: RunConfig) -> list[str]:
             f"rollout.slots={max(1, config.rollout.slots // 2)}",
             "a shorter rollout.max_response_length",
         ]
-    if part == "gradients" and plan.microbatches > 1:
+    if part == "gradients" and plan.microbatches > 1 and engine.kind == "torch":
         return ["fewer sequences per optimizer step, so that it is one micro-batch", *fewer_copies]
     if part == "critic":
         return [*away, "algorithm.advantage=grpo, which has no critic"]
@@ -53,19 +53,23 @@ def _remedies(part: str, plan: Plan, config: RunConfig) -> list[str]:
         return [*away, "algorithm.kl.coef=0"]
     if part == "gathered" and not engine.reshard_after_forward:
         return ["engine.reshard_after_forward=true"]
+    megatron = engine.kind == "megatron"
     return [
         *away,
         *fewer_copies,
+        *([f"engine.pipeline_parallel={2 * engine.pipeline_parallel}"] if megatron else []),
         "more devices",
-        *([] if config.model.adapter else ["model.lora.rank=16"]),
+        *([] if config.model.adapter or megatron else ["model.lora.rank=16"]),
     ]
 
 
 def _away(part: str, plan: Plan, config: RunConfig) -> list[str]:
     """The setting that takes a part to the host, if there is one and it is not set."""
-    engine, trained = config.engine, ("weights", "optimizer", "critic", "reference")
+    engine, trained = config.engine, ("weights", "gradients", "optimizer", "critic", "reference")
     if part in trained and plan.fullest == "rollout":
         return [] if engine.park else ["engine.park=true"]
+    if engine.kind == "megatron":  # which has no offloading
+        return []
     if part == "activations":
         known = engine.activation_offload or engine.activation_checkpointing == "selective"
         return [] if known else ["engine.activation_offload=true"]

@@ -52,6 +52,11 @@ class Devices:
         return self.name == "CPU"
 
     @property
+    def exact_cache(self) -> bool:
+        """Whether a generator keeps keys and values in fp32 (`burnish.rollout.cache`); of CPUs, what this machine's would do."""
+        return self.cpu and not _has_matrix_units()
+
+    @property
     def usable(self) -> float:
         """Bytes of each that a run can have."""
         return self.memory * (1.0 if self.cpu else _USABLE)
@@ -129,6 +134,12 @@ def devices_here(processes: int, local_processes: int) -> Devices | None:
         _CPU.bandwidth,
         _CPU.link,
     )
+
+
+def _has_matrix_units() -> bool:
+    """What `burnish.parallel.device.has_matrix_units` says of this machine's processor, without torch."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text(errors="replace").split()
 
 
 def _nvidia() -> tuple[str, float] | None:

@@ -8,8 +8,11 @@ from itertools import product
 from typing import get_args
 
 from burnish.config.schema import EngineConfig, RunConfig
+from burnish.errors import UsageError
 from burnish.planning.activations import Arithmetic
 from burnish.planning.devices import PER_MACHINE, Devices
+from burnish.planning.megatron import MegatronNeeds
+from burnish.planning.megatron_layouts import degrees
 from burnish.planning.memory import Needs, Parts
 from burnish.planning.model import Model
 from burnish.planning.shape import BLOCK, Layer, ModelShape
@@ -79,6 +82,12 @@ class Plan:
     def overrides(self) -> list[str]:
         """The settings, as they are typed."""
         engine = self.engine
+        if engine.kind == "megatron":
+            names = ["tensor_parallel", "sequence_parallel", "pipeline_parallel", "virtual_stages"]
+            names += ["expert_parallel"] if engine.expert_parallel > 1 else []
+            names += ["expert_tensor_parallel"] if engine.expert_tensor_parallel else []
+            names += ["activation_checkpointing"]
+            return [f"engine.{name}={getattr(engine, name)}" for name in names]
         return [
             f"engine.replicas={engine.replicas}",
             f"engine.sequence_parallel={engine.sequence_parallel}",
@@ -99,7 +108,9 @@ class Planner:
         devices: Devices,
         judges: Sequence[ModelShape] = (),
     ) -> None:
-        """`judges` are the models of `reward.models`."""
+        """`judges` are the models of `reward.models`. Raises `UsageError` for what the engine does not compute."""
+        if config.engine.kind == "megatron":
+            _require_known(shape)
         self.shape, self.work = shape, work
         self._judges = tuple(replace(judge, scores_values=True) for judge in judges)
         self._config, self._devices = config, devices
@@ -122,6 +133,9 @@ class Planner:
     def _settings(self) -> Iterator[EngineConfig]:
         """Every way to divide the processes, with every kind of checkpointing that goes with the other settings."""
         engine = self._config.engine
+        if engine.kind == "megatron":
+            yield from self._of_megatron()
+            return
         refused = "selective" if engine.activation_offload or engine.compile else None
         kinds = [kind for kind in _CHECKPOINTING if kind != refused]
         for sequence, tensor in self._sharing():
@@ -138,6 +152,15 @@ class Planner:
                             "reshard_after_forward": reshard,
                         }
                     )
+
+    def _of_megatron(self) -> Iterator[EngineConfig]:
+        """The same for the Megatron engine."""
+        engine, count = self._config.engine, self._devices.count
+        each_update = self.work.sequences // self.work.updates
+        for given, kind in product(degrees(self.shape, engine, count), _CHECKPOINTING):
+            found = engine.model_copy(update={**given, "activation_checkpointing": kind})
+            if count // found.sharing <= each_update:
+                yield found
 
     def _sharing(self) -> Iterator[tuple[int, int]]:
         """How many processes of a machine may share a micro-batch: its tokens, and the matrices."""
@@ -165,7 +188,11 @@ class Planner:
         layout = Layout.of(engine, self._devices.count)
         config = self._config.model_copy(update={"engine": engine})
         model, judges = self._model(layout.sequence, layout.tensor)
-        needs = Needs(model, config, self.work, layout, judges)
+        needs = (
+            MegatronNeeds(model, config, self.work, layout)
+            if engine.kind == "megatron"
+            else Needs(model, config, self.work, layout, judges)
+        )
         return Plan(
             layout,
             engine,
@@ -181,11 +208,25 @@ class Planner:
         """The model that is trained, and those that judge."""
         if (sequence, tensor) not in self._models:
             lora = self._config.model.adapter
-            arithmetic = Arithmetic(self._width, self._devices.cpu, sequence, tensor, lora)
+            devices = self._devices
+            arithmetic = Arithmetic(
+                self._width, devices.cpu, sequence, tensor, lora, devices.exact_cache
+            )
             asked = replace(arithmetic, lora=None)
             judges = [Model(judge, asked) for judge in self._judges]
             self._models[sequence, tensor] = Model(self.shape, arithmetic), judges
         return self._models[sequence, tensor]
+
+
+def _require_known(shape: ModelShape) -> None:
+    """Raise `UsageError` for a family that the Megatron engine does not compute."""
+    if not shape.family.fused:
+        raise UsageError(
+            "the megatron engine does not compute models of this type",
+            have="a model that is not shaped like Llama's",
+            want="llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe",
+            do="plan with engine.kind=torch",
+        )
 
 
 def why_not(plans: Sequence[Plan]) -> list[str]:

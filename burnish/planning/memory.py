@@ -201,8 +201,9 @@ class Needs:
         reading = read * (token + max(passes.inference for _, _, passes in model.layers))
         wide = 3 * _FP32 + (0 if not work.nucleus else 2 * _FP32 if model.cpu else 4 * _FP32)
         drawing = slots * model.shape.vocabulary * wide
+        kept = token * _FP32 / model.bytes if model.exact_cache else token
         return {
-            "kv cache": slots * work.length * token * (1 + 1 / (2 * model.shape.depth)),
+            "kv cache": slots * work.length * kept * (1 + 1 / (2 * model.shape.depth)),
             "activations": reading,
             "logits": float(drawing),
         }
@@ -350,8 +351,12 @@ class Needs:
         passing = self._model.bytes * self._model.shape.elements * others
         widest = max(w.elements for w in self._share.largest_layer.weights)
         merging = _FP32 * (self._adapter + 2 * min(_MERGED, widest))
-        parts = {"buffers": 2 * min(_WAVE, passing)} if passing else {}
+        parts = self._sent(passing)
         return parts if self._trained else parts | {"merging": float(merging)}
+
+    def _sent(self, size: float) -> Parts:
+        """So many bytes on their way to other processes, wave by wave."""
+        return {"buffers": 2 * min(_WAVE, size)} if size else {}
 
     def _saving(self) -> Parts:
         """Blocks on their way to the disk; on a CPU also what is copied for a save in the background."""

@@ -15,10 +15,11 @@ class Model:
 
     def __init__(self, shape: ModelShape, arithmetic: Arithmetic) -> None:
         self.shape = shape
-        self._arithmetic = arithmetic
+        self.arithmetic = arithmetic
         self.lora = arithmetic.lora
         self.bytes = arithmetic.bytes
         self.cpu = arithmetic.cpu
+        self.exact_cache = arithmetic.exact_cache
         self.tensor = arithmetic.tensor
         self.layers: list[tuple[Layer, int, Passes]] = [
             (layer, count, layer_passes(shape.family, layer, arithmetic))
@@ -30,7 +31,7 @@ class Model:
     def critic(self) -> Model:
         """The same with a value head, of which all is trained."""
         shape = replace(self.shape, scores_values=True)
-        return Model(shape, replace(self._arithmetic, lora=None))
+        return Model(shape, replace(self.arithmetic, lora=None))
 
     def kept(self, passes: Passes, checkpointing: str) -> float:
         """Bytes of a token that a layer keeps for its backward pass."""

@@ -8,6 +8,7 @@ refused by name.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -157,6 +158,8 @@ class ModelShape:
     """Whether the output layer is the embedding."""
     layers: tuple[tuple[Layer, int], ...]
     """Each kind of layer and how many there are of it."""
+    order: tuple[int, ...]
+    """Of which kind each layer is, as they follow each other: its place in `layers`."""
     scores_values: bool = False
     """Whether a number stands in the place of the output layer."""
 
@@ -172,16 +175,17 @@ class ModelShape:
                 want=f"one of {', '.join(FAMILIES)}",
                 do="run a short training of it and read perf/max_memory_gb",
             )
-        family, counts = FAMILIES[kind], dict[Layer, int]()
-        for index in range(_field(fields, "num_hidden_layers")):
-            layer = _layer(family, fields, index)
-            counts[layer] = counts.get(layer, 0) + 1
+        family, depth = FAMILIES[kind], _field(fields, "num_hidden_layers")
+        every = [_layer(family, fields, index) for index in range(depth)]
+        counts = Counter(every)
+        places = {layer: place for place, layer in enumerate(counts)}
         return cls(
             family,
             _field(fields, "hidden_size"),
             _field(fields, "vocab_size"),
             bool(fields.get("tie_word_embeddings", family.tied)),
             tuple(counts.items()),
+            tuple(places[layer] for layer in every),
         )
 
     @property

@@ -22,22 +22,25 @@ class Layout:
     """Processes that share the tokens of a micro-batch."""
     tensor: int = 1
     """Processes that share the matrices of each layer."""
+    pipeline: int = 1
+    """Groups of processes that share the layers of the model."""
 
     @classmethod
     def of(cls, engine: EngineConfig, processes: int) -> Layout:
         """So many processes, as the settings arrange them."""
-        shards = processes // (engine.replicas * engine.tensor_parallel)
-        return cls(engine.replicas, shards, engine.sequence_parallel, engine.tensor_parallel)
+        tensor, pipeline = engine.tensor_parallel, engine.pipeline_parallel
+        shards = processes // (engine.replicas * tensor * pipeline)
+        return cls(engine.replicas, shards, engine.sequence_parallel, tensor, pipeline)
 
     @property
     def world(self) -> int:
         """All processes."""
-        return self.replicas * self.shards * self.tensor
+        return self.replicas * self.shards * self.tensor * self.pipeline
 
     @property
     def token_ranks(self) -> int:
         """Processes among which the tokens of a step are divided."""
-        return self.world // self.tensor
+        return self.replicas * self.shards
 
 
 class Share:

@@ -28,6 +28,7 @@ ASSUMPTIONS = (
     f"links at {_LINKS:.0%} of theirs, {NETWORK / 1e9:.0f} GB/s between machines of {PER_MACHINE} devices, "
     "communication hidden behind arithmetic where that takes longer",
     f"checkpoints at {_DISK / 1e9:.0f} GB/s for each machine",
+    "a pipeline is idle while its stages wait for the first and the last micro-batch, and tokens fall on experts evenly",
     "what leaves the device for the host and comes back takes no time",
 )
 """What the times rest on."""
@@ -59,11 +60,16 @@ class Clock:
         if self.work.scores:
             passes = self.work.scorings + int(self.work.critic)
             found["log-probs"] = passes * self._arithmetic(layout, self.shape)
-        found["update"] = self._update(layout, engine, microbatches, self.adapter)
+        counted = not self.work.replayed
+        if engine.kind == "megatron":
+            found["update"] = self._megatron_update(layout, engine, microbatches)
+        else:
+            found["update"] = self._update(layout, engine, microbatches, self.adapter, counted)
         if self.work.critic:
-            found["update"] += self._update(layout, engine, microbatches, 0)
+            found["update"] += self._update(layout, engine, microbatches, 0, True)
         if self.work.slots:
-            found["publish"] = self._travel(self.width * self.shape.elements, layout.shards)
+            cut = layout.shards if engine.kind == "torch" else layout.tensor * layout.pipeline
+            found["publish"] = self._travel(self.width * self.shape.elements, cut)
         machines = -(-layout.world // PER_MACHINE)
         saved = self.adapter or self.shape.elements
         saved += self.shape.elements if self.work.critic else 0
@@ -72,20 +78,30 @@ class Clock:
 
     def _arithmetic(self, layout: Layout, shape: ModelShape) -> float:
         """One forward pass of a model over the step's sequences."""
-        sharing = layout.sequence * layout.tensor
+        sharing = layout.sequence * layout.tensor * layout.pipeline
         rounds = -(-self.work.sequences // (layout.world // sharing))  # the most that one share has
         flops = rounds * float(shape.flops.each([self.work.length])[0]) / sharing
         return flops / (self.devices.flops * _EFFICIENCY)
 
     def _update(
-        self, layout: Layout, engine: EngineConfig, microbatches: int, adapter: int
+        self,
+        layout: Layout,
+        engine: EngineConfig,
+        microbatches: int,
+        adapter: int,
+        counted: bool,
     ) -> float:
-        """Of the model, or of an adapter, which spares the products that are the gradients of matrices."""
+        """Of the model, or of an adapter, which spares the products that are the gradients of matrices.
+
+        Where experts are evened out they have to be `counted` by a forward pass, unless they are known.
+        """
         again, flops = _RECOMPUTED[engine.activation_checkpointing], self.shape.flops
+        before = int(counted and engine.router_aux_loss > 0)
         length = [self.work.length]
         passes = flops.training(length, frozen=adapter > 0) / flops.forward(length) + again
-        arithmetic = passes * self._arithmetic(layout, self.shape)
-        gathers = microbatches * (2 if engine.reshard_after_forward else 1) * self.work.updates
+        arithmetic = (passes + before) * self._arithmetic(layout, self.shape)
+        each = (2 if engine.reshard_after_forward else 1) + before
+        gathers = microbatches * each * self.work.updates
         elements = self.shape.elements / layout.tensor
         moved = gathers * self._travel(self.width * elements, layout.shards)
         trained = adapter or elements
@@ -93,7 +109,27 @@ class Clock:
         if layout.replicas > 1:
             summed = 2 * _FP32 * trained / layout.shards
             moved += self.work.updates * self._travel(summed, layout.world)
-        return max(arithmetic, moved) + self._exchanged(layout, 3 + again)
+        return max(arithmetic, moved) + self._exchanged(layout, 3 + again + before)
+
+    def _megatron_update(self, layout: Layout, engine: EngineConfig, microbatches: int) -> float:
+        """Of Megatron's engine: weights are gathered and gradients added up once a step; stages wait for each other at its ends."""
+        again, flops, length = (
+            _RECOMPUTED[engine.activation_checkpointing],
+            self.shape.flops,
+            [self.work.length],
+        )
+        passes = flops.training(length) / flops.forward(length) + again
+        idle = (layout.pipeline - 1) / (engine.virtual_stages * microbatches)
+        arithmetic = passes * self._arithmetic(layout, self.shape) * (1 + idle)
+        elements = self.shape.elements / (layout.tensor * layout.pipeline)
+        moved = self.work.updates * self._travel((_FP32 + self.width) * elements, layout.shards)
+        told = self._exchanged(layout, 3 + again) / layout.pipeline
+        mine = self.work.tokens / layout.token_ranks * self.width
+        sent = 4 * sum(layer.chosen * layer.hidden * n for layer, n in self.shape.layers)
+        told += self._travel(sent * mine * (3 + again) / layout.pipeline, engine.expert_parallel)
+        between = 2 * engine.virtual_stages * mine * self.shape.hidden
+        told += self._travel(between, layout.pipeline)
+        return max(arithmetic, moved) + told
 
     def _exchanged(self, layout: Layout, passes: float) -> float:
         """What ranks that share a micro-batch tell each other in every layer, which nothing hides.

@@ -38,6 +38,8 @@ class Workload:
     """Whether drawing sorts the vocabulary."""
     samples: int
     """Sequences of each prompt, which the generator reads once for all of them."""
+    replayed: bool = False
+    """Whether the policy's updates are told which experts tokens go to."""
 
     @classmethod
     def of(cls, config: RunConfig, command: Command) -> Workload:
@@ -47,7 +49,9 @@ class Workload:
             return cls(config.batch.examples, 0, longest, 1, False, 0, False, 0, False, 1)
         algorithm, rollout = config.algorithm, config.rollout
         updates = config.batch.minibatches
-        recomputed = updates > 1 and algorithm.old_logprobs == "recompute"
+        replay = algorithm.router_replay
+        before = algorithm.old_logprobs == "recompute" or replay == "recompute"
+        recomputed = updates > 1 and before
         compared = 0 if algorithm.kl.coef == 0 else 2 if algorithm.kl.place == "reward" else 1
         return cls(
             sequences=config.batch.prompts * rollout.n,
@@ -60,6 +64,7 @@ class Workload:
             slots=rollout.slots,
             nucleus=rollout.top_p < 1,
             samples=rollout.n,
+            replayed=replay == "rollout" or (replay == "recompute" and updates > 1),
         )
 
     @property

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from burnish.models.attention import PackedLayout
+from burnish.parallel.device import has_matrix_units
 
 _GRAIN = 128
 """Rows grow by at least so many tokens."""
@@ -57,7 +58,10 @@ class PromptCache:
 
 
 class SlotCache:
-    """Keys and values of `slots` completions, one row each: `[slots, capacity, kv_heads, head_dim]` per layer."""
+    """Keys and values of `slots` completions, one row each: `[slots, capacity, kv_heads, head_dim]` per layer.
+
+    In the dtype that attention is fastest in: the model's, or fp32 on a CPU without matrix units.
+    """
 
     def __init__(self, slots: int, longest: int) -> None:
         """`longest` is the most tokens a row will ever hold; memory comes as rows need it."""
@@ -76,7 +80,7 @@ class SlotCache:
             for mine, theirs in zip(
                 held, (prompts.keys[layer], prompts.values[layer]), strict=True
             ):
-                mine[:, :length].index_copy_(0, rows, theirs.transpose(0, 1)[source])
+                mine[:, :length].index_copy_(0, rows, theirs.transpose(0, 1)[source].to(mine.dtype))
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy rows over others; none is in both."""
@@ -103,8 +107,13 @@ class SlotCache:
         for layer, key in prompts.keys.items():
             if layer not in self._layers:
                 both = (key, prompts.values[layer])
+                dtype = key.dtype
+                if not has_matrix_units(key.device):
+                    dtype = torch.promote_types(dtype, torch.float32)
                 self._layers[layer] = [
-                    part.new_zeros(self._slots, self._capacity, part.shape[0], part.shape[2])
+                    part.new_zeros(
+                        self._slots, self._capacity, part.shape[0], part.shape[2], dtype=dtype
+                    )
                     for part in both
                 ]
 
@@ -132,11 +141,12 @@ class DecodeStep:
         rows = len(self._positions)
         held = self._layers[int(module.layer_idx)]  # type: ignore[arg-type]
         for mine, latest in zip(held, (key, value), strict=True):
-            mine[self._rows, self._positions] = latest[0].transpose(0, 1)
+            mine[self._rows, self._positions] = latest[0].transpose(0, 1).to(mine.dtype)
         keys, values = (mine[:rows, : self._span].transpose(1, 2) for mine in held)
-        bias = self._bias(sliding_window, query.dtype)
-        heads = query[0].transpose(0, 1)
-        return _attend_one(heads, keys, values, bias, scaling).flatten(1, 2)[None]
+        bias = self._bias(sliding_window, keys.dtype)
+        heads = query[0].transpose(0, 1).to(keys.dtype)
+        output = _attend_one(heads, keys, values, bias, scaling)
+        return output.flatten(1, 2)[None].to(query.dtype)
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """[n, 1, 1, span]: 0 where the row's token sees the position, -inf where not."""

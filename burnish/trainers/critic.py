@@ -8,12 +8,12 @@ import torch
 
 from burnish.algorithms.schedule import learning_rate
 from burnish.algorithms.value_loss import value_loss_fn
+from burnish.engines.base import Engine
 from burnish.models.counting import count_flops
 from burnish.models.loading import read_model_config, require_embeddings, value_source
 from burnish.models.routing import has_routers
 from burnish.models.value_head import value_config
 from burnish.parallel.layout import Layout
-from burnish.parallel.mesh import Mesh
 from burnish.records import Batch
 from burnish.tracking.metrics import Stats
 from burnish.trainers.setup import Foundation, Learner, make_engine
@@ -65,13 +65,13 @@ class Critic:
         total_steps: int,
         layout: Layout,
         device: torch.device,
-        mesh: Mesh | None = None,
+        beside: Engine | None = None,
     ) -> Critic:
-        """A critic for a run, its weights not loaded yet; `mesh` is the policy's."""
+        """A critic for a run, its weights not loaded yet; `beside` is the policy's engine."""
         foundation = critic_foundation(policy)
         config = foundation.config
         optim = config.optim.model_copy(update={"lr": config.critic.lr})
-        engine = make_engine(foundation, optim, layout, device, mesh)
+        engine = make_engine(foundation, optim, layout, device, beside)
         return cls(Learner(engine, foundation), total_steps)
 
     def update(self, batch: Batch, step: int) -> Stats:

@@ -21,7 +21,6 @@ from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import PromptDataset
 from burnish.engines.base import Engine, Part
-from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import MissingError, StoppedError
 from burnish.launch.run import launch
 from burnish.models.lora_names import ADAPTER_STATE
@@ -36,6 +35,7 @@ from burnish.tracking.metrics import Mean, Stats
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory
 from burnish.trainers.collect import Collector
+from burnish.trainers.intact import Intact
 from burnish.trainers.localize import with_local_inputs
 from burnish.trainers.reward_models import load_judge
 from burnish.trainers.run import Validation
@@ -142,6 +142,9 @@ def _evaluate(
     with catch_signals() as stopper:
         try:
             foundation = lay_foundation(config)
+            progress = Progress(config.tracking.progress and layout.is_main)
+            own = foundation.beginnings if step is None else foundation.frozen
+            Intact(layout, progress).require(*foundation.judges, *own)
             if step is not None:
                 same_on_all_ranks(str(step.path), "the step to evaluate", layout)
                 require_same_adapter(step.state.get(ADAPTER_STATE), foundation.adapter, step.path)
@@ -163,7 +166,7 @@ def _measured(
             with RewardPool(config.reward) as pool:
                 held_out = held_out_prompts(foundation, pool)
                 engine = _loaded(foundation, layout, device)
-                judge = load_judge(config, layout, device, engine.mesh)
+                judge = load_judge(config, layout, device, engine)
                 collector = make_collector(
                     foundation, pool, layout, device, stopper, progress, judge
                 )
@@ -177,7 +180,7 @@ def _measured(
         return validate() if validate else {}
 
 
-def _loaded(foundation: Foundation, layout: Layout, device: torch.device) -> TorchEngine:
+def _loaded(foundation: Foundation, layout: Layout, device: torch.device) -> Engine:
     engine = make_engine(foundation, None, layout, device)
     engine.load(foundation.base, Part.FROZEN)
     engine.load(foundation.source, Part.WEIGHTS)

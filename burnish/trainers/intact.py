@@ -1,7 +1,7 @@
-"""Whether the weights that a run begins from are what was committed, where they lie in a step of another run.
+"""Whether the weights that a run reads are what was committed, where they lie in a step of another run.
 
 A Hugging Face directory has no hashes; the `model/` of a step has them in the manifest beside it. Left
-out: copies of what is behind a URL, of which only the model is here.
+out: copies of what is behind a URL, of which only the model is here, and the step that a run resumes from, which is checked as it is read.
 """
 
 from __future__ import annotations
@@ -20,23 +20,35 @@ from burnish.tracking.progress import Progress
 _MEGA = 1e6
 
 
-def require_intact(place: str | None, layout: Layout, progress: Progress) -> None:
-    """Read the files of a model that lies in a committed step, whole on each machine; any other place passes. Collective.
+class Intact:
+    """The models that this process has seen to be what was committed: each is read once, whoever needs it."""
 
-    Links are followed. What lies beside the model, or in it without having been committed, is not
-    looked at. Raises `CorruptError` naming file and tensors where one is not what was committed, and where the
-    step is unhealthy, and `BurnishError` where the machines do not have the same step there.
-    """
-    if place is None:
-        return
-    unreadable = f"{place} cannot be read"
-    with agree(layout), naming_failures(unreadable):
-        step = _step_of(Path(place).expanduser().resolve())
-    seal = b"" if step is None else step.commit.encode()
-    same_on_all_ranks(seal, f"the step that {place} lies in", layout)
-    if step is not None:
-        with agree(layout), naming_failures(unreadable):
-            _read_share(step, layout, progress)
+    def __init__(self, layout: Layout, progress: Progress) -> None:
+        self._layout = layout
+        self._progress = progress
+        self._seen: set[str] = set()
+
+    def require(self, *places: str | None) -> None:
+        """Read the files of each model that lies in a committed step, whole on each machine; any other place passes. Collective.
+
+        Links are followed. What lies beside the model, or in it without having been committed, is not
+        looked at. Raises `CorruptError` naming file and tensors where one is not what was committed, and where the
+        step is unhealthy, and `BurnishError` where the machines do not have the same step there.
+        """
+        for place in places:
+            if place is not None and place not in self._seen:
+                self._require(place)
+                self._seen.add(place)
+
+    def _require(self, place: str) -> None:
+        unreadable = f"{place} cannot be read"
+        with agree(self._layout), naming_failures(unreadable):
+            step = _step_of(Path(place).expanduser().resolve())
+        seal = b"" if step is None else step.commit.encode()
+        same_on_all_ranks(seal, f"the step that {place} lies in", self._layout)
+        if step is not None:
+            with agree(self._layout), naming_failures(unreadable):
+                _read_share(step, self._layout, self._progress)
 
 
 def _step_of(directory: Path) -> Committed | None:

@@ -22,6 +22,7 @@ from burnish.files.urls import is_url
 from burnish.models.lora_names import ADAPTER_CONFIG
 from burnish.models.lora_start import with_adapter
 from burnish.parallel.environment import place_of
+from burnish.rewards.pool import model_name
 from burnish.tracking.progress import Progress
 
 _MODEL_SUFFIXES = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja", ".py"})
@@ -107,12 +108,12 @@ def _reward(reward: RewardConfig, watch: Watch) -> RewardConfig:
             local = f"{_file(file, watch)}{colon}{name}"
             each = each.model_copy(update={"function": local})
         functions.append(each)
-    models = [
-        each.model_copy(update={"path": str(local_directory(each.path, watch))})
-        if is_url(each.path)
-        else each
-        for each in reward.models
-    ]
+    models = []
+    for judge in reward.models:
+        if is_url(judge.path):  # a copy's directory is not called after what it is a copy of alone
+            local = str(local_directory(judge.path, watch))
+            judge = judge.model_copy(update={"path": local, "name": model_name(judge)})
+        models.append(judge)
     return reward.model_copy(update={"functions": functions, "models": models})
 
 

@@ -74,17 +74,17 @@ class OutOfMemory:
         )
 
     def _plan(self, phase: str) -> Plan | None:
-        """What the planner says of this run, of the phase if it has it; None for a model that it does not know or cannot read here."""
+        """What the planner says of this run, of the phase if it has it; None for a model or an engine that it does not know or cannot read here."""
         name = "CPU" if self.device.type == "cpu" else device_name(self.device)
         devices = Devices(self.layout.world, name, total_memory(self.device), 1.0, 1.0, 1.0)
         try:
             shape, *judges = (
                 ModelShape.of(read_model_config(model).to_dict()) for model in self._models()
             )
+            work = Workload.of(self.config, self.trainer)
+            plan = Planner(shape, self.config, work, devices, judges).as_configured()
         except BurnishError:
             return None
-        work = Workload.of(self.config, self.trainer)
-        plan = Planner(shape, self.config, work, devices, judges).as_configured()
         return plan.within(_PLANNED.get(phase, phase))
 
     def _models(self) -> Iterator[ModelConfig]:

@@ -25,7 +25,7 @@ from burnish.data.batching import make_batch
 from burnish.data.chat import ChatEncoder, shared_beginning
 from burnish.data.tokenizer import load_tokenizer
 from burnish.engines.base import Engine, Part
-from burnish.engines.frozen import FrozenEngine
+from burnish.engines.making import make_frozen
 from burnish.errors import IncompatibleError
 from burnish.models.counting import count_flops
 from burnish.models.flops import ModelFlops
@@ -33,7 +33,6 @@ from burnish.models.loading import read_model_config, require_embeddings, weight
 from burnish.models.value_head import has_value_head
 from burnish.parallel.collectives import gather_objects
 from burnish.parallel.layout import Layout
-from burnish.parallel.mesh import Mesh
 from burnish.records import Example, Rollout, TokenIds
 from burnish.rewards.pool import part_names
 
@@ -79,8 +78,10 @@ class RewardModel:
         return found
 
 
-def load_judge(config: RunConfig, layout: Layout, device: torch.device, mesh: Mesh) -> Judge:
-    """The models of `reward.models`, with their weights, in process groups that there are. Collective.
+def load_judge(
+    config: RunConfig, layout: Layout, device: torch.device, policy: Engine | None
+) -> Judge:
+    """The models of `reward.models`, with their weights, in the policy's process groups where there is one. Collective.
 
     Raises `IncompatibleError` for one that is no classifier with one label, and what reading a model raises.
     """
@@ -92,7 +93,7 @@ def load_judge(config: RunConfig, layout: Layout, device: torch.device, mesh: Me
         _require_one_label(hf_config, settings)
         tokenizer = load_tokenizer(settings.path)
         require_embeddings(hf_config, tokenizer)
-        engine = FrozenEngine(hf_config, config.engine, layout=layout, device=device, mesh=mesh)
+        engine = make_frozen(hf_config, config.engine, layout=layout, device=device, beside=policy)
         engine.load(weights_source(source, hf_config, config.seed), Part.WEIGHTS)
         positions = getattr(hf_config, "max_position_embeddings", None) or sys.maxsize
         encoder, flops = ChatEncoder(tokenizer), count_flops(hf_config)

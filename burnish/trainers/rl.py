@@ -20,9 +20,8 @@ from burnish.checkpoint.tensor_sets import MAIN
 from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
 from burnish.data.tasks import PromptDataset
-from burnish.engines.base import Part
-from burnish.engines.frozen import FrozenEngine
-from burnish.engines.torch_engine import TorchEngine
+from burnish.engines.base import Engine, Part
+from burnish.engines.making import make_frozen
 from burnish.launch.run import launch
 from burnish.parallel.layout import Layout
 from burnish.records import Rollout
@@ -117,12 +116,12 @@ def _models(
     learners = {MAIN: Learner(engine, foundation)}
     critic = None
     if config.algorithm.advantage == "gae":
-        critic = Critic.make(foundation, total_steps, run.layout, run.device, engine.mesh)
+        critic = Critic.make(foundation, total_steps, run.layout, run.device, engine)
         learners[CRITIC] = critic.learner
     if run.begin(learners, inputs, total_steps) is None:
         for learner in learners.values():
             learner.engine.load(learner.foundation.source, Part.WEIGHTS)
-    judge = load_judge(config, run.layout, run.device, engine.mesh)
+    judge = load_judge(config, run.layout, run.device, engine)
     reference = _reference(foundation, engine, run)
     forward = None
     if reference is not None:
@@ -132,23 +131,24 @@ def _models(
     return Policy(engine, forward, foundation.flops), critic, judge, parking
 
 
-def _reference(foundation: Foundation, engine: TorchEngine, run: Run) -> TorchEngine | None:
+def _reference(foundation: Foundation, engine: Engine, run: Run) -> Engine | None:
     """The model that training started from, where KL wants it; that of a fresh adapter is `engine`, with the adapter off."""
     config, adapter = foundation.config, foundation.config.model.adapter
     if config.algorithm.kl.coef == 0:
         return None
     if adapter and adapter.path is None:
         return engine
+    run.intact.require(*foundation.beginnings)
     if adapter:
-        reference = make_engine(foundation, None, run.layout, run.device, engine.mesh)
+        reference = make_engine(foundation, None, run.layout, run.device, engine)
         reference.load(foundation.base, Part.FROZEN)
     else:
-        reference = FrozenEngine(
+        reference = make_frozen(
             foundation.hf_config,
             config.engine,
             layout=run.layout,
             device=run.device,
-            mesh=engine.mesh,
+            beside=engine,
         )
     reference.load(foundation.source, Part.WEIGHTS)
     return reference

@@ -60,7 +60,7 @@ from burnish.trainers.claim import (
     step_place,
 )
 from burnish.trainers.inputs import Inputs
-from burnish.trainers.intact import require_intact
+from burnish.trainers.intact import Intact
 from burnish.trainers.out_of_memory import OutOfMemory
 from burnish.trainers.position import Position, counts
 from burnish.trainers.resuming import state_of, take_up
@@ -123,6 +123,8 @@ class Run:
         """Validates the current weights; set by the trainer where there are held-out data."""
         self.mirror: Mirror | None = None
         """Where the run's directory is copied to."""
+        self.intact = Intact(layout, self.progress)
+        """Models in steps that were read against their hashes, as all have to be before they are loaded."""
         self._trackers = Trackers()
         self._saved_step: int | None = None
         self._finite_loss = True
@@ -133,7 +135,7 @@ class Run:
         """Take up the models that are trained, by role (`MAIN` among them), and resume them where a committed step exists. Collective.
 
         Returns what was resumed from. What is trained is not touched when there is none; what is frozen
-        is loaded. Raises `CorruptError` where a model to begin from, or one that judges, lies in a step and is damaged, and
+        is loaded. Raises `CorruptError` where a model to begin from, one under an adapter, or one that judges, lies in a step and is damaged, and
         `BurnishError` when the ranks were not given the same data and tokenizer.
         """
         given = json.dumps(inputs.as_state())
@@ -141,12 +143,11 @@ class Run:
         self._learners, self._total_steps = learners, total_steps
         self._inputs = inputs
         self._peak = peak_flops(self.device, compute_dtype(self.config.engine))
+        main = learners[MAIN].foundation
+        self.intact.require(*main.judges, *main.frozen)
         resumed = self.checkpoints.resume(self._load)
         if resumed is None:
-            local = learners[MAIN].foundation.config
-            judges = (judge.path for judge in local.reward.models)
-            for place in (local.model.path, local.model.lora.path, local.critic.path, *judges):
-                require_intact(place, self.layout, self.progress)
+            self.intact.require(*main.beginnings, main.config.critic.path)
         for learner in learners.values():
             learner.engine.load(learner.foundation.base, Part.FROZEN)
         if resumed is not None and self.layout.is_main:

@@ -14,9 +14,8 @@ from burnish.config.schema import OptimConfig, RunConfig, SamplingConfig
 from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.data.tokenizer import eos_token_ids, load_tokenizer
+from burnish.engines import making
 from burnish.engines.base import Engine, Part, compute_dtype
-from burnish.engines.fitting import require_fitting
-from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError
 from burnish.files.urls import is_url
 from burnish.models.counting import count_flops
@@ -33,7 +32,6 @@ from burnish.models.lora_sources import first_adapter
 from burnish.models.routing import require_routers
 from burnish.models.value_head import has_value_head
 from burnish.parallel.layout import Layout
-from burnish.parallel.mesh import Mesh
 from burnish.parallel.shards import ShardSource
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling
@@ -64,6 +62,21 @@ class Foundation:
     """All ids that end a completion."""
     flops: ModelFlops
     """What its sequences cost."""
+
+    @property
+    def beginnings(self) -> tuple[str | None, ...]:
+        """Places of the weights that training starts from."""
+        return (self.config.model.path, self.config.model.lora.path)
+
+    @property
+    def frozen(self) -> tuple[str | None, ...]:
+        """The place of the weights under an adapter, which are in no checkpoint."""
+        return () if self.adapter is None else (self.config.model.path,)
+
+    @property
+    def judges(self) -> tuple[str, ...]:
+        """Places of the models that give rewards."""
+        return tuple(judge.path for judge in self.config.reward.models)
 
     def training_flops(self, lengths: Iterable[int]) -> float:
         """Operations of forward and backward over sequences of these lengths."""
@@ -118,7 +131,7 @@ def lay_foundation(config: RunConfig, given: RunConfig | None = None) -> Foundat
         config.model.trust_remote_code,
     )
     require_embeddings(hf_config, tokenizer)
-    require_fitting(hf_config, config.engine)
+    making.require_fitting(hf_config, config.engine)
     if config.algorithm.router_replay != "none":
         require_routers(hf_config, "algorithm.router_replay")
     base = weights_source(config.model, hf_config, config.seed)
@@ -162,16 +175,20 @@ def make_engine(
     optim: OptimConfig | None,
     layout: Layout,
     device: torch.device,
-    mesh: Mesh | None = None,
-) -> TorchEngine:
+    beside: Engine | None = None,
+) -> Engine:
     """The engine that the configuration names, its weights not loaded yet; frozen when `optim` is None.
 
-    `mesh` is that of another engine of the configuration, whose process groups it then shares.
+    `beside` is another engine of the configuration, whose process groups it then shares.
     """
-    config = foundation.config.engine
-    lora = foundation.config.model.adapter if foundation.adapter else None
-    return TorchEngine(
-        foundation.hf_config, config, optim, layout=layout, device=device, lora=lora, mesh=mesh
+    return making.make_engine(
+        foundation.hf_config,
+        foundation.config.engine,
+        optim,
+        layout=layout,
+        device=device,
+        lora=foundation.config.model.adapter if foundation.adapter else None,
+        beside=beside,
     )
 
 

@@ -11,8 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.checkpoint.blocks import Stored, blocks_of, plan_files
+from burnish.checkpoint.blocks import (
+    MOST_BLOCKS,
+    PlannedFile,
+    Stored,
+    block_bytes_for,
+    blocks_of,
+    plan_files,
+)
 from burnish.checkpoint.dtypes import BY_NAME, dtype_name
+from burnish.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCK_BYTES
 from burnish.checkpoint.parts import Parts, owners, slots_of
 from burnish.checkpoint.tensor_sets import set_of
 from burnish.errors import IncompatibleError
@@ -59,6 +67,16 @@ def test_blocks_hold_every_byte_once(tensors, block_bytes, max_file_bytes):
         assert sorted(places) == list(range(len(parts.block)))
     names = [(set_of(f.path), e.name) for f in files for e in f.entries]
     assert sorted(names) == sorted((t.tensor_set, t.name) for t in tensors)
+
+
+@pytest.mark.parametrize(
+    ("total", "times"), [(0, 1), (MOST_BLOCKS, 1), (MOST_BLOCKS + 1, 2), (5 * MOST_BLOCKS, 8)]
+)
+def test_a_step_of_too_many_blocks_has_larger_ones(total, times):
+    halves = [total * BLOCK_BYTES // 2, total * BLOCK_BYTES - total * BLOCK_BYTES // 2]
+    files = [PlannedFile("model/x.safetensors", "model", b"", (), size) for size in halves]
+    assert block_bytes_for(files) == times * BLOCK_BYTES
+    assert block_bytes_for(files, most=1) <= MAX_BLOCK_BYTES
 
 
 @given(stored)

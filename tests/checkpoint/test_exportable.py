@@ -149,7 +149,9 @@ def test_pieces_that_begin_and_end_in_rows(step: Committed) -> None:
         size = model.weights[name].elements
         whole = model.read(name, 0, size, torch.float32)
         for start, stop in ((0, 1), (5, 50), (47, 49), (48, 96), (size - 1, size)):
-            assert torch.equal(model.read(name, start, stop, torch.float32), whole[start:stop])
+            piece = model.read(name, start, stop, torch.float32)
+            # A product of fewer rows may add in another order: the matrix library decides.
+            torch.testing.assert_close(piece, whole[start:stop], rtol=1e-6, atol=1e-7)
 
 
 def test_a_model_that_has_moved(tmp_path: Path, base: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 
 from burnish.checkpoint.manifest import (
     BLOCK_BYTES,
+    MANIFEST_LIMIT,
+    MAX_BLOCK_BYTES,
     Commit,
     FileRecord,
     Manifest,
@@ -121,7 +125,7 @@ def test_wrong_fields_are_refused(change):
 def test_numbers_that_become_infinite_are_refused():
     data = MANIFEST.encode().replace(b'"step": 7', b'"step": 1e999')
     commit = Commit("0.1", "ab12", 7, sha256(data), MANIFEST.total_bytes, True)
-    with pytest.raises(CorruptError, match="not valid JSON"):
+    with pytest.raises(CorruptError, match="not written the way"):
         parse_manifest(data, commit, "manifest")
 
 
@@ -135,9 +139,88 @@ def test_nesting_that_can_just_be_read_is_refused():
 @pytest.mark.parametrize("format_", [2, 1.0, True, None, "1"])
 def test_another_format_is_incompatible(format_):
     data, commit = forged(lambda value: value.update(format=format_))
-    with pytest.raises(IncompatibleError, match=f"format {format_}") as caught:
+    with pytest.raises(IncompatibleError, match=f"format {json.dumps(format_)}") as caught:
         parse_manifest(data, commit, "manifest")
     assert caught.value.exit_code == 4
+
+
+def sized(sizes, block_bytes=BLOCK_BYTES):
+    """A manifest of files of these sizes, whose blocks have no hashes yet."""
+    files = {f"model/{n}.safetensors": FileRecord(s, block_bytes, ()) for n, s in enumerate(sizes)}
+    return Manifest("ab12", 7, 2, files)
+
+
+@given(st.lists(st.integers(0, 50_000), max_size=5))
+def test_the_length_is_known_before_the_hashes(sizes):
+    bare = sized(sizes, 4096)
+    files = {
+        path: replace(record, blocks=("0" * 32,) * -(-record.size // 4096))
+        for path, record in bare.files.items()
+    }
+    whole = replace(bare, files=files)
+    assert bare.encoded_bytes() == whole.encoded_bytes() == len(whole.encode())
+
+
+def test_the_largest_models_fit():
+    """Two trillion weights of 12 bytes each (bf16, residual, two moments), and as large a critic."""
+    files = 48 * 10**12 // (4 << 30)
+    assert sized([4 << 30] * files, MAX_BLOCK_BYTES).encoded_bytes() < MANIFEST_LIMIT
+    assert sized([4 << 30] * 2 * files, MAX_BLOCK_BYTES).encoded_bytes() > MANIFEST_LIMIT
+
+
+def almost(parts):
+    """A manifest of so many records that ends as none does."""
+    tail = b'\n },\n "format": 1,\n "step": 7,\n "uuid": "ab12",\n "world": two\n}\n'
+    return b'{\n "files": {' + b",".join(parts) + tail
+
+
+def described(name, blocks):
+    hashes = b",".join([b'\n    "' + b"0" * 32 + b'"'] * blocks)
+    lines = b"[" + hashes + b"\n   ]" if blocks else b"[]"
+    size = b"%d" % (blocks * 4096)
+    return (
+        b'\n  "' + name + b'": {\n   "block_bytes": 4096,\n   "blocks": ' + lines
+        + b',\n   "size": ' + size + b"\n  }"
+    )  # fmt: skip
+
+
+LARGE = {
+    "one long list": lambda: almost([described(b"x", MANIFEST_LIMIT // 40 - 10)]),
+    "a long name": lambda: almost([described(b"\\u0061" * (MANIFEST_LIMIT // 6 - 50), 0)]),
+    "brackets": lambda: b"[" * MANIFEST_LIMIT,
+    "empty lists": lambda: b"[" + b"[]," * (MANIFEST_LIMIT // 3 - 1) + b"1]",
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_forged_manifest_of_any_kind_takes_little_memory(kind):
+    data = LARGE[kind]()
+    assert len(data) <= MANIFEST_LIMIT
+    commit = Commit("0.1", "ab12", 7, sha256(data), 0, True)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptError, match="not written the way Burnish writes it") as caught:
+            parse_manifest(data, commit, "manifest")
+        assert tracemalloc.get_traced_memory()[1] + len(data) < 256 << 20
+    finally:
+        tracemalloc.stop()
+    assert len(str(caught.value)) < 2_000
+
+
+def test_more_files_than_any_step_has_are_refused(monkeypatch):
+    data, commit = sealed(MANIFEST)
+    assert parse_manifest(data, commit, "manifest") == MANIFEST
+    monkeypatch.setattr("burnish.checkpoint.manifest.MAX_FILES", 1)
+    with pytest.raises(CorruptError, match="and 1 at most"):
+        parse_manifest(data, commit, "manifest")
+
+
+def test_a_file_twice_or_out_of_order_is_refused():
+    for names in (b"aa", b"ba"):
+        data = almost(described(b"%c" % name, 0) for name in names).replace(b"two", b"2")
+        commit = Commit("0.1", "ab12", 7, sha256(data), 0, True)
+        with pytest.raises(CorruptError, match="a path after"):
+            parse_manifest(data, commit, "manifest")
 
 
 def test_records_have_a_hash_per_block():

@@ -283,7 +283,7 @@ def test_weights_of_another_model(tmp_path, assets, root, change, error, said):
 
 
 def test_files_that_are_missing(tmp_path, assets, verl):
-    with pytest.raises(MissingError, match=r"no checkpoint of DCP or verl"):
+    with pytest.raises(MissingError, match=r"no checkpoint of DCP, Megatron or verl"):
         Pickled(assets, assets)
     shutil.copy(verl / "model_world_size_1_rank_0.pt", verl / "model_world_size_2_rank_0.pt")
     with pytest.raises(IncompatibleError, match=r"several sizes"):

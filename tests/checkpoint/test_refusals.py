@@ -23,7 +23,7 @@ from corruption import load_all, make_step, reseal, seal
 
 from burnish.checkpoint.committed import open_step
 from burnish.checkpoint.directory import Checkpoints
-from burnish.checkpoint.manifest import COMMIT, MANIFEST, STATE
+from burnish.checkpoint.manifest import COMMIT, MANIFEST, MANIFEST_LIMIT, STATE
 from burnish.cli.main import main
 from burnish.errors import CorruptError
 from burnish.files.storage import LocalStorage
@@ -185,7 +185,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a shape beyond 2^63": (header(lambda table: table["embed.weight"].update(shape=[1 << 62, 4])), [SLOT, "impossible shape"]),
     "a COMMIT over its limit": (too_long(COMMIT, (64 << 10) + 1), [COMMIT, "more than"]),
     "a state over its limit": (too_long(STATE, (16 << 20) + 1), [STATE]),
-    "a manifest over its limit": (too_long(MANIFEST, (256 << 20) + 1), [MANIFEST, "more than"]),
+    "a manifest over its limit": (too_long(MANIFEST, MANIFEST_LIMIT + 1), [MANIFEST, "more than"]),
     "a missing shard": (lambda step: (step / SLOT).unlink(), [SLOT, "missing"]),
     "an extra shard": (put("model/model-00002-of-00002.safetensors", b""), ["model-00002-of-00002", "in no manifest"]),
     "no COMMIT": (lambda step: (step / COMMIT).unlink(), ["no COMMIT"]),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints_for_tests import (
     BIG_SHAPES,
+    FaultyStorage,
     bits,
     contents_of,
     fill_and_compare,
@@ -62,6 +63,34 @@ def test_the_files_are_the_same_whoever_writes_them(saved):
     assert steps[0].manifest.files == steps[1].manifest.files == steps[2].manifest.files
     assert [list(verify(step.path)) for step in steps] == [[], [], []]
     assert len(steps[0].manifest.files["training/exp_avg.safetensors"].blocks) == 3
+
+
+def save_in_large_blocks(layout, root):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("burnish.checkpoint.write.block_bytes_for", lambda files: 8 << 20)
+        save_on_ranks(layout, root)
+
+
+def test_blocks_may_be_larger(tmp_path):
+    """As those of a step of many terabytes are."""
+    run_ranks(save_in_large_blocks, 2, str(tmp_path))
+    step = newest(tmp_path)
+    record = step.manifest.files["training/exp_avg.safetensors"]
+    assert (record.block_bytes, len(record.blocks)) == (8 << 20, 2)
+    assert list(verify(step.path)) == []
+    run_ranks(load_on_ranks, 2, str(tmp_path), 1)
+
+
+@pytest.mark.parametrize("limit", ["MANIFEST_LIMIT", "MAX_FILES"])
+def test_a_manifest_that_could_not_be_read_again_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch, limit
+):
+    monkeypatch.setattr(f"burnish.checkpoint.save.{limit}", 1)
+    storage = FaultyStorage()
+    with pytest.raises(BurnishError, match="step 1 is too large for one manifest") as caught:
+        save_once(tmp_path, storage=storage)
+    assert caught.value.do
+    assert not [each for each in storage.operations if each.startswith("create")]
 
 
 @pytest.mark.parametrize("value", [1.0, torch.nan])

@@ -49,6 +49,26 @@ def test_a_plan_in_words(work: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert fact in text
 
 
+def test_layouts_of_the_megatron_engine_can_be_taken_as_they_are_recommended(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["plan", "c.yaml", "engine.kind=megatron", "--devices", "64xH100-80G"]
+    assert main([*argv, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["plans"][0]
+    assert best["fits"]
+    assert best["shards"] * best["tensor"] * best["pipeline"] == 64
+    assert main([*argv, *best["overrides"]]) == 0
+    assert "layers by" in capsys.readouterr().out
+
+
+def test_what_the_megatron_engine_does_not_have_is_not_planned(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["plan", "c.yaml", "engine.kind=megatron", "--devices", "64xH100-80G"]
+    assert main([*argv, "model.lora.rank=16"]) == 2
+    assert "the megatron engine does not have model.lora" in capsys.readouterr().err
+
+
 def test_a_plan_for_rewards_has_the_phases_of_reinforcement_learning(
     work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,3 +197,13 @@ def test_a_dry_run_of_a_family_that_is_not_planned(
     fresh = "model.fresh={model_type: mamba}"
     assert main(["sft", "c.yaml", fresh, "--dry-run", "--devices", "64xB200-180G"]) == 0
     assert "not planned: the planner does not know models of type mamba" in capsys.readouterr().out
+
+
+def test_a_dry_run_of_the_megatron_engine(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_runnable(work)
+    megatron = ["engine.kind=megatron", "engine.pipeline_parallel=4", "engine.tensor_parallel=2"]
+    assert main(["sft", "c.yaml", *megatron, "--dry-run", "--devices", "64xB200-180G"]) == 0
+    text = capsys.readouterr().out
+    assert "4 pipeline × 8 data × 1 sequence × 2 tensor" in text
+    assert "not planned" not in text
+    assert "on each of 64 × B200" in text

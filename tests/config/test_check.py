@@ -47,6 +47,50 @@ def test_groups_that_share_a_micro_batch_divide_the_processes(command: Command) 
     assert "engine.replicas=1 or 3" in message
 
 
+def test_a_pipeline_shares_its_micro_batches() -> None:
+    megatron = ["engine.kind=megatron", "engine.pipeline_parallel=2", "engine.tensor_parallel=2"]
+    check(config_of(*megatron), "sft", world=8)
+    message = refused("sft", *megatron, world=6)
+    assert "engine.tensor_parallel: 2, engine.pipeline_parallel: 2, 6 processes" in message
+    assert "make the product 2 or 3" in message
+    assert "4 groups of 4 processes" in refused("sft", *megatron, "batch.examples=3", world=16)
+    message = refused("sft", "engine.kind=megatron", "engine.virtual_stages=2", world=2)
+    assert "engine.virtual_stages: 2, engine.pipeline_parallel: 1" in message
+
+
+def test_experts_divide_the_processes_of_a_stage() -> None:
+    experts = ["engine.kind=megatron", "engine.tensor_parallel=2", "engine.expert_parallel=4"]
+    check(config_of(*experts), "sft", world=8)
+    message = refused("sft", *experts, world=4)
+    assert "engine.expert_parallel: 4 × 2 processes for each expert's matrices" in message
+    check(config_of(*experts, "engine.expert_tensor_parallel=1"), "sft", world=4)
+    message = refused("sft", *experts, "engine.pipeline_parallel=2", world=8)
+    assert "4 processes" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "value"),
+    [
+        ("megatron", "engine.replicas", "2"),
+        ("megatron", "engine.compile", "true"),
+        ("megatron", "engine.reshard_after_forward", "false"),
+        ("megatron", "optim.kind", "muon"),
+        ("megatron", "model.lora", "{rank: 4}"),
+        ("megatron", "algorithm.advantage", "gae"),
+        ("megatron", "reward.models", "[{path: judge}]"),
+        ("torch", "engine.pipeline_parallel", "2"),
+        ("torch", "engine.megatron_sequence_parallel", "false"),
+        ("torch", "engine.expert_tensor_parallel", "1"),
+    ],
+)
+def test_an_engine_refuses_what_only_the_other_has(kind: str, setting: str, value: str) -> None:
+    message = refused("rl", f"engine.kind={kind}", f"{setting}={value}", world=2)
+    other = "torch" if kind == "megatron" else "megatron"
+    assert setting in message
+    assert f"engine.kind: {kind}" in message
+    assert f"engine.kind={other}" in message
+
+
 def test_a_micro_batch_is_as_long_as_its_processes_are_many() -> None:
     lengths = ["data.max_length=100", "batch.tokens_per_device=50"]
     check(config_of(*lengths, "engine.sequence_parallel=2"), "sft", world=2)

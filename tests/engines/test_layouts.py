@@ -55,7 +55,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 MODELS: dict[str, tuple[str, dict[str, bool]]] = {
     "dense": ("qwen3", {"tie_word_embeddings": False}),
     "tied": ("gemma3_text", {}),  # with sliding windows and soft-capped logits
-    "moe": ("qwen3_moe", {}),
+    "moe": ("qwen3_moe", {}),  # with a dense layer among those of experts
+    "mixtral": ("mixtral", {}),  # with sliding windows
 }
 ADAPTED = LoraConfig(rank=4)
 """The kind `adapter` is the dense model with it."""
@@ -65,6 +66,7 @@ SPARING: dict[str, dict[str, Any]] = {
     "full checkpointing": {"activation_checkpointing": "full"},
     "selective checkpointing": {"activation_checkpointing": "selective"},
     "offload": {"activation_offload": True},
+    "weights kept gathered": {"reshard_after_forward": False},
     "compiled": {"compile": True},
 }
 Case = tuple[str, str, str]
@@ -165,14 +167,13 @@ def oracles(models: dict[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 def some_cases() -> list[Case]:
-    """Of those without compilation, which takes long, a part in which every two meet; of those with it one."""
+    """Of those without compilation, which takes long, a part in which every two meet."""
     ways = [way for way in SPARING if way != "compiled"]
-    pairs = [
+    return [
         (name, kind, ways[(i + j) % len(ways)])
         for i, name in enumerate(LAYOUTS)
         for j, kind in enumerate(KINDS)
     ]
-    return [*pairs, ("fsdp 2", "dense", "compiled")]
 
 
 def check_cases(
@@ -203,6 +204,12 @@ def test_every_layout_trains_like_one_plain_model(
 ) -> None:
     cases = [case for case in some_cases() if LAYOUTS[case[0]][0] == world]
     check_cases(models, oracles, cases, timeout=280)
+
+
+def test_a_compiled_model_trains_like_one_that_is_not(
+    models: dict[str, Path], oracles: dict[str, dict[str, Any]]
+) -> None:
+    check_cases(models, oracles, [("fsdp 2", "dense", "compiled")], timeout=280)
 
 
 @pytest.mark.contract

@@ -114,7 +114,7 @@ def test_it_trains_as_peft_on_plain_transformers_does(
             torch.cat([held[n].flatten() for n in sorted(trained) if n.startswith(kind)])
             for held in (found, expected)
         )
-        assert_relative(mine, theirs, 1e-5, kind)
+        assert_relative(mine, theirs, 2e-5, kind)
 
 
 def gradients(layout: Layout, path: Path) -> dict[str, Any]:
@@ -211,7 +211,10 @@ def published_rank(layout: Layout, path: Path, precision: str, tensor: int = 1) 
         if shard.tensor.ndim == 2 and min(shard.box.sizes) > 2:
             inner = tuple(o + 1 for o in shard.box.offsets), tuple(s - 2 for s in shard.box.sizes)
             box = replace(shard.box, offsets=inner[0], sizes=inner[1])
-            assert torch.equal(shard.part(box), shard.part(shard.box)[1:-1, 1:-1])
+            # A product of fewer rows may add in another order: the matrix library decides.
+            rounding = 1e-6 if shard.tensor.dtype == torch.float32 else 1e-2
+            part, same = shard.part(box), shard.part(shard.box)[1:-1, 1:-1]
+            torch.testing.assert_close(part, same, rtol=rounding, atol=rounding / 10)
     return {
         "pieces": pieces,
         "shapes": {s.spec.name: s.spec.shape for s in shards},

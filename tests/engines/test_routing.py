@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from contracts.engine import CLIP, assert_relative, cut, loss, make_examples, score_by_hand
+from contracts.engine import assert_relative, cut, loss
 from distributed import run_ranks
 from engines_for_tests import CPU, OPTIM, make_engine
-from routers_for_tests import balancing_loss, prescribe, record_logits
-from tiny import VOCAB, save_tiny, tiny_config
+from routers_for_tests import (
+    EXPERTS,
+    WEIGHT,
+    by_hand,
+    examples,
+    experts_of_others,
+    recorded,
+    with_experts,
+)
+from tiny import save_tiny, tiny_config
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from burnish.config.schema import EngineConfig
 from burnish.engines.fitting import require_fitting
 from burnish.engines.frozen import FrozenEngine
-from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError, UsageError
-from burnish.models.names import model_shards, regions
-from burnish.parallel.collectives import gather_objects
 from burnish.parallel.layout import Layout
 from burnish.parallel.processes import process_group
-from burnish.records import Batch, Example
+from burnish.records import Batch
 from burnish.trainers.check import Outcome, step_of_engine
 
-WEIGHT = 0.2
-LAYERS, EXPERTS, CHOSEN = 2, 4, 2
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{"activation_checkpointing": "full"}],
     2: [
@@ -45,42 +45,6 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     ],
 }
 PER_MICRO = {1: 3, 2: 2, 4: 1}
-
-
-def examples() -> list[Example]:
-    """Five sequences, of which two begin alike."""
-    made = make_examples(VOCAB, (9, 4, 12, 2, 7))
-    shared = np.concatenate([made[2].token_ids[:8], made[0].token_ids[8:]])
-    return [replace(made[0], token_ids=shared), *made[1:]]
-
-
-def experts_of_others() -> list[Tensor]:
-    """By sequence, [T, L, k]; where two begin alike they go to the same ones."""
-    generator = torch.Generator().manual_seed(1)
-    made = [
-        torch.rand(len(e.token_ids), LAYERS, EXPERTS, generator=generator).argsort(-1)[..., :CHOSEN]
-        for e in examples()
-    ]
-    made[0][:8] = made[2][:8]
-    return made
-
-
-def with_experts(batch: Batch, experts: Sequence[Tensor]) -> Batch:
-    micros = [
-        replace(micro, experts=torch.cat([experts[n] for n in numbers if n >= 0] or [experts[3]]))
-        for micro, numbers in zip(batch.microbatches, batch.examples, strict=True)
-    ]
-    return replace(batch, microbatches=tuple(micros))
-
-
-def recorded(engine: TorchEngine, batch: Batch) -> dict[int, Tensor]:
-    """The experts of each sequence, from all ranks."""
-    mine = {}
-    outputs = engine.forward(batch, experts=True)
-    for micro, numbers, output in zip(batch.microbatches, batch.examples, outputs, strict=True):
-        parts = output.experts.split(micro.cu_seqlens.diff().tolist())
-        mine |= {number: part for number, part in zip(numbers, parts, strict=True) if number >= 0}
-    return {n: e for held in gather_objects(mine, engine.layout) for n, e in held.items()}
 
 
 def routed_rank(
@@ -109,42 +73,6 @@ def routed_rank(
 def make_and_step(layout: Layout, path: Path, batch: Batch, settings: Mapping[str, Any]) -> Outcome:
     engine = make_engine(layout, path, router_aux_loss=WEIGHT, **settings)
     return step_of_engine(engine, batch, loss, OPTIM)
-
-
-def by_hand(path: Path, experts: Sequence[Tensor] | None) -> dict[str, Any]:
-    """One step's numbers by plain transformers: with these experts, or with its own and the load-balancing loss."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    made = prescribe(model) if experts else []
-    logits = record_logits(model)
-    tokens = sum(int(example.loss_mask.sum()) for example in examples())
-    total, logprobs = torch.zeros(()), []
-    for number, example in enumerate(examples()):
-        for layer, router in enumerate(made):
-            router.experts = experts[number][:, layer] if experts else None
-        scored = score_by_hand(model, example)
-        mask = torch.from_numpy(example.loss_mask)
-        total = total + torch.where(mask, -scored[0] - 0.01 * scored[1], 0.0).sum() / tokens
-        logprobs.append(scored[0].detach())
-    aux = balancing_loss(model, logits)
-    if experts is None:
-        total = total + WEIGHT * aux
-    total.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    shards = model_shards(model, gradients, parts=regions(model)) if experts is None else ()
-    own = [
-        torch.stack([layer[number].topk(CHOSEN).indices for layer in logits], dim=1)
-        for number in range(len(examples()))
-    ]
-    return {
-        "loss": float(total.detach()),
-        "norm": float(norm),
-        "logprobs": logprobs,
-        "routers": {n: g for n, g in gradients.items() if n.endswith("gate.weight")},
-        "gradients": {shard.spec.name: shard.tensor.clone() for shard in shards},
-        "aux": float(aux.detach()),
-        "own": own,
-    }
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from killed_runs import KINDS, SAVING, killed
+from killed_runs import KINDS, RUNS, SAVING, killed
 from training_files import At, Command, burnish, done, make_files, outcome
 
 from burnish.checkpoint.committed import committed
@@ -28,9 +28,8 @@ def work(tmp_path_factory):
 def in_peace(work):
     """What runs without background saves come to, by kind and number of processes."""
     return {
-        (kind, world): outcome(done(work, *argv, f"name=peace_{kind}_{world}", world=world))
-        for kind, argv in KINDS.items()
-        for world in (1, 2)
+        (kind, world): outcome(done(work, *KINDS[kind], f"name=peace_{kind}_{world}", world=world))
+        for kind, world in RUNS
     }
 
 
@@ -41,8 +40,7 @@ def children(pid):
     return []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("kind", "world"), RUNS)
 def test_killed_at_random_moments(work, in_peace, kind, world):
     run = killed(work, kind, world, 3 - world, f"random_{kind}_{world}")
     assert outcome(run) == in_peace[kind, world]

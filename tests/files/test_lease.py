@@ -36,6 +36,34 @@ def test_another_process_holds_it_until_it_dies(tmp_path):
         assert str(os.getpid()) in path.read_text()
 
 
+FORK = """
+import os
+import sys
+import time
+from pathlib import Path
+from burnish.files.lease import Lease
+with Lease(Path(sys.argv[1])):
+    if os.fork() == 0:
+        time.sleep(1)
+        os._exit(0)
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_holder_that_was_killed_and_not_waited_for_is_dead(tmp_path):
+    """What worked for it has the lock for a moment more."""
+    path = tmp_path / ".lease"
+    command = [sys.executable, "-c", FORK, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        holder.kill()
+        os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+        with Lease(path):
+            assert str(os.getpid()) in path.read_text()
+
+
 def test_it_can_be_taken_again_after_it_was_given_back(tmp_path):
     lease = Lease(tmp_path / ".lease")
     for _ in range(2):

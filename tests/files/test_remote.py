@@ -278,3 +278,17 @@ def test_a_missing_package_fails_with_the_command_that_installs_it(
     with pytest.raises(MissingError) as caught:
         Remote(url).connect()
     assert (caught.value.have, caught.value.do) == (f"no module {module}", command)
+
+
+def test_a_write_that_hung_is_remembered_and_a_reading_is_not(
+    s3_server: S3Server, bucket: str
+) -> None:
+    Remote(bucket).below("deep").put("file", b"content")
+    remote = Remote(bucket, Patience(tries=3, seconds=30, first_pause=0.01, silence=2))
+    s3_server.proxy.faults.append(Fault("silence", 1, "GET", seconds=5))
+    assert remote.below("deep").read("file", 10) == b"content"
+    assert not remote.may_change_late
+    s3_server.proxy.faults.append(Fault("silence", 1, "PUT", seconds=5))
+    remote.below("deep").put("file", b"content")
+    assert remote.may_change_late
+    assert not any(fault.times for fault in s3_server.proxy.faults)

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
+import burnish.models.blocks
 from burnish.models.blocks import plan_blocks
 
 CPU = torch.device("cpu")
@@ -55,7 +56,9 @@ def test_equals_each_sequence_alone(lengths, window):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("lengths", [[9, 40, 41, 3], [300, 300], [2500, 130]])
-def test_half_precision_is_exact_up_to_its_rounding(lengths, window, dtype):
+@pytest.mark.parametrize("units", [False, True])
+def test_half_precision_is_exact_up_to_its_rounding(lengths, window, dtype, units, monkeypatch):
+    monkeypatch.setattr(burnish.models.blocks, "has_matrix_units", lambda device: units)
     rows = [part.detach().to(dtype) for part in draw(sum(lengths))]
     exact = [part.double().requires_grad_() for part in rows]
     rows = [part.requires_grad_() for part in rows]

@@ -63,6 +63,31 @@ def test_layers_that_there_are_not() -> None:
     assert "model.lora.targets" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "targets", "unknown"),
+    [
+        ("mixtral", ["q_proj", "w1", "w2"], "w1, w2"),
+        ("qwen3_moe", ["gate_up_proj"], "gate_up_proj"),
+        ("qwen3_moe", ["experts.down_proj"], r"experts\.down_proj"),
+    ],
+)
+def test_experts_that_are_asked_for_are_refused_and_named(
+    family: str, targets: list[str], unknown: str
+) -> None:
+    model = build_on_meta(tiny_config(family))
+    with pytest.raises(IncompatibleError, match=f"no linear layers {unknown}") as caught:
+        Adapter(model, LoraConfig(rank=2, targets=targets))
+    assert str(caught.value.have).endswith("; its experts are fused, and get no adapter")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_attention_beside_experts_is_adapted(family: str) -> None:
+    config = tiny_config(family)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    made = Adapter(build_on_meta(config), LoraConfig(rank=2, targets=targets))
+    assert len(made.weights) == 2 * 4 * config.num_hidden_layers
+
+
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UsageError, match="a package that is not installed") as caught:

@@ -83,6 +83,7 @@ REFUSED = [
     ({"bias": "all"}, "bias: all"),
     ({"peft_type": "IA3"}, "peft_type: IA3"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
     ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights: pissa"),
     ({"something_new": {"on": True}}, "something_new"),

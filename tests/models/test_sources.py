@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, save_tiny, tiny_config, tiny_model
@@ -81,6 +81,7 @@ def boxes(draw):
     return shape, Box(offsets, sizes)
 
 
+@example(case=((2, 2, 1), Box((0, 0, 0), (2, 2, 1))), dtype=torch.float32, turned=True)
 @given(case=boxes(), dtype=st.sampled_from([torch.float32, torch.bfloat16]), turned=st.booleans())
 def test_any_box_is_read_into_any_memory(tmp_path_factory, case, dtype, turned):
     shape, box = case

@@ -46,6 +46,17 @@ def test_tensor_ranks_are_neighbours_and_weights_are_cut_over_sequence_ranks() -
         }
 
 
+def waiting_rank(layout: Layout) -> set[float]:
+    mesh = Mesh.of(Layout(layout.rank, layout.world, sequence=2, tensor=2), 1, CPU)
+    groups = [dist.group.WORLD, mesh.sequence, mesh.tensor, *mesh.weights.get_all_groups()]
+    return {group._get_backend(CPU).options._timeout.total_seconds() for group in groups}
+
+
+def test_all_groups_wait_as_long_as_is_configured() -> None:
+    for waits in run_ranks(waiting_rank, WORLD, timeout=77.0):
+        assert waits == {77.0}
+
+
 @pytest.mark.parametrize("rank", range(8))
 def test_neighbours_run_the_same_share(rank: int) -> None:
     layout = Layout(rank, 8, sequence=2, tensor=2)

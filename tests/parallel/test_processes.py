@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from burnish.errors import BurnishError, UsageError
 from burnish.parallel.environment import Place
 from burnish.parallel.layout import Layout
-from burnish.parallel.ports import reserve_port
 from burnish.parallel.processes import backend_of, process_group
 
 CPU = torch.device("cpu")
@@ -65,8 +64,7 @@ def _sum_with_environment():
 @pytest.mark.parametrize("host", ["::1", "[::1]", "127.0.0.1"])
 def test_rank_0_serves_the_store_where_no_agent_does(host):
     try:
-        with reserve_port(host.strip("[]")) as reserved:
-            port = reserved.port
+        port = free_port(host.strip("[]"))
     except OSError:
         pytest.skip("this machine has no IPv6 loopback")
     environs = [torchrun_environ(rank, 2, port, host) for rank in range(2)]

@@ -14,6 +14,7 @@ TOLERANCE = 0.10
 LIVE = (
     "sft qwen3 bf16, checkpointing full, 1024 tokens, 1 process",
     "sft qwen3 fp32, checkpointing full, 1024 tokens, 4 processes, num_hidden_layers=3, engine.sequence_parallel=2, engine.tensor_parallel=2",
+    "sft qwen3 bf16, checkpointing none, 1024 tokens, 2 processes, num_hidden_layers=3, engine.kind=megatron, engine.tensor_parallel=2",
 )
 TRACKED = (
     "sft llama fp32, checkpointing none, 1024 tokens, 1 process",
@@ -71,6 +72,10 @@ def test_the_table_covers_what_it_should():
         "engine.activation_offload=True",
         "engine.optimizer_offload=True",
         "engine.park=True",
+        "engine.kind=megatron, engine.tensor_parallel=2",
+        "engine.kind=megatron, engine.pipeline_parallel=2",
+        "engine.virtual_stages=2",
+        "engine.expert_parallel=2",
     )
     assert [each for each in (*families, *settings) if each not in text] == []
     assert {row.phase for row in measured_table()} == {"rollout", "log-probs", "update", "publish"}

@@ -200,6 +200,46 @@ def test_a_critic_takes_an_update_and_a_pass_of_its_own():
     assert gae["save"] == pytest.approx(2 * grpo["save"])
 
 
+MIXTURE = MODEL | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 1536,
+    "num_experts": 16,
+    "num_experts_per_tok": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "policy", "critic"),
+    [
+        ({}, 1, 0),
+        ({"router_replay": "recompute"}, 0, 0),
+        ({"router_replay": "rollout"}, 0, 0),
+        ({"router_replay": "rollout", "advantage": "gae"}, 0, 1),
+    ],
+    ids=str,
+)
+def test_experts_that_are_evened_out_are_counted_by_a_pass_where_they_are_not_known(
+    algorithm, policy, critic
+):
+    """A pass over the sequences takes as long as one that scores them, where nothing waits for links."""
+    values = RL | {"model": RL["model"] | {"fresh": MIXTURE}, "algorithm": algorithm}
+    evened = values | {"engine": {"router_aux_loss": 0.001}}
+    plain, with_loss = (planner(v, "rl", "1xH100-80G").as_configured() for v in (values, evened))
+    scoring = plain.seconds["log-probs"] / (2 if critic else 1)
+    more = with_loss.seconds["update"] - plain.seconds["update"]
+    assert more == pytest.approx((policy + critic) * scoring)
+
+
+def test_replayed_routers_are_recorded_by_a_pass_before_several_updates():
+    """Also where the generator's log-probs are kept."""
+    algorithm = {"old_logprobs": "rollout", "router_replay": "recompute"}
+    found = [
+        Workload.of(RunConfig.model_validate(RL | {"algorithm": algorithm, "batch": batch}), "rl")
+        for batch in (RL["batch"], RL["batch"] | {"minibatches": 1})
+    ]
+    assert [(work.scorings, work.replayed) for work in found] == [(1, True), (0, False)]
+
+
 def test_a_critic_beside_an_adapter_needs_the_memory_of_a_whole_update():
     values = RL | {"model": RL["model"] | {"lora": {"rank": 16}}}
     values |= {"engine": {"activation_checkpointing": "full"}}

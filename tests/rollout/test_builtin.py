@@ -13,6 +13,7 @@ from tiny import FAMILIES, MIXTURES, tiny_config, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import burnish.rollout.cache
 from burnish.errors import BurnishError, IncompatibleError, UsageError
 from burnish.models.fused import FUSED_FAMILIES
 from burnish.models.names import model_shards
@@ -97,8 +98,12 @@ class TestForward:
         )
         assert_same(fused, generator.generate(requests, sampling))
 
-    def test_bf16_stays_near_the_modules(self) -> None:
+    @pytest.mark.parametrize("units", [False, True])
+    def test_bf16_stays_near_the_modules(
+        self, units: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Both round at different places; the log-probs of the same tokens differ by bf16's grain."""
+        monkeypatch.setattr(burnish.rollout.cache, "has_matrix_units", lambda device: units)
         model = tiny_model("qwen3")
         requests = make_requests()
         groups = builtin(model, dtype=torch.bfloat16).generate(requests, Sampling(20))

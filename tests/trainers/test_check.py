@@ -9,25 +9,31 @@ import torch
 from distributed import run_ranks
 from tiny import FAMILIES, save_tiny, tiny_config
 from tokenizers_for_tests import char_tokenizer
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from training_files import RL, SFT, burnish, done, make_files
 
-from burnish.config.schema import EngineConfig, RunConfig
-from burnish.engines.base import LossFn
+from burnish.config.schema import CriticConfig, EngineConfig, RunConfig
+from burnish.engines.base import Engine, LossFn
 from burnish.engines.fitting import require_fitting
+from burnish.engines.making import make_engine
+from burnish.engines.megatron import optimizer
+from burnish.engines.megatron.engine import MegatronEngine
+from burnish.engines.megatron.fitting import require_fitting as require_megatron_fitting
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import BurnishError
+from burnish.models import routing
 from burnish.models.shrinking import shrunk
 from burnish.parallel.layout import Layout
 from burnish.records import Batch
 from burnish.tracking.metrics import Stats
 from burnish.trainers.check import (
     compared,
+    critic_config,
     critic_material,
     fill,
     material,
     require_equal,
-    without_adapter,
 )
 
 CPU = torch.device("cpu")
@@ -55,15 +61,37 @@ class Averaging(TorchEngine):
         return stats
 
 
+def divided(loss: LossFn, ranks: int) -> LossFn:
+    """A loss that every rank divides, as if gradients were added up where they are averaged."""
+
+    def scaled(outputs: Any, micro: Any) -> Any:
+        value, stats = loss(outputs, micro)
+        return value / ranks, stats
+
+    return scaled
+
+
 class ScaledLoss(TorchEngine):
     """The loss is divided by the number of ranks."""
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
-        def scaled(outputs: Any, micro: Any) -> Any:
-            value, stats = loss(outputs, micro)
-            return value / self.layout.world, stats
+        return super().forward_backward(batch, divided(loss, self.layout.world))
 
-        return super().forward_backward(batch, scaled)
+
+class MegatronScaledLoss(MegatronEngine):
+    """The loss is divided by the number of ranks."""
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
+        return super().forward_backward(batch, divided(loss, self.layout.world))
+
+
+class MegatronWithoutSync(MegatronEngine):
+    """Each rank steps its part of the weights by the gradients that it computed alone."""
+
+    def optim_step(self, lr: float) -> Stats:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(optimizer, "finalize_model_grads", lambda *args, **options: None)
+            return super().optim_step(lr)
 
 
 class OffByOne(TorchEngine):
@@ -74,10 +102,57 @@ class OffByOne(TorchEngine):
         return super().forward_backward(replace(batch, microbatches=tuple(moved)), loss)
 
 
+class WrongBalance(TorchEngine):
+    """The load-balancing loss of experts is that of one rank's share of the tokens, times the ranks."""
+
+    def _evened(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
+        evened, factors, stats = super()._evened(batch)
+        assert factors is not None
+        return evened, factors * self.layout.world, stats
+
+
+class WrongBalanceGradient(TorchEngine):
+    """The loss of experts is right, and its gradient as many times too large as there are ranks."""
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
+        with pytest.MonkeyPatch.context() as patch:
+            right = routing._WithLoss.backward
+
+            def wrong(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+                values, of_loss = right(ctx, *gradients)
+                return values, of_loss * self.layout.world
+
+            patch.setattr(routing._WithLoss, "backward", staticmethod(wrong))
+            return super().forward_backward(batch, loss)
+
+
 ENGINES = {
     engine.__name__: engine
-    for engine in (TorchEngine, WithoutSync, Averaging, ScaledLoss, OffByOne)
+    for engine in (
+        TorchEngine,
+        WithoutSync,
+        Averaging,
+        ScaledLoss,
+        OffByOne,
+        WrongBalance,
+        WrongBalanceGradient,
+        MegatronScaledLoss,
+        MegatronWithoutSync,
+    )
 }
+
+
+def made(kind: str, hf_config: Any, config: RunConfig, layout: Layout) -> Engine:
+    """An engine with a fault, or the one that the configuration names."""
+    lora = config.model.adapter
+    if kind == "right":
+        return make_engine(
+            hf_config, config.engine, config.optim, layout=layout, device=CPU, lora=lora
+        )
+    options = {} if issubclass(ENGINES[kind], MegatronEngine) else {"lora": lora}
+    return ENGINES[kind](
+        hf_config, config.engine, config.optim, layout=layout, device=CPU, **options
+    )
 
 
 def config_of(root: Path, settings: dict[str, Any], **changes: Any) -> RunConfig:
@@ -92,10 +167,7 @@ def config_of(root: Path, settings: dict[str, Any], **changes: Any) -> RunConfig
 def check_rank(layout: Layout, config: RunConfig, kind: str) -> tuple[str, list[str], float]:
     """The refusal, if any; what was compared; the largest difference."""
     examples, loss, hf_config = material(config)
-    lora = config.model.adapter
-    engine = ENGINES[kind](
-        hf_config, config.engine, config.optim, layout=layout, device=CPU, lora=lora
-    )
+    engine = made(kind, hf_config, config, layout)
     fill(engine, config, hf_config)
     differences = compared(engine, config, examples, loss, hf_config)
     refusal = ""
@@ -171,10 +243,79 @@ def test_an_adapter_is_compared(root: Path, tmp_path: Path, fault: str, first: s
         assert all("base_model.model." in each for each in gradients)
 
 
+MEGATRON = [
+    ("qwen3", RL, {"tensor_parallel": 2}),
+    ("llama", SFT, {"pipeline_parallel": 2, "virtual_stages": 2}),
+    ("qwen3_moe", RL, {"expert_parallel": 2}),
+]
+
+
+@pytest.mark.parametrize(("family", "settings", "degrees"), MEGATRON, ids=str)
+def test_layouts_of_the_megatron_engine_pass(
+    root: Path, family: str, settings: dict[str, Any], degrees: dict[str, int]
+) -> None:
+    fresh = {**tiny_config(family, num_hidden_layers=4).to_diff_dict()}
+    fresh["vocab_size"] = len(char_tokenizer())
+    engine = {"kind": "megatron", "precision": "fp32"} | degrees
+    config = config_of(root, settings, engine=engine)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"fresh": fresh})})
+    for refusal, compared_things, worst in run_ranks(check_rank, 2, config, "right"):
+        assert (refusal, worst < 1e-5) == ("", True)
+        kinds = {what.split(" ")[0] for what in compared_things}
+        assert kinds == {"log-probs", "loss", "gradient", "weight"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "first"),
+    [("MegatronWithoutSync", "gradient norm"), ("MegatronScaledLoss", "loss")],
+)
+def test_faults_of_the_megatron_engine_are_found_and_named(
+    root: Path, fault: str, first: str
+) -> None:
+    config = config_of(root, SFT, engine={"kind": "megatron", "precision": "fp32"})
+    for refusal, _, _ in run_ranks(check_rank, 2, config, fault):
+        assert f"2 processes do not compute what one plain process does: {first} differs" in refusal
+
+
+def evened(root: Path, family: str, settings: dict[str, Any], **engine: Any) -> RunConfig:
+    """A configuration of a mixture with a load-balancing loss."""
+    fresh = {**tiny_config(family).to_diff_dict(), "vocab_size": len(char_tokenizer())}
+    engine = settings["engine"] | {"precision": "fp32", "router_aux_loss": 0.01} | engine
+    config = config_of(root, settings, engine=engine)
+    return config.model_copy(update={"model": config.model.model_copy(update={"fresh": fresh})})
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("mixtral", {}),
+        ("qwen3_moe", {"sequence_parallel": 2, "activation_checkpointing": "full"}),
+        ("qwen3_moe", {"tensor_parallel": 2}),
+    ],
+    ids=str,
+)
+def test_the_balance_of_experts_is_compared(
+    root: Path, family: str, layout: dict[str, Any]
+) -> None:
+    config = evened(root, family, RL, **layout)
+    for refusal, compared_things, _ in run_ranks(check_rank, 2, config, "TorchEngine"):
+        assert refusal == ""
+        assert compared_things[12:15] == ["load-balancing loss", "loss", "gradient norm"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "first"),
+    [("WrongBalance", "load-balancing loss"), ("WrongBalanceGradient", "gradient norm")],
+)
+def test_a_wrong_balance_is_found_and_named(root: Path, fault: str, first: str) -> None:
+    for refusal, _, _ in run_ranks(check_rank, 2, evened(root, "mixtral", SFT), fault):
+        assert f"does: {first} differs" in refusal
+
+
 def check_critic_rank(layout: Layout, config: RunConfig, kind: str) -> tuple[str, list[str]]:
     """The refusal, if any; what was compared."""
-    config = without_adapter(config)
     examples, loss, hf_config = critic_material(config)
+    config = critic_config(config, hf_config)
     engine = ENGINES[kind](hf_config, config.engine, config.optim, layout=layout, device=CPU)
     fill(engine, config, hf_config)
     differences = compared(engine, config, examples, loss, hf_config)
@@ -206,6 +347,19 @@ def test_a_critic_is_compared(root: Path, layout: dict[str, Any], fault: str, fi
         assert sum(each.startswith("values of sequence") for each in compared_things) == 12
 
 
+@pytest.mark.parametrize(("dense", "counts"), [(True, 0), (False, 1)])
+def test_the_experts_of_a_critic_are_evened_out_where_it_has_some(
+    root: Path, tmp_path: Path, dense: bool, counts: int
+) -> None:
+    path = save_tiny(tmp_path / "dense", "qwen3", vocab_size=len(char_tokenizer()))
+    critic = {"path": str(path)} if dense else {}
+    config = evened(root, "mixtral", RL).model_copy(
+        update={"critic": CriticConfig.model_validate(critic)}
+    )
+    for refusal, compared_things in run_ranks(check_critic_rank, 2, config, "TorchEngine"):
+        assert (refusal, compared_things.count("load-balancing loss")) == ("", counts)
+
+
 def test_a_shrunken_model_keeps_its_kind() -> None:
     config = tiny_config(
         "gemma3_text",
@@ -227,6 +381,22 @@ def test_a_shrunken_model_keeps_its_kind() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "left"),
+    [
+        ({"mlp_only_layers": [0, 1, 2], "num_hidden_layers": 6}, [1]),
+        ({"mlp_only_layers": [], "decoder_sparse_step": 3, "num_hidden_layers": 6}, [1]),
+        ({"mlp_only_layers": [], "num_hidden_layers": 6}, [0, 1]),
+        ({"mlp_only_layers": [0, 1, 2]}, []),
+    ],
+    ids=str,
+)
+def test_a_shrunken_mixture_keeps_its_kinds_of_layers(
+    fields: dict[str, Any], left: list[int]
+) -> None:
+    assert routing.layers_with_experts(shrunk(tiny_config("qwen3_moe", **fields))) == left
+
+
+@pytest.mark.parametrize(
     ("tensor", "sequence", "heads", "key_heads"), [(1, 1, 8, 2), (4, 1, 16, 4), (2, 8, 16, 4)]
 )
 def test_a_shrunken_model_can_be_shared(
@@ -236,6 +406,28 @@ def test_a_shrunken_model_can_be_shared(
     small = shrunk(config, tensor, sequence)
     assert (small.num_attention_heads, small.num_key_value_heads) == (heads, key_heads)
     require_fitting(small, EngineConfig(tensor_parallel=tensor, sequence_parallel=sequence))
+
+
+@pytest.mark.parametrize(
+    ("family", "degrees"),
+    [
+        ("qwen3", {"pipeline_parallel": 3, "virtual_stages": 2}),
+        ("llama", {"tensor_parallel": 3, "pipeline_parallel": 2}),
+        ("qwen3_moe", {"expert_parallel": 6, "expert_tensor_parallel": 3}),
+    ],
+    ids=str,
+)
+def test_a_shrunken_model_can_be_cut_as_the_whole_one(
+    root: Path, family: str, degrees: dict[str, int]
+) -> None:
+    sizes = {"num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 6}
+    sizes |= {"hidden_size": 96}
+    sizes |= {"num_experts": 12, "moe_intermediate_size": 96} if "moe" in family else {}
+    whole = tiny_config(family, intermediate_size=384, **sizes)
+    config = config_of(root, SFT, engine={"kind": "megatron"} | degrees)
+    fresh = {**whole.to_diff_dict(), "vocab_size": len(char_tokenizer())}
+    config = config.model_copy(update={"model": config.model.model_copy(update={"fresh": fresh})})
+    require_megatron_fitting(material(config)[-1], config.engine)
 
 
 def test_as_a_command(root: Path) -> None:

@@ -13,7 +13,7 @@ from distributed import RankFailed, run_ranks
 from burnish.errors import CorruptError
 from burnish.parallel.layout import Layout
 from burnish.tracking.progress import Progress
-from burnish.trainers.intact import require_intact
+from burnish.trainers.intact import Intact
 
 
 def flip(path: Path) -> None:
@@ -23,7 +23,7 @@ def flip(path: Path) -> None:
 
 
 def check(layout: Layout, place: str | None) -> None:
-    require_intact(place, layout, Progress(False))
+    Intact(layout, Progress(False)).require(place)
 
 
 def test_a_damaged_model_is_named_with_its_tensors(tmp_path: Path) -> None:

@@ -160,6 +160,22 @@ def test_what_it_started_from_is_read_whole_and_only_resuming_needs_it_again(lor
     assert (code, "model.lora.path: there is no directory" in output) == (5, True), output
 
 
+def test_a_base_in_a_step_is_looked_at_again_wherever_it_is_read_again(lora):
+    """Under an adapter that resumes or is evaluated, and as what the KL is to."""
+    first = done(lora, "sft", "sft.yaml", "name=ground", "steps=1")
+    base = committed(first / "checkpoints")[-1].path / "model"
+    upon = ["sft", "sft-lora.yaml", "name=upon", f"model.path={base}"]
+    held = ["rl", "rl.yaml", "name=held", "algorithm.kl.coef=0.1", "evaluation.every=0"]
+    held += [f"model.path={base}", "model.fresh=null"]
+    for argv in (upon, held):
+        done(lora, *argv, "steps=1")
+    file = base / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+    for argv in ([*upon, "steps=2"], ["eval", "runs/upon"], [*held, "steps=2"]):
+        code, output = burnish(lora, *argv)
+        assert (code, f"{file} is damaged" in output) == (3, True), output
+
+
 def test_another_adapter_is_refused(lora):
     run = done(lora, "sft", "sft-lora.yaml", "name=mine", "steps=1")
     code, output = burnish(lora, "sft", "sft-lora.yaml", "name=mine", "model.lora.rank=8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -11,32 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from training_files import done, metrics, ranks, weights
+from same_runs import RL, assert_same
+from training_files import done, metrics, ranks
 
 REPOSITORY = Path(__file__).parents[2]
-RL = ["rl", "rl.yaml", "algorithm.kl.coef=0.1", "batch.minibatches=2"]
 PPO = [*RL, "algorithm.kl.place=reward", "algorithm.advantage=gae", "critic.lr=0.01"]
 RUNS = {"sft": ["sft", "sft.yaml"], "rl": RL, "ppo": PPO}
-
-
-def assert_same(run, other):
-    """Equal up to the order of sums, which AdamW makes more of from step to step; what was sampled, to the token."""
-    for mine, theirs in zip(metrics(run), metrics(other), strict=True):
-        tolerance = 1e-5 if mine["step"] <= 2 else 2e-3
-        assert mine == pytest.approx(theirs, rel=tolerance, abs=tolerance / 5)
-    for name, tensor in weights(run).items():
-        if "model/model.safetensors" in name:
-            torch.testing.assert_close(tensor, weights(other)[name], rtol=1e-2, atol=1e-4)
-    assert sampled(run) == sampled(other)
-
-
-def sampled(run):
-    return [
-        (row["prompt_index"], row["sample"], row["completion"], row["reward"])
-        for path in sorted((run / "rollouts").glob("*"))
-        for row in map(json.loads, path.read_text().splitlines())
-    ]
 
 
 @pytest.mark.parametrize("kind", RUNS)

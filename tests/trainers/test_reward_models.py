@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from burnish.engines.frozen import FrozenEngine
 from burnish.errors import IncompatibleError
 from burnish.models.value_head import value_class
 from burnish.parallel.layout import Layout
-from burnish.parallel.mesh import Mesh
 from burnish.parallel.processes import process_group
 from burnish.records import Completion, Prompt, Rollout
 from burnish.trainers.reward_models import load_judge
@@ -96,17 +94,10 @@ def judged_rank(
         config = RunConfig.model_validate(
             {**settings, "engine": {"precision": "fp32", **engine}, "name": "n"}
         )
-        mesh = mesh_of(layout, config)
-        judge = load_judge(config, layout, CPU, mesh)
+
+        judge = load_judge(config, layout, CPU, None)
         found.append(judge(rollouts()))
     return found
-
-
-def mesh_of(layout: Layout, config: RunConfig) -> Mesh:
-    """The process groups that the policy's engine would have."""
-    engine = config.engine
-    sharing = {"sequence": engine.sequence_parallel, "tensor": engine.tensor_parallel}
-    return Mesh.of(replace(layout, **sharing), engine.replicas, CPU)
 
 
 def judged(
@@ -155,6 +146,8 @@ def test_several_models_and_their_names(tmp_path: Path) -> None:
     parts = first.reward_parts
     assert list(parts) == ["f", "judge", "judge_2"]
     assert first.reward == pytest.approx(0.5 + parts["judge"] - parts["judge_2"])
+    (first, *_) = judged([{"path": str(paths[0]), "name": "kind"}])
+    assert list(first.reward_parts) == ["f", "kind"]
 
 
 def test_what_is_too_long_or_says_no_number_is_an_error_of_its_rollout(tmp_path: Path) -> None:

@@ -96,8 +96,8 @@ def test_parked_models_leave_the_device_to_the_generator_and_learn_the_same(
     class ListedFrozen(Listed, FrozenEngine):
         pass
 
-    monkeypatch.setattr("burnish.trainers.setup.TorchEngine", Listed)
-    monkeypatch.setattr("burnish.trainers.rl.FrozenEngine", ListedFrozen)
+    monkeypatch.setattr("burnish.engines.making.TorchEngine", Listed)
+    monkeypatch.setattr("burnish.engines.making.FrozenEngine", ListedFrozen)
     monkeypatch.setattr("burnish.trainers.setup.BuiltinGenerator", Looking)
     found = []
     for park in (False, True):

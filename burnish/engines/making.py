@@ -1,0 +1,64 @@
+"""The engine that the settings name: the one place that knows all of them.
+
+Megatron is an extra, so its engine is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PretrainedConfig
+
+from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
+from burnish.engines import fitting
+from burnish.engines.base import Engine
+from burnish.engines.frozen import FrozenEngine
+from burnish.engines.torch_engine import TorchEngine
+from burnish.parallel.layout import Layout
+
+
+def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
+    """Raise `UsageError` where the engine cannot compute the model, or cannot cut it as the settings say."""
+    if config.kind == "megatron":
+        from burnish.engines.megatron.fitting import require_fitting
+
+        require_fitting(hf_config, config)
+    else:
+        fitting.require_fitting(hf_config, config)
+
+
+def make_engine(
+    hf_config: PretrainedConfig,
+    config: EngineConfig,
+    optim: OptimConfig | None,
+    *,
+    layout: Layout,
+    device: torch.device,
+    lora: LoraConfig | None = None,
+    beside: Engine | None = None,
+) -> Engine:
+    """An engine, its weights not loaded yet; without `optim` it cannot be trained. Collective.
+
+    `beside` is another engine of the same settings, whose process groups it then shares.
+    """
+    if config.kind == "megatron":
+        from burnish.engines.megatron.engine import MegatronEngine
+
+        groups = beside.mesh if isinstance(beside, MegatronEngine) else None
+        return MegatronEngine(hf_config, config, optim, layout=layout, device=device, mesh=groups)
+    mesh = beside.mesh if isinstance(beside, TorchEngine) else None
+    return TorchEngine(hf_config, config, optim, layout=layout, device=device, lora=lora, mesh=mesh)
+
+
+def make_frozen(
+    hf_config: PretrainedConfig,
+    config: EngineConfig,
+    *,
+    layout: Layout,
+    device: torch.device,
+    beside: Engine | None = None,
+) -> Engine:
+    """An engine whose weights are in the dtype of computing, for a model that is only asked; see `make_engine`."""
+    if config.kind == "megatron":
+        return make_engine(hf_config, config, None, layout=layout, device=device, beside=beside)
+    mesh = beside.mesh if isinstance(beside, TorchEngine) else None
+    return FrozenEngine(hf_config, config, layout=layout, device=device, mesh=mesh)

@@ -1,0 +1,23 @@
+"""The Megatron-Core engine. Importing this brings Megatron in, whose own imports warn of every optional package that is missing.
+
+Left out of this place: everything else (`burnish.engines.megatron.engine` is the engine).
+"""
+
+import warnings
+
+from burnish.errors import UsageError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    try:
+        import megatron.core.distributed
+        import megatron.core.models.gpt.gpt_layer_specs
+        import megatron.core.optimizer
+        import megatron.core.pipeline_parallel  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            "engine.kind megatron needs a package that is not installed",
+            have=f"no module {error.name}",
+            want="megatron-core 0.16",
+            do="pip install 'burnish[megatron]', or set engine.kind=torch",
+        ) from error

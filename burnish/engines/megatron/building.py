@@ -1,0 +1,248 @@
+"""From a Hugging Face configuration to Megatron's model: its configuration, its layers, this rank's stages.
+
+Layers are Megatron's own, from a spec whose attention, norm and router are ours
+(`burnish.engines.megatron.attention`, `.routers`). Weights are left undefined: they come from a source.
+Left out: TransformerEngine's layers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from torch.nn import functional
+from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from burnish.config.schema import EngineConfig
+from burnish.engines.base import compute_dtype
+from burnish.engines.megatron.attention import PackedAttention, RMSNorm
+from burnish.engines.megatron.families import Architecture, Experts
+from burnish.engines.megatron.mesh import MegatronMesh
+from burnish.engines.megatron.model import PackedGPT
+from burnish.engines.megatron.replay import RoutedLayer
+from burnish.engines.megatron.routers import PlainRouter
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+# What `engine.activation_checkpointing` is to Megatron.
+
+
+def build_stages(
+    hf_config: PretrainedConfig, config: EngineConfig, mesh: MegatronMesh, device: torch.device
+) -> list[PackedGPT]:
+    """This rank's stages of the model, one for each virtual stage, in the dtype of computing, with undefined weights. Collective.
+
+    To be called inside `burnish.engines.megatron.calls.megatron_called`.
+    """
+    shape = Architecture.of(hf_config)
+    transformer = transformer_config(shape, config)
+    rotary = LlamaRotaryEmbedding(hf_config).to(device)
+    return [
+        _stage(shape, transformer, mesh, index, rotary=rotary, chunk=config.logprob_chunk)
+        for index in range(config.virtual_stages)
+    ]
+
+
+def transformer_config(shape: Architecture, config: EngineConfig) -> TransformerConfig:
+    """Megatron's configuration of a model of this shape, cut as the settings say."""
+    dtype = compute_dtype(config)
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.key_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.width,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.epsilon,
+        qk_layernorm=shape.family.qk_norm,
+        add_qkv_bias=shape.family.qkv_bias,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        perform_initialization=False,
+        tensor_model_parallel_size=config.tensor_parallel,
+        sequence_parallel=config.megatron_sequence_parallel and config.tensor_parallel > 1,
+        context_parallel_size=config.sequence_parallel,
+        pipeline_model_parallel_size=config.pipeline_parallel,
+        pipeline_model_parallel_layout=pipeline_layout(shape.layers, config),
+        pipeline_dtype=dtype,
+        variable_seq_lengths=True,
+        deallocate_pipeline_outputs=True,
+        # With virtual stages two stages may be both before and behind each other, and exchanges in one
+        # batch would be taken for one another.
+        overlap_p2p_comm=config.virtual_stages > 1,
+        batch_p2p_comm=config.virtual_stages == 1,
+        moe_token_dispatcher_type="alltoall",  # the one that knows variable lengths; asked of dense models too
+        cuda_graph_scope=[],
+        # Losses are sums that are divided already: gradients are added up, over micro-batches and ranks.
+        calculate_per_token_loss=True,
+        **_RECOMPUTE[config.activation_checkpointing],
+        **({} if shape.experts is None else _of_experts(shape.experts, config)),
+    )
+
+
+def _of_experts(experts: Experts, config: EngineConfig) -> dict[str, Any]:
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.width,
+        "moe_layer_freq": [int(mixture) for mixture in experts.layers],
+        "moe_router_topk": experts.chosen,
+        # Softmax over the chosen ones is softmax over all, scaled to a sum of 1.
+        "moe_router_pre_softmax": not experts.renormalized,
+        "moe_router_load_balancing_type": "none",
+        "moe_enable_routing_replay": True,  # makes it possible: `burnish.engines.megatron.replay`
+        "expert_model_parallel_size": config.expert_parallel,
+        "expert_tensor_parallel_size": config.expert_tensor_parallel or config.tensor_parallel,
+    }
+
+
+def pipeline_layout(layers: int, config: EngineConfig) -> list[list[str]] | None:
+    """What each stage has, in the order of the model; None for a single stage.
+
+    Layers are dealt out evenly; where that leaves some over, the last stages, which also have the
+    output layer to compute, get the fewer.
+    """
+    stages = config.pipeline_parallel * config.virtual_stages
+    if stages == 1:
+        return None
+    each, over = divmod(layers, stages)
+    counts = [each + (stage < over) for stage in range(stages)]
+    layout = [["decoder"] * count for count in counts]
+    return [["embedding", *layout[0]], *layout[1:-1], [*layout[-1], "loss"]]
+
+
+def _stage(
+    shape: Architecture,
+    transformer: TransformerConfig,
+    mesh: MegatronMesh,
+    index: int,
+    **options: Any,
+) -> PackedGPT:
+    """The stage of this rank with this number among its virtual ones."""
+    pipeline, tensor = mesh.groups.pp, mesh.groups.tp.size()
+    virtual = transformer.virtual_pipeline_model_parallel_size
+    vp_stage = None if virtual is None else index
+    last = pipeline.rank() == pipeline.size() - 1 and index == (virtual or 1) - 1
+    stage = PackedGPT(
+        transformer,
+        block_spec(shape, transformer, vp_stage, pipeline.rank()),
+        vocab_size=-(-shape.vocabulary // tensor) * tensor,
+        max_sequence_length=0,  # of learned positions, of which there are none
+        pre_process=pipeline.rank() == 0 and index == 0,
+        post_process=last,
+        share_embeddings_and_output_weights=shape.tied,
+        pg_collection=mesh.groups,
+        vp_stage=vp_stage,
+        tokens=shape.vocabulary,
+        padding=shape.padding,
+        **options,
+    )
+    _mark_cut(stage)
+    return stage
+
+
+def _mark_cut(stage: PackedGPT) -> None:
+    """Say which weights differ between tensor ranks; Megatron does so only where it initializes them itself, and counts the others once."""
+    for module in stage.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            dim = 0
+        elif isinstance(module, RowParallelLinear):
+            dim = 1
+        else:
+            continue
+        if module.weight is None:
+            continue
+        set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
+        if getattr(module, "is_expert", False):
+            # Reduced over the experts' own groups, which Megatron thinks are the others' where no expert is divided.
+            module.weight.allreduce = False
+
+
+def block_spec(
+    shape: Architecture, transformer: TransformerConfig, vp_stage: int | None, pp_rank: int
+) -> TransformerBlockSubmodules:
+    """The layers of one stage."""
+    first = get_transformer_layer_offset(transformer, vp_stage, pp_rank)
+    count = get_num_layers_to_build(transformer, vp_stage, pp_rank)
+    return TransformerBlockSubmodules(
+        layer_specs=[_layer(shape, layer) for layer in range(first, first + count)],
+        layer_norm=RMSNorm,
+    )
+
+
+def _layer(shape: Architecture, layer: int) -> ModuleSpec:
+    qk_norm = RMSNorm if shape.family.qk_norm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=partial(PackedAttention, sliding_window=shape.windows[layer]),
+        linear_proj=RowParallelLinear,
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
+    )
+    routers = () if shape.experts is None else shape.experts.layers
+    mixture = bool(routers) and routers[layer]
+    return ModuleSpec(
+        module=RoutedLayer if mixture else TransformerLayer,
+        params={"router": sum(routers[:layer])} if mixture else {},
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=attention,
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=_mixture() if mixture else ModuleSpec(module=MLP, submodules=_mlp()),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _mlp() -> MLPSubmodules:
+    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+
+def _mixture() -> ModuleSpec:
+    experts = ModuleSpec(module=SequentialMLP, submodules=_mlp())
+    return ModuleSpec(
+        module=MoELayer, submodules=MoESubmodules(experts=experts, router=PlainRouter)
+    )

@@ -1,0 +1,172 @@
+"""What Megatron has to be told of a Hugging Face model: families as data, and what of a model is not computed.
+
+Left out: the degrees of parallelism (`burnish.engines.megatron.fitting`), Megatron's own objects
+(`burnish.engines.megatron.building`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from burnish.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the layers of a `model_type` differ from Llama's."""
+
+    qkv_bias: bool = False
+    """Queries, keys and values have a bias."""
+    qk_norm: bool = False
+    """Queries and keys are normalized, per head, before they are rotated."""
+    experts: bool = False
+    """Layers are mixtures of experts."""
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "mixtral": Family(experts=True),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True, experts=True),
+}
+"""By `model_type`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture's sizes."""
+
+    count: int
+    """Experts of a layer."""
+    chosen: int
+    """Experts that a token goes to."""
+    width: int
+    """Width of an expert's hidden layer."""
+    renormalized: bool
+    """The probabilities of the chosen ones are scaled to a sum of 1."""
+    layers: tuple[bool, ...]
+    """For each decoder layer, whether it is a mixture; the others are dense."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A model's sizes, in the terms of all families."""
+
+    family: Family
+    layers: int
+    """Decoder layers."""
+    hidden: int
+    """Width of the residual stream."""
+    heads: int
+    """Heads of queries."""
+    key_heads: int
+    """Heads of keys and values."""
+    head_dim: int
+    """Width of a head."""
+    width: int
+    """Width of the hidden layer of a dense MLP."""
+    vocabulary: int
+    """Rows of the embedding."""
+    padding: int | None
+    """The token whose row of the embedding gets no gradient where it is read; None: there is none."""
+    epsilon: float
+    """Of RMSNorm."""
+    tied: bool
+    """Embedding and output layer are one."""
+    windows: tuple[int | None, ...]
+    """For each layer the tokens that a token sees, itself included; None: all before it."""
+    experts: Experts | None
+    """None for a dense model."""
+
+    @classmethod
+    def of(cls, hf_config: PretrainedConfig) -> Architecture:
+        """Read a configuration. Raises `UsageError` that names what is not computed by this engine."""
+        if hf_config.model_type not in FAMILIES:
+            raise UsageError(
+                f"the Megatron engine does not know models of type {hf_config.model_type}",
+                have=f"model_type: {hf_config.model_type}",
+                want=f"one of {', '.join(sorted(FAMILIES))}",
+                do="set engine.kind=torch",
+            )
+        problem = next(_uncomputed(hf_config), None)
+        if problem is not None:
+            raise UsageError(
+                f"the Megatron engine does not compute {problem}",
+                have=f"a model of type {hf_config.model_type} that has it",
+                want="a model without it",
+                do="set engine.kind=torch",
+            )
+        family, heads = FAMILIES[hf_config.model_type], hf_config.num_attention_heads
+        return cls(
+            family=family,
+            layers=hf_config.num_hidden_layers,
+            hidden=hf_config.hidden_size,
+            heads=heads,
+            key_heads=getattr(hf_config, "num_key_value_heads", None) or heads,
+            head_dim=_head_dim(hf_config),
+            width=hf_config.intermediate_size,
+            vocabulary=hf_config.vocab_size,
+            padding=hf_config.pad_token_id,
+            epsilon=hf_config.rms_norm_eps,
+            tied=bool(hf_config.tie_word_embeddings),
+            windows=_windows(hf_config),
+            experts=_experts(hf_config) if family.experts else None,
+        )
+
+
+def _uncomputed(hf_config: PretrainedConfig) -> Iterator[str]:
+    """What of the model would be computed wrongly, in words."""
+    if hf_config.hidden_act != "silu":
+        yield f"the activation {hf_config.hidden_act}"
+    if getattr(hf_config, "attention_bias", False):
+        yield "a bias in attention (attention_bias)"
+    if getattr(hf_config, "mlp_bias", False):
+        yield "a bias in the MLP (mlp_bias)"
+    rope = hf_config.rope_parameters
+    if rope["rope_type"] in ("dynamic", "longrope"):
+        yield f"rotary positions that depend on the length ({rope['rope_type']})"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield "heads that are rotated in part (partial_rotary_factor)"
+    if any("ForCausalLM" not in name for name in hf_config.architectures or ()):
+        yield "another head than a vocabulary (a critic, a reward model)"
+
+
+def _head_dim(hf_config: PretrainedConfig) -> int:
+    of_config: int | None = getattr(hf_config, "head_dim", None)
+    return of_config or hf_config.hidden_size // hf_config.num_attention_heads
+
+
+def _windows(hf_config: PretrainedConfig) -> tuple[int | None, ...]:
+    layers: int = hf_config.num_hidden_layers
+    window: int | None = getattr(hf_config, "sliding_window", None)
+    if hf_config.model_type in ("mistral", "mixtral"):
+        return (window,) * layers
+    if hf_config.model_type == "qwen3_moe":
+        return (window if hf_config.use_sliding_window else None,) * layers
+    kinds = getattr(hf_config, "layer_types", None) or ("full_attention",) * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _experts(hf_config: PretrainedConfig) -> Experts:
+    layers = range(hf_config.num_hidden_layers)
+    if hf_config.model_type == "mixtral":
+        return Experts(
+            count=hf_config.num_local_experts,
+            chosen=hf_config.num_experts_per_tok,
+            width=hf_config.intermediate_size,
+            renormalized=True,
+            layers=(True,) * len(layers),
+        )
+    dense, every = hf_config.mlp_only_layers or (), hf_config.decoder_sparse_step
+    return Experts(
+        count=hf_config.num_experts,
+        chosen=hf_config.num_experts_per_tok,
+        width=hf_config.moe_intermediate_size,
+        renormalized=hf_config.norm_topk_prob,
+        layers=tuple(layer not in dense and (layer + 1) % every == 0 for layer in layers),
+    )

@@ -1,0 +1,171 @@
+"""Lets Megatron-Core 0.16 run on a CPU with gloo, where there is no CUDA at all.
+
+Megatron names CUDA in a few dozen places: as the device of new tensors, as the current device, in
+the names of tensor types, for streams and for the state of random generators. `on_host` answers all
+of these for the CPU while its block runs, and does nothing where CUDA is available. Every
+substitution says which lines need it. None changes what is computed. Left out: other accelerators than CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import token_dispatcher
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+def on_host() -> AbstractContextManager[None]:
+    """Inside the block Megatron may be called on a machine without CUDA; it may be entered again inside itself."""
+    return nullcontext() if torch.cuda.is_available() else _cuda_is_cpu()
+
+
+@contextmanager
+def _cuda_is_cpu() -> Iterator[None]:
+    with ExitStack() as stack:
+        for place, name, value in _substitutions():
+            stack.enter_context(mock.patch.object(place, name, value))
+        # megatron/core/jit.py compiles small functions, which here would start a C++ compiler.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_CudaTensorsAreHostTensors())
+        yield
+
+
+def _substitutions() -> list[tuple[ModuleType | type, str, Any]]:
+    """What stands behind which name while Megatron runs on a host."""
+    cuda = torch.cuda
+    return [
+        # `device=torch.cuda.current_device()`: tensor_parallel/layers.py, distributed/param_and_grad_buffer.py,
+        # optimizer/distrib_optimizer.py, pipeline_parallel/p2p_communication.py
+        (cuda, "current_device", lambda: CPU),
+        # pipeline_parallel/p2p_communication.py `_communicate`, after each exchange
+        (cuda, "synchronize", _nothing),
+        # transformer/moe/token_dispatcher.py `MoEAlltoAllTokenDispatcher`, the stream that split sizes are copied on
+        (cuda, "Stream", _Stream),
+        (cuda, "stream", lambda stream: nullcontext()),
+        (cuda, "current_stream", _Stream),
+        # tensor_parallel/random.py `model_parallel_cuda_manual_seed` and the tracker, which transformer_block.py
+        # forks under sequence parallelism. Nothing is drawn, for there is no dropout, so the state is empty.
+        (cuda, "manual_seed", _nothing),
+        (cuda, "get_rng_state", _no_state),
+        (megatron_random, "_get_cuda_rng_state", _no_state),
+        (megatron_random, "_set_cuda_rng_state", _nothing),
+        # transformer/moe/token_dispatcher.py `token_dispatch`: split sizes are tensors where they were not copied from a device
+        (token_dispatcher, "all_to_all", _with_plain_sizes(token_dispatcher.all_to_all)),
+        # tensor_parallel/mappings.py hands pieces of different sizes to all_gather and reduce_scatter, where several
+        # ranks share an expert's matrices; NCCL takes them, gloo does not
+        (
+            mappings,
+            "_gather_along_first_dim",
+            _unless_equal(mappings._gather_along_first_dim, _gathered),
+        ),
+        (
+            mappings,
+            "_reduce_scatter_along_first_dim",
+            _unless_equal(mappings._reduce_scatter_along_first_dim, _scattered),
+        ),
+    ]
+
+
+class _CudaTensorsAreHostTensors(TorchFunctionMode):
+    """Tensors that are asked for on CUDA are made on the CPU, and what is there says that it is on CUDA."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        # `device="cuda"`: optimizer/clip_grads.py, optimizer/optimizer.py, pipeline_parallel/schedules.py
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        # `.cuda()`: models/common/language_module/language_module.py `setup_embeddings_and_output_layer`
+        if func is Tensor.cuda:
+            return args[0]
+        found = func(*args, **kwargs)
+        # `param.type() == 'torch.cuda.FloatTensor'`: optimizer/distrib_optimizer.py, optimizer/clip_grads.py
+        if func is Tensor.type and isinstance(found, str):
+            return found.replace("torch.", "torch.cuda.", 1)
+        return found
+
+
+def _is_cuda(device: Any) -> bool:
+    return (
+        device is not None and not isinstance(device, int) and torch.device(device).type == "cuda"
+    )
+
+
+class _Stream:
+    """A stream of a device that runs everything in order."""
+
+    def wait_stream(self, other: object) -> None:
+        """Nothing runs beside it."""
+
+    def record_event(self) -> _Stream:
+        """What is waited for to know that all until here has run."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing is left to run."""
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _no_state(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _with_plain_sizes(all_to_all: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def exchanged(group: Any, tokens: Tensor, *splits: Any) -> Tensor:
+        plain = [None if sizes is None else [int(size) for size in sizes] for sizes in splits]
+        return all_to_all(group, tokens, *plain)
+
+    return exchanged
+
+
+def _unless_equal(
+    equal: Callable[..., Tensor], own: Callable[[Tensor, Any, list[int]], Tensor]
+) -> Callable[..., Tensor]:
+    """Megatron's exchange of rows in a group, done by `own` where pieces have sizes of their own."""
+
+    def exchanged(
+        rows: Tensor,
+        group: Any,
+        sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return equal(rows, group, sizes, use_global_buffer)
+        return own(rows, group, list(sizes))
+
+    return exchanged
+
+
+def _gathered(rows: Tensor, group: Any, sizes: list[int]) -> Tensor:
+    """All ranks' rows, as a sum over what each has."""
+    whole = rows.new_zeros(sum(sizes), *rows.shape[1:])
+    torch.split(whole, sizes)[group.rank()].copy_(rows)
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
+def _scattered(rows: Tensor, group: Any, sizes: list[int]) -> Tensor:
+    """This rank's rows of the sum over the ranks, by summing all of them."""
+    whole = rows.clone()
+    dist.all_reduce(whole, group=group)
+    own: Tensor = torch.split(whole, sizes)[group.rank()]
+    return own.clone()

@@ -1,0 +1,83 @@
+"""Megatron's process groups: made here, in one place, and taken down here.
+
+Megatron keeps its groups in module variables, so there is one set of them in a process, which all
+models of a run share. Ranks are a grid of pipeline × data × sequence × tensor, the last running
+fastest, as `burnish.parallel.layout.Layout` has it; within pipeline × data, experts have a grid
+of their own. Left out: groups for gloo beside those for NCCL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from burnish.config.schema import EngineConfig
+from burnish.engines.megatron.calls import megatron_called
+from burnish.parallel.arena import Arena
+from burnish.parallel.processes import wait_as_all
+
+_ORDER = "tp-cp-ep-dp-pp"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MegatronMesh:
+    """The groups that this rank is in, and the host memory that engines in them share."""
+
+    groups: ProcessGroupCollection
+    """Megatron's, by their names there."""
+    arena: Arena
+    """For what has to leave the device."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, device: torch.device) -> MegatronMesh:
+        """Make the groups. Collective. The degrees have to divide the processes; there may be no other mesh."""
+        _forget_ended_run()
+        virtual = config.virtual_stages if config.virtual_stages > 1 else None
+        with megatron_called():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=config.tensor_parallel,
+                pipeline_model_parallel_size=config.pipeline_parallel,
+                virtual_pipeline_model_parallel_size=virtual,
+                context_parallel_size=config.sequence_parallel,
+                expert_model_parallel_size=config.expert_parallel,
+                expert_tensor_parallel_size=config.expert_tensor_parallel,
+                order=_ORDER,
+                create_gloo_process_groups=False,
+            )
+            for group in _made():
+                wait_as_all(group)
+            # Some layers save and restore random state, which has to be there; nothing is drawn.
+            model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+        return cls(ProcessGroupCollection.use_mpu_process_groups(), Arena(device))
+
+    def close(self) -> None:
+        """Take the groups down. Collective."""
+        made = _made()
+        _forget()
+        for group in made:
+            dist.destroy_process_group(group)
+
+
+def _made() -> list[dist.ProcessGroup]:
+    """The groups that Megatron has made and this rank is in."""
+    listed = parallel_state._global_process_group_list or ()
+    return [group for group in listed if isinstance(group, dist.ProcessGroup)]
+
+
+def _forget() -> None:
+    parallel_state.destroy_model_parallel()
+    parallel_state._global_process_group_list = None
+
+
+def _forget_ended_run() -> None:
+    """Have Megatron forget groups that went with the group of all ranks of an earlier run of this process."""
+    try:
+        for group in _made():
+            dist.get_process_group_ranks(group)
+    except KeyError:
+        _forget()

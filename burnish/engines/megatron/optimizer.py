@@ -1,0 +1,127 @@
+"""What a Megatron engine steps: AdamW by Megatron's distributed optimizer, over gradients that its DDP adds up.
+
+Main weights and moments are fp32, each data-parallel rank having a flat range of them; gradients
+are reduced in fp32, as sums. Left out: Megatron's other optimizers, and the precision-aware one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
+
+from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.engines.base import compute_dtype
+from burnish.engines.megatron.mesh import MegatronMesh
+from burnish.engines.megatron.model import PackedGPT
+from burnish.engines.megatron.slots import prepare_slots, set_steps
+
+
+class MegatronOptimizer:
+    """The optimizer of this rank's stages. Making it is collective; all is called inside `megatron_called`."""
+
+    def __init__(
+        self,
+        stages: Sequence[PackedGPT],
+        config: EngineConfig,
+        optim: OptimConfig,
+        mesh: MegatronMesh,
+    ) -> None:
+        self.chunks = [_wrapped(stage, mesh) for stage in stages]
+        """The stages with the buffers that their gradients are added up in."""
+        self._config, self._optim, self._mesh = config, optim, mesh
+        self._chained = get_megatron_optimizer(
+            _settings(config, optim),
+            self.chunks,
+            use_gloo_process_groups=False,
+        )
+        self.parts = [o for o in self._chained.chained_optimizers if not o.is_stub_optimizer]
+        """Of which it is made: one for experts, one for all else, as far as this rank has any."""
+        prepare_slots(self.parts)
+        self._steps = 0
+        self.zero_grad()
+
+    @property
+    def steps(self) -> int:
+        """Steps taken; Adam's bias correction runs on it."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._steps = value
+        set_steps(self.parts, value)
+
+    def reduce(self) -> float:
+        """Add the gradients up over all ranks, once a step; their global 2-norm. Collective."""
+        finalize_model_grads(self.chunks, None, pg_collection=self._mesh.groups)
+        self._chained.prepare_grads()
+        return float(self._chained.get_grad_norm())
+
+    def step(self, lr: float, norm: float) -> None:
+        """Clip reduced gradients of this norm and step, unless it is not finite; then forget them. Collective."""
+        if math.isfinite(norm):
+            for part in self.parts:
+                clip_grad_by_total_norm_fp32(
+                    part.get_parameters(), self._config.max_grad_norm, norm
+                )
+            for group in self._chained.param_groups:
+                group["lr"] = lr
+                group["weight_decay"] = self._optim.weight_decay * group["wd_mult"]
+            self._chained.step_with_ready_grads()
+            self._steps += 1
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Make all gradients zero; their buffers stay."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self._chained.zero_grad()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that it holds: gradients, main weights, moments."""
+        for chunk in self.chunks:
+            yield from (parameter.main_grad for parameter in chunk.parameters())
+        for part in self.parts:
+            yield from part.get_parameters()
+            for state in part.optimizer.state.values():
+                yield from (held for held in state.values() if isinstance(held, Tensor))
+
+
+def _wrapped(stage: PackedGPT, mesh: MegatronMesh) -> DistributedDataParallel:
+    return DistributedDataParallel(
+        config=stage.config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=False,
+        ),
+        module=stage,
+        pg_collection=mesh.groups,
+    )
+
+
+def _settings(config: EngineConfig, optim: OptimConfig) -> OptimizerConfig:
+    """AdamW as the settings say; the learning rate and the weight decay are given at each step."""
+    dtype = compute_dtype(config)
+    return OptimizerConfig(
+        optimizer="adam",
+        decoupled_weight_decay=True,
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        clip_grad=config.max_grad_norm,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_distributed_optimizer=True,
+    )

@@ -1,0 +1,124 @@
+"""Which experts tokens go to, prescribed and written down, by Megatron's own RouterReplay.
+
+What a micro-batch's routers are to do travels through the layers beside its packing, as in
+`burnish.models.routing`, so a layer that is computed again in the backward pass does the same again, however
+micro-batches of several stages alternate. Records are those of the torch engine: every router of
+the model for every token, the same on all ranks that share a micro-batch. Left out: the load-balancing loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from burnish.engines.megatron.families import Experts
+from burnish.errors import IncompatibleError
+from burnish.models.routing import Routing, TokenRows, index_dtype
+from burnish.parallel.autograd import gather_rows
+from burnish.records import MicroBatch
+
+
+class RoutedLayer(TransformerLayer):
+    """A layer with experts; its router does what the `routing` of a micro-batch's packing says."""
+
+    def __init__(self, *args: Any, router: int, **options: Any) -> None:
+        """`router`: its number among all routers of the model."""
+        super().__init__(*args, **options)
+        self.number = router
+        # Megatron keeps one list of all there are; here each is told what to do by its own layer.
+        replay = self.mlp.router.router_replay
+        RouterReplay.global_router_replay_instances.remove(replay)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Megatron's, whose router sends tokens where they are to go, and writes down where they went."""
+        routing: Routing | None = options["packed_seq_params"].routing
+        if routing is None:
+            return super().forward(*args, **options)
+        replay = self.mlp.router.router_replay
+        if routing.prescribed is None:
+            replay.set_router_replay_action(RouterReplayAction.RECORD)
+        else:
+            replay.set_target_indices(routing.prescribed[:, self.number].long())
+            replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        output = super().forward(*args, **options)
+        chosen = replay.target_topk_idx if routing.prescribed is not None else None
+        chosen = replay.get_recorded_indices() if chosen is None else chosen
+        routing.chosen[self.number] = chosen.to(index_dtype(self.config.num_moe_experts))
+        replay.clear_indices()
+        replay.clear_router_replay_action()
+        return output
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replay:
+    """What the routers of a model are told, and what they have to say."""
+
+    experts: Experts | None
+    """None for a dense model."""
+    groups: ProcessGroupCollection
+    """Where this rank stands: pipeline ranks have other routers, tensor ranks other rows."""
+    device: torch.device
+
+    def routing_of(self, micro: MicroBatch, rows: TokenRows, *, record: bool) -> Routing | None:
+        """What this rank's routers do with a micro-batch; None: nothing out of the ordinary.
+
+        They send tokens to its experts where it has any; with `record` they write down where tokens go.
+        Raises `IncompatibleError` for experts that cannot be of this model.
+        """
+        if micro.experts is None and not record:
+            return None
+        experts = self._experts()
+        if micro.experts is None:
+            return Routing()
+        _require_fitting(micro.experts, experts)
+        all_rows = rows.rows_of(micro.experts).to(self.device, non_blocking=True)
+        own = len(all_rows) // self.groups.tp.size()
+        return Routing(prescribed=all_rows.narrow(0, self.groups.tp.rank() * own, own))
+
+    def record(self, routing: Routing, rows: TokenRows) -> Tensor:
+        """The experts [T, L, k] of all tokens and routers, as `Routing.record` gives them. Collective among those that share the micro-batch."""
+        experts, tensor = self._experts(), self.groups.tp
+        own = rows.deal.rows // tensor.size()
+        kind = index_dtype(experts.count)
+        shape = (own, sum(experts.layers), experts.chosen)
+        found = torch.zeros(shape, dtype=kind, device=self.device)
+        for number, chosen in routing.chosen.items():
+            found[:, number] = chosen.to(kind)
+        in_bytes = found.view(torch.uint8)  # since not every backend sends int16
+        if self.groups.pp.size() > 1:  # each router is in one stage, and zero elsewhere
+            dist.all_reduce(in_bytes, group=self.groups.pp)
+        if tensor.size() > 1:
+            in_bytes = gather_rows(in_bytes, tensor)
+        return rows.tokens_of(in_bytes.view(kind))
+
+    def _experts(self) -> Experts:
+        if self.experts is None:
+            raise IncompatibleError(
+                "the experts of a model were asked for, which has none",
+                have="a dense model",
+                want="a mixture of experts",
+                do="set algorithm.router_replay=none",
+            )
+        return self.experts
+
+
+def _require_fitting(recorded: Tensor, experts: Experts) -> None:
+    """Raise `IncompatibleError` where `recorded` [T, L, k], which lie on the host or come from `Replay.record`, cannot be of this model."""
+    want = (sum(experts.layers), experts.chosen)
+    # A look at what lies on a device would wait for it; what comes from outside lies on the host.
+    outside = recorded.device.type == "cpu" and recorded.numel() > 0
+    largest = int(recorded.max()) if outside else 0
+    if tuple(recorded.shape[1:]) != want or largest >= experts.count:
+        raise IncompatibleError(
+            "the recorded experts are not those of this model",
+            have=f"{' × '.join(map(str, recorded.shape[1:]))} per token, the largest number {largest}",
+            want=f"{want[0]} routers × {want[1]} of {experts.count} experts",
+            do="record them with the model that is trained, or set algorithm.router_replay=recompute",
+        )

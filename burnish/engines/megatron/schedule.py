@@ -1,0 +1,122 @@
+"""Micro-batches through the pipeline, by Megatron's own schedules.
+
+Every rank that shares a micro-batch calls this with the same micro-batches. Losses are computed in the last
+stage alone, which is where log-probs are. Left out: what is done with gradients
+(`burnish.engines.megatron.optimizer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from burnish.engines.megatron.replay import Replay
+from burnish.models.routing import Routing
+from burnish.models.scorer import ScoringPlan
+from burnish.models.ulysses import Division
+from burnish.records import MicroBatch, TokenOutputs
+
+LossOf = Callable[[TokenOutputs, MicroBatch], Tensor]
+"""The scalar that the backward pass of a micro-batch starts from."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planned:
+    """A micro-batch and what is computed for it on this rank."""
+
+    plan: ScoringPlan
+    temperature: float
+    routing: Routing | None
+    """What routers do; None: nothing out of the ordinary."""
+    micro: MicroBatch | None
+    """None for one that fills a round up and counts for nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """How this rank runs its stages."""
+
+    chunks: Sequence[Any]
+    """Its stages, one for each virtual stage."""
+    division: Division
+    """What of a micro-batch's tokens is computed here."""
+    rounds: int
+    """The number of micro-batches has to be a multiple of so many."""
+    device: torch.device
+    replay: Replay
+    """What the routers of a mixture are told."""
+
+    def forward_backward(self, micros: Sequence[MicroBatch], loss: LossOf) -> None:
+        """Add the gradients of every micro-batch's loss to what is there. `loss` is called in the last stage, in order."""
+        self._run([self._planned(micro) for micro in micros], loss, forward_only=False)
+
+    def forward(
+        self, micros: Sequence[MicroBatch], *, record: bool = False
+    ) -> tuple[list[TokenOutputs], list[Tensor]]:
+        """The outputs of all micro-batches without gradients, in the last stage; nothing in the others.
+
+        With `record` also where tokens went, in all stages alike: the experts [T, L, k] of each micro-batch.
+        """
+        found: list[TokenOutputs] = []
+
+        def keep(outputs: TokenOutputs, micro: MicroBatch) -> Tensor:
+            found.append(outputs)
+            return outputs.logprobs.new_zeros(())
+
+        planned = [self._planned(micro, record=record) for micro in micros]
+        with torch.no_grad():
+            self._run(planned, keep, forward_only=True)
+            experts = [
+                self.replay.record(each.routing, each.plan.rows)
+                for each in planned
+                if record and each.routing is not None
+            ]
+        return found, experts
+
+    def _run(self, planned: list[_Planned], loss: LossOf, *, forward_only: bool) -> None:
+        planned = planned + [self._filler()] * (-len(planned) % self.rounds)
+
+        def stage_step(batches: Iterator[_Planned], chunk: Any) -> tuple[Any, Any]:
+            batch = next(batches)
+            output = chunk(batch.plan, batch.temperature, batch.routing)
+            return output, lambda found: (_loss_of(batch, found, loss), _NO_TOKENS, None)
+
+        run = get_forward_backward_func()
+        run(
+            forward_step_func=stage_step,
+            data_iterator=[iter(planned) for _ in self.chunks],
+            model=list(self.chunks),
+            num_microbatches=len(planned),
+            # Of no meaning: each exchange says the shape of what comes.
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _planned(self, micro: MicroBatch, *, record: bool = False) -> _Planned:
+        plan = ScoringPlan.of(
+            micro.input_ids, micro.cu_seqlens, micro.loss_mask, self.device, self.division
+        )
+        routing = self.replay.routing_of(micro, plan.rows, record=record)
+        return _Planned(plan, micro.temperature, routing, micro)
+
+    def _filler(self) -> _Planned:
+        ids, ends = torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1], dtype=torch.int32)
+        plan = ScoringPlan.of(ids, ends, None, self.device, self.division)
+        return _Planned(plan, 1.0, None, None)
+
+
+_NO_TOKENS = 0
+# Megatron divides by the tokens of a step where it is asked to; here losses are divided already.
+
+
+def _loss_of(batch: _Planned, found: tuple[Tensor, Tensor], loss: LossOf) -> Tensor:
+    if batch.micro is None:
+        return found[0].sum() * 0.0
+    logprobs, entropy = (batch.plan.spread(values) for values in found)
+    return loss(TokenOutputs(logprobs=logprobs, entropy=entropy), batch.micro)

@@ -1,0 +1,169 @@
+"""A Megatron model and its distributed optimizer on this rank, described as shards.
+
+What is trained are the optimizer's fp32 weights: flat ranges of parameters, one per data-parallel rank.
+They and the moments beside them are decomposed into boxes of the checkpoint's tensors, each a
+view of Megatron's own memory. Nothing is gathered to save, and after filling Megatron's own
+all-gather carries the weights to the model, as after a step.
+
+Left out: what saves and loads (`burnish.checkpoint`, `burnish.models.sources`), optimizers that keep
+their fp32 weights to themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer import DistributedOptimizer
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from burnish.engines.adamw import SLOTS
+from burnish.engines.megatron.flat_ranges import boxes_in_range
+from burnish.models.megatron_names import Naming, Seat, regions_of
+from burnish.models.names import Region
+from burnish.parallel.boxes import Box
+from burnish.parallel.shards import Shard, ShardSource, TensorSpec
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Range:
+    """What the optimizer of this rank steps of one parameter."""
+
+    parameter: str
+    """Whose it is, by its name in the whole model."""
+    start: int
+    """Its first element, in C order of the parameter on this rank."""
+    main: Tensor
+    """The weights, fp32, flat: the optimizer's own, or a view of the parameter where that is fp32."""
+    optimizer: torch.optim.Optimizer
+    """What steps them, and holds their moments."""
+
+
+class MegatronShards:
+    """The pieces of a model that is cut into `chunks`, and of the optimizer's state."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        hf_config: PretrainedConfig,
+        optimizers: Sequence[DistributedOptimizer],
+    ) -> None:
+        """`chunks` are this rank's stages, wrapped for data parallelism where there are `optimizers`.
+
+        Raises `IncompatibleError` for parameters that a checkpoint has no name for.
+        """
+        naming = Naming.of(hf_config)
+        self._chunks = list(chunks)
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._regions: dict[str, tuple[Region, ...]] = {}
+        for chunk in map(_unwrapped, self._chunks):
+            groups = chunk.pg_collection
+            tensor = _seat(groups.tp)
+            expert = _seat(groups.expt_tp)
+            for local, parameter in chunk.named_parameters():
+                name = _name_in_model(local, chunk)
+                shape = tuple(parameter.shape)
+                self._parameters[name] = parameter
+                self._regions[name] = regions_of(name, shape, naming, tensor, expert)
+        self._optimizers = list(optimizers)
+        self._ranges = list(self._stepped())
+
+    def weights(self) -> Iterator[Shard]:
+        """What is trained: the optimizer's fp32 weights. Without an optimizer the model's own."""
+        if not self._optimizers:
+            yield from self.model()
+        for part in self._ranges:
+            yield from self._pieces(part, part.main.detach())
+
+    def slots(self) -> Iterator[Shard]:
+        """The optimizer's moments, `exp_avg/<weight>` and so on, fp32."""
+        for slot in SLOTS:
+            for part in self._ranges:
+                state = part.optimizer.state[part.main]
+                yield from self._pieces(part, state[slot], f"{slot}/")
+
+    def model(self) -> Iterator[Shard]:
+        """The weights that the model computes with, in their dtype: all that this rank has, which others may have as well."""
+        for name, parameter in self._parameters.items():
+            for region in self._regions[name]:
+                held = parameter.detach()[region.box.slices]
+                box = Box(region.start, region.box.sizes)
+                yield Shard(TensorSpec(region.name, region.shape, held.dtype), box, held)
+
+    def fill(self, source: ShardSource) -> None:
+        """Fill what is trained, and let the model's weights follow. Collective.
+
+        Padding of the vocabulary becomes zero.
+        """
+        for name, parameter in self._parameters.items():
+            if sum(region.box.elements for region in self._regions[name]) < parameter.numel():
+                parameter.data.zero_()
+                for part in self._ranges:
+                    if part.parameter == name:
+                        part.main.detach().zero_()
+        source.fill(self.weights())
+        for optimizer in self._optimizers:
+            optimizer._copy_main_params_to_model_params()
+        for chunk in self._chunks if self._optimizers else ():
+            chunk.start_param_sync(force_sync=True)
+
+    def _pieces(self, part: _Range, flat: Tensor, prefix: str = "") -> Iterator[Shard]:
+        """A range's elements, or what lies beside them, as boxes of the checkpoint's tensors."""
+        shape = tuple(self._parameters[part.parameter].shape)
+        stop = part.start + part.main.numel()
+        for region in self._regions[part.parameter]:
+            spec = TensorSpec(prefix + region.name, region.shape, flat.dtype)
+            for at, box in boxes_in_range(region, shape, part.start, stop):
+                yield Shard(spec, box, flat[at : at + box.elements].view(box.sizes))
+
+    def _stepped(self) -> Iterator[_Range]:
+        """What this rank's optimizers step, in the order of the model's parameters."""
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        found: dict[str, _Range] = {}
+        for optimizer in self._optimizers:
+            for parameter, main in _main_weights(optimizer):
+                start = optimizer._get_model_param_range_map(parameter)["param"].start
+                name = names[id(parameter)]
+                found[name] = _Range(name, start, main, optimizer.optimizer)
+        yield from (found[name] for name in self._parameters if name in found)
+
+
+def _main_weights(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Parameters of which this rank steps a range, with the range's fp32 weights."""
+    for models, mains in (
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+    ):
+        for model_group, main_group in zip(models, mains, strict=True):
+            yield from zip(model_group, main_group, strict=True)
+
+
+def _unwrapped(chunk: nn.Module) -> Any:
+    """The GPTModel in what wraps it."""
+    return get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+
+
+def _seat(group: torch.distributed.ProcessGroup) -> Seat:
+    return Seat(group.rank(), group.size())
+
+
+def _name_in_model(name: str, chunk: Any) -> str:
+    """A parameter's name with layers counted over all stages and experts over all ranks."""
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        return name
+    module, rest = chunk.decoder.layers[int(layer[1])], layer[2]
+    prefix = f"decoder.layers.{module.layer_number - 1}"
+    of_expert = _EXPERT.fullmatch(rest)
+    if of_expert is None:
+        return f"{prefix}.{rest}"
+    expert = module.mlp.local_expert_indices[int(of_expert[1])]
+    return f"{prefix}.mlp.experts.local_experts.{expert}.{of_expert[2]}"

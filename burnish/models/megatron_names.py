@@ -1,0 +1,235 @@
+"""Canonical names: of which tensors of a Hugging Face checkpoint Megatron's parameters on a rank are made.
+
+Megatron keeps q, k and v of a query group together, gate above up, pads the vocabulary, and cuts all
+of that over tensor ranks. Each parameter is described as `Region`s: boxes of checkpoint tensors
+that lie in it. Padding belongs to nobody. Pure arithmetic on names and shapes.
+
+Left out: who holds which layers and experts, and their memory (`burnish.engines.megatron.shards`);
+experts that are kept transposed in one parameter (Megatron's legacy grouped experts).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from burnish.errors import IncompatibleError
+from burnish.models.names import Region
+from burnish.parallel.boxes import Box, whole
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A rank's place among those that share matrices."""
+
+    rank: int = 0
+    """Its number among them."""
+    ranks: int = 1
+    """How many they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """What names and boxes depend on beside a parameter's own name and shape."""
+
+    vocabulary: int
+    """Rows of the embeddings in the checkpoint."""
+    heads: int
+    """Attention heads of a layer."""
+    groups: int
+    """Heads of keys, and of values."""
+    head_dim: int
+    """Size of a head."""
+    tied: bool
+    """Whether the output layer is the embeddings."""
+    experts: str
+    """What the checkpoint calls the part of a layer that has router and experts."""
+    gated: tuple[str, str, str]
+    """What it calls an expert's gate, up and down projection."""
+
+    @classmethod
+    def of(cls, hf_config: PretrainedConfig) -> Naming:
+        """That of a model as its configuration describes it."""
+        is_mixtral = hf_config.model_type == "mixtral"
+        heads = hf_config.num_attention_heads
+        return cls(
+            vocabulary=hf_config.vocab_size,
+            heads=heads,
+            groups=getattr(hf_config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
+            tied=bool(hf_config.tie_word_embeddings),
+            experts="block_sparse_moe" if is_mixtral else "mlp",
+            gated=("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj"),
+        )
+
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_SAME = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.bias": "self_attn.o_proj.bias",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.bias": "mlp.down_proj.bias",
+}
+# Parameters of a layer that are a checkpoint tensor and whole on every tensor rank. Where a norm is
+# fused with the matrix behind it, its weight is the matrix's.
+
+IN_LAYER = (
+    *_SAME,
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_qkv.bias",
+    "self_attention.linear_proj.weight",
+    "mlp.linear_fc1.weight",
+    "mlp.linear_fc1.bias",
+    "mlp.linear_fc2.weight",
+    "mlp.router.weight",
+)
+"""What a layer's parameters may be called, but for experts'."""
+OUTSIDE_LAYERS = (
+    "embedding.word_embeddings.weight",
+    "decoder.final_layernorm.weight",
+    "output_layer.weight",
+)
+"""What all others are called."""
+
+
+def regions_of(
+    parameter: str, shape: Shape, naming: Naming, tensor: Seat, expert: Seat
+) -> tuple[Region, ...]:
+    """The checkpoint tensors in a rank's part of a Megatron parameter, by tensor and within it ascending.
+
+    `parameter` is Megatron's name with layers and experts counted over the whole model, experts always
+    as `mlp.experts.local_experts.N.linear_fc1.weight`; `shape` is that of the rank's part. `tensor`
+    cuts all but experts, which `expert` cuts. Raises `IncompatibleError` for a parameter that no
+    checkpoint tensor is known for.
+    """
+    layer = _LAYER.fullmatch(parameter)
+    if layer is None:
+        return _outside_layers(parameter, shape, naming, tensor)
+    prefix, rest = f"model.layers.{layer[1]}", layer[2]
+    of_expert = _EXPERT.fullmatch(rest)
+    if of_expert is not None:
+        at = f"{prefix}.{naming.experts}.experts.{of_expert[1]}"
+        return _gated(parameter, shape, at, of_expert[2], naming.gated, expert)
+    if rest in _SAME:
+        return (_band(f"{prefix}.{_SAME[rest]}", parameter, shape),)
+    if rest == "mlp.router.weight":
+        return (_band(f"{prefix}.{naming.experts}.gate.weight", parameter, shape),)
+    if rest.startswith("self_attention.linear_qkv."):
+        kind = rest.rpartition(".")[2]
+        return _by_group(parameter, shape, f"{prefix}.self_attn", kind, naming, tensor)
+    if rest == "self_attention.linear_proj.weight":
+        return (_columns(f"{prefix}.self_attn.o_proj.weight", parameter, shape, tensor),)
+    if rest.startswith("mlp."):
+        names = ("gate_proj", "up_proj", "down_proj")
+        return _gated(parameter, shape, f"{prefix}.mlp", rest.removeprefix("mlp."), names, tensor)
+    raise _unknown(parameter)
+
+
+def _outside_layers(
+    parameter: str, shape: Shape, naming: Naming, tensor: Seat
+) -> tuple[Region, ...]:
+    embeddings = "model.embed_tokens.weight"
+    if parameter == "decoder.final_layernorm.weight":
+        return (_band("model.norm.weight", parameter, shape),)
+    if parameter == "embedding.word_embeddings.weight":
+        return _of_vocabulary(embeddings, parameter, shape, naming, tensor)
+    if parameter == "output_layer.weight":
+        name = embeddings if naming.tied else "lm_head.weight"
+        return _of_vocabulary(name, parameter, shape, naming, tensor)
+    raise _unknown(parameter)
+
+
+def _of_vocabulary(
+    name: str, parameter: str, shape: Shape, naming: Naming, tensor: Seat
+) -> tuple[Region, ...]:
+    """The rows that stand for tokens; those behind them are padding."""
+    start = tensor.rank * shape[0]
+    rows = min(shape[0], naming.vocabulary - start)
+    if rows <= 0:
+        return ()
+    return (_band(name, parameter, shape, (0, rows), start, naming.vocabulary),)
+
+
+def _by_group(
+    parameter: str, shape: Shape, prefix: str, kind: str, naming: Naming, tensor: Seat
+) -> tuple[Region, ...]:
+    """q, k and v: for each group of this rank the queries of its heads, then its keys, then its values."""
+    each = naming.groups // tensor.ranks
+    queries, dim = naming.heads // naming.groups * naming.head_dim, naming.head_dim
+    found = []
+    for letter, first, rows in (("q", 0, queries), ("k", queries, dim), ("v", queries + dim, dim)):
+        for number in range(each):
+            band = (number * (queries + 2 * dim) + first, rows)
+            start = (tensor.rank * each + number) * rows
+            name = f"{prefix}.{letter}_proj.{kind}"
+            found.append(_band(name, parameter, shape, band, start, naming.groups * rows))
+    return tuple(found)
+
+
+def _gated(
+    parameter: str, shape: Shape, prefix: str, rest: str, names: tuple[str, str, str], seat: Seat
+) -> tuple[Region, ...]:
+    """The matrices of a gated layer: gate above up in the first, the second cut by columns."""
+    gate, up, down = names
+    if rest == "linear_fc2.weight":
+        return (_columns(f"{prefix}.{down}.weight", parameter, shape, seat),)
+    if rest not in ("linear_fc1.weight", "linear_fc1.bias"):
+        raise _unknown(parameter)
+    kind, rows = rest.rpartition(".")[2], shape[0] // 2
+    return tuple(
+        _band(
+            f"{prefix}.{name}.{kind}",
+            parameter,
+            shape,
+            (half * rows, rows),
+            seat.rank * rows,
+            seat.ranks * rows,
+        )
+        for half, name in enumerate((gate, up))
+    )
+
+
+def _band(
+    name: str,
+    parameter: str,
+    shape: Shape,
+    band: tuple[int, int] | None = None,
+    start: int = 0,
+    total: int | None = None,
+) -> Region:
+    """Some rows of a parameter (first, count; all when not given), as those from `start` on of a tensor with `total`."""
+    first, count = band or (0, shape[0])
+    rest = shape[1:]
+    zeros = (0,) * len(rest)
+    return Region(
+        name,
+        (count if total is None else total, *rest),
+        parameter,
+        Box((first, *zeros), (count, *rest)),
+        tuple(range(len(shape))),
+        (start, *zeros),
+    )
+
+
+def _columns(name: str, parameter: str, shape: Shape, seat: Seat) -> Region:
+    """All of a matrix that is this rank's columns of a tensor."""
+    rows, columns = shape
+    total = (rows, columns * seat.ranks)
+    return Region(name, total, parameter, whole(shape), (0, 1), (0, columns * seat.rank))
+
+
+def _unknown(parameter: str) -> IncompatibleError:
+    return IncompatibleError(
+        f"Megatron's parameter {parameter} has no counterpart in a Hugging Face checkpoint that is known here",
+        want="the parameters of a Llama-shaped model",
+        do="train this model with engine.kind=torch",
+    )

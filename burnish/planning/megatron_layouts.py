@@ -1,0 +1,64 @@
+"""The ways in which the Megatron engine can divide a model among devices.
+
+As `burnish.engines.megatron.fitting` and `burnish.config.check_engine` would let it. Processes that share
+matrices or tokens are of one machine; stages of a pipeline need not be. Left out: which of them fit, and how quick they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from burnish.config.schema import EngineConfig
+from burnish.planning.devices import PER_MACHINE
+from burnish.planning.shape import Layer, ModelShape
+
+_VIRTUAL = (1, 2, 4)
+"""Virtual stages that are tried."""
+
+
+def degrees(shape: ModelShape, engine: EngineConfig, devices: int) -> Iterator[dict[str, int]]:
+    """Settings of `engine` by name, for so many devices."""
+    machine = _divisors(min(PER_MACHINE, devices))
+    for tensor, sequence in product(machine, machine):
+        rest, over = divmod(devices, tensor * sequence)
+        whole = not engine.megatron_sequence_parallel and any(
+            layer.experts for layer, _ in shape.layers
+        )
+        if over or tensor * sequence > PER_MACHINE or (whole and tensor > 1):
+            continue
+        if not all(_divides(tensor, sequence, layer) for layer, _ in shape.layers):
+            continue
+        for pipeline, virtual in product(_divisors(rest), _VIRTUAL):
+            if pipeline * virtual > shape.depth or (virtual > 1 and pipeline == 1):
+                continue
+            for experts in _of_experts(shape, tensor, devices // pipeline):
+                yield {
+                    "tensor_parallel": tensor,
+                    "sequence_parallel": sequence,
+                    "pipeline_parallel": pipeline,
+                    "virtual_stages": virtual,
+                    **experts,
+                }
+
+
+def _of_experts(shape: ModelShape, tensor: int, stage: int) -> Iterator[dict[str, int]]:
+    """How the experts of a layer may be divided among the processes of a stage."""
+    mixtures = [layer for layer, _ in shape.layers if layer.experts]
+    if not mixtures:
+        yield {}
+        return
+    layer = mixtures[0]
+    for within, among in product(sorted({1, tensor}), _divisors(layer.experts)):
+        if layer.intermediate % within == 0 and stage % (within * among) == 0:
+            yield {"expert_parallel": among, "expert_tensor_parallel": within}
+
+
+def _divides(tensor: int, sequence: int, layer: Layer) -> bool:
+    """Whether heads and columns of a layer can be shared by so many."""
+    heads = layer.heads % (tensor * sequence) == 0 and layer.key_heads % tensor == 0
+    return heads and (layer.experts > 0 or layer.intermediate % tensor == 0)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

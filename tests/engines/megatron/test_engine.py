@@ -1,0 +1,205 @@
+"""The engine's verbs beside the contract: gradients that add up, steps that are skipped, parking, a frozen model beside it, bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from contracts.engine import BETAS, CLIP, LR, cut, loss, make_examples
+from distributed import run_ranks
+from tiny import VOCAB, save_tiny, tiny_config
+from torch import Tensor
+from transformers import AutoConfig
+
+from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.engines.base import Part
+from burnish.engines.making import make_frozen
+from burnish.engines.megatron.building import build_stages
+from burnish.engines.megatron.calls import megatron_called
+from burnish.engines.megatron.engine import MegatronEngine
+from burnish.engines.megatron.mesh import MegatronMesh
+from burnish.errors import BurnishError
+from burnish.models.sources import SafetensorsSource
+from burnish.parallel.layout import Layout
+from burnish.parallel.processes import process_group
+from burnish.records import MicroBatch, TokenOutputs
+from burnish.tracking.metrics import Stats
+
+CPU = torch.device("cpu")
+LAYOUTS: list[dict[str, Any]] = [
+    {"pipeline_parallel": 2, "virtual_stages": 2},
+    {"tensor_parallel": 2},
+    {},
+]
+
+
+def make_engine(
+    layout: Layout, path: Path, settings: Mapping[str, Any], precision: str = "fp32"
+) -> MegatronEngine:
+    config = EngineConfig(
+        kind="megatron", precision=precision, max_grad_norm=CLIP, max_skipped_steps=2, **settings
+    )
+    optim = OptimConfig(betas=BETAS, weight_decay=0.1)
+    hf_config = AutoConfig.from_pretrained(path)
+    engine = MegatronEngine(hf_config, config, optim, layout=layout, device=CPU)
+    engine.load(SafetensorsSource(path), Part.WEIGHTS)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("m"), "qwen3", torch.float32, num_hidden_layers=4)
+
+
+def poisoned(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
+    """A loss that is not finite where there is something to train on."""
+    value, stats = loss(outputs, micro)
+    return value * (float("nan") if bool(micro.loss_mask.any()) else 1.0), stats
+
+
+def verbs_rank(layout: Layout, path: Path, layouts: Sequence[Mapping[str, Any]]) -> list[Any]:
+    found = []
+    for settings in layouts:
+        engine = make_engine(layout, path, settings)
+        alone = cut(make_examples(VOCAB)[:1], engine.layout, 1)
+        value = engine.forward_backward(alone, loss).values_by_name()["loss"]
+        engine.forward_backward(alone, loss)
+        norm = engine.optim_step(LR).values_by_name()["grad_norm"]
+        engine.forward_backward(alone, poisoned)
+        before = [shard.tensor.clone() for shard in engine.shards(Part.WEIGHTS)]
+        skipped = engine.optim_step(LR).values_by_name()["skipped"]
+        kept = all(
+            torch.equal(shard.tensor, then)
+            for shard, then in zip(engine.shards(Part.WEIGHTS), before, strict=True)
+        )
+        state = (engine.steps, engine.skipped_in_a_row, kept)
+        engine.forward_backward(alone, poisoned)
+        with pytest.raises(BurnishError, match="not finite in 2 steps in a row"):
+            engine.optim_step(LR)
+        found.append((value, norm, skipped, *state))
+        engine.close()
+    return found
+
+
+def test_gradients_add_up_over_calls_and_a_nan_on_one_share_skips_the_step(model: Path) -> None:
+    """With one sequence for all ranks, so that some have nothing but filler."""
+    ((value, norm, *_),) = run_ranks(verbs_rank, 1, model, [{}])[0]
+    for rank in run_ranks(verbs_rank, 2, model, LAYOUTS):
+        for found in rank:
+            assert found[:2] == pytest.approx((value, norm), rel=1e-5)
+            assert found[2:] == (1.0, 1, 1, True)
+
+
+def parked_rank(layout: Layout, path: Path, layouts: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Two runs of two steps, between whose steps one engine is parked; and a frozen engine beside it."""
+    found = []
+    for settings in layouts:
+        runs = []
+        for parks in (False, True):
+            engine = make_engine(layout, path, settings)
+            frozen = make_frozen(
+                AutoConfig.from_pretrained(path),
+                engine._config,
+                layout=layout,
+                device=CPU,
+                beside=engine,
+            )
+            frozen.load(SafetensorsSource(path), Part.WEIGHTS)
+            batch = cut(make_examples(VOCAB), engine.layout, 2)
+            first = engine.forward(batch)
+            beside = frozen.forward(batch)
+            engine.forward_backward(batch, loss)
+            engine.optim_step(LR)
+            slot = next(iter(engine.shards(Part.TRAINING))).tensor
+            if parks:
+                with engine.parked():
+                    assert slot.untyped_storage().nbytes() == 0
+            engine.forward_backward(batch, loss)
+            norm = engine.optim_step(LR).values_by_name()["grad_norm"]
+            parts = [s.tensor.clone() for p in Part for s in engine.shards(p)]
+            runs.append((norm, parts))
+            equal = [
+                torch.equal(a.logprobs, b.logprobs) for a, b in zip(first, beside, strict=True)
+            ]
+            with pytest.raises(BurnishError, match="a frozen engine was asked to train"):
+                frozen.optim_step(LR)
+            frozen.close()
+            engine.close()
+        (norm, parts), (again, others) = runs
+        same = all(torch.equal(a, b) for a, b in zip(parts, others, strict=True))
+        found.append((norm == again, same, all(equal)))
+    return found
+
+
+def test_parking_changes_no_bit_and_a_frozen_engine_shares_the_groups(model: Path) -> None:
+    for rank in run_ranks(parked_rank, 2, model, LAYOUTS):
+        assert rank == [(True, True, True)] * len(LAYOUTS)
+
+
+def losses_rank(layout: Layout, path: Path, precision: str) -> tuple[list[float], set[Any]]:
+    engine = make_engine(layout, path, {}, precision)
+    batch = cut(make_examples(VOCAB), engine.layout, 3)
+    losses = []
+    for _ in range(5):
+        losses.append(engine.forward_backward(batch, loss).values_by_name()["loss"])
+        engine.optim_step(LR)
+    kinds = {(part, shard.tensor.dtype) for part in Part for shard in engine.shards(part)}
+    kinds |= {("published", shard.tensor.dtype) for shard in engine.published()}
+    return losses, kinds
+
+
+def test_bf16_learns_as_fp32_does_with_fp32_main_weights(model: Path) -> None:
+    exact, _ = run_ranks(losses_rank, 2, model, "fp32")[0]
+    rough, kinds = run_ranks(losses_rank, 2, model, "bf16")[0]
+    assert rough == pytest.approx(exact, rel=2e-2)
+    assert rough != exact
+    assert kinds == {
+        (Part.WEIGHTS, torch.float32),
+        (Part.TRAINING, torch.float32),
+        ("published", torch.bfloat16),
+    }
+
+
+def waiting_rank(layout: Layout) -> set[float]:
+    mesh = MegatronMesh.of(EngineConfig(kind="megatron", pipeline_parallel=2), CPU)
+    waits = {
+        group._get_backend(CPU).options._timeout.total_seconds()
+        for group in vars(mesh.groups).values()
+        if isinstance(group, dist.ProcessGroup)
+    }
+    mesh.close()
+    return waits
+
+
+def test_all_groups_wait_as_long_as_is_configured() -> None:
+    assert run_ranks(waiting_rank, 2, timeout=88.0) == [{88.0}] * 2
+
+
+def test_a_frozen_mixture_is_on_the_device() -> None:
+    """Megatron leaves a router's weight on the host; `meta` stands for another device."""
+    with process_group(CPU, 60):
+        config = EngineConfig(kind="megatron", precision="fp32")
+        mesh = MegatronMesh.of(config, CPU)
+        shape = tiny_config("qwen3_moe")
+        with (
+            megatron_called(),
+            mock.patch.object(torch.cuda, "current_device", return_value="meta"),
+        ):
+            [stage] = build_stages(shape, config, mesh, CPU)
+        mesh.close()
+    assert {str(parameter.device) for parameter in stage.parameters()} == {"meta"}
+
+
+def test_a_run_may_follow_another_in_one_process() -> None:
+    """Megatron remembers groups; those of a run that has ended are gone."""
+    config = EngineConfig(kind="megatron")
+    for _ in range(2):
+        with process_group(CPU, 60):
+            assert MegatronMesh.of(config, CPU).groups.tp.size() == 1
+    with process_group(CPU, 60):
+        MegatronMesh.of(config, CPU).close()

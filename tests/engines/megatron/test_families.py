@@ -1,0 +1,157 @@
+"""Families: what Megatron says of a model is what transformers says, and what it would say wrongly is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contracts.engine import assert_relative, cut, make_examples, score_by_hand
+from distributed import run_ranks
+from tiny import VOCAB, save_tiny, tiny_config
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from burnish.config.schema import EngineConfig
+from burnish.engines.base import Part
+from burnish.engines.megatron.building import pipeline_layout
+from burnish.engines.megatron.engine import MegatronEngine
+from burnish.engines.megatron.fitting import require_fitting
+from burnish.errors import UsageError
+from burnish.models.sources import SafetensorsSource
+from burnish.models.value_head import value_config
+from burnish.parallel.layout import Layout
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+WINDOWS = {
+    "layer_types": ["full_attention", "sliding_attention"],
+    "use_sliding_window": True,
+    "sliding_window": 5,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama 3": ("llama", {"rope_parameters": LLAMA3}),
+    "yarn": ("llama", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {}),
+    "mixtral": ("mixtral", {}),
+    "qwen2": ("qwen2", WINDOWS),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen3_moe renormalized": ("qwen3_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2}),
+}
+
+
+def said_rank(layout: Layout, paths: Sequence[Path], temperature: float) -> list[list[Tensor]]:
+    found = []
+    for path in paths:
+        config = EngineConfig(kind="megatron", precision="fp32")
+        hf_config = AutoConfig.from_pretrained(path)
+        engine = MegatronEngine(hf_config, config, None, layout=layout, device=torch.device("cpu"))
+        engine.load(SafetensorsSource(path), Part.WEIGHTS)
+        batch = cut(make_examples(VOCAB), engine.layout, 6, temperature)
+        found.append([output.logprobs for output in engine.forward(batch)])
+        engine.close()
+    return found
+
+
+def test_every_family_says_what_transformers_says(tmp_path: Path) -> None:
+    paths = [
+        save_tiny(tmp_path / name, family, torch.float32, **changes)
+        for name, (family, changes) in MODELS.items()
+    ]
+    found = run_ranks(said_rank, 1, paths, 1.0)[0]
+    for name, path, (logprobs,) in zip(MODELS, paths, found, strict=True):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        with torch.no_grad():
+            wanted = [score_by_hand(model, example)[0] for example in make_examples(VOCAB)]
+        assert_relative(logprobs, torch.cat(wanted), 1e-5, name)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("gemma3_text", {}, "does not know models of type gemma3_text"),
+        ("llama", {"attention_bias": True}, "attention_bias"),
+        ("llama", {"mlp_bias": True}, "mlp_bias"),
+        ("qwen3", {"hidden_act": "gelu"}, "the activation gelu"),
+        ("llama", {"rope_parameters": {**YARN, "rope_type": "dynamic"}}, "dynamic"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(
+    family: str, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        require_fitting(tiny_config(family, **changes), EngineConfig(kind="megatron"))
+    assert "engine.kind=torch" in str(caught.value)
+
+
+def test_a_value_head_is_refused() -> None:
+    with pytest.raises(UsageError, match="another head than a vocabulary"):
+        require_fitting(value_config(tiny_config("qwen3")), EngineConfig(kind="megatron"))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "said"),
+    [
+        ("qwen3", {"tensor_parallel": 3}, "engine.tensor_parallel: 3, 4 attention heads"),
+        ("qwen3", {"tensor_parallel": 4}, "engine.tensor_parallel: 4, 2 key heads"),
+        (
+            "qwen3",
+            {"tensor_parallel": 2, "sequence_parallel": 4},
+            "2 attention heads on each of 2 tensor ranks",
+        ),
+        ("qwen3", {"pipeline_parallel": 2, "virtual_stages": 2}, "2 layers"),
+        ("qwen3", {"expert_parallel": 2}, "a dense model"),
+        ("qwen3_moe", {"expert_parallel": 3}, "engine.expert_parallel: 3, 4 experts"),
+        ("qwen3_moe", {"expert_tensor_parallel": 5}, "24 columns of an expert"),
+        (
+            "qwen3_moe",
+            {"tensor_parallel": 2, "megatron_sequence_parallel": False},
+            "megatron_sequence_parallel: false",
+        ),
+    ],
+)
+def test_degrees_that_do_not_fit_the_model_are_refused(
+    family: str, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        require_fitting(tiny_config(family), EngineConfig(kind="megatron", **settings))
+
+
+def test_more_tensor_ranks_than_the_vocabulary_has_rows_for_are_refused() -> None:
+    changes = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 5}
+    with pytest.raises(UsageError, match=r"engine\.tensor_parallel: 4, 5 tokens"):
+        require_fitting(
+            tiny_config("llama", **changes), EngineConfig(kind="megatron", tensor_parallel=4)
+        )
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(4, 4), (5, 4), (7, 2), (28, 8)])
+def test_layers_are_dealt_out_evenly_in_order(layers: int, stages: int) -> None:
+    config = EngineConfig(kind="megatron", pipeline_parallel=stages // 2, virtual_stages=2)
+    layout = pipeline_layout(layers, config)
+    assert layout is not None
+    assert [kind for stage in layout for kind in stage] == [
+        "embedding",
+        *["decoder"] * layers,
+        "loss",
+    ]
+    counts = [stage.count("decoder") for stage in layout]
+    assert len(counts) == stages
+    assert sorted(counts, reverse=True) == counts
+    assert counts[0] - counts[-1] <= 1

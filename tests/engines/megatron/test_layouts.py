@@ -1,0 +1,180 @@
+"""Every Megatron layout × kind of model × recomputation against one plain transformers process, in fp32.
+
+The suite runs a part in which every layout meets every kind of model; `make contract` runs all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contracts.engine import (
+    BETAS,
+    CLIP,
+    assert_relative,
+    make_examples,
+    train,
+    train_by_hand,
+    whole,
+)
+from distributed import run_ranks
+from tiny import VOCAB, save_tiny
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.engines.base import Part
+from burnish.engines.megatron.engine import MegatronEngine
+from burnish.models.names import model_shards
+from burnish.models.sources import SafetensorsSource
+from burnish.parallel.layout import Layout
+
+OPTIM = OptimConfig(betas=BETAS, weight_decay=0.1)
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {}),
+    "dp 2": (2, {}),
+    "tp 2": (2, {"tensor_parallel": 2, "megatron_sequence_parallel": False}),
+    "tp 2 + sp": (2, {"tensor_parallel": 2}),
+    "sequence 2": (2, {"sequence_parallel": 2}),
+    "pp 2": (2, {"pipeline_parallel": 2}),
+    "vpp": (2, {"pipeline_parallel": 2, "virtual_stages": 2}),
+    "ep 2": (2, {"expert_parallel": 2}),
+    "etp 1 x tp 2": (2, {"tensor_parallel": 2, "expert_tensor_parallel": 1}),
+    "etp 2": (2, {"expert_tensor_parallel": 2}),
+    "tp 2 x pp 2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "dp 2 x tp 2": (4, {"tensor_parallel": 2}),
+    "dp 2 x pp 2": (4, {"pipeline_parallel": 2}),
+    "sequence 2 x tp 2": (4, {"sequence_parallel": 2, "tensor_parallel": 2}),
+    "ep 2 x etp 2": (4, {"tensor_parallel": 2, "expert_parallel": 2}),
+    "ep 2 x tp 2": (4, {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}),
+    "ep 2 x pp 2": (4, {"expert_parallel": 2, "pipeline_parallel": 2}),
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen2", {"num_hidden_layers": 4, "tie_word_embeddings": False}),
+    "tied": ("qwen3", {"num_hidden_layers": 5}),  # which no number of stages divides
+    "moe": ("qwen3_moe", {"num_hidden_layers": 4}),
+}
+RECOMPUTED = ("none", "full", "selective")
+PER_MICRO = {1: 3, 2: 2, 4: 1}
+"""Sequences in a micro-batch, by processes: some ranks have none in the last round, and rounds are filled up for virtual stages."""
+Case = tuple[str, str, str]
+"""Layout, kind of model, what is computed again."""
+
+
+def has_meaning(name: str, kind: str) -> bool:
+    """Whether Megatron cuts such a model so."""
+    return name != "tp 2" if kind == "moe" else "ep" not in name and "etp" not in name
+
+
+ALL_CASES: list[Case] = [
+    case for case in product(LAYOUTS, MODELS, RECOMPUTED) if has_meaning(case[0], case[1])
+]
+
+
+def some_cases() -> list[Case]:
+    """On one and two processes every layout with every kind of model, on four each layout with one; each way to recompute in turn."""
+    pairs = [
+        (name, kind)
+        for i, name in enumerate(LAYOUTS)
+        for j, kind in enumerate(MODELS)
+        if LAYOUTS[name][0] < 4 or "ep" in name or (i + j) % len(MODELS) == 0
+    ]
+    kept = [pair for pair in pairs if has_meaning(*pair)]
+    return [(*pair, RECOMPUTED[i % len(RECOMPUTED)]) for i, pair in enumerate(kept)]
+
+
+def train_rank(
+    layout: Layout, cases: Sequence[tuple[Path, Mapping[str, Any]]]
+) -> list[dict[str, Any]]:
+    found = []
+    for path, settings in cases:
+        config = EngineConfig(
+            kind="megatron", precision="fp32", max_grad_norm=CLIP, logprob_chunk=5, **settings
+        )
+        hf_config = AutoConfig.from_pretrained(path)
+        engine = MegatronEngine(hf_config, config, OPTIM, layout=layout, device=torch.device("cpu"))
+        engine.load(SafetensorsSource(path), Part.WEIGHTS)
+        found.append(train(engine, make_examples(VOCAB), PER_MICRO[layout.world]))
+        engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        kind: save_tiny(root / kind, family, torch.float32, **changes)
+        for kind, (family, changes) in MODELS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def oracles(models: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """What comes of the same by plain transformers, weights and moments by canonical name."""
+    found = {}
+    for kind, path in models.items():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        wanted = train_by_hand(model, make_examples(VOCAB))
+        moments: dict[str, Tensor] = {}
+        for slot in ("exp_avg", "exp_avg_sq"):
+            of_slot = {n: wanted["slots"][f"{slot}/{n}"] for n, _ in model.named_parameters()}
+            moments |= {s.spec.name: s.tensor for s in model_shards(model, of_slot, f"{slot}/")}
+        weights = {shard.spec.name: shard.tensor for shard in model_shards(model)}
+        found[kind] = {**wanted, "slots": moments, "weights": weights}
+    return found
+
+
+def check_cases(
+    models: Mapping[str, Path], oracles: Mapping[str, Any], cases: Sequence[Case], timeout: float
+) -> None:
+    """Run cases of as many processes and compare all that five steps leave."""
+    told = [
+        (models[kind], LAYOUTS[name][1] | {"activation_checkpointing": recomputed})
+        for name, kind, recomputed in cases
+    ]
+    ranks = run_ranks(train_rank, LAYOUTS[cases[0][0]][0], told, timeout=timeout)
+    for number, case in enumerate(cases):
+        require_alike([rank[number] for rank in ranks], oracles[case[1]], case)
+
+
+def require_alike(
+    ranks: Sequence[Mapping[str, Any]], wanted: Mapping[str, Any], case: Case
+) -> None:
+    for found in ranks:
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5), case
+        assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5), case
+        for number, said in found["logprobs"].items():
+            for tensor, by_hand in zip(said, wanted["logprobs"][number], strict=True):
+                assert_relative(tensor, by_hand, 1e-5, f"{case}: sequence {number}")
+    seen = {number for found in ranks for number in found["logprobs"]}
+    assert seen == set(wanted["logprobs"])
+    shapes = {name: shape for found in ranks for name, shape in found["shapes"].items()}
+    for part in ("weights", "slots"):
+        built = whole([found[part] for found in ranks], shapes)
+        assert built.keys() == wanted[part].keys()
+        for name, tensor in wanted[part].items():
+            assert_relative(built[name], tensor, 1e-5, f"{case}: {name}")
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_layout_trains_like_one_plain_model(
+    models: dict[str, Path], oracles: dict[str, dict[str, Any]], world: int
+) -> None:
+    cases = [case for case in some_cases() if LAYOUTS[case[0]][0] == world]
+    check_cases(models, oracles, cases, timeout=280)
+
+
+@pytest.mark.contract
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_whole_contract(
+    models: dict[str, Path], oracles: dict[str, dict[str, Any]], name: str, kind: str
+) -> None:
+    cases = [case for case in ALL_CASES if case[:2] == (name, kind)]
+    if cases:
+        check_cases(models, oracles, cases, timeout=3500)

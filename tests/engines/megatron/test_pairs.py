@@ -1,0 +1,104 @@
+"""Saved at one layout of either engine, loaded at any other: every weight and slot bit-equal, the next loss the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layout_pairs import Layouts, require_every_pair
+from tiny import save_tiny
+from transformers import AutoConfig
+
+from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.engines.base import Engine
+from burnish.engines.megatron.engine import MegatronEngine
+from burnish.engines.torch_engine import TorchEngine
+from burnish.parallel.layout import Layout
+
+CPU = torch.device("cpu")
+PLAIN_TP: dict[str, Any] = {"tensor_parallel": 2, "megatron_sequence_parallel": False}
+TORCH: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"torch 1": {}},
+    2: {"torch fsdp 2": {}, "torch tp 2": {"tensor_parallel": 2}},
+    4: {"torch fsdp 4": {}, "torch hsdp 2x2": {"replicas": 2}},
+}
+MEGATRON: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"1": {}},
+    2: {
+        "dp 2": {},
+        "tp 2 + sp": {"tensor_parallel": 2},
+        "pp 2": {"pipeline_parallel": 2},
+        "vpp": {"pipeline_parallel": 2, "virtual_stages": 2},
+        "sequence 2": {"sequence_parallel": 2},
+    },
+    4: {
+        "tp 2 x pp 2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+        "dp 2 x tp 2": {"tensor_parallel": 2},
+    },
+}
+
+
+def layouts(more: dict[str, dict[str, Any]]) -> Layouts:
+    """Of both engines, with more of two processes."""
+    megatron = {**MEGATRON, 2: MEGATRON[2] | more}
+    return {
+        world: TORCH[world]
+        | {name: {"kind": "megatron", **told} for name, told in megatron[world].items()}
+        for world in TORCH
+    }
+
+
+def make_engine(layout: Layout, path: Path, settings: Mapping[str, Any]) -> Engine:
+    config = EngineConfig(**{"precision": "fp32", "logprob_chunk": 5, **settings})
+    made = MegatronEngine if config.kind == "megatron" else TorchEngine
+    hf_config = AutoConfig.from_pretrained(path)
+    return made(hf_config, config, OptimConfig(), layout=layout, device=CPU)
+
+
+def save_mixture(directory: Path) -> Path:
+    """With tied embeddings, and layers with experts and without; four of them."""
+    changes = {"tie_word_embeddings": True, "num_hidden_layers": 4}
+    return save_tiny(directory, "qwen3_moe", torch.float32, **changes)
+
+
+def save_dense(directory: Path) -> Path:
+    """With biases and an output layer of its own, and five layers, which no two stages share evenly."""
+    changes = {"tie_word_embeddings": False, "num_hidden_layers": 5}
+    return save_tiny(directory, "qwen2", torch.float32, **changes)
+
+
+@pytest.mark.timeout(600)
+def test_every_layout_is_saved_and_loaded(tmp_path: Path) -> None:
+    """Of each engine by the other, and by layouts of its own."""
+    path = save_mixture(tmp_path / "m")
+    told = layouts({"ep 2": {"expert_parallel": 2}})
+    require_every_pair(make_engine, path, tmp_path, told, each=[6])
+
+
+def test_every_pair_in_bf16(tmp_path: Path) -> None:
+    """The fp32 weights of the optimizer are saved, and the bf16 ones made of them."""
+    told = {"torch fsdp 2": {}, "ep 2": {"expert_parallel": 2}, "pp 2": {"pipeline_parallel": 2}}
+    in_bf16 = {
+        name: {"precision": "bf16", "kind": "torch" if "torch" in name else "megatron", **settings}
+        for name, settings in told.items()
+    }
+    path = save_mixture(tmp_path / "m")
+    require_every_pair(make_engine, path, tmp_path, {2: in_bf16}, relative=1e-2)
+
+
+@pytest.mark.contract
+@pytest.mark.timeout(3600)
+def test_every_pair_with_a_mixture(tmp_path: Path) -> None:
+    path = save_mixture(tmp_path / "m")
+    told = layouts({"ep 2": {"expert_parallel": 2}})
+    require_every_pair(make_engine, path, tmp_path, told)
+
+
+@pytest.mark.contract
+@pytest.mark.timeout(3600)
+def test_every_pair_with_a_dense_model(tmp_path: Path) -> None:
+    path = save_dense(tmp_path / "m")
+    require_every_pair(make_engine, path, tmp_path, layouts({"tp 2": PLAIN_TP}))

@@ -1,0 +1,72 @@
+"""The Megatron engine on one device: the torch engine's numbers, in fp32 and in bf16, and nothing lost by parking."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contracts.engine import BETAS, CLIP, assert_relative, make_examples, train
+from engines_for_tests import make_engine
+from tiny import VOCAB, save_tiny
+from transformers import AutoConfig
+
+from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.engines.base import Part
+from burnish.engines.megatron.engine import MegatronEngine
+from burnish.models.sources import SafetensorsSource
+from burnish.parallel.layout import Layout
+
+FAMILIES = ["llama", "qwen3", "qwen3_moe"]
+
+
+def megatron(
+    layout: Layout, path: Path, device: torch.device, precision: str, **settings: Any
+) -> MegatronEngine:
+    config = EngineConfig(kind="megatron", precision=precision, max_grad_norm=CLIP, **settings)
+    optim = OptimConfig(betas=BETAS, weight_decay=0.1)
+    hf_config = AutoConfig.from_pretrained(path)
+    engine = MegatronEngine(hf_config, config, optim, layout=layout, device=device)
+    engine.load(SafetensorsSource(path), Part.WEIGHTS)
+    return engine
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 3e-2)])
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trains_like_the_torch_engine(
+    tmp_path: Path,
+    alone: Layout,
+    device: torch.device,
+    family: str,
+    precision: str,
+    tolerance: float,
+    recomputed: str,
+) -> None:
+    path = save_tiny(tmp_path / family, family, torch.float32)
+    wanted = train(
+        make_engine(alone, path, device=device, precision=precision), make_examples(VOCAB), 2
+    )
+    engine = megatron(alone, path, device, precision, activation_checkpointing=recomputed)
+    found = train(engine, make_examples(VOCAB), 2)
+    for kind in ("losses", "norms"):
+        assert found[kind] == pytest.approx(wanted[kind], rel=tolerance), kind
+    for number, outputs in wanted["logprobs"].items():
+        assert_relative(found["logprobs"][number][0], outputs[0], tolerance, f"example {number}")
+    assert {shard.tensor.device for part in Part for shard in engine.shards(part)} == {device}
+    engine.close()
+
+
+def test_parking_frees_the_device_and_changes_no_bit(
+    tmp_path: Path, alone: Layout, device: torch.device
+) -> None:
+    path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
+    engine = megatron(alone, path, device, "bf16")
+    before = [shard.tensor.clone() for part in Part for shard in engine.shards(part)]
+    with engine.parked():
+        if device.type == "cuda":
+            assert torch.cuda.memory_allocated(device) < sum(tensor.nbytes for tensor in before)
+    after = [shard.tensor for part in Part for shard in engine.shards(part)]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    engine.close()

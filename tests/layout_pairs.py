@@ -1,0 +1,148 @@
+"""Saved at one layout, loaded at any other: what every pair of layouts owes, whatever engines they are of.
+
+Each layout saves once; each then loads what every other has saved, one after the other into one engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contracts.engine import LR, cut, loss, make_examples, whole
+from distributed import run_ranks
+from tiny import VOCAB
+from torch import Tensor
+
+from burnish.checkpoint.committed import newest
+from burnish.checkpoint.contents import Contents, ModelContents
+from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.tensor_sets import MAIN
+from burnish.engines.base import Engine, Part
+from burnish.models.sources import SafetensorsSource
+from burnish.parallel.layout import Layout
+
+Make = Callable[[Layout, Path, Mapping[str, Any]], Engine]
+"""Makes the engine of the model in a directory, with these settings; a function at the top level of its module."""
+Layouts = Mapping[int, Mapping[str, Mapping[str, Any]]]
+"""By processes and name: what the engine is told."""
+
+
+def require_every_pair(
+    make: Make,
+    path: Path,
+    root: Path,
+    layouts: Layouts,
+    each: Sequence[int] | None = None,
+    relative: float = 1e-6,
+) -> None:
+    """Weights and slots that were saved are loaded bit for bit, and the loss of the next step is that of the first layout.
+
+    `path` is a directory with the model to begin from, `root` one for checkpoints. With `each` a layout
+    loads not from all, but from those that are so many places behind it, in the order given. `relative`
+    says how far the loss may be off where layouts differ.
+    """
+    saved: dict[str, list[dict[str, Any]]] = {}
+    for world, of_world in layouts.items():
+        ranks = run_ranks(save_rank, world, make, path, root, of_world, timeout=400)
+        saved |= {name: [rank[name] for rank in ranks] for name in of_world}
+    names = list(saved)
+    writers = {
+        name: names if each is None else [names[(at + by) % len(names)] for by in each]
+        for at, name in enumerate(names)
+    }
+    first = saved[names[0]][0]["loss"]
+    for world, of_world in layouts.items():
+        told = {name: (settings, writers[name]) for name, settings in of_world.items()}
+        ranks = run_ranks(load_rank, world, make, path, root, told, timeout=400)
+        for reader in of_world:
+            for number, writer in enumerate(writers[reader]):
+                loaded = [rank[reader][number] for rank in ranks]
+                pair = f"{writer} to {reader}"
+                _require_same(loaded, saved[writer], pair)
+                again = saved[writer][0]["loss"] if reader == writer else first
+                tolerance = 1e-6 if reader == writer else relative
+                for rank in loaded:
+                    assert rank["loss"] == pytest.approx(again, rel=tolerance), pair
+
+
+def save_rank(
+    layout: Layout, make: Make, path: Path, root: Path, layouts: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """By layout, what was saved after two steps below `root / name`."""
+    return {
+        name: _save(layout, make(layout, path, told), path, root / name)
+        for name, told in layouts.items()
+    }
+
+
+def load_rank(
+    layout: Layout,
+    make: Make,
+    path: Path,
+    root: Path,
+    layouts: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]],
+) -> dict[str, list[dict[str, Any]]]:
+    """By layout, what the checkpoints of these layouts give."""
+    return {
+        name: _load(layout, make(layout, path, settings), [root / each for each in writers])
+        for name, (settings, writers) in layouts.items()
+    }
+
+
+def _save(layout: Layout, engine: Engine, path: Path, root: Path) -> dict[str, Any]:
+    engine.load(SafetensorsSource(path), Part.WEIGHTS)
+    batch = cut(make_examples(VOCAB), engine.layout, 2)
+    for _ in range(2):
+        engine.forward_backward(batch, loss)
+        engine.optim_step(LR)
+    weights, training = list(engine.shards(Part.WEIGHTS)), list(engine.shards(Part.TRAINING))
+    model = ModelContents(weights, training, write_assets=lambda directory: None)
+    contents = Contents(models={MAIN: model}, state={"steps": engine.steps})
+    with Checkpoints(root, layout) as checkpoints:
+        checkpoints.save(2, contents)
+    found = _held(engine)
+    engine.close()
+    return found
+
+
+def _load(layout: Layout, engine: Engine, roots: list[Path]) -> list[dict[str, Any]]:
+    found = []
+    for root in roots:
+        step = newest(root)
+        assert step is not None
+        source = CheckpointSource(step, layout)
+        for part in Part:
+            engine.load(source, part)
+        engine.steps = step.state["steps"]
+        found.append(_held(engine))
+        engine.optim_step(LR)
+    engine.close()
+    return found
+
+
+def _held(engine: Engine) -> dict[str, Any]:
+    """This rank's pieces, and the loss of the next step."""
+    pieces = [
+        (shard.spec.name, shard.box, shard.tensor.clone(), shard.spec.shape)
+        for part in Part
+        for shard in engine.shards(part)
+    ]
+    batch = cut(make_examples(VOCAB), engine.layout, 2)
+    stats = engine.forward_backward(batch, loss)
+    return {"pieces": pieces, "loss": stats.values_by_name()["loss"]}
+
+
+def _together(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
+    shapes = {name: shape for rank in ranks for name, _, _, shape in rank["pieces"]}
+    return whole([[piece[:3] for piece in rank["pieces"]] for rank in ranks], shapes)
+
+
+def _require_same(loaded: list[dict[str, Any]], saved: list[dict[str, Any]], pair: str) -> None:
+    found, wanted = _together(loaded), _together(saved)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), f"{pair}: {name}"

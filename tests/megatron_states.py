@@ -1,0 +1,77 @@
+"""States that a real Megatron engine holds, for tests of what becomes of them when something fails.
+
+The model is as large as `BIG_SHAPES`, so that a step has as many blocks; its embeddings are tied, and a
+layer has experts. Left out: training, which the tests of the engine do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from tiny import tiny_config
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.engines.base import Part
+from burnish.engines.megatron.engine import MegatronEngine
+from burnish.models.building import build_on_meta
+from burnish.models.names import tensor_specs
+from burnish.parallel.layout import Layout
+from burnish.parallel.shards import Shard
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "Megatron EP 2": {"expert_parallel": 2},
+    "Megatron PP 2": {"pipeline_parallel": 2},
+}
+"""By layout: the engine's settings, on two processes. With EP 2 the optimizer's flat ranges are cut over both."""
+
+
+def config() -> PretrainedConfig:
+    """Of the model."""
+    return tiny_config(
+        "qwen3_moe",
+        vocab_size=68000,
+        num_hidden_layers=2,
+        mlp_only_layers=[0],
+        tie_word_embeddings=True,
+    )
+
+
+@cache
+def shapes() -> dict[str, tuple[int, ...]]:
+    """Of the checkpoint's tensors, by name."""
+    return {spec.name: spec.shape for spec in tensor_specs(build_on_meta(config()))}
+
+
+def make_engine(name: str, layout: Layout) -> MegatronEngine:
+    """At one of the layouts."""
+    settings = EngineConfig(kind="megatron", precision="fp32", **ENGINES[name])
+    cpu = torch.device("cpu")
+    return MegatronEngine(config(), settings, OptimConfig(), layout=layout, device=cpu)
+
+
+def shards_in(
+    engine: MegatronEngine, weights: Mapping[str, Tensor], slots: Mapping[str, Tensor]
+) -> dict[str, list[Shard]]:
+    """The engine's own pieces of weights and slots, after these have been loaded."""
+    engine.load(_Memory(weights), Part.WEIGHTS)
+    engine.load(_Memory(slots), Part.TRAINING)
+    return {
+        "weights": list(engine.shards(Part.WEIGHTS)),
+        "training": list(engine.shards(Part.TRAINING)),
+    }
+
+
+class _Memory:
+    """A source that has all tensors."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def fill(self, shards: Iterable[Shard]) -> None:
+        for shard in shards:
+            shard.tensor.copy_(self.tensors[shard.spec.name][shard.box.slices])

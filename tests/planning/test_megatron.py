@@ -1,0 +1,145 @@
+"""What the Megatron engine's stages, experts and data-parallel processes hold, by counting."""
+
+import pytest
+
+from burnish.config.check import check
+from burnish.config.load import dump_yaml, load_config
+from burnish.config.schema import RunConfig
+from burnish.errors import UsageError
+from burnish.planning.devices import parse_devices
+from burnish.planning.layouts import Planner
+from burnish.planning.shape import ModelShape
+from burnish.planning.workload import Workload
+
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+
+
+def values_of(model=MODEL, **engine):
+    return {
+        "model": {"fresh": model, "tokenizer": "t"},
+        "data": {"train": ["t.jsonl"], "max_length": 4096},
+        "batch": {"examples": 256, "tokens_per_device": 8192},
+        "engine": {"kind": "megatron"} | engine,
+    }
+
+
+def planner(values, devices="64xH100-80G"):
+    config = RunConfig.model_validate(values)
+    shape = ModelShape.of(values["model"]["fresh"])
+    return Planner(shape, config, Workload.of(config, "sft"), parse_devices(devices))
+
+
+def parts_of(model=MODEL, phase="save", devices="64xH100-80G", **engine):
+    return planner(values_of(model, **engine), devices).as_configured().phases[phase]
+
+
+@pytest.mark.parametrize(("precision", "width", "state"), [("bf16", 2, 12), ("fp32", 4, 8)])
+def test_one_process_holds_weights_gradients_and_state(precision, width, state):
+    elements = ModelShape.of(MODEL).elements
+    parts = parts_of(precision=precision, devices="1xB200-180G")
+    assert parts["weights"] == width * elements
+    assert parts["gradients"] == 4 * elements
+    assert parts["optimizer"] == state * elements
+
+
+def test_data_parallel_processes_divide_the_state_alone():
+    elements = ModelShape.of(MODEL).elements
+    parts = parts_of()
+    assert parts["weights"] + parts["gradients"] == 6 * elements
+    assert parts["optimizer"] == 12 * elements / 64
+
+
+def test_the_ends_of_a_pipeline_have_the_embedding_and_the_output_layer():
+    """36 layers over 8 stages: the first four have five of them, and the first the embedding as well."""
+    shape = ModelShape.of(MODEL)
+    (layer, _), table = shape.layers[0], 151936 * 4096
+    assert parts_of(pipeline_parallel=8)["weights"] == 2 * (5 * layer.elements + table)
+    whole = parts_of(pipeline_parallel=4)["weights"]
+    assert whole == 2 * (9 * layer.elements + table + 4096)  # the last, for its norm
+
+
+def test_tied_tables_are_at_both_ends_of_a_pipeline_and_once_without_one():
+    tied = MODEL | {"tie_word_embeddings": True}
+    for stages, tables in ((1, 1), (2, 0)):
+        freed = parts_of(pipeline_parallel=stages)["weights"]
+        freed -= parts_of(tied, pipeline_parallel=stages)["weights"]
+        assert freed == tables * 2 * 151936 * 4096
+
+
+def test_experts_are_divided_and_the_rest_is_not():
+    shape = ModelShape.of(MIXTURE)
+    experts = 48 * 128 * 3 * 2048 * 768
+    others = shape.elements - experts
+    parts = parts_of(MIXTURE, expert_parallel=8)
+    assert parts["weights"] == 2 * (experts / 8 + others)
+    assert parts["optimizer"] == pytest.approx(12 * shape.elements / 64)
+    both = parts_of(MIXTURE, expert_parallel=8, tensor_parallel=2, expert_tensor_parallel=1)
+    assert both["weights"] > 2 * (experts / 8 + others / 2)
+    assert both["optimizer"] == pytest.approx(
+        12 * (experts / 64 + (both["weights"] / 2 - experts / 8) / 32)
+    )
+
+
+def activations(**engine):
+    return parts_of(phase="update", **engine)["activations"]
+
+
+def test_what_shares_or_computes_again_holds_less():
+    plain = activations()
+    assert activations(activation_checkpointing="full") < activations(
+        activation_checkpointing="selective"
+    )
+    assert activations(tensor_parallel=2) < 0.6 * plain
+    assert activations(tensor_parallel=2) < activations(
+        tensor_parallel=2, megatron_sequence_parallel=False
+    )
+
+
+def test_micro_batches_in_flight():
+    """The first of four stages has four micro-batches of a quarter of the layers; shorter stages keep more."""
+    plain, stages = activations(), activations(pipeline_parallel=4)
+    assert stages == pytest.approx(plain, rel=0.15)
+    assert stages < activations(pipeline_parallel=4, virtual_stages=3) < 2 * stages
+
+
+@pytest.mark.parametrize(("model", "devices"), [(MODEL, "16xH100-80G"), (MIXTURE, "16xH100-80G")])
+def test_what_is_recommended_is_a_good_configuration(model, devices, tmp_path):
+    plans = planner(values_of(model), devices).all_plans()
+    fitting = [plan for plan in plans if plan.fits]
+    assert fitting == plans[: len(fitting)]
+    assert 0 < len(fitting) < len(plans)
+    assert {plan.layout.pipeline for plan in plans} >= {1, 2, 4}
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_yaml(RunConfig.model_validate(values_of(model))))
+    for plan in plans[::10]:
+        config = load_config(path, plan.overrides()).config
+        check(config, "sft", plan.layout.world)
+        assert config.engine == plan.engine
+
+
+def test_a_family_that_the_engine_does_not_compute_is_refused():
+    with pytest.raises(UsageError, match="does not compute models of this type"):
+        planner(values_of(MODEL | {"model_type": "olmo2"}))

@@ -1,0 +1,34 @@
+"""Whether two training runs learned the same, whatever they ran on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_files import metrics, weights
+
+RL = ["rl", "rl.yaml", "algorithm.kl.coef=0.1", "batch.minibatches=2"]
+"""A run of reinforcement learning with a reference and more than one update a step."""
+
+
+def assert_same(run: Path, other: Path) -> None:
+    """Equal up to the order of sums, which AdamW makes more of from step to step; what was sampled, to the token."""
+    for mine, theirs in zip(metrics(run), metrics(other), strict=True):
+        tolerance = 1e-5 if mine["step"] <= 2 else 2e-3
+        assert mine == pytest.approx(theirs, rel=tolerance, abs=tolerance / 5)
+    for name, tensor in weights(run).items():
+        if "model/model.safetensors" in name:
+            torch.testing.assert_close(tensor, weights(other)[name], rtol=1e-2, atol=1e-4)
+    assert sampled(run) == sampled(other)
+
+
+def sampled(run: Path) -> list[tuple[Any, ...]]:
+    """What was generated, to the token, and how it was judged."""
+    return [
+        (row["prompt_index"], row["sample"], row["completion"], row["reward"])
+        for path in sorted((run / "rollouts").glob("*"))
+        for row in map(json.loads, path.read_text().splitlines())
+    ]

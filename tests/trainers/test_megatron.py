@@ -1,0 +1,103 @@
+"""Whole runs on the Megatron engine: they do what the torch engine does, go on from each other, and survive kills."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+import same_runs
+from same_runs import assert_same
+from training_files import FRESH, burnish, done, metrics, outcome, ranks
+
+MEGATRON = "engine.kind=megatron"
+RL = [
+    *same_runs.RL,
+    "optim.lr=0.003",
+]  # at 0.01 rounding grows to half a percent of a gradient in six steps
+LAYOUTS = {"TP 2": "engine.tensor_parallel=2", "PP 2": "engine.pipeline_parallel=2"}
+MIXTURE = FRESH | {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+
+REPLAYED = {
+    "recompute": ["engine.expert_parallel=2"],
+    "rollout": ["engine.expert_parallel=2", "engine.pipeline_parallel=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def of_torch(work):
+    return done(work, *RL, "name=of_torch")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reinforcement_learning_is_that_of_the_torch_engine(work, of_torch, layout):
+    argv = [*RL, MEGATRON, LAYOUTS[layout], f"name={layout.replace(' ', '')}"]
+    assert_same(done(work, *argv, world=2), of_torch)
+
+
+@pytest.mark.parametrize("replay", ["recompute", "rollout"])
+def test_replayed_mixtures_are_those_of_the_torch_engine(work, replay):
+    """Experts that others chose, the generator or the policy before its update, are those of the second update too."""
+    argv = [*RL, f"model.fresh={json.dumps(MIXTURE)}"]
+    free = done(work, *argv, f"name=not_{replay}")
+    argv.append(f"algorithm.router_replay={replay}")
+    wanted = done(work, *argv, f"name={replay}_torch")
+    with pytest.raises(AssertionError):
+        assert_same(free, wanted)
+    for number, layout in enumerate(REPLAYED[replay]):
+        run = done(work, *argv, MEGATRON, layout, f"name={replay}_{number}", world=2)
+        assert_same(run, wanted)
+
+
+def test_engines_go_on_from_each_other(work, of_torch):
+    engines = ([MEGATRON, LAYOUTS["PP 2"]], ["engine.tensor_parallel=2"])
+    for number, (first, second) in enumerate((engines, engines[::-1])):
+        argv = [*RL, f"name=changing_{number}"]
+        done(work, *argv, "steps=3", *first, world=2)
+        assert_same(done(work, *argv, *second, world=2), of_torch)
+
+
+def test_supervised_fine_tuning_is_that_of_the_torch_engine(work):
+    argv = ["sft", "sft.yaml", "batch.tokens_per_device=32"]
+    run = done(work, *argv, MEGATRON, "name=sft_data", world=2)
+    assert_same(run, done(work, *argv, "name=sft_torch"))
+
+
+def test_a_killed_mixture_goes_on_as_if_nothing_had_happened(work):
+    fresh = f"model.fresh={json.dumps(MIXTURE)}"
+    argv = ["sft", "sft.yaml", fresh, MEGATRON, "engine.expert_parallel=2"]
+    argv += ["checkpoint.save_every=1", "checkpoint.background=true"]
+    left_alone = done(work, *argv, "name=left_alone", world=2)
+    started = ranks(work, [*argv, "name=killed"], 2)
+    assert started[0].reached(3), started[0].output
+    started[1].send(signal.SIGKILL)
+    assert [each.wait() for each in started] == [1, -signal.SIGKILL]
+    assert outcome(done(work, *argv, "name=killed", world=2)) == outcome(left_alone)
+
+
+def test_a_signal_in_a_pipeline_leaves_a_checkpoint(work):
+    argv = [*RL, MEGATRON, LAYOUTS["PP 2"], "name=stopped", "steps=5000"]
+    started = ranks(work, argv, 2)
+    assert started[0].reached(2), started[0].output
+    started[1].send(signal.SIGTERM)
+    assert [each.wait() for each in started] == [143, 143]
+    assert "is committed in runs/stopped" in started[0].output
+
+
+def test_what_the_engine_does_not_have_is_refused_at_once(work):
+    code, output = burnish(work, *RL, MEGATRON, "engine.compile=true", "--dry-run")
+    assert code == 2
+    assert "engine.compile is a setting of the torch engine" in output
+
+
+def test_it_is_evaluated(work, of_torch):
+    started = ranks(work, ["eval", str(of_torch), MEGATRON, LAYOUTS["TP 2"]], 2)
+    assert [each.wait() for each in started] == [0, 0], started[0].output
+    assert f"{metrics(of_torch)[-1]['val/mean@1']:.3f}" in started[0].output
