@@ -12,6 +12,7 @@ from argparse import Namespace, _SubParsersAction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from burnish.config.check import check_kind
 from burnish.config.load import load_config
 from burnish.config.schema import ModelConfig, RunConfig
 from burnish.errors import MissingError, UsageError
@@ -50,6 +51,7 @@ def add_plan(commands: _SubParsersAction[Any]) -> None:
 def run_plan(arguments: Namespace) -> None:
     """Plan a configuration for SFT or, where it has rewards, for RL. Raises `UsageError` where no layout fits."""
     config = load_config(arguments.config, arguments.overrides).config
+    check_kind(config)
     command: Literal["sft", "rl"] = "rl" if config.reward.given else "sft"
     devices = devices_of(arguments.devices, arguments.device_memory, arguments.device_tflops)
     if devices is None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from burnish.config.check_engine import of_engine
+from burnish.config.check_engine import of_engine, of_kind
 from burnish.config.check_training import of_rl, of_sft
 from burnish.config.places import is_remote
 from burnish.config.problems import Problem, refusal
@@ -37,6 +37,12 @@ def check(config: RunConfig, command: Command, world: int = 1) -> None:
     problems += _of_retention(config, command)
     problems += _of_mirror(config)
     if problems:
+        raise refusal(problems, "this configuration")
+
+
+def check_kind(config: RunConfig) -> None:
+    """Raise `UsageError` with the settings that this kind of engine does not have, on any number of processes."""
+    if problems := list(of_kind(config)):
         raise refusal(problems, "this configuration")
 
 

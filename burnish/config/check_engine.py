@@ -30,6 +30,12 @@ _MEGATRON_ONLY = (
 
 def of_engine(config: RunConfig, world: int) -> Iterator[Problem]:
     """What keeps the engine from running on so many processes."""
+    yield from of_kind(config)
+    yield from _of_layout(config, world)
+
+
+def of_kind(config: RunConfig) -> Iterator[Problem]:
+    """What the engine does not have, on however many processes."""
     engine = config.engine
     given = engine.model_dump(exclude_defaults=True)
     if engine.kind == "megatron":
@@ -44,7 +50,6 @@ def of_engine(config: RunConfig, world: int) -> Iterator[Problem]:
             want="engine.pipeline_parallel 2 or more",
             do="set engine.pipeline_parallel, or remove engine.virtual_stages",
         )
-    yield from _of_layout(config, world)
 
 
 def _foreign(
