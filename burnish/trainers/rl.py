@@ -165,7 +165,8 @@ def collect_groups(
     """The scored groups that a step trains on, and those left out. Collective; the same on every rank.
 
     With dynamic sampling, groups whose rewards are all equal are replaced by those of the next
-    prompts, in a bounded number of rounds.
+    prompts, in a bounded number of rounds. Compared are the rewards before the penalty for length,
+    so that unequal lengths alone keep no group.
     """
     how = replace(
         sampling(config, config.rollout, config.seed, step),
@@ -176,8 +177,7 @@ def collect_groups(
     while True:
         first_key = loader.cursor
         prompts = [dataset[index] for index in loader.take(wanted)]
-        collected = collector.collect(prompts, first_key, config.rollout.n, how)
-        groups += [[_shaped(rollout, config) for rollout in group] for group in collected]
+        groups += collector.collect(prompts, first_key, config.rollout.n, how)
         selection = select_groups(
             [[rollout.reward for rollout in group] for group in groups],
             config.batch.prompts,
@@ -185,8 +185,9 @@ def collect_groups(
             config.algorithm.dynamic_sampling,
         )
         if selection.refill == 0:
-            chosen = [groups[index] for index in selection.keep]
-            return chosen, [g for i, g in enumerate(groups) if i not in selection.keep]
+            shaped = [[_shaped(rollout, config) for rollout in group] for group in groups]
+            chosen = [shaped[index] for index in selection.keep]
+            return chosen, [g for i, g in enumerate(shaped) if i not in selection.keep]
         wanted, refills = selection.refill, refills + 1
 
 

@@ -1,0 +1,113 @@
+"""From scored groups to what a step trains on, without a model: which groups, with which rewards, in which batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from burnish.config.schema import RunConfig
+from burnish.data.loader import Loader
+from burnish.models.flops import ModelFlops
+from burnish.parallel.layout import Layout
+from burnish.records import Completion, Prompt, Rollout
+from burnish.records.samples import StopReason
+from burnish.trainers.policy_update import Policy, assign_credit, minibatches
+from burnish.trainers.rl import collect_groups
+
+LIMIT = 8
+"""Tokens of the longest completion."""
+POLICY = Policy(SimpleNamespace(layout=Layout()), None, ModelFlops(per_token=1.0, attention=()))
+"""One that is asked for nothing but its layout."""
+
+
+def configured(**sections: Any) -> RunConfig:
+    common = {"rollout": {"n": 2, "max_response_length": LIMIT}, "batch": {"prompts": 2}}
+    return RunConfig.model_validate({**common, **sections})
+
+
+def prompt(index: int) -> Prompt:
+    return Prompt(index, np.arange(2) + index, f"{index}=", None, None, "", {})
+
+
+def rollout(index: int, reward: float, length: int, stop: StopReason = "stop") -> Rollout:
+    numbers = np.linspace(-1, 0, length, dtype=np.float32)
+    completion = Completion(np.arange(length), numbers, numbers, stop, weights_version=0)
+    return Rollout(prompt(index), 0, completion, "", reward=reward)
+
+
+class Script:
+    """A collector whose every prompt earns what was written down for it: (reward, length) of each sample."""
+
+    def __init__(self, told: Sequence[Sequence[tuple[float, int]]]) -> None:
+        self.told = told
+
+    def collect(self, prompts: Sequence[Prompt], *_: object) -> list[list[Rollout]]:
+        return [[rollout(p.index, *each) for each in self.told[p.index]] for p in prompts]
+
+
+def collected(
+    told: Sequence[Sequence[tuple[float, int]]], config: RunConfig
+) -> tuple[list[list[Rollout]], list[list[Rollout]]]:
+    prompts = [prompt(i) for i in range(len(told))]
+    return collect_groups(
+        prompts, Loader(len(told), 0, shuffle=False), Script(told), config, step=0
+    )
+
+
+def rewards(groups: Sequence[Sequence[Rollout]]) -> dict[int, list[float]]:
+    """By prompt."""
+    return {group[0].prompt.index: [each.reward for each in group] for group in groups}
+
+
+def test_unequal_lengths_alone_keep_no_group() -> None:
+    """DAPO, equation 8: 0 < correct < G is asked of the answers, whatever the penalty for their lengths."""
+    algorithm = {"dynamic_sampling": {"enabled": True}, "overlong": {"buffer": 4}}
+    told = [
+        [(1, 2), (1, LIMIT)],  # all right, one of them at the limit
+        [(0, 1), (1, LIMIT)],
+        [(0, 6), (0, 7)],  # all wrong
+        [(1, 6), (0, 1)],
+    ]
+    chosen, left_out = collected(told, configured(algorithm=algorithm))
+    assert rewards(chosen) == {1: [0, 0], 3: [0.5, 0]}
+    assert rewards(left_out) == {0: [1, 0], 2: [-0.5, -0.75]}
+
+
+def test_without_dynamic_sampling_every_group_is_kept_and_shaped() -> None:
+    told = [[(1, 2), (1, LIMIT)], [(0, 5), (1, 6)]]
+    chosen, left_out = collected(told, configured(algorithm={"overlong": {"buffer": 4}}))
+    assert rewards(chosen) == {0: [1, 0], 1: [-0.25, 0.5]}
+    assert left_out == []
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"])
+def test_a_completion_cut_at_its_limit_is_learned_from_like_any_other(advantage: str) -> None:
+    config = configured(algorithm={"advantage": advantage})
+    ended = [[rollout(0, 1, 3), rollout(0, 0, LIMIT)], [rollout(1, 0, 2), rollout(1, 1, LIMIT)]]
+    cut = [[_cut(each) for each in group] for group in ended]
+    found = []
+    for groups in (ended, cut):
+        credit = assign_credit(groups, POLICY, None, config)
+        (batch,) = minibatches(groups, credit, POLICY, config)
+        found.append((credit.advantages, batch))
+    (first, one), (second, other) = found
+    assert any(array.any() for array in first)
+    assert all(map(np.array_equal, first, second))
+    assert (one.num_tokens, one.num_sequences) == (other.num_tokens, other.num_sequences)
+    for micro, same in zip(one.microbatches, other.microbatches, strict=True):
+        for name in ("input_ids", "loss_mask", "advantages"):
+            assert torch.equal(getattr(micro, name), getattr(same, name))
+
+
+def _cut(each: Rollout) -> Rollout:
+    """The same at its limit, where it is as long as that."""
+    at_limit = len(each.completion.token_ids) == LIMIT
+    return replace(
+        each, completion=replace(each.completion, stop_reason="length" if at_limit else "stop")
+    )
