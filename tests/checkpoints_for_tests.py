@@ -206,6 +206,15 @@ def save_forever(root, first, fail_at, pipe):
             step += 1
 
 
+class StubbornStorage(LocalStorage):
+    """A disk that keeps what lies in the trash, as a network mount does with a file that somebody has open."""
+
+    def remove(self, path):
+        if path.parent.name == "trash":
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        super().remove(path)
+
+
 class SlowStorage(LocalStorage):
     """A disk on which every block takes a while, long enough to do something in its middle."""
 

@@ -14,7 +14,6 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -22,11 +21,12 @@ from burnish.checkpoint.committed import INFLIGHT, TRASH, open_step, step_name
 from burnish.checkpoint.companion import Companion
 from burnish.checkpoint.contents import Assets, Contents
 from burnish.checkpoint.save import check_new
-from burnish.checkpoint.saver import Saver
+from burnish.checkpoint.saver import Saved, Saver
 from burnish.checkpoint.staging import Memory, stage
 from burnish.checkpoint.writer import Answer, Job, Meeting
 from burnish.errors import BurnishError, CorruptError
 from burnish.files.durable import discard, naming_failures
+from burnish.files.removals import Removals
 from burnish.parallel.collectives import agree, gather_objects
 from burnish.parallel.environment import place_of
 
@@ -44,6 +44,8 @@ class Finished:
     """Which one."""
     error: BurnishError | None
     """None when it is committed."""
+    warning: BurnishError | None = None
+    """What went wrong although it is committed."""
 
 
 class BackgroundSaver:
@@ -101,15 +103,17 @@ class BackgroundSaver:
             if not wait:
                 return None
         step, self._step, self._answer = self._step, None, None
-        if failed and not self._survived(step, told):
-            return Finished(step, failed[0])
-        return Finished(step, None)
+        if failed:
+            survived = self._survived(step, told)
+            return Finished(step, None, failed[0]) if survived else Finished(step, failed[0])
+        warnings = [each.warning for each in told if isinstance(each, Saved) and each.warning]
+        return Finished(step, None, next(iter(warnings), None))
 
     def close(self, patience_seconds: float = 0.0) -> None:
         """End the writer, after a while for what is in flight. Not collective."""
         if self._step is not None and self._answer is None:
             answer = self._writer.answer(patience_seconds)
-            if not isinstance(answer, Path):
+            if not isinstance(answer, Saved):
                 _log.error("step %d is not committed: %s", self._step, answer or "it took too long")
         self._writer.kill()
         self._memory.close()
@@ -139,10 +143,13 @@ class BackgroundSaver:
         if layout.is_main:
             with suppress(CorruptError, OSError):
                 committed = bool(open_step(root / step_name(step), storage))
-            with suppress(OSError):
+            removals = Removals(root)
+            with removals.trying():
                 for entry in storage.entries(root):
                     if entry.name.startswith(f"{INFLIGHT}{step:08d}."):
                         discard(storage, root / entry.name, root / TRASH)
+            if (left := removals.error()) is not None:
+                _log.error("%s", left)
         return gather_objects(committed, layout)[0]
 
     def _kept_assets(self, contents: Contents) -> dict[str, Assets]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError
 from burnish.files.durable import make_dirs_durably, naming_failures
 from burnish.files.lease import Lease
+from burnish.files.removals import NotRemovedError
 from burnish.files.storage import LocalStorage, Storage
 from burnish.parallel.collectives import agree, any_rank, gather_objects
 from burnish.parallel.layout import Layout
@@ -35,12 +37,15 @@ _LOOK_SECONDS = 0.2
 _PAUSE_SECONDS = 5.0
 # Before what failed there is tried again.
 
+_log = logging.getLogger(__name__)
+
 
 class Checkpoints:
     """The directory, held exclusively from entering to leaving the block. All methods are collective.
 
     `retention` says which steps are kept; `reserve_bytes` of the disk stay free. Entering clears
-    what a killed run left half written; raises `BurnishError` when another run holds the directory.
+    what a killed run left half written, as far as the disk lets go of it; raises `BurnishError` when
+    another run holds the directory.
     With `background_timeout`, in seconds, every rank has a process beside it for `begin_save`, and
     these wait so long for each other.
     """
@@ -86,7 +91,7 @@ class Checkpoints:
                     make_dirs_durably(self._storage, self._root, above=_OWN_LEVELS)
                     lease = self._held.enter_context(Lease(self._root / ".lease"))
                     self._saver = replace(self._saver, token=lease.token)
-                    clear(self._root, self._storage)
+                    self._clear()
                     held = (lease.fileno(),)
                 if self._background_timeout is not None:
                     self._background = BackgroundSaver(self._saver, self._background_timeout, held)
@@ -94,6 +99,12 @@ class Checkpoints:
             self._close()
             raise
         return self
+
+    def _clear(self) -> None:
+        try:
+            clear(self._root, self._storage)
+        except NotRemovedError as error:
+            _log.error("%s", error)
 
     def __exit__(self, *error: object) -> None:
         """Give the lease back, after a while for a save in flight."""
@@ -111,12 +122,15 @@ class Checkpoints:
     def save(self, step: int, contents: Contents) -> Path:
         """Commit a step and remove those that need no longer be kept; returns its directory.
 
-        An error on any rank is raised on every rank and leaves earlier steps untouched. Whoever
-        uses `begin_save` asks `finished(wait=True)` first.
+        An error on any rank is raised on every rank and leaves earlier steps untouched; where an
+        older step could not be removed, the log has an error and nothing is raised. Whoever uses
+        `begin_save` asks `finished(wait=True)` first.
         """
-        path = self._saver.save(step, contents)
+        saved = self._saver.save(step, contents)
+        if saved.warning is not None:
+            _log.error("step %d is committed, but %s", step, saved.warning)
         self._begin_upload()
-        return path
+        return saved.path
 
     def begin_save(self, step: int, contents: Contents) -> None:
         """Have a step committed while training goes on; returns when the contents may change.
@@ -140,8 +154,8 @@ class Checkpoints:
     def _let_go(self) -> None:
         """Remove what only waited for the mirror."""
         with agree(self._layout), naming_failures(f"{self._root} cannot be cleared"):
-            if self._layout.is_main:
-                self._saver.retention.apply(self._root, self._storage)
+            if self._layout.is_main and (left := self._saver.let_go()) is not None:
+                _log.error("%s", left)
 
     def _begin_upload(self) -> None:
         if self._uploader is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from burnish.checkpoint.committed import INFLIGHT
 from burnish.checkpoint.contents import Assets, Contents, ModelContents
 from burnish.checkpoint.dtypes import BY_NAME
 from burnish.checkpoint.planner import Planner
+from burnish.checkpoint.room import require_room
 from burnish.checkpoint.save import all_finite, check_new, save_step
 from burnish.checkpoint.tensor_sets import MAIN
 from burnish.errors import CorruptError, IncompatibleError
@@ -93,9 +95,9 @@ def save_foreign(foreign: Foreign, root: Path, step: int, storage: Storage | Non
             weights = foreign.weights(scratch)
         finally:
             storage.remove(scratch)  # what is mapped stays until it is let go
-        return save_step(
-            root, step, _contents(foreign, weights, step), Planner(Layout()), storage, 0
-        )
+        room = partial(require_room, root, step, reserve=0, storage=storage)
+        contents = _contents(foreign, weights, step)
+        return save_step(root, step, contents, Planner(Layout()), storage, room)
 
 
 def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:

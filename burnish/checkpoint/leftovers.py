@@ -6,6 +6,7 @@ from pathlib import Path
 
 from burnish.checkpoint.committed import INFLIGHT, TRASH
 from burnish.files.durable import discard
+from burnish.files.removals import Removals
 from burnish.files.storage import Storage
 
 
@@ -17,11 +18,16 @@ def leftovers(root: Path, storage: Storage) -> list[Path]:
 
 
 def clear(root: Path, storage: Storage) -> list[Path]:
-    """Remove them, for one who holds the lease; returns what was there."""
-    found = leftovers(root, storage)
+    """Remove them, for one who holds the lease; returns what was there.
+
+    Raises `NotRemovedError` when the others are gone, where the disk does not let go of one.
+    """
+    found, removals = leftovers(root, storage), Removals(root)
     for path in found:
-        if path.parent.name == TRASH:
-            storage.remove(path)
-        else:
-            discard(storage, path, root / TRASH)
+        with removals.trying():
+            if path.parent.name == TRASH:
+                storage.remove(path)
+            else:
+                discard(storage, path, root / TRASH)
+    removals.check()
     return found

@@ -18,9 +18,11 @@ from typing import Any, Literal, Self
 from burnish.checkpoint.committed import TRASH, open_step, read_commit, step_paths
 from burnish.checkpoint.mirrored import read_mirrored
 from burnish.checkpoint.pins import holding_pins
+from burnish.checkpoint.room import Waiting
 from burnish.config.schema import CheckpointConfig
 from burnish.errors import CorruptError, IncompatibleError, UsageError
 from burnish.files.durable import move_aside
+from burnish.files.removals import Removals
 from burnish.files.storage import Source, Storage
 
 MEASURED = "measured"
@@ -120,26 +122,41 @@ class Retention:
         gone = self.outlived(self.facts(root, storage), pins)
         return [step for step in gone if step not in awaited]
 
-    def apply(self, root: Path, storage: Storage, room: int = 0) -> list[int]:
+    def waiting(self, root: Path, storage: Storage) -> Waiting | None:
+        """The steps below `root` that have outlived their use and stay for the mirror's sake; None without a mirror.
+
+        Nobody's pins are asked for: it is for a message.
+        """
+        if self.mirror is None:
+            return None
+        awaited = self._awaited(root, storage)
+        outlived = self.outlived(self.facts(root, storage))
+        return Waiting(self.mirror, [step for step in outlived if step in awaited])
+
+    def apply(self, root: Path, storage: Storage) -> list[int]:
         """Remove what has outlived its use below `root`; returns those steps.
 
         Each goes into the trash by one rename before it is removed. Steps that cannot be read are
-        left alone; while `pins.json` cannot be read nothing goes. What only waits for the mirror
-        goes, oldest first, where less than `room` bytes are free: training needs the disk more.
+        left alone; while `pins.json` cannot be read nothing goes. Where the disk does not let go of
+        one the others go all the same, and then `NotRemovedError` is raised.
         """
+        removals = Removals(root)
+        gone: list[int] = []
+        aside: list[Path] = []
         try:
-            with holding_pins(root, storage) as pins:
-                outlived = self.outlived(self.facts(root, storage), pins)
-                awaited = self._awaited(root, storage)
-                gone = [step for step in outlived if step not in awaited]
-                aside = _move_aside(gone, root, storage)
-            for path in aside:
-                storage.remove(path)
-            waiting = [step for step in outlived if step in awaited]
-            return gone + _make_room(waiting, root, storage, room)
+            with removals.trying(), holding_pins(root, storage) as pins:
+                gone = self.removable(root, storage, pins)
+                paths = step_paths(root, storage)
+                for step in gone:
+                    with removals.trying():
+                        aside.append(move_aside(storage, paths[step], root / TRASH))
         except CorruptError as error:
             _log.warning("no step was removed: %s", error)
-            return []
+        for path in aside:
+            with removals.trying():
+                storage.remove(path)
+        removals.check()
+        return gone
 
     def _awaited(self, root: Path, storage: Storage) -> set[int]:
         """The steps that the mirror still wants."""
@@ -167,27 +184,6 @@ class Retention:
             return None
         measured = _measured(path, storage) if self.keep_best else {}
         return Facts(commit.step, commit.healthy, measured)
-
-
-def _move_aside(steps: Iterable[int], root: Path, storage: Storage) -> list[Path]:
-    paths = step_paths(root, storage)
-    return [move_aside(storage, paths[step], root / TRASH) for step in steps]
-
-
-def _make_room(waiting: list[int], root: Path, storage: Storage, room: int) -> list[int]:
-    """Remove what waits for the mirror, oldest first, until `room` bytes are free; returns those steps."""
-    gone: list[int] = []
-    for number, step in enumerate(waiting):
-        if storage.free_bytes(root) >= room:
-            _log.warning("steps %s stay until they are on the mirror", waiting[number:])
-            break
-        with holding_pins(root, storage) as pins:
-            aside = [] if step in pins else _move_aside([step], root, storage)
-        for path in aside:
-            _log.error("STEP %d GOES BEFORE IT IS ON THE MIRROR: the disk is full", step)
-            storage.remove(path)
-            gone.append(step)
-    return gone
 
 
 def _measured(path: PurePath, storage: Source) -> Mapping[str, Any]:

@@ -96,15 +96,15 @@ def save_step(
     contents: Contents,
     planner: Planner,
     storage: Storage,
-    reserve_bytes: int,
+    require_room: Callable[[int], None],
     fence: Callable[[], None] | None = None,
 ) -> Path:
     """Write and commit a step below `root`; returns its directory. Collective, among the planner's ranks.
 
-    `fence` is called on rank 0 before the step is sealed. An error on any rank, what `fence` raises
-    included, is raised on every rank, and leaves what was committed before untouched.
-    Raises `BurnishError` when the step exists, when the disk has not `reserve_bytes` more room than
-    is needed (before anything is written), or when writing fails.
+    `require_room` is called on rank 0 with the bytes that are needed, before anything is written, and
+    `fence` before the step is sealed. An error on any rank, what these raise included, is raised on
+    every rank, and leaves what was committed before untouched. Raises `BurnishError` when the step
+    exists or writing fails.
     """
     layout = planner.layout
     with agree(layout):
@@ -131,8 +131,7 @@ def save_step(
             if layout.is_main:
                 small |= _small_files(contents)
                 check_new(root, step, storage)
-                needed = plan.size + sum(map(len, small.values()))
-                _check_room(root, step, needed, reserve_bytes, storage)
+                require_room(plan.size + sum(map(len, small.values())))
                 records = _records(plan.writing, {}, small)
                 _check_manifest(Manifest(name, step, layout.world, records))
                 _lay_out(inflight, plan.writing.files, small, storage)
@@ -236,18 +235,6 @@ def check_new(root: Path, step: int, storage: Storage) -> None:
             have=root / step_name(step),
             want="a step is never overwritten",
             do="move it away, or continue from it",
-        )
-
-
-def _check_room(root: Path, step: int, needed: int, reserve: int, storage: Storage) -> None:
-    storage.make_dirs(root)
-    free = storage.free_bytes(root)
-    if free < needed + reserve:
-        raise BurnishError(
-            f"the disk has no room for step {step}",
-            have=f"{free / 1e9:.3f} GB free where {root} lies",
-            want=f"{needed / 1e9:.3f} GB for the step and {reserve / 1e9:.3f} GB in reserve",
-            do="free some space, or set checkpoint.keep_last or checkpoint.reserve_gb lower",
         )
 
 

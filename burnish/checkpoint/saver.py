@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from burnish.checkpoint.committed import read_commit
 from burnish.checkpoint.contents import Contents
 from burnish.checkpoint.planner import Planner
 from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.room import require_room
 from burnish.checkpoint.save import save_step
-from burnish.files.durable import naming_failures
 from burnish.files.lease import Token
+from burnish.files.removals import NotRemovedError
 from burnish.files.storage import Storage
 from burnish.parallel.collectives import agree
 from burnish.parallel.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A step that is committed."""
+
+    path: Path
+    """Its directory."""
+    warning: NotRemovedError | None
+    """Rank 0: what could not be removed beside it; None where all could."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +52,8 @@ class Saver:
         """Begin without a plan."""
         object.__setattr__(self, "planner", Planner(self.layout))
 
-    def save(self, step: int, contents: Contents, fence: Callable[[], None] | None = None) -> Path:
-        """Commit a step and remove those that need no longer be kept; returns its directory. Collective.
+    def save(self, step: int, contents: Contents, fence: Callable[[], None] | None = None) -> Saved:
+        """Commit a step and remove those that need no longer be kept. Collective.
 
         An error on any rank is raised on every rank and leaves earlier steps untouched. `fence`
         is called on rank 0 before the step is sealed; what it raises keeps the step from existing.
@@ -54,12 +65,18 @@ class Saver:
             if fence is not None:
                 fence()
 
-        path = save_step(
-            self.root, step, contents, self.planner, self.storage, self.reserve_bytes, check
-        )
-        failed = f"step {step} is committed, but older steps could not be removed"
-        with agree(self.layout), naming_failures(failed):
-            if self.layout.is_main:
-                room = read_commit(path, self.storage).total_bytes + self.reserve_bytes
-                self.retention.apply(self.root, self.storage, room)
-        return path
+        def require(needed: int) -> None:
+            waiting = partial(self.retention.waiting, self.root, self.storage)
+            require_room(self.root, step, needed, self.reserve_bytes, self.storage, waiting)
+
+        path = save_step(self.root, step, contents, self.planner, self.storage, require, check)
+        with agree(self.layout):
+            return Saved(path, self.let_go() if self.layout.is_main else None)
+
+    def let_go(self) -> NotRemovedError | None:
+        """Remove the steps that need no longer be kept; says what could not be removed. For rank 0."""
+        try:
+            self.retention.apply(self.root, self.storage)
+        except NotRemovedError as error:
+            return error
+        return None

@@ -2,7 +2,7 @@
 
 A process and not a thread: hashing and planning would take the interpreter from training, and what
 kills a writer must not kill a run. It has one end of a pipe; it is sent a `Saver` once and then
-jobs, and answers each with a path or an error. It ends when the pipe is closed, and at once when
+jobs, and answers each with what was saved or an error. It ends when the pipe is closed, and at once when
 the training process dies: what that had not committed by then is not committed after it. The
 writers of all ranks form a process group of their own for each job, so that nothing of a job that
 went wrong is left for the next.
@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from burnish.checkpoint.companion import accompany
-from burnish.checkpoint.saver import Saver
+from burnish.checkpoint.saver import Saved, Saver
 from burnish.checkpoint.staging import Memory, Staged
 from burnish.errors import BurnishError
 from burnish.parallel.layout import Layout
@@ -57,7 +56,7 @@ class Job:
     """None for a lone process."""
 
 
-Answer = Path | BurnishError
+Answer = Saved | BurnishError
 """What comes of a job."""
 
 

@@ -254,10 +254,14 @@ class Run:
     def _hear_of_saving(self, *, wait: bool) -> None:
         """Note how the save in the background went. Collective."""
         finished = self.checkpoints.finished(wait=wait)
-        if finished is not None and finished.error is None:
-            self._saved_step = finished.step
-        elif finished is not None and finished.error is not None:
+        if finished is None:
+            return
+        if finished.error is not None:
             self._say_unsaved(finished.step, finished.error)
+            return
+        self._saved_step = finished.step
+        if finished.warning is not None and self.layout.is_main:
+            log.error("step %d is committed, but %s", finished.step, finished.warning)
 
     def _say_unsaved(self, step: int, error: BurnishError) -> None:
         if self.layout.is_main:

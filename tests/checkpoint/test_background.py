@@ -18,6 +18,7 @@ from checkpoints_for_tests import (
     FaultyStorage,
     OnceFullStorage,
     SlowStorage,
+    StubbornStorage,
     contents_of,
     fill_and_compare,
     make_state,
@@ -141,6 +142,17 @@ def test_an_error_of_the_disk_is_told_and_the_next_save_works(tmp_path):
         checkpoints.begin_save(3, contents_of(*make_state(3)))
         assert checkpoints.finished(wait=True).error is None
     assert steps_in(tmp_path) == [1, 3]
+
+
+def test_what_the_disk_does_not_let_go_of_is_told_and_the_step_is_committed(tmp_path):
+    with opened(tmp_path, storage=StubbornStorage(), keep_last=1) as checkpoints:
+        checkpoints.begin_save(1, contents_of(*make_state(1)))
+        first = checkpoints.finished(wait=True)
+        checkpoints.begin_save(2, contents_of(*make_state(2)))
+        second = checkpoints.finished(wait=True)
+    assert (first.error, first.warning, second.error) == (None, None, None)
+    assert "Directory not empty" in str(second.warning)
+    assert steps_in(tmp_path) == [2]
 
 
 def test_a_writer_that_is_killed_is_started_again(tmp_path):

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
-from checkpoints_for_tests import contents_of, fill_and_compare, make_state, save_once
+from checkpoints_for_tests import (
+    StubbornStorage,
+    contents_of,
+    fill_and_compare,
+    make_state,
+    save_once,
+)
 
 from burnish.checkpoint.committed import committed, newest
 from burnish.checkpoint.directory import Checkpoints
@@ -152,6 +161,48 @@ def test_leftovers_are_cleared_at_the_start(tmp_path):
     left = sorted(p.name for p in tmp_path.iterdir() if not p.name.endswith((".lease", ".lock")))
     assert left == ["step-00000001", "trash"]
     assert list((tmp_path / "trash").iterdir()) == []
+
+
+def test_a_disk_that_does_not_let_go_stops_nothing(tmp_path, caplog):
+    stubborn = StubbornStorage()
+    with Checkpoints(tmp_path, Layout(), retention=Retention(1), storage=stubborn) as checkpoints:
+        for step in (1, 2, 3):
+            assert checkpoints.save(step, contents_of(*make_state(step))).is_dir()
+    assert steps_in(tmp_path) == [3]
+    assert caplog.text.count("is committed, but not all that is no longer wanted") == 2
+    assert "step-00000001" in caplog.text
+    assert "do:" in caplog.text
+
+    (tmp_path / ".inflight-00000004.abc").mkdir()
+    caplog.clear()
+    with Checkpoints(tmp_path, Layout(), storage=stubborn) as checkpoints:
+        assert checkpoints.resume(lambda step, source: None).step.step == 3
+    assert caplog.text.count("ERROR") == 1  # of all three at once
+    assert (
+        len(list((tmp_path / "trash").iterdir())) == 3
+    )  # the half written one, too, is out of sight
+    with Checkpoints(tmp_path, Layout()):
+        assert list((tmp_path / "trash").iterdir()) == []
+
+
+class Unmovable(LocalStorage):
+    """A disk on which the first step has an attribute that forbids it to go."""
+
+    def rename(self, source, target):
+        if source.name == "step-00000001":
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(source))
+        super().rename(source, target)
+
+
+def test_one_step_that_cannot_go_keeps_no_other(tmp_path, caplog):
+    for step in (1, 2, 3):
+        save_once(tmp_path, step)
+    with Checkpoints(
+        tmp_path, Layout(), retention=Retention(1), storage=Unmovable()
+    ) as checkpoints:
+        checkpoints.save(4, contents_of(*make_state(4)))
+    assert steps_in(tmp_path) == [1, 4]
+    assert "Operation not permitted" in caplog.text
 
 
 def test_two_runs_cannot_share_a_directory(tmp_path):

@@ -8,9 +8,10 @@ import uuid
 from dataclasses import replace
 
 import pytest
-from checkpoints_for_tests import fill_and_compare, make_state, save_once
+from checkpoints_for_tests import contents_of, fill_and_compare, make_state, save_once
 
 from burnish.checkpoint.committed import committed, newest, open_step, read_commit
+from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.mirror import Mirror, Seen, Sync, send_outputs, upload
 from burnish.checkpoint.mirrored import MIRRORED, read_mirrored
@@ -254,21 +255,31 @@ def test_a_local_step_goes_only_when_the_mirror_has_it(mirror):
     retention = Retention(1, mirror=str(mirror.remote))
     for step in (1, 2, 3):
         save_once(mirror.root, step)
-    assert retention.apply(mirror.root, Disk(10), room=5) == []
+    assert retention.apply(mirror.root, LOCAL) == []
     sync(mirror)
-    assert retention.apply(mirror.root, Disk(10), room=5) == [1, 2]
-    assert Retention(1, mirror="memory://elsewhere").apply(mirror.root, Disk(10), room=5) == []
+    assert retention.apply(mirror.root, LOCAL) == [1, 2]
+    assert Retention(1, mirror="memory://elsewhere").apply(mirror.root, LOCAL) == []
 
 
-def test_a_disk_that_fills_is_not_held_up_by_the_mirror(mirror, caplog):
-    for step in (1, 2, 3):
-        save_once(mirror.root, step)
-    with holding_pins(mirror.root, LOCAL) as pins:
-        pins[1] = "kept"
+def test_a_full_disk_takes_no_step_that_is_not_on_the_mirror(mirror):
     retention = Retention(1, mirror=str(mirror.remote))
-    assert retention.apply(mirror.root, Disk(4), room=5) == [2]
-    assert "STEP 2 GOES BEFORE IT IS ON THE MIRROR" in caplog.text
-    assert [step.step for step in committed(mirror.root)] == [1, 3]
+    disk = Disk(10**9)
+    with Checkpoints(mirror.root, Layout(), retention=retention, storage=disk) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, contents_of(*make_state(step)))
+        disk.free = 5
+        with pytest.raises(BurnishError, match="no room for step 4") as caught:
+            checkpoints.save(4, contents_of(*make_state(4)))
+        assert str(mirror.remote) in caught.value.do
+        assert "kept for it: 1, 2" in caught.value.have
+        assert [step.step for step in committed(mirror.root)] == [1, 2, 3]
+
+        sync(mirror)
+        retention.apply(mirror.root, disk)
+        with pytest.raises(BurnishError, match="no room for step 4") as caught:
+            checkpoints.save(4, contents_of(*make_state(4)))
+        assert str(mirror.remote) not in str(caught.value)
+    assert [step.step for step in committed(mirror.root)] == [3]
 
 
 def test_a_damaged_note_keeps_all(mirror):
