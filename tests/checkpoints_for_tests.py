@@ -226,6 +226,20 @@ class SlowStorage(LocalStorage):
         return SlowFile(file, self.seconds) if write else file
 
 
+class OnceHangingStorage(SlowStorage):
+    """A disk that hangs at the first thing that is written. `hung` is a path that is there from then on."""
+
+    def __init__(self, hung):
+        super().__init__()
+        self.hung = hung
+
+    def open(self, path, *, write=False):
+        if not write or self.hung.exists():
+            return LocalStorage.open(self, path, write=write)
+        self.hung.touch()
+        return SlowFile(LocalStorage.open(self, path, write=True), 600)
+
+
 class SlowFile:
     def __init__(self, file, seconds):
         self.file, self.seconds = file, seconds

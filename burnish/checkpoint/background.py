@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -51,7 +52,8 @@ class Finished:
 class BackgroundSaver:
     """One rank's writer and the memory it reads from. All methods but `close` are collective.
 
-    `timeout_seconds` bounds how long the writers wait for each other. `keep_open` are descriptors
+    `timeout_seconds` bounds how long the writers wait for each other, and how long a writer may read
+    and write nothing before it is killed and its save has failed. `keep_open` are descriptors
     that the writer holds as long as it lives.
     """
 
@@ -66,6 +68,7 @@ class BackgroundSaver:
         self._store: TCPStore | None = None
         self._jobs = 0
         self._step: int | None = None
+        self._moved, self._moved_at = "", 0.0
         self._answer: Answer | None = None
         self._writer = self._start_writer()
 
@@ -87,7 +90,7 @@ class BackgroundSaver:
             self._writer.kill()
             self._writer = self._start_writer()
             self._writer.send(job)
-        self._step = step
+        self._step, self._moved_at = step, time.monotonic()
 
     def finished(self, *, wait: bool) -> Finished | None:
         """How the save in flight went, once; None while it is under way, or when there is none."""
@@ -95,7 +98,7 @@ class BackgroundSaver:
             return None
         while True:
             if self._answer is None:
-                self._answer = self._writer.answer(_LOOK_SECONDS if wait else 0.0)
+                self._answer = self._look(_LOOK_SECONDS if wait else 0.0)
             told = gather_objects(self._answer, self._saver.layout)
             failed = [answer for answer in told if isinstance(answer, BurnishError)]
             if failed or None not in told:
@@ -108,6 +111,24 @@ class BackgroundSaver:
             return Finished(step, None, failed[0]) if survived else Finished(step, failed[0])
         warnings = [each.warning for each in told if isinstance(each, Saved) and each.warning]
         return Finished(step, None, next(iter(warnings), None))
+
+    def _look(self, seconds: float) -> Answer | None:
+        """What the writer says within so long; of one that has not moved for too long, that it hangs."""
+        answer: Answer | None = self._writer.answer(seconds)
+        if answer is not None:
+            return answer
+        moved = self._writer.moved()
+        if moved != self._moved:
+            self._moved, self._moved_at = moved, time.monotonic()
+        if time.monotonic() - self._moved_at < self._timeout:
+            return None
+        self._writer.kill()
+        return BurnishError(
+            f"the process that writes step {self._step} hangs",
+            have=f"nothing read or written for {self._timeout:.0f} seconds",
+            want="a disk that answers",
+            do="look after it, or set distributed.timeout_seconds higher; the next save tries again",
+        )
 
     def close(self, patience_seconds: float = 0.0) -> None:
         """End the writer, after a while for what is in flight. Not collective."""

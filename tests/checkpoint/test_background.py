@@ -17,6 +17,7 @@ from checkpoints_for_tests import (
     BIG_SHAPES,
     FaultyStorage,
     OnceFullStorage,
+    OnceHangingStorage,
     SlowStorage,
     StubbornStorage,
     contents_of,
@@ -167,6 +168,19 @@ def test_a_writer_that_is_killed_is_started_again(tmp_path):
         assert (steps_in(tmp_path), leftovers(tmp_path)) == ([], [])
         os.kill(writer_pid(checkpoints), signal.SIGKILL)  # the next one, with nothing to do
         time.sleep(0.2)
+        checkpoints.begin_save(2, contents_of(*make_state(2)))
+        assert checkpoints.finished(wait=True).error is None
+    assert steps_in(tmp_path) == [2]
+
+
+def test_a_disk_that_hangs_is_not_waited_for(tmp_path):
+    with opened(
+        tmp_path, storage=OnceHangingStorage(tmp_path / "hung"), timeout=8.0
+    ) as checkpoints:
+        checkpoints.begin_save(1, contents_of(*make_state(1)))
+        finished = checkpoints.finished(wait=True)
+        assert "hangs" in str(finished.error)
+        assert (steps_in(tmp_path), leftovers(tmp_path)) == ([], [])
         checkpoints.begin_save(2, contents_of(*make_state(2)))
         assert checkpoints.finished(wait=True).error is None
     assert steps_in(tmp_path) == [2]
