@@ -17,7 +17,6 @@ _TORCH_ONLY = (
     "activation_offload",
     "optimizer_offload",
     "compile",
-    "router_aux_loss",
 )
 _MEGATRON_ONLY = (
     "megatron_sequence_parallel",

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burnish.models.routing import Balance, Routers, Routing, TokenRows
+from burnish.models.routing import Balance, Routing, TokenRows
 from burnish.parallel.layout import Layout
 from burnish.records import Batch, MicroBatch
 from burnish.tracking.metrics import Mean, Stats
@@ -27,10 +27,12 @@ class ExpertLoad:
     """[L, E] int64."""
 
     @classmethod
-    def of(cls, batch: Batch, routers: Routers, layout: Layout, device: torch.device) -> ExpertLoad:
-        """Count a batch whose micro-batches have their experts; filler does not count. Collective."""
-        counts = torch.zeros(routers.count * routers.experts, dtype=torch.int64, device=device)
-        starts = torch.arange(routers.count, device=device)[:, None] * routers.experts
+    def of(
+        cls, batch: Batch, routers: int, experts: int, layout: Layout, device: torch.device
+    ) -> ExpertLoad:
+        """Count a batch whose micro-batches have their experts, of so many routers and experts each; filler does not count. Collective."""
+        counts = torch.zeros(routers * experts, dtype=torch.int64, device=device)
+        starts = torch.arange(routers, device=device)[:, None] * experts
         for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
             if micro.experts is not None and numbers != (-1,):
                 places = micro.experts.to(device).long() + starts
@@ -38,7 +40,7 @@ class ExpertLoad:
         if layout.world > 1:
             dist.all_reduce(counts)
             counts //= layout.sharing
-        return cls(counts.view(routers.count, routers.experts))
+        return cls(counts.view(routers, experts))
 
     def factors(self, coefficient: float, chosen: int) -> Tensor:
         """[E] fp32: c E f_e / (N L), with `chosen` experts per token (`Balance.factors`)."""

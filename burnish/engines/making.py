@@ -59,6 +59,7 @@ def make_frozen(
 ) -> Engine:
     """An engine whose weights are in the dtype of computing, for a model that is only asked; see `make_engine`."""
     if config.kind == "megatron":
-        return make_engine(hf_config, config, None, layout=layout, device=device, beside=beside)
+        asked = config.model_copy(update={"router_aux_loss": 0.0})
+        return make_engine(hf_config, asked, None, layout=layout, device=device, beside=beside)
     mesh = beside.mesh if isinstance(beside, TorchEngine) else None
     return FrozenEngine(hf_config, config, layout=layout, device=device, mesh=mesh)

@@ -238,7 +238,7 @@ class TorchEngine:
             return batch, None, Stats()
         if any(micro.experts is None for micro in batch.microbatches):
             batch = batch.with_experts(self.forward(batch, experts=True))
-        load = ExpertLoad.of(batch, routers, self.layout, self._device)
+        load = ExpertLoad.of(batch, routers.count, routers.experts, self.layout, self._device)
         return batch, load.factors(weight, routers.chosen), load.stats()
 
     def _gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:

@@ -82,6 +82,11 @@ class Balance:
     weights: Tensor
     """[R] fp32: how many tokens of the batch each row stands for, over the number of ranks that compute the row."""
 
+    def loss(self, logits: Tensor) -> Tensor:
+        """One router's part of the loss, scalar fp32, from its logits [R, E]."""
+        probabilities = logits.softmax(dim=-1, dtype=torch.float32)
+        return torch.dot(torch.mv(probabilities, self.factors), self.weights)
+
 
 @dataclass(slots=True, eq=False)
 class Routing:
@@ -177,20 +182,18 @@ class _Router:
         if routing is None:
             return output
         logits, weights, experts = output
-        probabilities = logits.softmax(dim=-1, dtype=torch.float32)
         if routing.prescribed is not None:
             experts = routing.prescribed[:, self._number].long()
-            weights = self._weights(probabilities, experts).to(weights.dtype)
+            weights = self._weights(logits, experts).to(weights.dtype)
         routing.chosen[self._number] = experts.to(index_dtype(logits.shape[-1]))
         if routing.balance is not None:
-            costs = torch.mv(probabilities, routing.balance.factors)
-            loss = torch.dot(costs, routing.balance.weights)
+            loss = routing.balance.loss(logits)
             routing.losses[self._number] = loss.detach()
-            weights = _WithLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
+            weights = with_loss(weights, loss)
         return logits, weights, experts
 
-    def _weights(self, probabilities: Tensor, experts: Tensor) -> Tensor:
-        weights = probabilities.gather(1, experts)
+    def _weights(self, logits: Tensor, experts: Tensor) -> Tensor:
+        weights = logits.softmax(dim=-1, dtype=torch.float32).gather(1, experts)
         if not self._normalizes:
             return weights
         return weights / weights.sum(dim=-1, keepdim=True).clamp(min=_LEAST)
@@ -199,6 +202,12 @@ class _Router:
 def index_dtype(experts: int) -> torch.dtype:
     """A type that holds the number of each of so many experts."""
     return torch.uint8 if experts <= 256 else torch.int16
+
+
+def with_loss(values: Tensor, loss: Tensor) -> Tensor:
+    """`values`, which have to reach the loss of a step; then `loss`, a scalar, is a term of that."""
+    result: Tensor = _WithLoss.apply(values, loss)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _WithLoss(torch.autograd.Function):

@@ -58,13 +58,12 @@ class Clock:
             judging = sum(self._arithmetic(layout, judge) for judge in self.judges)
             found["rollout"] = self._rollout(layout) + judging
         if self.work.scores:
-            passes = self.work.scorings + int(self.work.critic)
-            found["log-probs"] = passes * self._arithmetic(layout, self.shape)
-        counted = not self.work.replayed
+            scoring = operations.scorings * operations.forward(layout)
+            found["log-probs"] = scoring / self._speed
         if engine.kind == "megatron":
             found["update"] = self._megatron_update(layout, engine, microbatches)
         else:
-            found["update"] = self._update(layout, engine, microbatches, self.adapter, counted)
+            found["update"] = self._update(layout, engine, microbatches)
         if self.work.critic:
             found["update"] += self._update(layout, engine, microbatches, 0, True)
         if self.work.slots:
@@ -84,22 +83,12 @@ class Clock:
         return flops / (self.devices.flops * _EFFICIENCY)
 
     def _update(
-        self,
-        layout: Layout,
-        engine: EngineConfig,
-        microbatches: int,
-        adapter: int,
-        counted: bool,
+        self, layout: Layout, engine: EngineConfig, microbatches: int, *, critic: bool = False
     ) -> float:
-        """Of the model, or of an adapter, which spares the products that are the gradients of matrices.
-
-        Where experts are evened out they have to be `counted` by a forward pass, unless they are known.
-        """
-        again, flops = _RECOMPUTED[engine.activation_checkpointing], self.shape.flops
-        before = int(counted and engine.router_aux_loss > 0)
-        length = [self.work.length]
-        passes = flops.training(length, frozen=adapter > 0) / flops.forward(length) + again
-        arithmetic = (passes + before) * self._arithmetic(layout, self.shape)
+        """Of the policy, or of its critic, all of which is trained."""
+        operations, updates = self.operations, self.work.updates
+        passes = operations.passes(engine, critic=critic)
+        before = operations.counting(engine, critic=critic)
         each = (2 if engine.reshard_after_forward else 1) + before
         gathers = microbatches * each * self.work.updates
         elements = self.shape.elements / layout.tensor

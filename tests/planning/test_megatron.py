@@ -140,6 +140,13 @@ def test_what_is_recommended_is_a_good_configuration(model, devices, tmp_path):
         assert config.engine == plan.engine
 
 
+def test_experts_that_are_evened_out_are_counted_by_a_pass():
+    values = values_of(MIXTURE)
+    evened = values_of(MIXTURE, router_aux_loss=0.001)
+    plain, counted = (planner(v, "1xB200-180G").as_configured().seconds for v in (values, evened))
+    assert counted["update"] == pytest.approx(plain["update"] * 4 / 3, rel=0.05)
+
+
 def test_a_family_that_the_engine_does_not_compute_is_refused():
     with pytest.raises(UsageError, match="does not compute models of this type"):
         planner(values_of(MODEL | {"model_type": "olmo2"}))

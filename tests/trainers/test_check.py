@@ -291,6 +291,7 @@ def evened(root: Path, family: str, settings: dict[str, Any], **engine: Any) -> 
         ("mixtral", {}),
         ("qwen3_moe", {"sequence_parallel": 2, "activation_checkpointing": "full"}),
         ("qwen3_moe", {"tensor_parallel": 2}),
+        ("qwen3_moe", {"kind": "megatron", "expert_parallel": 2}),
     ],
     ids=str,
 )
@@ -298,7 +299,7 @@ def test_the_balance_of_experts_is_compared(
     root: Path, family: str, layout: dict[str, Any]
 ) -> None:
     config = evened(root, family, RL, **layout)
-    for refusal, compared_things, _ in run_ranks(check_rank, 2, config, "TorchEngine"):
+    for refusal, compared_things, _ in run_ranks(check_rank, 2, config, "right"):
         assert refusal == ""
         assert compared_things[12:15] == ["load-balancing loss", "loss", "gradient norm"]
 

@@ -2,7 +2,7 @@
 
 Main weights, optimizer state and gradient reduction are fp32, compute is bf16 or fp32. On a machine
 without CUDA the same code runs over gloo (`burnish.engines.megatron.host`). Left out: adapters, value
-heads, load-balancing losses, offloading, compilation.
+heads, offloading, compilation.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.engines.base import LossFn, Part, trained
+from burnish.engines.expert_load import ExpertLoad
 from burnish.engines.megatron.building import build_stages
 from burnish.engines.megatron.calls import megatron_called
 from burnish.engines.megatron.families import Architecture
@@ -76,12 +77,13 @@ class MegatronEngine:
         self._chunks = stages if self._optimizer is None else self._optimizer.chunks
         parts = [] if self._optimizer is None else self._optimizer.parts
         self._shards = MegatronShards(self._chunks, hf_config, parts)
+        self._experts = Architecture.of(hf_config).experts
         self._schedule = Schedule(
             self._chunks,
             _division(config, self.mesh),
             config.pipeline_parallel if config.virtual_stages > 1 else 1,
             device,
-            Replay(Architecture.of(hf_config).experts, self.mesh.groups, device),
+            Replay(self._experts, self.mesh.groups, device),
         )
 
     @property
@@ -96,6 +98,7 @@ class MegatronEngine:
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """Run every micro-batch and add up gradients, which `optim_step` reduces; see `Engine.forward_backward`."""
         trained(self._optimizer)
+        batch, factors, of_experts = self._evened(batch)
         stats, total = Stats(), torch.zeros((), dtype=torch.float32, device=self._device)
 
         def of_micro(outputs: TokenOutputs, micro: MicroBatch) -> Tensor:
@@ -108,11 +111,16 @@ class MegatronEngine:
         with megatron_called():
             for chunk in self._chunks:
                 chunk.train()
-            self._schedule.forward_backward(batch.microbatches, of_micro)
+            of_routers = self._schedule.forward_backward(batch, of_micro, factors)
         # Of a pipeline the last stage alone has statistics, so its ranks do not count several times.
         counted = replace(self.layout, pipeline=1)
-        reduced = reduce_stats(Stats(stats | {"loss": Sum(total)}), counted, self._device)
-        return Stats(reduced | {"loss": Mean(reduced["loss"].value(), 1.0)})
+        of_routers *= counted.sharing  # each of which has routers or rows of its own
+        sums = {"loss": Sum(total + of_routers)}
+        if factors is not None:
+            sums["moe/aux_loss"] = Sum(of_routers / self._config.router_aux_loss)
+        reduced = reduce_stats(Stats(stats | sums), counted, self._device)
+        means = {name: Mean(reduced[name].value(), 1.0) for name in sums}
+        return Stats(reduced | of_experts | means)
 
     @torch.no_grad()
     def forward(
@@ -178,6 +186,17 @@ class MegatronEngine:
         tensors += [] if self._optimizer is None else self._optimizer.tensors()
         with parked(tensors, self.mesh.arena, self._device, self.layout):
             yield
+
+    def _evened(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
+        """The batch with its experts, what a probability of each costs and how evenly they are used; the batch alone where no loss evens them."""
+        weight, experts = self._config.router_aux_loss, self._experts
+        if weight == 0 or experts is None:
+            return batch, None, Stats()
+        if any(micro.experts is None for micro in batch.microbatches):
+            batch = batch.with_experts(self.forward(batch, experts=True))
+        routers = sum(experts.layers)
+        load = ExpertLoad.of(batch, routers, experts.count, self.layout, self._device)
+        return batch, load.factors(weight, experts.chosen), load.stats()
 
     def close(self) -> None:
         """Free the model and the optimizer, and the groups if they were made here. Collective."""

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from burnish.config.schema import EngineConfig
 from burnish.engines.megatron.families import Architecture
 from burnish.errors import UsageError
+from burnish.models.routing import require_routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,10 @@ class _Division:
 
 
 def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
-    """Raise `UsageError` for a family that is not known, and for degrees that do not fit the model."""
+    """Raise `UsageError` for a family that is not known, for degrees that do not fit the model, and for a loss of routers where there are none."""
     shape = Architecture.of(hf_config)
+    if config.router_aux_loss:
+        require_routers(hf_config, "engine.router_aux_loss")
     for division in _divisions(shape, config):
         if problem := division.problem():
             raise problem

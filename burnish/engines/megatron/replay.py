@@ -1,9 +1,10 @@
-"""Which experts tokens go to, prescribed and written down, by Megatron's own RouterReplay.
+"""Which experts tokens go to, prescribed and written down by Megatron's own RouterReplay, and evened out.
 
 What a micro-batch's routers are to do travels through the layers beside its packing, as in
 `burnish.models.routing`, so a layer that is computed again in the backward pass does the same again, however
 micro-batches of several stages alternate. Records are those of the torch engine: every router of
-the model for every token, the same on all ranks that share a micro-batch. Left out: the load-balancing loss.
+the model for every token, the same on all ranks that share a micro-batch. Left out: how many tokens of a
+step go to each expert (`burnish.engines.expert_load`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from burnish.engines.megatron.families import Experts
 from burnish.errors import IncompatibleError
-from burnish.models.routing import Routing, TokenRows, index_dtype
+from burnish.models.routing import Balance, Routing, TokenRows, index_dtype
 from burnish.parallel.autograd import gather_rows
 from burnish.records import MicroBatch
 
@@ -39,9 +40,11 @@ class RoutedLayer(TransformerLayer):
     def forward(self, *args: Any, **options: Any) -> Any:
         """Megatron's, whose router sends tokens where they are to go, and writes down where they went."""
         routing: Routing | None = options["packed_seq_params"].routing
+        router = self.mlp.router
+        router.balance = None if routing is None else routing.balance
         if routing is None:
             return super().forward(*args, **options)
-        replay = self.mlp.router.router_replay
+        replay = router.router_replay
         if routing.prescribed is None:
             replay.set_router_replay_action(RouterReplayAction.RECORD)
         else:
@@ -51,6 +54,8 @@ class RoutedLayer(TransformerLayer):
         chosen = replay.target_topk_idx if routing.prescribed is not None else None
         chosen = replay.get_recorded_indices() if chosen is None else chosen
         routing.chosen[self.number] = chosen.to(index_dtype(self.config.num_moe_experts))
+        if routing.balance is not None:
+            routing.losses[self.number] = router.loss
         replay.clear_indices()
         replay.clear_router_replay_action()
         return output
@@ -66,21 +71,30 @@ class Replay:
     """Where this rank stands: pipeline ranks have other routers, tensor ranks other rows."""
     device: torch.device
 
-    def routing_of(self, micro: MicroBatch, rows: TokenRows, *, record: bool) -> Routing | None:
+    def routing_of(
+        self, micro: MicroBatch, rows: TokenRows, *, record: bool, factors: Tensor | None = None
+    ) -> Routing | None:
         """What this rank's routers do with a micro-batch; None: nothing out of the ordinary.
 
-        They send tokens to its experts where it has any; with `record` they write down where tokens go.
+        They send tokens to its experts where it has any; with `record` they write down where tokens go; with
+        `factors` (`ExpertLoad.factors`) they add the load-balancing loss of this rank's rows.
         Raises `IncompatibleError` for experts that cannot be of this model.
         """
-        if micro.experts is None and not record:
+        if micro.experts is None and factors is None and not record:
             return None
-        experts = self._experts()
-        if micro.experts is None:
-            return Routing()
-        _require_fitting(micro.experts, experts)
-        all_rows = rows.rows_of(micro.experts).to(self.device, non_blocking=True)
-        own = len(all_rows) // self.groups.tp.size()
-        return Routing(prescribed=all_rows.narrow(0, self.groups.tp.rank() * own, own))
+        experts, routing = self._experts(), Routing()
+        if micro.experts is not None:
+            _require_fitting(micro.experts, experts)
+            all_rows = rows.rows_of(micro.experts).to(self.device, non_blocking=True)
+            routing.prescribed = self._own(all_rows)
+        if factors is not None:
+            routing.balance = Balance(factors, self._own(rows.weights(self.device)))
+        return routing
+
+    def _own(self, rows: Tensor) -> Tensor:
+        """Of rows that tensor ranks share those of this one."""
+        own = len(rows) // self.groups.tp.size()
+        return rows.narrow(0, self.groups.tp.rank() * own, own)
 
     def record(self, routing: Routing, rows: TokenRows) -> Tensor:
         """The experts [T, L, k] of all tokens and routers, as `Routing.record` gives them. Collective among those that share the micro-batch."""

@@ -1,7 +1,8 @@
 """The router of a mixture of experts, as a module of Megatron's layer spec.
 
-Megatron's own asks for a function of TransformerEngine even where that is not installed. Only the
-product of hidden states and weight is replaced; choosing experts is Megatron's.
+Megatron's own asks for a function of TransformerEngine even where that is not installed. The
+product of hidden states and weight is replaced, and the load-balancing loss, which Megatron takes of
+each micro-batch by itself and multiplies by its tokens; choosing experts is Megatron's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 from torch.nn import functional
 
+from burnish.models.routing import Balance, with_loss
+
 
 class PlainRouter(TopKRouter):
     """Chooses experts by a linear layer in the dtype of computing, as the families' own code does."""
@@ -23,7 +26,20 @@ class PlainRouter(TopKRouter):
         made = self.get_parameter("weight")
         self.weight = nn.Parameter(made.detach().to(torch.cuda.current_device()))
         vars(self.weight).update(vars(made))
+        self.balance: Balance | None = None
+        """Adds the load-balancing loss of the next forward pass; its rows are those of this rank alone."""
+        self.loss: Tensor | None = None
+        """That loss, a scalar without gradient."""
 
     def gating(self, input: Tensor) -> Tensor:
         """Logits [..., experts] of hidden states [..., H]."""
         return functional.linear(input, self.weight)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Probabilities and choices, both [R, experts], from logits [R, 1, experts]."""
+        probabilities, chosen = super().routing(logits, padding_mask)
+        if self.balance is None:
+            return probabilities, chosen
+        loss = self.balance.loss(logits.flatten(0, -2))
+        self.loss = loss.detach()
+        return with_loss(probabilities, loss), chosen

@@ -19,7 +19,7 @@ from burnish.engines.megatron.replay import Replay
 from burnish.models.routing import Routing
 from burnish.models.scorer import ScoringPlan
 from burnish.models.ulysses import Division
-from burnish.records import MicroBatch, TokenOutputs
+from burnish.records import Batch, MicroBatch, TokenOutputs
 
 LossOf = Callable[[TokenOutputs, MicroBatch], Tensor]
 """The scalar that the backward pass of a micro-batch starts from."""
@@ -51,9 +51,21 @@ class Schedule:
     replay: Replay
     """What the routers of a mixture are told."""
 
-    def forward_backward(self, micros: Sequence[MicroBatch], loss: LossOf) -> None:
-        """Add the gradients of every micro-batch's loss to what is there. `loss` is called in the last stage, in order."""
-        self._run([self._planned(micro) for micro in micros], loss, forward_only=False)
+    def forward_backward(self, batch: Batch, loss: LossOf, factors: Tensor | None = None) -> Tensor:
+        """Add the gradients of every micro-batch's loss to what is there. `loss` is called in the last stage, in order.
+
+        With `factors` (`ExpertLoad.factors`) also those of the load-balancing loss, filler left out. Returns what
+        this rank's routers have of that, for the rows of this rank: a scalar fp32.
+        """
+        planned = [
+            self._planned(micro, factors=None if numbers == (-1,) else factors)
+            for micro, numbers in zip(batch.microbatches, batch.examples, strict=True)
+        ]
+        self._run(planned, loss, forward_only=False)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        for each in planned:
+            total += sum(each.routing.losses.values()) if each.routing else 0.0
+        return total
 
     def forward(
         self, micros: Sequence[MicroBatch], *, record: bool = False
@@ -98,11 +110,13 @@ class Schedule:
             forward_only=forward_only,
         )
 
-    def _planned(self, micro: MicroBatch, *, record: bool = False) -> _Planned:
+    def _planned(
+        self, micro: MicroBatch, *, record: bool = False, factors: Tensor | None = None
+    ) -> _Planned:
         plan = ScoringPlan.of(
             micro.input_ids, micro.cu_seqlens, micro.loss_mask, self.device, self.division
         )
-        routing = self.replay.routing_of(micro, plan.rows, record=record)
+        routing = self.replay.routing_of(micro, plan.rows, record=record, factors=factors)
         return _Planned(plan, micro.temperature, routing, micro)
 
     def _filler(self) -> _Planned:

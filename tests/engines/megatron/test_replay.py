@@ -1,4 +1,4 @@
-"""Experts recorded and prescribed by Megatron at every layout, against one plain transformers model in fp32."""
+"""Experts recorded, prescribed and evened out by Megatron at every layout, against one plain transformers model in fp32."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ import pytest
 import torch
 from contracts.engine import BETAS, CLIP, assert_relative, cut, loss
 from distributed import run_ranks
-from routers_for_tests import by_hand, examples, experts_of_others, recorded, with_experts
-from tiny import save_tiny
+from routers_for_tests import (
+    WEIGHT,
+    by_hand,
+    examples,
+    experts_of_others,
+    recorded,
+    with_experts,
+)
+from tiny import save_tiny, tiny_config
 from transformers import AutoConfig
 
 from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.engines.base import Part
 from burnish.engines.megatron.engine import MegatronEngine
+from burnish.engines.megatron.fitting import require_fitting
 from burnish.engines.megatron.replay import RouterReplay
-from burnish.errors import IncompatibleError
+from burnish.errors import IncompatibleError, UsageError
 from burnish.models.sources import SafetensorsSource
 from burnish.parallel.layout import Layout
 from burnish.trainers.check import step_of_engine
@@ -30,6 +38,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {"expert_parallel": 2, "activation_checkpointing": "full"},
         {"pipeline_parallel": 2},
         {"tensor_parallel": 2, "activation_checkpointing": "full"},
+        {"sequence_parallel": 2},
     ],
     4: [{"tensor_parallel": 2, "pipeline_parallel": 2}],
 }
@@ -63,6 +72,9 @@ def routed_rank(
             }
         )
         engine.close()
+        evened = make_engine(layout, path, {**settings, "router_aux_loss": WEIGHT})
+        found[-1]["evened"] = step_of_engine(evened, batch, loss, OPTIM)
+        evened.close()
     assert not RouterReplay.global_router_replay_instances
     return found if layout.is_main else []
 
@@ -74,22 +86,25 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_every_layout_routes_like_one_plain_model(path: Path, world: int) -> None:
-    numbers, own = by_hand(path, experts_of_others()), by_hand(path, None)["own"]
+    oracles = {"prescribed": by_hand(path, experts_of_others()), "evened": by_hand(path, None)}
+    own = oracles["evened"]["own"]
     outcomes = run_ranks(routed_rank, world, path, LAYOUTS[world], timeout=280)[0]
     for settings, found in zip(LAYOUTS[world], outcomes, strict=True):
         for number, others in enumerate(experts_of_others()):
             # In which order a token's experts are named is of no meaning.
             assert torch.equal(sets(found["own"][number]), sets(own[number])), settings
             assert torch.equal(found["told"][number].long(), others), settings
-        outcome = found["prescribed"]
-        assert outcome.loss == pytest.approx(numbers["loss"], rel=1e-5), settings
-        assert outcome.norm == pytest.approx(numbers["norm"], rel=1e-5), settings
-        for number, logprobs in enumerate(numbers["logprobs"]):
-            mine = outcome.logprobs[f"sequence {number}"]
-            assert_relative(mine, logprobs, 1e-5, f"{settings}: sequence {number}")
-        for name, gradient in numbers["routers"].items():
-            mine = outcome.gradients[name.replace(".mlp.gate", ".block_sparse_moe.gate")]
-            assert_relative(mine, gradient, 1e-5, f"{settings}: {name}")
+        assert found["evened"].balance == pytest.approx(oracles["evened"]["aux"], rel=1e-5)
+        for kind, numbers in oracles.items():
+            outcome = found[kind]
+            assert outcome.loss == pytest.approx(numbers["loss"], rel=1e-5), (kind, settings)
+            assert outcome.norm == pytest.approx(numbers["norm"], rel=1e-5), (kind, settings)
+            for number, logprobs in enumerate(numbers["logprobs"]):
+                mine = outcome.logprobs[f"sequence {number}"]
+                assert_relative(mine, logprobs, 1e-5, f"{kind} {settings}: sequence {number}")
+            for name, gradient in (numbers["gradients"] | numbers["routers"]).items():
+                mine = outcome.gradients[name.replace(".mlp.gate", ".block_sparse_moe.gate")]
+                assert_relative(mine, gradient, 1e-5, f"{kind} {settings}: {name}")
 
 
 def sets(experts: torch.Tensor) -> torch.Tensor:
@@ -110,12 +125,16 @@ def test_virtual_stages_do_what_one_process_does(tmp_path: Path) -> None:
     for kind in ("own", "told"):
         for number, experts in one[kind].items():
             assert torch.equal(many[kind][number], experts)
-    assert many["prescribed"].loss == pytest.approx(one["prescribed"].loss, rel=1e-5)
-    for name, gradient in one["prescribed"].gradients.items():
-        assert_relative(many["prescribed"].gradients[name], gradient, 1e-5, name)
+    assert many["evened"].balance == pytest.approx(one["evened"].balance, rel=1e-5)
+    for kind in ("prescribed", "evened"):
+        assert many[kind].loss == pytest.approx(one[kind].loss, rel=1e-5)
+        for name, gradient in one[kind].gradients.items():
+            assert_relative(many[kind].gradients[name], gradient, 1e-5, f"{kind}: {name}")
 
 
-def test_experts_of_another_model_are_refused(path: Path) -> None:
+def test_what_does_not_fit_is_refused(path: Path) -> None:
+    with pytest.raises(UsageError, match=r"engine\.router_aux_loss is for mixtures"):
+        require_fitting(tiny_config("qwen3"), EngineConfig(kind="megatron", router_aux_loss=0.1))
     run_ranks(refusing_rank, 1, path)
 
 
