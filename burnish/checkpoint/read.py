@@ -31,9 +31,9 @@ from burnish.parallel.plan import Move, Moves
 from burnish.parallel.rounds import Group, schedule
 from burnish.parallel.transfer import Exchange
 
-_GROUP_BYTES = 8 << 20
+_GROUP_BYTES = 4 << 20
 # Blocks given away at one time; as many are being read meanwhile. One block at least.
-_WAVE_BYTES = 2 << 20
+_WAVE_BYTES = 4 << 20
 _READERS = 2
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burnish.errors import BurnishError
+from burnish.parallel.device import has_fp64
 from burnish.parallel.layout import Layout
 from burnish.tracking.metrics import Max, Mean, Metric, Number, Stats, Sum
 
@@ -116,7 +117,7 @@ def _unflatten(kinds: dict[str, type[Metric]], sums: Tensor, maxima: Tensor) -> 
 
 def _pack(numbers: list[Number], device: torch.device) -> Tensor:
     """One vector on the device: floats go over in one copy, tensors stay where they are."""
-    wide = torch.float32 if device.type in {"mps", "npu"} else torch.float64
+    wide = torch.float64 if has_fp64(device) else torch.float32
     plain = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
     packed = torch.tensor(plain, dtype=wide).to(device, non_blocking=True)
     places = [place for place, number in enumerate(numbers) if isinstance(number, Tensor)]
@@ -140,6 +141,8 @@ def agree(layout: Layout) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - raised again below, after all ranks have met
         mine = error
+    if not any_rank(mine is not None, layout):
+        return
     told = gather_objects(None if mine is None else _portable(mine, layout), layout)
     if mine is not None:
         raise mine
