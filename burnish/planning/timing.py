@@ -58,12 +58,13 @@ class Clock:
             judging = sum(self._arithmetic(layout, judge) for judge in self.judges)
             found["rollout"] = self._rollout(layout) + judging
         if self.work.scores:
-            scoring = operations.scorings * operations.forward(layout)
-            found["log-probs"] = scoring / self._speed
+            passes = self.work.scorings + int(self.work.critic)
+            found["log-probs"] = passes * self._arithmetic(layout, self.shape)
+        counted = not self.work.replayed
         if engine.kind == "megatron":
-            found["update"] = self._megatron_update(layout, engine, microbatches)
+            found["update"] = self._megatron_update(layout, engine, microbatches, counted)
         else:
-            found["update"] = self._update(layout, engine, microbatches)
+            found["update"] = self._update(layout, engine, microbatches, self.adapter, counted)
         if self.work.critic:
             found["update"] += self._update(layout, engine, microbatches, 0, True)
         if self.work.slots:
@@ -83,12 +84,22 @@ class Clock:
         return flops / (self.devices.flops * _EFFICIENCY)
 
     def _update(
-        self, layout: Layout, engine: EngineConfig, microbatches: int, *, critic: bool = False
+        self,
+        layout: Layout,
+        engine: EngineConfig,
+        microbatches: int,
+        adapter: int,
+        counted: bool,
     ) -> float:
-        """Of the policy, or of its critic, all of which is trained."""
-        operations, updates = self.operations, self.work.updates
-        passes = operations.passes(engine, critic=critic)
-        before = operations.counting(engine, critic=critic)
+        """Of the model, or of an adapter, which spares the products that are the gradients of matrices.
+
+        Where experts are evened out they have to be `counted` by a forward pass, unless they are known.
+        """
+        again, flops = _RECOMPUTED[engine.activation_checkpointing], self.shape.flops
+        before = int(counted and engine.router_aux_loss > 0)
+        length = [self.work.length]
+        passes = flops.training(length, frozen=adapter > 0) / flops.forward(length) + again
+        arithmetic = (passes + before) * self._arithmetic(layout, self.shape)
         each = (2 if engine.reshard_after_forward else 1) + before
         gathers = microbatches * each * self.work.updates
         elements = self.shape.elements / layout.tensor
@@ -100,13 +111,16 @@ class Clock:
             moved += self.work.updates * self._travel(summed, layout.world)
         return max(arithmetic, moved) + self._exchanged(layout, 3 + again + before)
 
-    def _megatron_update(self, layout: Layout, engine: EngineConfig, microbatches: int) -> float:
-        """Of Megatron's engine: weights are gathered and gradients added up once a step; stages wait for each other at its ends."""
-        again, flops, length = (
-            _RECOMPUTED[engine.activation_checkpointing],
-            self.shape.flops,
-            [self.work.length],
-        )
+    def _megatron_update(
+        self, layout: Layout, engine: EngineConfig, microbatches: int, counted: bool
+    ) -> float:
+        """Of Megatron's engine: weights are gathered and gradients added up once a step; stages wait for each other at its ends.
+
+        `counted` as for the other engine.
+        """
+        again = _RECOMPUTED[engine.activation_checkpointing]
+        again += int(counted and engine.router_aux_loss > 0)
+        flops, length = self.shape.flops, [self.work.length]
         passes = flops.training(length) / flops.forward(length) + again
         idle = (layout.pipeline - 1) / (engine.virtual_stages * microbatches)
         arithmetic = passes * self._arithmetic(layout, self.shape) * (1 + idle)
