@@ -17,7 +17,7 @@ from burnish.records import Rollout
 from burnish.rewards.arguments import arguments
 from burnish.rewards.call import Answer, call
 from burnish.rewards.load import Signature, load_function, read_signature
-from burnish.rewards.workers import Call, Workers
+from burnish.rewards.workers import Call, Check, Workers
 
 ALWAYS_END = frozenset({"exact_match", "numeric"})
 """Built-in functions that need no deadline. A regular expression can backtrack for ever, and sympy think."""
@@ -87,11 +87,12 @@ class RewardPool:
                     do="rename the parameter or the column, or give a value in the function's kwargs",
                 )
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    def score(self, rollouts: Sequence[Rollout], check: Check = lambda: None) -> list[Rollout]:
         """The same rollouts, in order, with `reward`, `reward_parts` and `reward_error`.
 
         A function that fails for a rollout counts as `on_error` there. A TRL function answering None for
         a rollout has no part in its reward. The result does not depend on the order of the answers.
+        `check` is called at least each second while functions work in other processes; what it raises is raised here.
         """
         said: list[dict[str, Answer]] = [{} for _ in rollouts]
         calls: list[Call] = []
@@ -108,7 +109,9 @@ class RewardPool:
                     calls.append(Call(function.worker_index, given, len(members)))
                     places.append((function, members))
         if self._workers and calls:
-            for (function, members), answers in zip(places, self._workers.run(calls), strict=True):
+            for (function, members), answers in zip(
+                places, self._workers.run(calls, check), strict=True
+            ):
                 _note(said, function, members, answers)
         return [self._scored(*pair) for pair in zip(rollouts, said, strict=True)]
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -32,6 +32,11 @@ START_SECONDS = 120.0
 BORNE_TIMEOUTS = 8
 """How many calls of one function may miss their deadline in a row, beside one per worker, before it is taken to hang."""
 _CLOSE_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
+# How long a wait for answers goes on before the next look at whether it is still wanted.
+
+Check = Callable[[], None]
+"""Called at least each second while answers are waited for. What it raises ends the wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +78,10 @@ class Workers:
             self.close()
             raise
 
-    def run(self, calls: Sequence[Call]) -> list[list[Answer]]:
+    def run(self, calls: Sequence[Call], check: Check) -> list[list[Answer]]:
         """The answers to `calls`, in their order, whatever the order they were made in.
+
+        What `check` raises is raised here, once the workers that are at a call are killed.
 
         A call that misses its deadline, or whose worker dies, is answered with that as the error.
         A function of which `BORNE_TIMEOUTS` more calls than there are workers miss it in a row, without
@@ -88,6 +95,7 @@ class Workers:
         missed: Counter[int] = Counter()
         try:
             while len(answers) < len(calls):
+                check()
                 self._hand_out(calls, waiting)
                 for worker in self._heard_from():
                     heard = self._take_answer(worker, calls)
@@ -141,10 +149,11 @@ class Workers:
             self._workers.append(_Worker(self._functions))
 
     def _heard_from(self) -> list[_Worker]:
-        """Wait for the first answer or deadline."""
+        """Wait for the first answer or deadline, but not for longer than until the next check."""
         busy = {worker.connection: worker for worker in self._workers if not worker.idle}
         soonest = min(worker.deadline for worker in busy.values())
-        heard = wait(list(busy), max(0.0, soonest - time.monotonic()))
+        left = max(0.0, soonest - time.monotonic())
+        heard = wait(list(busy), min(left, _CHECK_SECONDS))
         return [worker for connection, worker in busy.items() if connection in heard]
 
     def _take_answer(self, worker: _Worker, calls: Sequence[Call]) -> dict[int, list[Answer]]:

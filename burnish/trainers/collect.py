@@ -19,8 +19,8 @@ from burnish.tracking.progress import Progress
 from burnish.trainers.reward_models import Judge
 from burnish.trainers.signals import Stopper, StopRequested
 
-Score = Callable[[Sequence[Rollout]], list[Rollout]]
-"""Fills in the rewards of rollouts, in order."""
+Score = Callable[[Sequence[Rollout], Callable[[], None]], list[Rollout]]
+"""Fills in the rewards of rollouts, in order. Calls what it is given again and again while it waits: it may raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Collector:
     layout: Layout
     """Which share of the prompts is this rank's."""
     stopper: Stopper
-    """Asked between decoding steps whether to stop."""
+    """Asked whether to stop between decoding steps, and while rewards are waited for."""
     progress: Progress
     """Shows how many completions are done."""
     judge: Judge = list
@@ -93,5 +93,5 @@ class Collector:
             for prompt, group in zip(prompts, completions, strict=True)
             for sample, completion in enumerate(group)
         ]
-        scored = iter(self.score(rollouts))
+        scored = iter(self.score(rollouts, self.stopper.check))
         return [[next(scored) for _ in group] for group in completions]

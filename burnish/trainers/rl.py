@@ -83,6 +83,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             with run.spans("advantages"):
                 credit = assign_credit(groups, policy, critic, config)
                 batches = minibatches(groups, credit, policy, config)
+            run.check_stop()
             stats, lr = credit.stats, learning_rate(step, total, config.optim)
             with run.spans("update"), run.progress.phase("update", len(batches)) as bar:
                 for batch in batches:

@@ -124,5 +124,41 @@ def test_stopped_by_a_signal(work, in_peace, kind, number):
     assert outcome(done(work, *argv)) == in_peace[kind]
 
 
+HANGS = """\
+import time
+from pathlib import Path
+
+from rewards import letters as at_once
+
+def letters(completions, **columns):
+    "The third time it is called it hangs."
+    with open("calls", "a") as calls:
+        calls.write("x")
+    if Path("calls").stat().st_size == 3:
+        Path("hangs").touch()
+        time.sleep(100_000)
+    return at_once(completions, **columns)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_while_a_reward_function_hangs(work, in_peace, number):
+    """Its deadline is beyond the test's patience, so it is the signal that ends the wait."""
+    (work / "hanging.py").write_text(HANGS)
+    hangs = work / "hangs"
+    for path in (hangs, work / "calls"):
+        path.unlink(missing_ok=True)
+    functions = "reward.functions=[{function: hanging.py:letters}]"
+    argv = ["rl", "rl.yaml", f"name=hanging_{number}", functions]
+    command = Command(work, [*argv, "reward.timeout_seconds=100000"])
+    while not hangs.exists():
+        assert command.is_running(), command.output
+        time.sleep(0.01)
+    command.send(number)
+    assert command.wait() == 128 + number, command.output
+    assert "step 1 is committed" in command.output  # the first call was the validation before it
+    assert outcome(done(work, *argv)) == in_peace["rl"]
+
+
 def test_a_finished_run_stays_as_it_is(work, in_peace):
     assert outcome(done(work, *KINDS["rl"], "name=peace_rl")) == in_peace["rl"]

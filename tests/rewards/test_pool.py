@@ -273,7 +273,7 @@ def test_a_worker_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         "import os, signal\n"
         "from burnish.rewards.workers import Call, Workers\n"
         f"workers = Workers([({f'{source}:process'!r}, {{}})], 1, 20.0)\n"
-        "pid = int(workers.run([Call(0, {'completions': ['a']}, 1)])[0][0].value)\n"
+        "pid = int(workers.run([Call(0, {'completions': ['a']}, 1)], lambda: None)[0][0].value)\n"
         "print(pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -292,6 +292,22 @@ def test_an_interrupted_score_leaves_no_late_answers(make_pool, texts, monkeypat
         with pytest.raises(KeyboardInterrupt):
             pool.score(texts("0", "1"))
     assert [r.reward for r in pool.score(texts("7", "8"))] == [7, 8]
+
+
+def test_a_wait_ends_with_what_its_check_raises_and_leaves_no_late_answers(
+    make_pool, texts
+) -> None:
+    """The deadline is beyond every patience: only the check can end this."""
+    pool = make_pool("temper", workers=1, timeout_seconds=100_000.0)
+    looks = iter([None, None, KeyboardInterrupt()])
+
+    def check() -> None:
+        if error := next(looks):
+            raise error
+
+    with pytest.raises(KeyboardInterrupt):
+        pool.score(texts("sleep", "fine"), check)
+    assert [r.reward for r in pool.score(texts("fine"))] == [1]
 
 
 def test_no_functions() -> None:

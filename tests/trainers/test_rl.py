@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ import pytest
 import torch
 from training_files import RL, metrics, weights
 
+from burnish.checkpoint.committed import committed
 from burnish.config.schema import RunConfig
 from burnish.engines.base import Part
 from burnish.engines.frozen import FrozenEngine
 from burnish.engines.torch_engine import TorchEngine
+from burnish.errors import StoppedError
 from burnish.records import Completion, Request, TokenOutputs
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin import BuiltinGenerator
 from burnish.trainers import rl
+from burnish.trainers.policy_update import Credit
 
 
 class Mute(BuiltinGenerator):
@@ -135,3 +139,21 @@ def test_the_reference_is_kept_in_the_dtype_of_computing_and_says_the_same(
     rl.train(RunConfig.model_validate({**RL, **settings, **EVERYTHING["kl_in_loss"]}))
     assert dtypes == [{torch.bfloat16}]
     assert metrics(work / "runs/half")[-1]["actor/kl_loss"] == 0
+
+
+def test_a_signal_after_the_rollouts_stops_before_the_update(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(work)
+    assigned = rl.assign_credit
+
+    def interrupted(*args: Any) -> Credit:
+        signal.raise_signal(signal.SIGTERM)
+        return assigned(*args)
+
+    monkeypatch.setattr(rl, "assign_credit", interrupted)
+    monkeypatch.setattr(TorchEngine, "forward_backward", None)
+    with pytest.raises(StoppedError, match="stopped by SIGTERM: step 0 is committed"):
+        rl.train(RunConfig.model_validate({**RL, "name": "before_the_update"}))
+    (step,) = committed(work / "runs/before_the_update/checkpoints")
+    assert step.state["cursor"] == 0
