@@ -1,8 +1,8 @@
 """One device layer: CPU, CUDA, ROCm, Intel XPU and Ascend NPU through `torch.accelerator`.
 
 Ascend's `torch_npu` is loaded by torch itself where it is installed. Apple's MPS is left out: it
-has neither fp64 nor collectives, so such a machine computes on its CPU. Also left out: placing
-tensors, which is their owners' work.
+has no collectives, so such a machine computes on its CPU. Also left out: placing tensors, which is
+their owners' work.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from burnish.parallel.accelerators import accelerator_named
 
 _MEASURE_SECONDS = 0.5
 _MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
+
+_WITHOUT_FP64 = frozenset({"mps", "npu"})
 
 _MALLOC_SETTINGS = ((-3, 32 << 20), (-1, (2 << 30) - 1), (-2, 256 << 20))
 # M_MMAP_THRESHOLD at its maximum, M_TRIM_THRESHOLD at the largest int below 2 GiB, M_TOP_PAD.
@@ -54,6 +56,11 @@ def has_matrix_units(device: torch.device) -> bool:
     torch's attention for other CPUs is two to five times slower in bf16 than in fp32.
     """
     return device.type != "cpu" or bool(torch.cpu.get_capabilities().get("amx_bf16"))
+
+
+def has_fp64(device: torch.device) -> bool:
+    """Whether tensors on the device may be fp64: not on Ascend's NPUs, nor on Apple's MPS."""
+    return device.type not in _WITHOUT_FP64
 
 
 def device_name(device: torch.device) -> str:

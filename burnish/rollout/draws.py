@@ -3,13 +3,16 @@
 Every completion has a 64-bit key, derived from (run seed, step, prompt, sample). Number t of a key
 is splitmix64's t-th output when seeded with the key (Steele, Lea and Flood, "Fast splittable
 pseudorandom number generators", OOPSLA 2014): z = key + (t + 1)·γ mod 2^64, then two rounds of
-xor-shift and multiply. Left out: what is done with the numbers (`burnish.rollout.sampling`).
+xor-shift and multiply. A device without fp64 leaves them to the CPU, so they are the same
+everywhere. Left out: what is done with the numbers (`burnish.rollout.sampling`).
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from burnish.parallel.device import has_fp64
 from burnish.records.seeds import derive_seed
 
 
@@ -19,7 +22,13 @@ def stream_key(seed: int, step: int, prompt_key: int, sample: int) -> int:
 
 
 def uniforms(keys: Tensor, counts: Tensor) -> Tensor:
-    """Number `counts` [n] of each of the `keys` [n], both int64: float64 [n] in [0, 1), 53 random bits."""
+    """Number `counts` [n] of each of the `keys` [n], both int64: float64 [n] in [0, 1), 53 random bits.
+
+    They lie where the keys lie, or on the CPU where that device has no fp64.
+    """
+    if not has_fp64(keys.device):
+        cpu = torch.device("cpu")
+        keys, counts = keys.to(cpu), counts.to(cpu)
     z = keys + (counts + 1) * _GAMMA
     z = (z ^ _shifted(z, 30)) * _MIX_1
     z = (z ^ _shifted(z, 27)) * _MIX_2

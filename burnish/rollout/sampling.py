@@ -4,7 +4,8 @@ The order is that of transformers: temperature, top-k, top-p among what top-k le
 the tokens whose mass e^(z/T) reaches a threshold, so tokens tied at the border stay or go together.
 The token is then found by inverting the distribution function over the kept tokens in the order of
 their ids: one number decides, and no other row matters. Masses are fp32, their
-running sums fp64. Left out: the numbers themselves (`burnish.rollout.draws`), penalties, grammars.
+running sums fp64, made where the numbers lie: a device without fp64 sends the CPU one sum of each
+block of tokens, and then the one block that is looked into. Left out: the numbers themselves (`burnish.rollout.draws`), penalties, grammars.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Drawn:
 def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
     """Draw from `logits` [n, V] fp32 (overwritten) with `uniforms` [n] float64 in [0, 1).
 
-    Temperature 0 takes the most probable token, the one with the lowest id among equals. A row that
+    What is drawn lies where the logits lie; `uniforms` may be on the CPU instead. Temperature 0 takes the most probable token, the one with the lowest id among equals. A row that
     holds a NaN gives NaN log-probs and some valid id.
     """
     if sampling.temperature == 0:
@@ -48,9 +49,9 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
     if sampling.temperature != 1:
         torch.div(z, sampling.temperature, out=masses).exp_()
     truncate(masses, sampling)
-    tokens, kept = _invert(masses, uniforms)
+    tokens, log_kept = _invert(masses, uniforms)
     chosen = z.gather(1, tokens[:, None])[:, 0]
-    sampled = chosen / sampling.temperature - kept.log().float()
+    sampled = chosen / sampling.temperature - log_kept
     return Drawn(tokens, sampled, chosen - log_total)
 
 
@@ -85,21 +86,23 @@ def _nucleus_border(masses: Tensor, top_p: float) -> Tensor:
 
 
 def _invert(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The first token [n] at which the running sum exceeds uniform · total, and that total [n] fp64.
+    """The first token [n] at which the running sum exceeds uniform · total, and log of that total [n] fp32.
 
     Two levels: sums of blocks, then the tokens of one block. A token of mass 0 is never found.
     """
+    here, summing = masses.device, uniforms.device
     missing = -masses.shape[-1] % _BLOCK
     padded = functional.pad(masses, (0, missing)) if missing else masses
     blocks = padded.view(len(masses), -1, _BLOCK)
-    sums = blocks.sum(dim=-1).double()
+    sums = blocks.sum(dim=-1).to(summing).double()
     upto = sums.cumsum(dim=-1)
     goal = uniforms[:, None] * upto[:, -1:]
     block = _first_above(upto, goal)
     goal -= (upto - sums).gather(1, block)
-    inner = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(dim=-1)
-    found = block * _BLOCK + _first_above(inner, goal)
-    return found.clamp_(max=masses.shape[-1] - 1)[:, 0], upto[:, -1]
+    inside = blocks.gather(1, block.to(here)[..., None].expand(-1, -1, _BLOCK))[:, 0]
+    inner = inside.to(summing).double().cumsum(dim=-1)
+    found = (block * _BLOCK + _first_above(inner, goal)).clamp_(max=masses.shape[-1] - 1)
+    return found[:, 0].to(here), upto[:, -1].log().float().to(here)
 
 
 def _first_above(running: Tensor, goal: Tensor) -> Tensor:

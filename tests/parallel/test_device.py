@@ -10,6 +10,7 @@ import torch
 from burnish.errors import UsageError
 from burnish.parallel.device import (
     device_name,
+    has_fp64,
     known_peak,
     measured_matmul_peak,
     peak_flops,
@@ -53,6 +54,13 @@ def test_more_processes_than_devices(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(UsageError, match=r"no cuda device for local rank 2\n.*2 visible .*=4,5"):
         pick_device(2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "has"), [("cpu", True), ("cuda", True), ("xpu", True), ("mps", False)]
+)
+def test_which_devices_have_fp64(kind, has):
+    assert has_fp64(torch.device(kind)) is has
 
 
 def test_the_cpu_needs_no_waiting():

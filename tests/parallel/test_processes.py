@@ -13,6 +13,7 @@ from ports import free_port
 from torch.distributed.device_mesh import init_device_mesh
 
 from burnish.errors import BurnishError, UsageError
+from burnish.parallel.device import has_fp64, pick_device
 from burnish.parallel.environment import Place
 from burnish.parallel.layout import Layout
 from burnish.parallel.processes import backend_of, process_group
@@ -44,6 +45,20 @@ def test_backends_reduce_tensors_of_the_device_and_of_the_cpu():
     assert backend_of(torch.device("xpu")) == "cpu:gloo,xpu:xccl"
     with pytest.raises(UsageError, match="devices of type mps"):
         backend_of(torch.device("mps"))
+
+
+def _as_beside_torch_npu():
+    """Only a process in which torch knows the name npu, as beside torch_npu, can have such a device."""
+    torch.utils.rename_privateuse1_backend("npu")
+    torch.accelerator.current_accelerator = lambda check_available: torch.device("npu")
+    torch.accelerator.device_count = lambda: 2
+    devices = [pick_device(rank) for rank in range(2)]
+    return [str(each) for each in devices], backend_of(devices[1]), has_fp64(devices[1])
+
+
+def test_an_npu_has_a_backend_and_no_fp64():
+    (answer,) = run_processes(_as_beside_torch_npu, [{}])
+    assert answer == (["npu:0", "npu:1"], "cpu:gloo,npu:hccl", False)
 
 
 def _sum(layout):
