@@ -3,8 +3,10 @@
 The mask of a conversation comes from the chat template itself: from `{% generation %}` where the
 template has it, and otherwise from prefix differencing, which renders the messages up to a turn and
 compares ids. It never comes from a search for strings. What an assistant writes is trained on, the
-token that ends its turn included; the first token of a sequence never is. Left out: tools and
-images in templates, and cutting long sequences.
+token that ends its turn included; the first token of a sequence never is. What a template leaves
+out of past turns (the thoughts of thinking models, and the opening of them that is part of the
+prompt) is not trained on in them, and in the last turn a template must write what it prompts with.
+Left out: tools and images in templates, and cutting long sequences.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ Encoded = tuple[TokenIds, Mask]
 """Token ids [T] and, for each, whether its prediction is trained on."""
 
 _CONTEXT = 30
+_CONTENTS = ("0", "x")
+"""Two contents of a message that have no beginning in common."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,8 @@ class ChatEncoder:
         """Ids and mask of each conversation.
 
         Raises `UsageError` naming the row for messages that the template refuses, and, without
-        `{% generation %}`, for a template that writes the past differently once a turn is added.
+        `{% generation %}`, for a template that writes what is before a turn differently once that
+        or another turn is added, thoughts of past turns excepted.
         """
         encoded = self._by_marks(rows) if self._marked else self._by_prefixes(rows)
         for _, mask in encoded:
@@ -154,11 +159,39 @@ class ChatEncoder:
             mask = np.zeros(len(ids), dtype=np.bool_)
             for turn in row.turns:
                 where = f"message {turn} of {row.name}"
-                start = _boundary(next(tokenized), (text, ids), where)
+                start = self._turn_start(next(tokenized), (text, ids), row, turn)
                 end = self._turn_end(next(tokenized), (text, ids), start, where)
                 mask[start:end] = True
             encoded.append((ids, mask))
         return encoded
+
+    def _turn_start(
+        self,
+        before: tuple[str, list[int]],
+        whole: tuple[str, TokenIds],
+        row: Conversation,
+        turn: int,
+    ) -> int:
+        """Where the turn begins, of which `before` is the prompt.
+
+        The prompt of a thinking model may open its thoughts, which its template leaves out of past
+        turns. Such a turn begins with its content, if all is alike up to there.
+        """
+        if turn + 1 < len(row.messages) and not whole[0].startswith(before[0]):
+            header = self._up_to_content(row, turn)
+            if before[0].startswith(header) and whole[0].startswith(header):
+                before = header, self.ids([header], special=False)[0]
+        return _boundary(before, whole, f"message {turn} of {row.name}")
+
+    def _up_to_content(self, row: Conversation, turn: int) -> str:
+        """The conversation as text, as far as it is the same whatever the content of one message."""
+        texts = []
+        for content in _CONTENTS:
+            messages = list(row.messages)
+            messages[turn] = messages[turn] | {"content": content}
+            texts.append(self._whole(messages, row.name))
+        one, other = texts
+        return one[: _first_difference(one, other)]
 
     def _turn_end(
         self, after: tuple[str, list[int]], whole: tuple[str, TokenIds], start: int, where: str
@@ -210,6 +243,12 @@ def shared_beginning(start: Sequence[int] | TokenIds, ids: TokenIds) -> int:
     return int(differs[0]) if len(differs) else length
 
 
+def _first_difference(one: str, other: str) -> int:
+    """The index of the first character in which the texts differ, or at which one ends."""
+    length = min(len(one), len(other))
+    return next((i for i in range(length) if one[i] != other[i]), length)
+
+
 def _boundary(prefix: tuple[str, list[int]], whole: tuple[str, TokenIds], where: str) -> int:
     """The position in the whole's ids at which the prefix ends; both are given as text and ids.
 
@@ -218,8 +257,7 @@ def _boundary(prefix: tuple[str, list[int]], whole: tuple[str, TokenIds], where:
     shared = shared_beginning(prefix[1], whole[1])
     if shared == len(prefix[1]) or whole[0].startswith(prefix[0]):
         return shared
-    length = min(len(prefix[0]), len(whole[0]))
-    at = next((i for i in range(length) if prefix[0][i] != whole[0][i]), length)
+    at = _first_difference(prefix[0], whole[0])
     begin = max(0, at - _CONTEXT)
     raise UsageError(
         f"the chat template writes what is before {where} differently once more follows: token {shared} (character {at}) is the first to differ",

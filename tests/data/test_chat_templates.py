@@ -1,0 +1,84 @@
+"""What is trained on of a conversation, by templates in the manner of well-known families."""
+
+from __future__ import annotations
+
+import pytest
+from chat_templates import GEMMA, LLAMA, MISTRAL, THINKING, THOUGHTLESS, tokenizer_of
+
+from burnish.data.chat import ChatEncoder, Conversation
+from burnish.errors import UsageError
+
+SYSTEM = {"role": "system", "content": "s"}
+THOUGHT = "<think>\nhm\n</think>\n\n"
+
+
+def talk(*contents: str) -> list[dict[str, str]]:
+    """Question, answer, question, ..."""
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def trained(template: str, messages: list[dict[str, str]], trained_from: int = 0) -> str:
+    """The conversation as it is fed to the model, with what is trained on in braces."""
+    tokenizer = tokenizer_of(template)
+    row = Conversation(messages, "row 0", trained_from)
+    ids, mask = ChatEncoder(tokenizer).conversations([row])[0]
+    assert ids.tolist() == tokenizer.apply_chat_template(messages)["input_ids"]
+    text, inside = "", False
+    for token, now in zip(
+        tokenizer.convert_ids_to_tokens(ids.tolist()), mask.tolist(), strict=True
+    ):
+        text += {(False, True): "{", (True, False): "}"}.get((inside, now), "") + token
+        inside = now
+    return text + ("}" if inside else "")
+
+
+def test_llama() -> None:
+    user, bot = (f"<|start_header_id|>{r}<|end_header_id|>\n\n" for r in ("user", "assistant"))
+    assert trained(LLAMA, talk("a", " x ", "b", "y")) == (
+        f"<|begin_of_text|>{user}a<|eot_id|>{bot}{{x<|eot_id|>}}{user}b<|eot_id|>{bot}{{y<|eot_id|>}}"
+    )
+
+
+def test_gemma() -> None:
+    user, bot = "<start_of_turn>user\n", "<start_of_turn>model\n"
+    assert trained(GEMMA, talk("a", "x", "b", "y")) == (
+        f"<bos>{user}a<end_of_turn>\n{bot}{{x<end_of_turn>}}\n{user}b<end_of_turn>\n{bot}{{y<end_of_turn>}}\n"
+    )
+    with pytest.raises(UsageError, match="refuses row 0: no system role"):
+        trained(GEMMA, [SYSTEM, *talk("a", "x")])
+
+
+def test_mistral() -> None:
+    want = "<s>[INST] a[/INST]{ x</s>}[INST] b[/INST]{ y</s>}"
+    assert trained(MISTRAL, talk("a", "x", "b", "y")) == want
+    assert trained(MISTRAL, [SYSTEM, *talk("a", "x")]) == "<s>[INST] s\n\na[/INST]{ x</s>}"
+
+
+def test_mistral_with_a_system_message_that_moves() -> None:
+    """The first answer was given to another text than stands before it; the second may be trained on."""
+    messages = [SYSTEM, *talk("a", "x", "b", "y")]
+    with pytest.raises(UsageError, match=r"before message 2 of row 0 differently(.|\n)*generation"):
+        trained(MISTRAL, messages)
+    text = trained(MISTRAL, messages, trained_from=4)
+    assert text == "<s>[INST] a[/INST] x</s>[INST] s\n\nb[/INST]{ y</s>}"
+
+
+@pytest.mark.parametrize("past", ["x", THOUGHT + "x", "<thin", "<", ""])
+@pytest.mark.parametrize("thought", ["", "hm"])
+def test_thoughts_are_trained_on_where_the_template_keeps_them(past: str, thought: str) -> None:
+    """Content that begins like the thoughts' opening is content, although the prompt goes on alike."""
+    answer = f"<think>\n{thought}\n</think>\n\ny" if thought else "y"
+    user, bot, left = "<|im_start|>user\n", "<|im_start|>assistant\n", past.removeprefix(THOUGHT)
+    assert trained(THINKING, talk("a", past, "b", answer)) == (
+        f"{user}a<|im_end|>\n{bot}{{{left}<|im_end|>}}\n"
+        f"{user}b<|im_end|>\n{bot}<think>\n{{{thought}\n</think>\n\ny<|im_end|>}}\n"
+    )
+
+
+def test_thoughts_that_the_prompt_opens_and_the_last_turn_lacks_are_refused() -> None:
+    """What would be trained on is never asked of the model: its prompt is another."""
+    with pytest.raises(UsageError, match=r"before message 1 of row 0 differently(.|\n)*generation"):
+        trained(THOUGHTLESS, talk("a", THOUGHT + "x"))
+    text = trained(THOUGHTLESS, talk("a", THOUGHT + "x", "b"))
+    assert text.endswith("<|im_start|>assistant\n{x<|im_end|>}\n<|im_start|>user\nb<|im_end|>\n")
