@@ -1,4 +1,4 @@
-"""One call of a reward function, and what its result means for each rollout.
+"""One call of a reward function, sync or async, and what its result means for each rollout.
 
 Runs where the function runs. Whatever a stranger's code does short of hanging or ending the process
 comes out as an `Answer` with an error: an exception, a result of the wrong type or length, NaN.
@@ -37,7 +37,7 @@ def call(
 ) -> list[Answer]:
     """Call `function` for `count` rollouts: `count` answers, all with the same error when the call failed.
 
-    An async function's coroutine is run to its end in `runner`, one event loop for all calls.
+    Where it returns something to await, that is run to its end in `runner`, one event loop for all calls.
     """
     try:
         result = function(**arguments)
@@ -45,8 +45,21 @@ def call(
             if runner is None:
                 raise TypeError("an async function needs an event loop")
             result = runner.run(_finish(result))
-        return _answers(result, count) if style == "trl" else [_score(result)]
+        return _answers(result, style, count)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary behind which code is not ours
+        return [Answer(None, _text(error))] * count
+
+
+async def call_async(
+    function: Callable[..., Awaitable[Any]], style: Style, arguments: Mapping[str, Any], count: int
+) -> list[Answer]:
+    """As `call`, of a function declared with `async def`, beside others in the same event loop.
+
+    One that cancels itself has failed as one that raises has.
+    """
+    try:
+        return _answers(await function(**arguments), style, count)
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - as above
         return [Answer(None, _text(error))] * count
 
 
@@ -54,7 +67,11 @@ async def _finish(result: Awaitable[Any]) -> Any:
     return await result
 
 
-def _answers(result: Any, count: int) -> list[Answer]:
+def _answers(result: Any, style: Style, count: int) -> list[Answer]:
+    return _scores(result, count) if style == "trl" else [_score(result)]
+
+
+def _scores(result: Any, count: int) -> list[Answer]:
     """TRL: one number or None for each rollout, in a list, array or tensor."""
     values = _plain(result)
     if not isinstance(values, list | tuple):

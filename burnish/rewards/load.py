@@ -53,6 +53,8 @@ class Signature:
     """The keywords it takes; None: any."""
     columns: frozenset[str]
     """Columns of the data that it cannot be called without."""
+    is_async: bool = False
+    """Whether it is declared with `async def`, so that its calls can wait beside each other."""
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -130,7 +132,13 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
     if BUILTINS.get(name) == BUILTINS["regex"]:
         _check_pattern(kwargs["pattern"])
     columns = frozenset(required - TRL_ARGUMENTS) if trl else frozenset[str]()
-    return Signature("trl" if trl else "verl", None if anything else named, columns)
+    declared = (function, type(function).__call__)  # an instance is what its class is
+    return Signature(
+        style="trl" if trl else "verl",
+        accepts=None if anything else named,
+        columns=columns,
+        is_async=any(map(inspect.iscoroutinefunction, declared)),
+    )
 
 
 def _import_module(name: str) -> ModuleType:

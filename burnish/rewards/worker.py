@@ -1,7 +1,8 @@
 """The process that runs reward functions which are not Burnish's own: `python -m burnish.rewards.worker FD PARENT`.
 
 It imports the functions' modules and nothing heavy, says over the inherited connection FD how they want to be
-called, and then answers calls one at a time until the connection closes. The process that started
+called, and then makes the calls that come, until the connection closes: those that come together are of one async
+function and wait beside each other, any other comes alone. Each is answered as soon as it has ended. The process that started
 it kills it when a call misses its deadline. Left out: everything else (`burnish.rewards.workers`).
 """
 
@@ -12,11 +13,16 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from typing import Any
 
 from burnish.errors import BurnishError
-from burnish.rewards.call import call
-from burnish.rewards.load import load_function, read_signature
+from burnish.rewards.call import call, call_async
+from burnish.rewards.load import Style, load_function, read_signature
+
+Asked = tuple[int, Mapping[str, Any], int]
+"""A call: its ticket, its keyword arguments, and how many rollouts it is about."""
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -39,11 +45,27 @@ def main(descriptor: int, parent: int) -> None:
         connection.send(signatures)
         while True:
             try:
-                index, arguments, count = connection.recv()
+                index, asked = connection.recv()
             except EOFError:
                 return
-            style = signatures[index].style
-            connection.send(call(functions[index], style, arguments, count, runner))
+            function, style = functions[index], signatures[index].style
+            if signatures[index].is_async:
+                runner.run(_beside_each_other(function, style, asked, connection))
+                continue
+            for ticket, arguments, count in asked:
+                connection.send((ticket, call(function, style, arguments, count, runner)))
+
+
+async def _beside_each_other(
+    function: Callable[..., Any],
+    style: Style,
+    asked: Sequence[Asked],
+    connection: Connection[Any, Any],
+) -> None:
+    async def answer(ticket: int, arguments: Mapping[str, Any], count: int) -> None:
+        connection.send((ticket, await call_async(function, style, arguments, count)))
+
+    await asyncio.gather(*(answer(*each) for each in asked))
 
 
 def _exit_without(parent: int) -> None:

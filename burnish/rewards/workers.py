@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from typing import Any
 from burnish.errors import BurnishError, UsageError
 from burnish.rewards.call import Answer
 from burnish.rewards.load import Signature
+from burnish.rewards.worker import Asked
 
 START_SECONDS = 120.0
 """How long a worker may take to import the reward functions' modules."""
@@ -49,6 +50,10 @@ class Call:
     """Its keyword arguments."""
     count: int
     """How many rollouts it is about."""
+
+
+Bundle = Sequence[int]
+"""Calls of one function that a worker gets together, by their indices."""
 
 
 class Workers:
@@ -89,16 +94,19 @@ class Workers:
         once. So a function that always hangs costs `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds, rounded
         up to whole time-outs. Calls are made in a random order, so that those a function
         hangs on, such as all samples of one prompt, do not come in a row.
+
+        The calls of an async function begin all at once, in one worker, and so have the same deadline. Those that
+        have not ended by then miss it; the others have been answered.
         """
         answers: dict[int, list[Answer]] = {}
-        waiting = deque(random.Random(0).sample(range(len(calls)), len(calls)))
+        waiting = self._bundles(calls)
         missed: Counter[int] = Counter()
         try:
             while len(answers) < len(calls):
                 check()
                 self._hand_out(calls, waiting)
                 for worker in self._heard_from():
-                    heard = self._take_answer(worker, calls)
+                    heard = self._take_answers(worker, calls)
                     for i in heard:
                         del missed[calls[i].function]
                     answers |= heard
@@ -124,22 +132,34 @@ class Workers:
             worker.end(_CLOSE_SECONDS)
         self._workers = []
 
+    def _bundles(self, calls: Sequence[Call]) -> deque[Bundle]:
+        """What is handed to a worker at a time: all calls of an async function, or one of another."""
+        together: defaultdict[int, list[int]] = defaultdict(list)
+        alone: list[Bundle] = []
+        for i, call in enumerate(calls):
+            if self.signatures[call.function].is_async:
+                together[call.function].append(i)
+            else:
+                alone.append([i])
+        return deque([*together.values(), *random.Random(0).sample(alone, len(alone))])
+
     def _given_up(
-        self, calls: Sequence[Call], waiting: deque[int], missed: Counter[int]
+        self, calls: Sequence[Call], waiting: deque[Bundle], missed: Counter[int]
     ) -> dict[int, list[Answer]]:
         """Takes the calls of functions that hang out of `waiting`; their answers."""
         hanging = {f for f, n in missed.items() if n >= self._limit + BORNE_TIMEOUTS}
-        given_up = [i for i in waiting if calls[i].function in hanging]
-        for i in given_up:
-            waiting.remove(i)
+        given_up = [bundle for bundle in waiting if calls[bundle[0]].function in hanging]
+        for bundle in given_up:
+            waiting.remove(bundle)
         text = "not called: {} calls in a row had no answer within {:g} s"
         return {
             i: [Answer(None, text.format(missed[calls[i].function], self._timeout))]
             * calls[i].count
-            for i in given_up
+            for bundle in given_up
+            for i in bundle
         }
 
-    def _hand_out(self, calls: Sequence[Call], waiting: deque[int]) -> None:
+    def _hand_out(self, calls: Sequence[Call], waiting: deque[Bundle]) -> None:
         for worker in [w for w in self._workers if w.idle]:
             if waiting:
                 worker.ask(waiting.popleft(), calls, time.monotonic() + self._timeout)
@@ -156,17 +176,21 @@ class Workers:
         heard = wait(list(busy), min(left, _CHECK_SECONDS))
         return [worker for connection, worker in busy.items() if connection in heard]
 
-    def _take_answer(self, worker: _Worker, calls: Sequence[Call]) -> dict[int, list[Answer]]:
+    def _take_answers(self, worker: _Worker, calls: Sequence[Call]) -> dict[int, list[Answer]]:
+        """All that has come of one that was heard from."""
         if not worker.ready:
             self._welcome(worker)
             return {}
+        answers: dict[int, list[Answer]] = {}
         try:
-            answer = worker.connection.recv()
+            while worker.tickets and worker.connection.poll():
+                ticket, said = worker.connection.recv()
+                worker.tickets.remove(ticket)
+                answers[ticket] = said
         except (EOFError, OSError):
             status = worker.end(_CLOSE_SECONDS)
-            return self._give_up(worker, calls, f"its process ended ({_status(status)})")
-        ticket, worker.ticket = worker.ticket, None
-        return {} if ticket is None else {ticket: answer}
+            answers |= self._give_up(worker, calls, f"its process ended ({_status(status)})")
+        return answers
 
     def _overdue(self) -> Iterable[_Worker]:
         now = time.monotonic()
@@ -176,9 +200,7 @@ class Workers:
         self, worker: _Worker, calls: Sequence[Call], error: str
     ) -> dict[int, list[Answer]]:
         self._discard(worker)
-        if worker.ticket is None:
-            return {}
-        return {worker.ticket: [Answer(None, error)] * calls[worker.ticket].count}
+        return {i: [Answer(None, error)] * calls[i].count for i in worker.tickets}
 
     def _discard(self, worker: _Worker) -> None:
         worker.end(0)
@@ -215,8 +237,8 @@ class _Worker:
         self.connection, theirs = Pipe()
         self.ready = False
         """Whether it has loaded the functions."""
-        self.ticket: int | None = None
-        """The index of the call it is at."""
+        self.tickets: set[int] = set()
+        """The indices of the calls it is at."""
         self.deadline = time.monotonic() + START_SECONDS
         """When it has to have answered."""
         with theirs:
@@ -236,14 +258,14 @@ class _Worker:
     @property
     def idle(self) -> bool:
         """Whether it waits for a call."""
-        return self.ready and self.ticket is None
+        return self.ready and not self.tickets
 
-    def ask(self, ticket: int, calls: Sequence[Call], deadline: float) -> None:
-        """Send it call number `ticket`."""
-        self.ticket, self.deadline = ticket, deadline
-        call = calls[ticket]
+    def ask(self, bundle: Bundle, calls: Sequence[Call], deadline: float) -> None:
+        """Send it calls of one function, by their indices."""
+        self.tickets, self.deadline = set(bundle), deadline
+        asked: list[Asked] = [(i, calls[i].arguments, calls[i].count) for i in bundle]
         with suppress(OSError):  # died while idle: the receive says so
-            self.connection.send((call.function, call.arguments, call.count))
+            self.connection.send((calls[bundle[0]].function, asked))
 
     def end(self, patience: float) -> int:
         """Its exit status, once it has ended by itself within `patience` seconds or been killed."""

@@ -109,6 +109,10 @@ class Judge:
     def __call__(self, completions, answer): ...
 
 
+class AsyncJudge:
+    async def __call__(self, solution_str): ...
+
+
 @pytest.mark.parametrize(
     ("function", "kwargs", "want"),
     [
@@ -140,12 +144,17 @@ class Judge:
         (
             asynchronous,
             {"answer": 1},
-            Signature("trl", frozenset({"completions", "answer"}), frozenset()),
+            Signature("trl", frozenset({"completions", "answer"}), frozenset(), is_async=True),
         ),
         (
             Judge(),
             {},
             Signature("trl", frozenset({"completions", "answer"}), frozenset({"answer"})),
+        ),
+        (
+            AsyncJudge(),
+            {},
+            Signature("verl", frozenset({"solution_str"}), frozenset(), is_async=True),
         ),
     ],
 )

@@ -56,6 +56,24 @@ async def judge(solution_str):
     await asyncio.sleep(0.01)
     return 2.0
 
+barrier = asyncio.Barrier(8)
+
+async def meet(solution_str):
+    await barrier.wait()
+    return float(solution_str)
+
+async def async_temper(solution_str):
+    if solution_str == "hang":
+        await asyncio.sleep(1000)
+    if solution_str == "raise":
+        raise RuntimeError("the judge is out")
+    if solution_str == "cancel":
+        asyncio.current_task().cancel()
+        await asyncio.sleep(1000)
+    if solution_str == "exit":
+        sys.exit(3)
+    return 1.0
+
 def slow_first(solution_str):
     time.sleep(0.3 if solution_str == "0" else 0)
     return float(solution_str)
@@ -245,6 +263,28 @@ def test_none_from_a_trl_function_is_no_part_of_the_reward(make_pool, texts) -> 
 
 def test_async_functions(make_pool, texts) -> None:
     assert [r.reward for r in make_pool("judge").score(texts("a", "b", "c"))] == [2, 2, 2]
+
+
+def test_all_calls_of_an_async_function_wait_beside_each_other(make_pool, texts) -> None:
+    """None of the eight can end before all have begun."""
+    pool = make_pool("meet", "slow_first", workers=1)
+    for _ in range(2):
+        scored = pool.score(texts(*"01234567"))
+        assert [dict(r.reward_parts) for r in scored] == [
+            {"meet": i, "slow_first": i} for i in range(8)
+        ]
+
+
+def test_an_async_call_has_its_own_deadline_and_its_own_error(make_pool, texts) -> None:
+    pool = make_pool("async_temper", timeout_seconds=2.0, workers=1, on_error=-1.0)
+    said = ["fine", "hang", "raise", "cancel", "exit", "fine"]
+    errors = [rollout.reward_error for rollout in pool.score(texts(*said))]
+    assert errors[0] is errors[5] is None
+    assert errors[1] == "async_temper: no answer within 2 s"
+    assert errors[2].startswith("async_temper: RuntimeError: the judge is out (")
+    assert errors[3].startswith("async_temper: CancelledError")
+    assert errors[4].startswith("async_temper: SystemExit: 3")
+    assert [r.reward for r in pool.score(texts("fine", "fine"))] == [1, 1]
 
 
 def test_the_same_function_twice_has_two_parts(make_pool, texts) -> None:
