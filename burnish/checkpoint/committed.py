@@ -29,7 +29,7 @@ from burnish.checkpoint.manifest import (
     parse_manifest,
     record_of,
 )
-from burnish.errors import CorruptError
+from burnish.errors import BurnishError, CorruptError, IncompatibleError
 from burnish.files.durable import read_whole
 from burnish.files.storage import LocalStorage, Source
 from burnish.files.strict_json import parse_json
@@ -159,31 +159,42 @@ def require_healthy(step: Committed) -> None:
 
 def committed(root: PurePath, storage: Source | None = None) -> list[Committed]:
     """The steps below `root` that open, oldest first; the others are named in the log."""
-    storage = storage or LocalStorage()
-    found = []
-    for path in step_paths(root, storage).values():
-        try:
-            found.append(open_step(path, storage))
-        except CorruptError as error:
-            _log.warning("%s", error)
-    return found
+    return _opened(root, storage or LocalStorage())[0]
 
 
 def newest(root: PurePath, storage: Source | None = None) -> Committed | None:
     """The newest healthy step below `root`, or None when no step was ever committed there.
 
-    Raises `CorruptError` when there are steps and none can be used.
+    Raises `CorruptError` when there are steps and none can be used, `IncompatibleError` when all of
+    them are of another format.
     """
-    storage = storage or LocalStorage()
-    usable = [step for step in committed(root, storage) if step.healthy]
-    if not usable and step_paths(root, storage):
-        raise CorruptError(
-            f"no checkpoint in {root} can be used",
-            have=", ".join(path.name for path in step_paths(root, storage).values()),
-            want="one that is whole and healthy",
-            do=f"see what is wrong with each: burnish ckpt verify {root.parent}",
-        )
-    return usable[-1] if usable else None
+    opened, errors = _opened(root, storage or LocalStorage())
+    usable = [step for step in opened if step.healthy]
+    if usable:
+        return usable[-1]
+    if not opened and not errors:
+        return None
+    if not opened and all(isinstance(error, IncompatibleError) for error in errors.values()):
+        raise list(errors.values())[-1]
+    raise CorruptError(
+        f"no checkpoint in {root} can be used",
+        have=", ".join(sorted([*errors, *(step.path.name for step in opened)])),
+        want="one that is whole and healthy",
+        do=f"see what is wrong with each: burnish ckpt verify {root.parent}",
+    )
+
+
+def _opened(root: PurePath, storage: Source) -> tuple[list[Committed], dict[str, BurnishError]]:
+    """The steps that open, oldest first, and why the others do not, by name; these are in the log too."""
+    found: list[Committed] = []
+    errors: dict[str, BurnishError] = {}
+    for path in step_paths(root, storage).values():
+        try:
+            found.append(open_step(path, storage))
+        except (CorruptError, IncompatibleError) as error:
+            _log.warning("%s", error)
+            errors[path.name] = error
+    return found, errors
 
 
 def _read(path: PurePath, name: str, limit: int, storage: Source) -> bytes:

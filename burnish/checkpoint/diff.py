@@ -56,7 +56,7 @@ class Distance:
             a, b, x, y = a[finite], b[finite], x[finite], y[finite]
         if not len(a):
             return
-        apart = (x - y).abs_()
+        apart = (x - y).abs_() if a.dtype.is_floating_point else _gaps(_ordered(a), _ordered(b))
         largest = torch.maximum(x.abs_(), y.abs_()).clamp_(min=_TINIEST)
         self.max_ulp = max(self.max_ulp, _ulp(a, b))
         self.max_absolute = max(self.max_absolute, float(apart.max()))
@@ -128,16 +128,37 @@ def _differing(a: Tensor, b: Tensor) -> Tensor:
 def _ulp(a: Tensor, b: Tensor) -> int:
     """Most steps between the elements of two finite tensors."""
     if not a.dtype.is_floating_point:
-        return int((a.to(torch.float64) - b.to(torch.float64)).abs().max())
+        return _largest_gap(_ordered(a), _ordered(b))
     if a.dtype != b.dtype:
         coarser = max(a.dtype, b.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         a, b = a.to(coarser), b.to(coarser)
-    x, y = _steps(a), _steps(b)
-    apart = (x - y).abs_()
-    if a.dtype.itemsize == 8:  # from one side of zero to the other may be more than int64 holds
-        across = x.abs().to(torch.float64) + y.abs().to(torch.float64)
-        apart = torch.where((x < 0) == (y < 0), apart.to(torch.float64), across)
-    return int(apart.max())
+    return _largest_gap(_steps(a), _steps(b))
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """Integers or truth values as int64 that lie as far apart; those of uint64 are moved by half its range."""
+    if x.dtype == torch.uint64:
+        return x.view(torch.int64) ^ torch.iinfo(torch.int64).min
+    return x.to(torch.int64)
+
+
+def _unsigned_gaps(x: Tensor, y: Tensor) -> Tensor:
+    """The bits of |x - y| as uint64, which holds the distance of any two int64."""
+    return torch.maximum(x, y) - torch.minimum(x, y)
+
+
+def _gaps(x: Tensor, y: Tensor) -> Tensor:
+    """|x - y| of int64 in fp64, rounded once."""
+    bits = _unsigned_gaps(x, y)
+    apart = bits.to(torch.float64)
+    return torch.where(bits < 0, apart + 2.0**64, apart)
+
+
+def _largest_gap(x: Tensor, y: Tensor) -> int:
+    """The largest |x - y| of int64, exactly."""
+    bits = _unsigned_gaps(x, y)
+    beyond = bits[bits < 0]  # 2^63 and more
+    return int(beyond.max()) + (1 << 64) if len(beyond) else int(bits.max())
 
 
 def _steps(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """`burnish ckpt`: looking at checkpoints, checking and keeping them. The arguments and what becomes of them.
 
 Every command says what it did in lines for people, or with `--json` in one object on standard
-output. Exit codes are those of `burnish.errors`; a check that finds damage ends with 3, a
-comparison that finds a difference with 1, as `diff` does. torch is loaded only by commands that
+output; what it ends with is in that too, as `error`. Exit codes are those of `burnish.errors`; a check that finds damage ends with 3, one
+that finds nothing but steps of another format with 4, and a comparison that finds a difference with 6, which no error has. torch is loaded only by commands that
 look into tensors.
 """
 
@@ -16,11 +16,15 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
 
-from burnish.cli import ckpt_inspect, ckpt_keep
+from burnish.cli import ckpt_inspect, ckpt_keep, ckpt_verify
+from burnish.cli.ckpt_outcome import Outcome, Say
 from burnish.cli.ckpt_paths import one_step, place
+from burnish.errors import BurnishError
 from burnish.files.durable import naming_failures
 
 Arguments = argparse.Namespace
+DIFFERS = 6
+"""Exit code of a comparison that finds a difference."""
 _Place = Callable[[str], PurePath]
 
 _WHERE = "RUN or RUN/checkpoints/step-N, here or as a URL"
@@ -58,7 +62,10 @@ def add_ckpt(commands: Any) -> None:
         "--fast", action="store_true", help="names, sizes, small files and headers only"
     )
     diff = add(
-        "diff", "Compare two steps tensor by tensor; exit code 1 where they differ.", "A", _EITHER
+        "diff",
+        f"Compare two steps tensor by tensor; exit code {DIFFERS} where they differ.",
+        "A",
+        _EITHER,
     )
     diff.add_argument("other", type=place, metavar="B", help="the same")
     export = add(
@@ -110,60 +117,71 @@ def add_ckpt(commands: Any) -> None:
 
 def run_ckpt(arguments: Arguments) -> int:
     """Run the command that was parsed; returns the exit code. Raises `BurnishError`s for all that is wrong."""
-    with naming_failures(f"{arguments.path} cannot be used"):
-        try:
-            return _run(arguments)
-        except BrokenPipeError:  # whoever was reading, as `head`, has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
-
-
-def _run(arguments: Arguments) -> int:
 
     def say(line: str) -> None:
         if not arguments.json:
-            print(line, flush=True)
+            _print(line)
 
-    report = _COMMANDS[arguments.ckpt_command](arguments, say)
+    try:
+        with naming_failures(f"{arguments.path} cannot be used"):
+            outcome = _COMMANDS[arguments.ckpt_command](arguments, say)
+    except BurnishError as error:
+        outcome = Outcome({}, error)
     if arguments.json:
-        print(json.dumps(report, ensure_ascii=False, indent=1), flush=True)
-    if arguments.ckpt_command == "verify" and (error := ckpt_inspect.damage(report)):
-        raise error
-    return 0 if report.get("same", True) else 1
+        _print(json.dumps(outcome.as_json(), ensure_ascii=False, indent=1))
+    if outcome.error is not None:
+        raise outcome.error
+    return 0 if outcome.report.get("same", True) else DIFFERS
 
 
-def _diff(given: Arguments, say: ckpt_inspect.Say) -> dict[str, Any]:
+def _print(text: str) -> None:
+    """To standard output. Ends the command where whoever was reading, as `head`, has seen enough."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+def _diff(given: Arguments, say: Say) -> Outcome:
     from burnish.cli import ckpt_tensors
 
-    return ckpt_tensors.diff(given.path, given.other, say)
+    return Outcome(ckpt_tensors.diff(given.path, given.other, say))
 
 
-def _export(given: Arguments, say: ckpt_inspect.Say) -> dict[str, Any]:
+def _export(given: Arguments, say: Say) -> Outcome:
     from burnish.cli import ckpt_tensors
 
     step = one_step(given.path)
     model = ckpt_tensors.exportable(step, given.role, given.base, merged=given.merged)
-    return ckpt_tensors.export_step(step, model, given.target, given.dtype, given.shard_gb, say)
+    target, size = given.target, given.shard_gb
+    return Outcome(ckpt_tensors.export_step(step, model, target, given.dtype, size, say))
 
 
-def _import(given: Arguments, say: ckpt_inspect.Say) -> dict[str, Any]:
+def _import(given: Arguments, say: Say) -> Outcome:
     from burnish.cli import ckpt_tensors
 
-    return ckpt_tensors.import_weights(
-        given.path, given.run, given.step, given.assets, say, unsafe_pickle=given.unsafe_pickle
+    return Outcome(
+        ckpt_tensors.import_weights(
+            given.path, given.run, given.step, given.assets, say, unsafe_pickle=given.unsafe_pickle
+        )
     )
 
 
-_Command = Callable[[Arguments, ckpt_inspect.Say], dict[str, Any]]
+_Command = Callable[[Arguments, Say], Outcome]
 
 _COMMANDS: dict[str, _Command] = {
     "ls": lambda given, say: ckpt_inspect.list_steps(given.path, say),
-    "show": lambda given, say: ckpt_inspect.show_step(given.path, say, tensors=given.tensors),
-    "verify": lambda given, say: ckpt_inspect.verify_steps(given.path, say, fast=given.fast),
+    "show": lambda given, say: Outcome(
+        ckpt_inspect.show_step(given.path, say, tensors=given.tensors)
+    ),
+    "verify": lambda given, say: ckpt_verify.verify_steps(given.path, say, fast=given.fast),
     "diff": _diff,
     "export": _export,
     "import": _import,
-    "pin": lambda given, say: ckpt_keep.pin(given.path, given.reason, say),
-    "unpin": lambda given, say: ckpt_keep.unpin(given.path, say),
-    "gc": lambda given, say: ckpt_keep.collect_garbage(given.path, say, dry_run=given.dry_run),
+    "pin": lambda given, say: Outcome(ckpt_keep.pin(given.path, given.reason, say)),
+    "unpin": lambda given, say: Outcome(ckpt_keep.unpin(given.path, say)),
+    "gc": lambda given, say: Outcome(
+        ckpt_keep.collect_garbage(given.path, say, dry_run=given.dry_run)
+    ),
 }

@@ -1,10 +1,8 @@
-"""`burnish ckpt ls`, `show` and `verify`: what is there, and whether it is what was saved. Without torch."""
+"""`burnish ckpt ls` and `show`: what is there. Without torch."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import Any
@@ -20,22 +18,20 @@ from burnish.checkpoint.committed import (
 from burnish.checkpoint.manifest import COMMIT
 from burnish.checkpoint.pins import read_pins
 from burnish.checkpoint.remote_steps import RemoteSteps
-from burnish.checkpoint.verify import DamagedBlock, checked_header, verify, verify_quickly
-from burnish.cli.ckpt_paths import one_step, source_of, steps_at, steps_directory
-from burnish.cli.columns import bytes_text, count_text, table
-from burnish.errors import BurnishError, CorruptError, IncompatibleError
+from burnish.checkpoint.verify import checked_header
+from burnish.cli.ckpt_outcome import Outcome, Say
+from burnish.cli.ckpt_paths import one_step, source_of, steps_directory
+from burnish.cli.columns import bytes_text, table
+from burnish.errors import CorruptError, IncompatibleError
 from burnish.files.safetensors import DTYPE_BITS, TensorEntry
 from burnish.files.storage import Source
 
-Say = Callable[[str], None]
-"""Prints a line for people; does nothing where JSON was asked for."""
 
-
-def list_steps(path: PurePath, say: Say) -> dict[str, Any]:
-    """Every step of a run: size, time, health, pin, and what else lies there."""
+def list_steps(path: PurePath, say: Say) -> Outcome:
+    """Every step of a run: size, time, health, pin, and what else lies there. Ends with damaged pins when it has listed all."""
     root = steps_directory(path)
     source = source_of(root)
-    pins = read_pins(root, source)
+    pins, error = _pins(root, source)
     steps = [
         _listed(step, source, pins.get(number)) for number, step in step_paths(root, source).items()
     ]
@@ -47,7 +43,15 @@ def list_steps(path: PurePath, say: Say) -> dict[str, Any]:
     for what, found in beside.items():
         if found:
             say(f"  {what}: {', '.join(found)}")
-    return {"path": str(root), "steps": steps, **beside}
+    return Outcome({"path": str(root), "steps": steps, **beside}, error)
+
+
+def _pins(root: PurePath, source: Source) -> tuple[dict[int, str], CorruptError | None]:
+    """The pins, or why there are none to show."""
+    try:
+        return read_pins(root, source), None
+    except CorruptError as error:
+        return {}, error
 
 
 def _beside(root: PurePath, source: Source) -> dict[str, list[str]]:
@@ -94,79 +98,12 @@ def show_step(path: PurePath, say: Say, *, tensors: bool) -> dict[str, Any]:
     return report
 
 
-def verify_steps(path: PurePath, say: Say, *, fast: bool) -> dict[str, Any]:
-    """Check a step, or every step of a run; each problem is told as it is found."""
-    results = [_verified(step, say, fast) for step in steps_at(path)]
-    return {"full": not fast, "steps": results, "ok": all(result["ok"] for result in results)}
-
-
-def damage(report: dict[str, Any]) -> CorruptError | None:
-    """What `verify_steps` ends with, where it found anything."""
-    bad = [step["path"] for step in report["steps"] if not step["ok"]]
-    if not bad:
-        return None
-    problems = sum(len(step["problems"]) for step in report["steps"])
-    return CorruptError(
-        f"{count_text(len(bad), 'damaged step')}",
-        have=f"{count_text(problems, 'problem')} in {', '.join(bad)}",
-        want="the bytes that were committed",
-        do="use another step, and check the disk; resuming moves a damaged step aside by itself",
-    )
-
-
-def _verified(path: PurePath, say: Say, fast: bool) -> dict[str, Any]:
-    begun = time.perf_counter()
-    problems = []
-    source = source_of(path.parent)
-    for error in _problems(path, source, fast):
-        problems.append(_problem(path, error))
-        say(f"{error}")
-    seconds = time.perf_counter() - begun
-    size = _bytes(path, source)
-    rate = "" if fast else f", {bytes_text(size / seconds)}/s"
-    verdict = count_text(len(problems), "problem") if problems else "whole"
-    say(f"{path}: {verdict} ({bytes_text(size)} in {seconds:.1f} s{rate})")
-    return {
-        "path": str(path),
-        "ok": not problems,
-        "bytes": size,
-        "seconds": seconds,
-        "problems": problems,
-    }
-
-
-def _bytes(path: PurePath, source: Source) -> int:
-    """Of all files below a directory."""
-    return sum(
-        _bytes(path / entry.name, source) if entry.kind == "directory" else entry.size
-        for entry in source.entries(path)
-    )
-
-
-def _problems(path: PurePath, source: Source, fast: bool) -> Iterator[BurnishError]:
-    try:
-        yield from (verify_quickly if fast else verify)(path, source)
-    except (CorruptError, IncompatibleError) as error:
-        yield error
-
-
-def _problem(path: PurePath, error: BurnishError) -> dict[str, Any]:
-    """A problem as JSON."""
-    found: dict[str, Any] = {"problem": error.problem, "have": error.have, "want": error.want}
-    if isinstance(error, DamagedBlock):
-        found["file"] = error.file.relative_to(path).as_posix()
-        found |= {"start": error.start, "stop": error.stop, "tensors": list(error.holds)}
-    return {
-        name: value if isinstance(value, int | list) else str(value)
-        for name, value in found.items()
-    }
-
-
 def _listed(path: PurePath, source: Source, reason: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {"path": str(path), "pinned": reason}
     try:
         step = open_step(path, source)
     except (CorruptError, IncompatibleError) as error:
+        found["damaged"] = isinstance(error, CorruptError)
         return {**found, "step": int(path.name.removeprefix("step-")), "problem": error.problem}
     size, saved = step.manifest.total_bytes, _saved(path)
     return {**found, "step": step.step, "bytes": size, "saved": saved, "healthy": step.healthy}
@@ -174,7 +111,8 @@ def _listed(path: PurePath, source: Source, reason: str | None) -> dict[str, Any
 
 def _row(step: dict[str, Any]) -> tuple[str, ...]:
     if "problem" in step:
-        return (str(step["step"]), "", "", f"damaged: {step['problem']}", step["pinned"] or "")
+        state = f"{'damaged: ' if step['damaged'] else ''}{step['problem']}"
+        return (str(step["step"]), "", "", state, step["pinned"] or "")
     state = "healthy" if step["healthy"] else "unhealthy"
     size = bytes_text(step["bytes"])
     return (str(step["step"]), size, step["saved"], state, step["pinned"] or "")

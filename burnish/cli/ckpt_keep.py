@@ -10,7 +10,7 @@ from burnish.checkpoint.committed import TRASH, step_number, step_paths
 from burnish.checkpoint.leftovers import clear, leftovers
 from burnish.checkpoint.pins import holding_pins
 from burnish.checkpoint.retention import Retention
-from burnish.cli.ckpt_inspect import Say
+from burnish.cli.ckpt_outcome import Say
 from burnish.cli.ckpt_paths import is_step, steps_directory
 from burnish.cli.columns import bytes_text, count_text
 from burnish.config.load import load_config

@@ -17,7 +17,7 @@ from burnish.checkpoint.exportable import Exportable, MergedModel, StepModel, ba
 from burnish.checkpoint.importing import Foreign, HuggingFace, save_foreign
 from burnish.checkpoint.pickled import Pickled, guarded_by, pickled_kind
 from burnish.checkpoint.streams import DirectoryTensors, StepTensors, TensorStream
-from burnish.cli.ckpt_inspect import Say
+from burnish.cli.ckpt_outcome import Say
 from burnish.cli.ckpt_paths import is_step, one_step, source_of
 from burnish.cli.columns import bytes_text, count_text
 from burnish.config.places import CHECKPOINTS

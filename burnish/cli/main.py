@@ -1,7 +1,7 @@
 """The `burnish` command: its arguments, its exit codes, its log level.
 
 Exit codes: 0 done, 2 usage or configuration, 3 corrupt checkpoint, 4 incompatible, 5 missing, 128 +
-the signal's number for a run that was stopped, 1 anything else. An error that Burnish raises on
+the signal's number for a run that was stopped, 6 a comparison that found a difference, 1 anything else. An error that Burnish raises on
 purpose is printed without a traceback; any other keeps it.
 """
 

@@ -79,6 +79,36 @@ def test_any_bits_of_fp32_agree_with_plain_python(first, second):
     assert found.max_relative == max(relative, default=0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "first", "second"),
+    [
+        (torch.int64, 2**53, 2**53 + 1),
+        (torch.int64, -(2**63), 2**63 - 1),
+        (torch.int64, -(2**62) - 1, 2**62),
+        (torch.uint64, 2**64 - 1, 0),
+        (torch.uint64, 2**64 - 1, 2**64 - 2),
+        (torch.uint32, 2**32 - 1, 0),
+        (torch.int8, -128, 127),
+        (torch.bool, True, False),
+    ],
+)
+def test_integers_are_exact(dtype, first, second):
+    a, b = (torch.tensor([each, 3 & each], dtype=dtype) for each in (first, second))
+    found = distance(a, b)
+    gaps = [abs(first - second), abs((3 & first) - (3 & second))]
+    assert found.max_ulp == max(gaps) > 0
+    assert found.max_absolute == float(max(gaps))
+    assert found.max_relative > 0
+
+
+@pytest.mark.parametrize(("first", "second"), [(1.0, 1e-300), (1.0, -1.5), (1e300, -1e300)])
+def test_fp64_steps_are_exact(first, second):
+    a, b = (torch.tensor([each], dtype=torch.float64) for each in (first, second))
+    places = [int(np.float64(abs(each)).view(np.int64)) for each in (first, second)]
+    apart = places[0] + places[1] if second < 0 else abs(places[0] - places[1])
+    assert distance(a, b).max_ulp == apart
+
+
 def test_equal_bits_are_equal_nan_or_not():
     special = torch.tensor([float("nan"), float("inf"), -0.0, 1.0])
     assert distance(special, special.clone()) == Distance()

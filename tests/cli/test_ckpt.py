@@ -16,9 +16,11 @@ import torch
 from checkpoints_for_tests import BIG_SHAPES, make_state, save_once, shards_of
 from tiny import save_tiny, tiny_model
 
+from burnish.checkpoint.manifest import sha256
 from burnish.cli.main import main
 from burnish.files.lease import Lease
 from burnish.files.remote import Remote
+from burnish.files.strict_json import encode_json
 from burnish.parallel.layout import Layout
 
 
@@ -230,6 +232,61 @@ def test_damaged_pins_are_said(run: Path, capsys: pytest.CaptureFixture[str]) ->
         code, _, err = ckpt(capsys, *argv)
         assert code == 3
         assert "every step counts as pinned" in err
+    code, out, _ = ckpt(capsys, "ls", run)
+    assert [line.split()[0] for line in out.splitlines()[2:4]] == ["1", "2"]
+    code, found = as_json(capsys, "ls", run)
+    assert code == found["error"]["exit_code"] == 3
+    assert [step["step"] for step in found["steps"]] == [1, 2]
+
+
+def reseal_in_another_format(step: Path) -> None:
+    """COMMIT as another version of Burnish might write it."""
+    value = json.loads((step / "COMMIT").read_bytes())
+    value["format"] = 2
+    del value["sha256"]
+    (step / "COMMIT").write_bytes(encode_json(value | {"sha256": sha256(encode_json(value))}))
+
+
+def test_a_step_of_another_format_is_not_damaged(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reseal_in_another_format(step_of(run, 2))
+    code, found = as_json(capsys, "verify", run)
+    assert code == found["error"]["exit_code"] == 4
+    assert [step["ok"] for step in found["steps"]] == [True, False]
+    assert "2: not checked" in ckpt(capsys, "verify", run)[1]
+    line = ckpt(capsys, "ls", run)[1].splitlines()[3]
+    assert "of a format that this version does not read" in line
+    assert "damaged" not in line
+    flip(step_of(run, 1) / "model/config.json", 3)
+    assert ckpt(capsys, "verify", run)[0] == 3
+
+
+def test_an_old_step_of_another_format_keeps_no_newer_one_back(
+    run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    save_once(run / "checkpoints", 3)
+    reseal_in_another_format(step_of(run, 1))
+    assert as_json(capsys, "show", run)[1]["step"] == 3
+    assert ckpt(capsys, "diff", run, run)[0] == 0
+    for step in (2, 3):
+        shutil.rmtree(step_of(run, step))
+    assert ckpt(capsys, "show", run)[0] == 4
+
+
+def test_what_a_command_ends_with_is_in_its_json(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = ckpt(capsys, "show", run / "nowhere", "--json")
+    assert code == 5
+    error = json.loads(out)["error"]
+    assert error.keys() == {"problem", "have", "want", "do", "exit_code"}
+    assert error["exit_code"] == 5
+    assert error["problem"] in err
+    flip(step_of(run, 1) / "model/config.json", 3)
+    found = as_json(capsys, "verify", run)[1]
+    assert found["error"]["exit_code"] == 3
+    assert found["steps"]
 
 
 @pytest.mark.parametrize(
@@ -338,12 +395,12 @@ def test_diff_says_how_far_apart(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert (code, err) == (0, "")
     assert out.splitlines()[2:] == ["tensors equal: 15"]
     code, out, _ = ckpt(capsys, "diff", a, b)
-    assert code == 1
+    assert code == 6
     [line] = [line for line in out.splitlines() if "exp_avg/layers.0.up.weight" in line]
     assert "384 of 384 elements, at most" in line
     assert out.splitlines()[-1] == "tensors differs: 12, equal: 3"
     code, found = as_json(capsys, "diff", a, b)
-    assert code == 1
+    assert code == 6
     assert not found["same"]
     assert found["counts"] == {"differs": 12, "equal": 3}
     tensors = {each["tensor"]: each for each in found["tensors"]}
@@ -355,7 +412,7 @@ def test_diff_says_how_far_apart(run: Path, capsys: pytest.CaptureFixture[str]) 
 def test_diff_with_a_hugging_face_directory(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = step_of(run, 1)
     code, found = as_json(capsys, "diff", step, step / "model")
-    assert code == 1
+    assert code == 6
     tensors = {each["tensor"]: each for each in found["tensors"]}
     assert tensors["model/head.weight"]["max_ulp"] <= 1  # of bf16, ties-up against ties-to-even
     assert 0 < tensors["model/head.weight"]["max_relative"] < 0.004
@@ -382,7 +439,7 @@ def test_export(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "config.json", "model.safetensors", "chat_templates/default.jinja",
     }  # fmt: skip
     code, same = as_json(capsys, "diff", step, run / "out")
-    assert code == 1
+    assert code == 6
     assert same["counts"] == {"equal": 1, "only in A": 10}
     code, out, err = ckpt(capsys, "export", step, run / "out")
     assert code == 2

@@ -47,7 +47,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ("argv", "code", "most"),
     [
         (["verify", "{0}"], 0, 16),
-        (["diff", "{0}", "{1}"], 1, 48),
+        (["diff", "{0}", "{1}"], 6, 48),
         (["export", "{0}", "{2}", "--dtype", "fp32"], 0, 32),
     ],
 )

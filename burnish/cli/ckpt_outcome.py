@@ -1,0 +1,30 @@
+"""What a command of `burnish ckpt` has to say: lines for people while it works, one object for programs at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from burnish.errors import BurnishError
+
+Say = Callable[[str], None]
+"""Prints a line for people; does nothing where JSON was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a command ended."""
+
+    report: dict[str, Any]
+    """What it found or did, as plain values."""
+    error: BurnishError | None = None
+    """What it ends with; None where all is well."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The report, with the error beside it where there is one."""
+        if self.error is None:
+            return self.report
+        parts = {name: getattr(self.error, name) for name in ("problem", "have", "want", "do")}
+        words = {name: None if part is None else str(part) for name, part in parts.items()}
+        return self.report | {"error": words | {"exit_code": self.error.exit_code}}
