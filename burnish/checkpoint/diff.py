@@ -57,7 +57,7 @@ class Distance:
         if not len(a):
             return
         apart = (x - y).abs_() if a.dtype.is_floating_point else _gaps(_ordered(a), _ordered(b))
-        largest = torch.maximum(x.abs_(), y.abs_()).clamp_(min=_TINIEST)
+        largest = torch.maximum(x.abs(), y.abs()).clamp_(min=_TINIEST)
         self.max_ulp = max(self.max_ulp, _ulp(a, b))
         self.max_absolute = max(self.max_absolute, float(apart.max()))
         self.max_relative = max(self.max_relative, float(apart.div_(largest).max()))
