@@ -4,7 +4,6 @@ import builtins
 import itertools
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,18 +108,20 @@ def test_s3_every_call_is_tried_again(s3_server: S3Server, bucket: str) -> None:
     assert remote.files() == []
 
 
-def test_s3_faults_that_stay_are_named_in_bounded_time(
+def test_s3_faults_that_stay_are_named_after_so_many_tries(
     s3_server: S3Server, bucket: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     s3_server.proxy.faults.append(Fault("status", 10**6))
-    began = time.monotonic()
+    before = len(s3_server.proxy.asked)
     with pytest.raises(BurnishError) as caught:
         Remote(bucket, Patience(tries=4, first_pause=0.02)).put("file", b"content")
     (told,) = [each.getMessage() for each in caplog.records if each.name == "burnish"]
     assert told.startswith(f"{bucket}/file could not be written so far (OSError: ")
     assert caught.value.problem == f"{bucket}/file could not be written, again and again"
     assert "start again" in (caught.value.do or "")
-    assert time.monotonic() - began < 60
+    assert (
+        len(s3_server.proxy.asked) - before <= 4 * 5
+    )  # in each try the client makes a few of its own
     assert "secret" not in str(caught.value)
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from decimal import Decimal
 from fractions import Fraction
 
@@ -59,14 +58,12 @@ def test_any_text_has_an_answer_or_none(text: str) -> None:
     extract_answer(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["1" * 200_000, "1," * 100_000, "111," * 50_000, "\\frac{" * 50_000, "{" * 100_000]
-)
-def test_time_is_linear_in_the_text(text: str) -> None:
-    start = time.perf_counter()
-    numeric("\\boxed{" + text, "1")
-    numeric(text, "1")
-    assert time.perf_counter() - start < 5  # quadratic time would take minutes
+@pytest.mark.parametrize("text", ["1", "1,", "111,", "\\frac{", "{"])
+def test_long_texts_come_to_an_end(text: str) -> None:
+    """Work that grows with the square of the length would outlast any test's limit by hours."""
+    many = text * (2_000_000 // len(text))
+    numeric("\\boxed{" + many, "1")
+    numeric(many, "1")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ import math
 import random
 import subprocess
 import sys
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from tracking.made_rollouts import made_rollout
 
 from burnish.errors import CorruptError
+from burnish.tracking.charts import MAX_POINTS
 from burnish.tracking.jsonl import JsonlTracker
 from burnish.tracking.report import short, write_report
 from burnish.tracking.rollouts import write_rollouts
@@ -221,7 +221,7 @@ def test_a_broken_file_is_named(run: RunDirectory, name: str) -> None:
     assert not run.report.exists()
 
 
-def test_ten_thousand_steps_take_no_time(run: RunDirectory) -> None:
+def test_ten_thousand_steps_are_thinned_out(run: RunDirectory) -> None:
     rng = random.Random(0)
     names = [f"actor/metric_{index}" for index in range(30)]
     run.create()
@@ -230,10 +230,10 @@ def test_ten_thousand_steps_take_no_time(run: RunDirectory) -> None:
         for step in range(10_000)
     ]
     run.metrics.write_text("\n".join(lines) + "\n")
-    start = time.process_time()
     page = report(run)
-    assert time.process_time() - start < 10
     assert len(page.plots) == 30
+    lines = [line for plot in page.plots for line in plot["lines"]]  # type: ignore[attr-defined]
+    assert all(100 < len(line["points"]) <= MAX_POINTS for line in lines)
     assert run.report.stat().st_size < 3_000_000
 
 
