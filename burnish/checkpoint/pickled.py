@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -24,7 +25,7 @@ from burnish.checkpoint.importing import mapped_tensors
 from burnish.checkpoint.torch_dist import is_torch_dist, shards_of, tensor_names
 from burnish.checkpoint.unpickle import PIECES, known_part
 from burnish.config.schema import ModelConfig
-from burnish.errors import CorruptError, IncompatibleError, MissingError, few
+from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError, few
 from burnish.files.durable import read_whole
 from burnish.files.sandbox import landlock_version
 from burnish.files.storage import LocalStorage
@@ -44,7 +45,8 @@ task = json.load(sys.stdin)
 sys.path[:] = task.pop("path")
 from pathlib import Path
 from burnish.files.sandbox import keep_writes_to, limit_files
-keep_writes_to(Path(task["target"]))
+if task.pop("sandboxed"):
+    keep_writes_to(Path(task["target"]))
 limit_files(task.pop("most_bytes"))
 from burnish.checkpoint.unpickle import convert
 task |= {name: Path(task[name]) for name in ("source", "target")}
@@ -62,9 +64,8 @@ def pickled_kind(source: Path) -> str | None:
     return "verl" if any(_VERL.fullmatch(path.name) for path in source.glob("*.pt")) else None
 
 
-def guarded_by() -> str:
-    """What keeps the process that unpickles from doing harm on this machine, in a sentence."""
-    version = landlock_version()
+def guarded_by(version: int) -> str:
+    """What a Landlock of this version, 0 for none, keeps the process that unpickles from, in a sentence."""
     if version:
         network = ", and from TCP" if version >= 4 else ""
         return f"unpickled by a process that Landlock {version} kept from writing elsewhere, from starting programs{network}"
@@ -75,11 +76,19 @@ class Pickled:
     """A DCP directory, one of Megatron's iterations or verl's `actor/`; a `Foreign` whose weights are unpickled when they are asked for.
 
     `assets` is a Hugging Face directory with the model's config.json, which tells the names and
-    shapes of its tensors. Raises `MissingError` where files are missing, and what an unusable
-    configuration raises.
+    shapes of its tensors. `landlock` is the version that the kernel has, which is asked where it is
+    None. Raises `UsageError` where it has none, unless `without_sandbox`, `MissingError` where files
+    are missing, and what an unusable configuration raises.
     """
 
-    def __init__(self, source: Path, assets: Path) -> None:
+    def __init__(
+        self,
+        source: Path,
+        assets: Path,
+        *,
+        without_sandbox: bool = False,
+        landlock: int | None = None,
+    ) -> None:
         kind = pickled_kind(source)
         if kind is None:
             raise MissingError(
@@ -90,6 +99,16 @@ class Pickled:
             )
         self.kind, self.source = kind, source
         self._files = _verl_files(source) if kind == "verl" else _dcp_files(source)
+        version = landlock_version() if landlock is None else landlock
+        if not version and not without_sandbox:
+            raise UsageError(
+                f"{source} cannot be unpickled in a sandbox",
+                have="a kernel without Landlock",
+                want="one that keeps the process from writing and from starting programs",
+                do="import it on a machine with Linux 5.13 or later; or, where its origin is trusted, add --without-sandbox",
+            )
+        self._sandboxed = bool(version)
+        self.guard = guarded_by(version)
         self.assets: Mapping[str, bytes] = read_assets(assets)
         hf_config = read_model_config(ModelConfig(path=str(assets)))
         self._naming = Naming.of(hf_config) if kind == "torch_dist" else None
@@ -110,7 +129,8 @@ class Pickled:
         Raises `CorruptError` where unpickling fails or meets anything but tensors, `MissingError`
         for a tensor of the model that is not there, `IncompatibleError` for one of another shape.
         """
-        _unpickle(self.kind, self.source, self._files, self._names, scratch)
+        task = _Task(self.kind, self.source, self._files, self._names, self._sandboxed)
+        _unpickle(task, scratch)
         pieces = self._below_one_prefix(list(_pieces(scratch, self.source)))
         present = {piece.name for piece in pieces}
         shards = [shard for piece in pieces for shard in self._shards(piece, present)]
@@ -196,23 +216,34 @@ def _dcp_files(source: Path) -> list[str]:
     return found
 
 
-def _unpickle(
-    kind: str, source: Path, files: list[str], names: Collection[str], scratch: Path
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What the child is to do."""
+
+    kind: str
+    source: Path
+    files: list[str]
+    names: Collection[str]
+    sandboxed: bool
+
+
+def _unpickle(task: _Task, scratch: Path) -> None:
     """Run the child, with an empty environment; raises `CorruptError` where it fails."""
-    task = {
+    source = task.source
+    told = {
         "path": sys.path,
-        "kind": kind,
+        "kind": task.kind,
         "source": str(source.absolute()),
-        "files": files,
-        "names": sorted(names),
+        "files": task.files,
+        "names": sorted(task.names),
+        "sandboxed": task.sandboxed,
         "target": str(scratch.absolute()),
-        "most_bytes": sum((source / name).stat().st_size for name in files) + (64 << 20),
+        "most_bytes": sum((source / name).stat().st_size for name in task.files) + (64 << 20),
     }
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     done = subprocess.run(
         [sys.executable, "-I", "-c", _CHILD],
-        input=json.dumps(task),
+        input=json.dumps(told),
         capture_output=True,
         text=True,
         check=False,

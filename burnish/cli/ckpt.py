@@ -106,6 +106,11 @@ def add_ckpt(commands: Any) -> None:
         action="store_true",
         help="unpickle (DCP, Megatron, verl), in a process of its own",
     )
+    imported.add_argument(
+        "--without-sandbox",
+        action="store_true",
+        help="unpickle where the kernel has no Landlock as well",
+    )
     pin = add("pin", "Keep a step whatever retention says.", "STEP", _STEP, Path)
     pin.add_argument("--reason", default="by hand", metavar="TEXT", help="shown by ls")
     add("unpin", "Let retention decide on a step again.", "STEP", _STEP, Path)
@@ -161,10 +166,12 @@ def _export(given: Arguments, say: Say) -> Outcome:
 def _import(given: Arguments, say: Say) -> Outcome:
     from burnish.cli import ckpt_tensors
 
+    unpickling: ckpt_tensors.Unpickling = "never"
+    if given.unsafe_pickle:
+        unpickling = "anyhow" if given.without_sandbox else "sandboxed"
+    step, assets = given.step, given.assets
     return Outcome(
-        ckpt_tensors.import_weights(
-            given.path, given.run, given.step, given.assets, say, unsafe_pickle=given.unsafe_pickle
-        )
+        ckpt_tensors.import_weights(given.path, given.run, step, assets, say, unpickling=unpickling)
     )
 
 

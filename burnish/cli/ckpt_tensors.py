@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,7 +15,7 @@ from burnish.checkpoint.diff import Compared, compare
 from burnish.checkpoint.export import export
 from burnish.checkpoint.exportable import Exportable, MergedModel, StepModel, base_of
 from burnish.checkpoint.importing import Foreign, HuggingFace, save_foreign
-from burnish.checkpoint.pickled import Pickled, guarded_by, pickled_kind
+from burnish.checkpoint.pickled import Pickled, pickled_kind
 from burnish.checkpoint.streams import DirectoryTensors, StepTensors, TensorStream
 from burnish.cli.ckpt_outcome import Say
 from burnish.cli.ckpt_paths import is_step, one_step, source_of
@@ -36,6 +36,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
 }
 """What a model can be exported in."""
+
+Unpickling = Literal["never", "sandboxed", "anyhow"]
+"""What may be done with a source that has to be unpickled; "anyhow": without a sandbox too, where the kernel has none."""
 
 
 def diff(a: PurePath, b: PurePath, say: Say) -> dict[str, Any]:
@@ -111,19 +114,25 @@ def export_step(
 
 
 def import_weights(
-    source: PurePath, run: Path, step: int, assets: Path | None, say: Say, *, unsafe_pickle: bool
+    source: PurePath,
+    run: Path,
+    step: int,
+    assets: Path | None,
+    say: Say,
+    *,
+    unpickling: Unpickling,
 ) -> dict[str, Any]:
     """Make a step of a run out of somebody else's weights, which are copied first where they are behind a URL."""
     if step < 0:
         raise UsageError("a step is 0 or more", have=f"--step {step}", do="leave it out for step 0")
-    foreign = _foreign(_here(source), assets, unsafe_pickle)
+    foreign = _foreign(_here(source), assets, unpickling)
     path = save_foreign(foreign, run / CHECKPOINTS, step)
     done = one_step(path)
     size = done.manifest.total_bytes
     with StepTensors(done) as tensors:
         count = len(tensors.tensors)
     say(f"{path}: {count_text(count, 'tensor')} from {source} ({foreign.kind}), {bytes_text(size)}")
-    guard = guarded_by() if isinstance(foreign, Pickled) else None
+    guard = foreign.guard if isinstance(foreign, Pickled) else None
     if guard:
         say(guard)
     if not done.healthy:
@@ -151,18 +160,19 @@ def _here(source: PurePath) -> Path:
     return copied(selection, Progress(True).phase)
 
 
-def _foreign(source: Path, assets: Path | None, unsafe_pickle: bool) -> Foreign:
+def _foreign(source: Path, assets: Path | None, unpickling: Unpickling) -> Foreign:
     kind = pickled_kind(source)
     if kind is None:
         return HuggingFace(source)
-    if not unsafe_pickle:
+    if unpickling == "never":
         raise UsageError(
             f"{source} has to be unpickled ({kind}), which can run code that is in it",
             want="--unsafe-pickle, for a checkpoint whose origin is trusted",
             do="it is then done with torch's weights_only, by a process of its own",
         )
     inside = source / "huggingface"  # where verl puts it
-    return Pickled(source, assets or (inside if inside.is_dir() else source))
+    assets = assets or (inside if inside.is_dir() else source)
+    return Pickled(source, assets, without_sandbox=unpickling == "anyhow")
 
 
 def _open(path: PurePath) -> TensorStream:

@@ -8,6 +8,7 @@ which a process has to do to import libraries; what else than files and TCP a pr
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 from pathlib import Path
@@ -43,15 +44,15 @@ def landlock_version() -> int:
     return max(0, int(libc.syscall(_CREATE, None, ctypes.c_size_t(0), _VERSION_FLAG)))
 
 
-def keep_writes_to(directory: Path) -> None:
+def keep_writes_to(directory: Path, version: int | None = None) -> None:
     """From here on this process writes below `directory` (and to nowhere, /dev/null) only, starts no program and opens no TCP connection.
 
-    To be called before there is a second thread. Where the kernel has no Landlock nothing is kept
-    from it: ask `landlock_version` first. Raises `OSError` where the kernel has it and refuses.
+    To be called before there is a second thread. `version` is what `landlock_version` says, which is
+    asked where it is None. Raises `OSError` where the kernel has no Landlock, or has it and refuses.
     """
-    version = landlock_version()
+    version = landlock_version() if version is None else version
     if not version:
-        return
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), "Landlock")
     libc = ctypes.CDLL(None, use_errno=True)
     writes = sum(bits for since, bits in _WRITE_BY_VERSION.items() if version >= since)
     rules = _Ruleset(writes | _EXECUTE, _TCP)

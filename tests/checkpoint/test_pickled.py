@@ -26,12 +26,14 @@ from burnish.checkpoint.pickled import Pickled, guarded_by, pickled_kind
 from burnish.checkpoint.streams import StepTensors
 from burnish.checkpoint.unpickle import convert
 from burnish.checkpoint.verify import verify
-from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
+from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, UsageError
 from burnish.files.storage import LocalStorage
 
 
 def imported(source, assets, root):
-    return open_step(save_foreign(Pickled(source, assets), root, 0), LocalStorage())
+    return open_step(
+        save_foreign(Pickled(source, assets, without_sandbox=True), root, 0), LocalStorage()
+    )
 
 
 def assert_is_model(step, model, dtype=torch.float32):
@@ -64,8 +66,8 @@ def assets(tmp_path):
 def in_process(monkeypatch):
     """Convert in this process: a child with torch takes seconds to start, and is tried below."""
 
-    def unpickle(kind, source, files, names, scratch):
-        convert(kind, source, files, frozenset(names), scratch)
+    def unpickle(task, scratch):
+        convert(task.kind, task.source, task.files, frozenset(task.names), scratch)
 
     monkeypatch.setattr(pickled, "_unpickle", unpickle)
 
@@ -247,8 +249,8 @@ def forge(how, scratch):
 def test_what_the_child_leaves_is_not_believed(verl, assets, root, monkeypatch, how):
     real = pickled._unpickle
 
-    def unpickle(kind, source, files, names, scratch):
-        real(kind, source, files, names, scratch)
+    def unpickle(task, scratch):
+        real(task, scratch)
         forge(how, scratch)
 
     monkeypatch.setattr(pickled, "_unpickle", unpickle)
@@ -296,7 +298,7 @@ def test_files_that_are_missing(tmp_path, assets, verl):
     with pytest.raises(MissingError, match=r"lacks tensors"):
         Pickled(tmp_path / "dcp", assets)
     with pytest.raises(MissingError, match=r"config\.json"):
-        Pickled(save_verl({}, tmp_path / "other"), tmp_path / "other")
+        Pickled(save_verl({}, tmp_path / "other"), tmp_path / "other", without_sandbox=True)
 
 
 @pytest.mark.usefixtures("in_process")
@@ -310,6 +312,19 @@ def test_the_step_is_looked_at_before_anything_is_unpickled(verl, assets, root, 
 @pytest.mark.parametrize(
     ("version", "said"), [(0, "no Landlock"), (3, "Landlock 3"), (7, "and from TCP")]
 )
-def test_it_says_what_guards_it(monkeypatch, version, said):
-    monkeypatch.setattr(pickled, "landlock_version", lambda: version)
-    assert said in guarded_by()
+def test_it_says_what_guards_it(version, said):
+    assert said in guarded_by(version)
+
+
+def test_without_a_sandbox_only_when_told(verl, assets):
+    with pytest.raises(UsageError, match="cannot be unpickled in a sandbox") as caught:
+        Pickled(verl, assets, landlock=0)
+    assert "--without-sandbox" in caught.value.do
+    assert "no Landlock" in Pickled(verl, assets, landlock=0, without_sandbox=True).guard
+    assert "Landlock 7" in Pickled(verl, assets, landlock=7, without_sandbox=True).guard
+
+
+def test_a_child_unpickles_without_a_sandbox_when_told(verl, assets, root):
+    source = Pickled(verl, assets, landlock=0, without_sandbox=True)
+    step = open_step(save_foreign(source, root, 0), LocalStorage())
+    assert step.state["imported"]["kind"] == "verl"
