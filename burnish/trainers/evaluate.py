@@ -1,7 +1,7 @@
 """Validation on held-out data, during training and by itself.
 
-Prompts are answered n times and scored by the first reward function (mean@n, pass@n, maj@n; the
-weighted sum of all is `val/reward`); examples are scored by their loss. Draws do not depend on the step, so that two validations differ by the weights alone.
+Prompts are answered n times and scored by the first reward function (mean@n, pass@n, maj@n; 0 where it
+does not apply; the weighted sum of all is `val/reward`); examples are scored by their loss. Draws do not depend on the step, so that two validations differ by the weights alone.
 Left out: benchmarks with harnesses of their own.
 """
 
@@ -27,10 +27,9 @@ from burnish.models.lora_names import ADAPTER_STATE
 from burnish.models.lora_record import require_same_adapter
 from burnish.parallel.collectives import reduce_stats, same_on_all_ranks
 from burnish.parallel.layout import Layout
-from burnish.records import Rollout
 from burnish.records.seeds import derive_seed
 from burnish.rewards.builtin import extract_answer
-from burnish.rewards.pool import RewardPool
+from burnish.rewards.pool import RewardPool, part_names
 from burnish.tracking.metrics import Mean, Stats
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory
@@ -72,24 +71,21 @@ def prompt_validation(
         return None
     config = foundation.config
     prompts = dataset[: config.evaluation.prompts or len(dataset)]
+    judged_by = part_names(config.reward)[0]
     seed = derive_seed(config.seed, "validation")
     how = sampling(config, config.evaluation, seed % 2**63, step=0)
 
     def validate() -> dict[str, float]:
         groups = collector.collect(prompts, 0, config.evaluation.n, how)
         rewards = [rollout.reward for group in groups for rollout in group]
-        scores = [[_score(rollout) for rollout in group] for group in groups]
+        # Where the first function says by None that it does not apply, no other one stands in for it.
+        scores = [[r.reward_parts.get(judged_by, 0.0) for r in group] for group in groups]
         answers = [[extract_answer(rollout.text) for rollout in group] for group in groups]
         reward = Mean(sum(rewards), len(rewards))
-        stats = evaluation_stats(scores, answers).merge(Stats({"val/reward": reward}))
-        return stats.values_by_name()
+        stats = evaluation_stats(scores, answers)
+        return stats.merge(Stats({"val/reward": reward})).values_by_name()
 
     return validate
-
-
-def _score(rollout: Rollout) -> float:
-    """Whether it is right: the first reward function's own value; the others shape."""
-    return next(iter(rollout.reward_parts.values()), 0.0)
 
 
 def example_validation(
