@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from hypothesis import strategies as st
 
 from burnish.config.keys import alternatives, section_of
-from burnish.config.schema import RunConfig, Section
+from burnish.config.schema import RunConfig
+from burnish.config.section import Section
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
     ["1e5", "no", "null", "~", "<<", "1_000", "0x1f", "# x", "a: b", "- a", "'", "a\nb", "\x85", ""]

@@ -5,6 +5,7 @@ torch is imported only behind the checks, so that a mistake shows at once.
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -16,11 +17,14 @@ from burnish.cli.summary import summary
 from burnish.config.check import Command, check
 from burnish.config.identity import require_may_resume, require_same_run
 from burnish.config.load import load_config
+from burnish.config.notices import notices
 from burnish.config.places import mirror_url, run_directory
 from burnish.config.schema import RunConfig
 from burnish.errors import MissingError, UsageError
 from burnish.files.remote import Remote
 from burnish.parallel.environment import place_of
+
+log = logging.getLogger("burnish")
 
 
 def run(
@@ -48,7 +52,10 @@ def run(
     require_inputs(config, command, run_dir)
     if command != "eval":
         _require_own_directory(config)
+    said = list(notices(config, command)) if layout.is_main else []
     if not dry_run:
+        for notice in said:
+            log.warning("%s", notice)
         numbers = _start(config, command, run_dir)
         if layout.is_main:
             _print(numbers)
@@ -56,6 +63,8 @@ def run(
         memory = None if command == "eval" else fit(config, command, target)
         print(f"burnish {command} is ready to run\n")
         print(summary(config, command, world, run_dir, memory))
+        for notice in said:
+            print(f"\nnote: {notice}")
         again = shlex.join(["burnish", command, path, *overrides])
         print(f"\nNothing was loaded or written. To run it:\n\n  {again}")
 

@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from burnish.config.document import Document, parse_value
 from burnish.config.keys import Key, alternatives, item_section_of, nearest, plain_name, section_of
 from burnish.config.problems import Problem, refusal
-from burnish.config.schema import RunConfig, Section
+from burnish.config.schema import RunConfig
+from burnish.config.section import Section
 from burnish.errors import UsageError
 
 COMMAND_LINE = "command line"

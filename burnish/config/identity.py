@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from burnish.config.schema import RunConfig, Section
+from burnish.config.schema import RunConfig
+from burnish.config.section import Section
 from burnish.errors import IncompatibleError, UsageError
 
 MAY_CHANGE = frozenset(

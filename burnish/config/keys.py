@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from burnish.config.schema import RunConfig, Section
+from burnish.config.schema import RunConfig
+from burnish.config.section import Section
 
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {

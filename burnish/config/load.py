@@ -18,7 +18,8 @@ from burnish.config.draft import Draft
 from burnish.config.identity import difference, digest
 from burnish.config.keys import known_keys
 from burnish.config.problems import refusal
-from burnish.config.schema import RunConfig, Section
+from burnish.config.schema import RunConfig
+from burnish.config.section import Section
 from burnish.errors import MissingError, UsageError
 
 __all__ = ["Resolved", "difference", "digest", "dump_yaml", "load_config", "read_document"]

@@ -9,28 +9,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field
 
-
-class Section(BaseModel):
-    """A group of settings; refuses unknown keys and cannot be changed once made."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """`n: true` is a mistake, though Python would read it as 1."""
-        field = cls.model_fields[info.field_name or ""]
-        if isinstance(value, bool) and field.annotation is not bool:
-            raise ValueError("true and false are no values of this setting")
-        return value
-
+from burnish.config.section import Section
 
 MomentDecay = Annotated[float, Field(ge=0, lt=1)]
 """AdamW's beta."""
+TokenId = Annotated[int, Field(ge=0, strict=True)]
+"""A token of the model's vocabulary."""
 StopText = Annotated[str, Field(min_length=1)]
 """A text that ends a completion; an empty one would end all of them at once."""
 
@@ -218,6 +204,8 @@ class RolloutConfig(SamplingConfig):
     """Texts that end a completion, besides the model's end-of-sequence ids."""
     slots: int = Field(256, ge=1)
     """Most sequences generated at one time, per device."""
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    """Further token ids that end a completion, as those of the end of a turn; they stay in it and are learned."""
 
 
 class RewardFunctionConfig(Section):
@@ -252,7 +240,7 @@ class RewardConfig(Section):
     timeout_seconds: float = Field(30.0, gt=0)
     """Deadline of each call. A call that misses it counts as an error on its rollouts; a function that misses it again and again is not called for the rest of the step."""
     workers: int = Field(4, ge=1)
-    """Calls made at one time, per process."""
+    """Calls made at one time, per process. Those of an async function begin all together and count as one."""
     on_error: float = 0.0
     """The value of a function that raised, timed out or returned NaN, and of a model that cannot read so long a text."""
 
@@ -299,7 +287,7 @@ class AlgorithmConfig(Section):
     ] = "grpo"
     """How rewards become advantages; gae: with the critic of PPO."""
     policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """The surrogate that is maximised."""
+    """The surrogate that is maximised. gspo (arXiv 2507.18071) belongs with aggregation sequence_mean, clip_low 3e-4 and clip_high 4e-4."""
     clip_low: float = Field(0.2, ge=0)
     """The ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(0.2, ge=0)
@@ -347,7 +335,7 @@ class EvaluationConfig(SamplingConfig):
     before: bool = True
     """Validate before the first step, where there are held-out data."""
     n: int = Field(1, ge=1)
-    """Completions per prompt, for mean@n, pass@n and maj@n."""
+    """Completions per prompt, for mean@n, pass@n and maj@n, by the first reward function; pass@n counts those to which it gives 1 or more."""
     prompts: int | None = Field(None, ge=1)
     """Use only the first so many prompts or examples."""
 

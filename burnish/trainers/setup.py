@@ -16,7 +16,7 @@ from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.data.tokenizer import eos_token_ids, load_tokenizer
 from burnish.engines import making
 from burnish.engines.base import Engine, Part, compute_dtype
-from burnish.errors import IncompatibleError
+from burnish.errors import IncompatibleError, UsageError
 from burnish.files.urls import is_url
 from burnish.models.counting import count_flops
 from burnish.models.flops import ModelFlops
@@ -131,6 +131,7 @@ def lay_foundation(config: RunConfig, given: RunConfig | None = None) -> Foundat
         config.model.trust_remote_code,
     )
     require_embeddings(hf_config, tokenizer)
+    _require_stop_tokens(config, hf_config)
     making.require_fitting(hf_config, config.engine)
     if config.algorithm.router_replay != "none":
         require_routers(hf_config, "algorithm.router_replay")
@@ -147,6 +148,18 @@ def lay_foundation(config: RunConfig, given: RunConfig | None = None) -> Foundat
         eos_token_ids(tokenizer, hf_config, generation_config(hf_config)),
         count_flops(hf_config),
     )
+
+
+def _require_stop_tokens(config: RunConfig, hf_config: PretrainedConfig) -> None:
+    vocabulary = hf_config.get_text_config().vocab_size
+    missing = [each for each in config.rollout.stop_token_ids if each >= vocabulary]
+    if missing:
+        raise UsageError(
+            "rollout.stop_token_ids names tokens that the model does not have",
+            have=", ".join(map(str, missing)),
+            want=f"ids below {vocabulary}",
+            do="take them from the model's own tokenizer",
+        )
 
 
 def prompt_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -> PromptDataset:
@@ -220,13 +233,14 @@ def make_collector(
 
 
 def sampling(config: RunConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:
-    """What a generator is asked for: `how` to draw, within the run's length limit and stop texts."""
+    """What a generator is asked for: `how` to draw, within the run's length limit, stop texts and stop tokens."""
     return Sampling(
         max_tokens=config.rollout.max_response_length,
         temperature=how.temperature,
         top_k=how.top_k,
         top_p=how.top_p,
         min_p=how.min_p,
+        stop_token_ids=tuple(config.rollout.stop_token_ids),
         stop_strings=tuple(config.rollout.stop),
         seed=seed,
         step=step,

@@ -46,6 +46,24 @@ def test_a_dry_run_says_what_would_be_done(work: Path, capsys: pytest.CaptureFix
     assert sorted(each.name for each in work.iterdir()) == ["c.yaml", "tiny", "train.jsonl"]
 
 
+def test_what_a_user_may_want_to_know_is_said_before_anything_begins(
+    work: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    argv = ["rl", "c.yaml", "algorithm.policy_loss=gspo", "algorithm.clip_low=3e-4"]
+    assert main([*argv, "--dry-run"]) == 0
+    said = "algorithm.policy_loss gspo is its paper's objective with algorithm.aggregation sequence_mean"
+    assert capsys.readouterr().out.count(f"\nnote: {said}") == 1
+    trainer = ModuleType("rl")
+    trainer.train = lambda config: None
+    monkeypatch.setattr(burnish.trainers, "rl", trainer, raising=False)
+    monkeypatch.setitem(sys.modules, "burnish.trainers.rl", trainer)
+    assert main(argv) == 0
+    assert [record.getMessage() for record in caplog.records if said in record.getMessage()]
+
+
 def test_a_dry_run_of_every_command(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", "c.yaml", "--dry-run"]) == 0
     assert "16 examples" in capsys.readouterr().out

@@ -53,6 +53,7 @@ def test_every_known_key_is_nearest_to_itself() -> None:
         ("data.shuffle", "true or false"),
         ("data.train", "a list of texts"),
         ("rollout.stop", "a list of texts, each not empty"),
+        ("rollout.stop_token_ids", "a list of whole numbers, each 0 or more"),
         ("optim.betas", "a list of 2 numbers, each 0 or more, less than 1"),
         ("model.fresh", "text, or a mapping, or null"),
         ("reward.functions[].kwargs", "a mapping"),

@@ -27,6 +27,8 @@ def test_every_field_and_section_says_what_it_means() -> None:
         (OptimConfig, "betas", [0.9, 1.0]),
         (OptimConfig, "betas", [0.9]),
         (RolloutConfig, "stop", [""]),
+        (RolloutConfig, "stop_token_ids", [-1]),
+        (RolloutConfig, "stop_token_ids", [True]),
         (RunConfig, "nam", "x"),
     ],
 )

@@ -19,12 +19,13 @@ from burnish.config.schema import RunConfig
 from burnish.engines.base import Part
 from burnish.engines.frozen import FrozenEngine
 from burnish.engines.torch_engine import TorchEngine
-from burnish.errors import StoppedError
+from burnish.errors import StoppedError, UsageError
 from burnish.records import Completion, Request, TokenOutputs
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin import BuiltinGenerator
 from burnish.trainers import rl
 from burnish.trainers.policy_update import Credit
+from burnish.trainers.setup import lay_foundation
 
 
 class Mute(BuiltinGenerator):
@@ -157,3 +158,19 @@ def test_a_signal_after_the_rollouts_stops_before_the_update(
         rl.train(RunConfig.model_validate({**RL, "name": "before_the_update"}))
     (step,) = committed(work / "runs/before_the_update/checkpoints")
     assert step.state["cursor"] == 0
+
+
+def test_a_stop_token_of_the_configuration_ends_completions(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens of the vocabulary are, so every completion is one token long."""
+    monkeypatch.chdir(work)
+    whole = list(range(RL["model"]["fresh"]["vocab_size"]))
+    settings = {"name": "stops", "steps": 1, "rollout": {**RL["rollout"], "stop_token_ids": whole}}
+    rl.train(RunConfig.model_validate({**RL, **settings}))
+    row = metrics(work / "runs/stops")[-1]
+    assert row["response_length/max"] == row["response_length/mean"] == 1
+    assert row["response_length/clip_ratio"] == 0
+    rollout = {**RL["rollout"], "stop_token_ids": [3, len(whole)]}
+    with pytest.raises(UsageError, match=f"have: {len(whole)}\n.*ids below {len(whole)}"):
+        lay_foundation(RunConfig.model_validate({**RL, "rollout": rollout}))
