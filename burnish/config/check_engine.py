@@ -15,7 +15,6 @@ _TORCH_ONLY = (
     "replicas",
     "reshard_after_forward",
     "activation_offload",
-    "optimizer_offload",
     "compile",
 )
 _MEGATRON_ONLY = (

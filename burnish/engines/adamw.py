@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from burnish.config.schema import OptimConfig
+from burnish.engines.resting import on_device, resting_zeros, waves
 from burnish.parallel.arena import Arena
 from burnish.parallel.device import synchronize
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps per weight, by torch's names."""
-
-_WAVE = 256 << 20
-# Bytes of slots that are on the device at one time, or one weight's, where they rest on the host.
 
 
 class ShardedAdamW:
@@ -54,7 +52,8 @@ class ShardedAdamW:
                 **{slot: resting_zeros(tensor, arena) for slot in SLOTS},
             }
         self._on_host = arena is not None
-        self._waves = _waves(held) if arena else [list(weights)]
+        sizes = {name: len(SLOTS) * tensor.nbytes for name, tensor in held.items()}
+        self._waves = waves(sizes.items()) if arena else [list(weights)]
 
     @property
     def steps(self) -> int:
@@ -81,7 +80,7 @@ class ShardedAdamW:
             group["lr"] = lr
         for names in self._waves:
             wave = {name: self._weights[name] for name in names if name in gradients}
-            with self._on_device(wave):
+            with self._beside(wave):
                 for name, tensor in wave.items():
                     tensor.grad = gradients[name]
                 self._adamw.step()
@@ -92,37 +91,9 @@ class ShardedAdamW:
             for device in {tensor.device for tensor in self._weights.values()}:
                 synchronize(device)
 
-    @contextmanager
-    def _on_device(self, wave: Mapping[str, Tensor]) -> Iterator[None]:
+    def _beside(self, wave: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """The slots of these weights are beside them inside the block."""
-        states = [(t, self._adamw.state[t]) for t in wave.values() if t.numel() > 0]
-        resting = [(state, slot, state[slot]) for _, state in states for slot in SLOTS]
-        if self._on_host:
-            for tensor, state in states:
-                for slot in SLOTS:
-                    state[slot] = state[slot].to(tensor.device, non_blocking=True, copy=True)
-        yield
-        if self._on_host:
-            for state, slot, host in resting:
-                state[slot] = host.copy_(state[slot], non_blocking=True)
-
-
-def resting_zeros(tensor: Tensor, arena: Arena | None) -> Tensor:
-    """Zeros like the tensor: beside it, or in the arena."""
-    if arena is None:
-        return torch.zeros_like(tensor)
-    return arena.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape).zero_()
-
-
-def _waves(weights: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names in order, as many together as have their slots in a wave."""
-    waves: list[list[str]] = []
-    size = _WAVE
-    for name, tensor in weights.items():
-        own = len(SLOTS) * tensor.nbytes
-        if size + own > _WAVE:
-            waves.append([])
-            size = 0
-        waves[-1].append(name)
-        size += own
-    return waves
+        held = [tensor for tensor in wave.values() if tensor.numel() > 0]
+        if not (self._on_host and held):
+            return nullcontext()
+        return on_device([self._adamw.state[tensor] for tensor in held], SLOTS, held[0].device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from burnish.data.balance import share_evenly
-from burnish.engines.adamw import resting_zeros
+from burnish.engines.resting import resting_zeros
 from burnish.parallel.arena import Arena
 from burnish.parallel.boxes import whole
 from burnish.parallel.collectives import agree

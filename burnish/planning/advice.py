@@ -68,10 +68,9 @@ def _away(part: str, plan: Plan, config: RunConfig) -> list[str]:
     engine, trained = config.engine, ("weights", "gradients", "optimizer", "critic", "reference")
     if part in trained and plan.fullest == "rollout":
         return [] if engine.park else ["engine.park=true"]
-    if engine.kind == "megatron":  # which has no offloading
-        return []
     if part == "activations":
         known = engine.activation_offload or engine.activation_checkpointing == "selective"
+        known = known or engine.kind == "megatron"  # which leaves them on the device
         return [] if known else ["engine.activation_offload=true"]
     if part in ("optimizer", "critic"):
         known = engine.optimizer_offload or config.optim.kind == "adamw8bit"

@@ -21,6 +21,7 @@ from burnish.planning.memory import Needs, Parts
 from burnish.planning.model import Model
 from burnish.planning.shape import Layer, Weight
 from burnish.planning.share import Layout
+from burnish.planning.slots import WAVE
 from burnish.planning.tape import Passes
 from burnish.planning.workload import Workload
 
@@ -122,14 +123,23 @@ class _StageNeeds(Needs):
 
     @cached_property
     def _state(self) -> Parts:
-        """Weights in the dtype of computing, the buffer of gradients, fp32 weights where that is another, moments."""
+        """Weights in the dtype of computing, the buffer of gradients, fp32 weights where that is another, moments that do not rest on the host."""
         held = sum(self._held)
         exact = 0 if self._model.bytes == _FP32 else 1
         return {
             "weights": self._model.bytes * held,
             "gradients": _FP32 * held,
-            "optimizer": _FP32 * (exact + _MOMENTS) * self._stepped,
+            "optimizer": _FP32 * exact * self._stepped + self._moments - self._slots_away,
         }
+
+    @property
+    def _moments(self) -> float:
+        """Bytes of the optimizer's moments."""
+        return _FP32 * _MOMENTS * self._stepped
+
+    @property
+    def _slots_away(self) -> float:
+        return self._moments if self._slots.offloaded else 0.0
 
     @property
     def _reference(self) -> float:
@@ -231,13 +241,15 @@ class _StageNeeds(Needs):
 
     @property
     def _stepping(self) -> float:
-        """Bytes of temporaries of torch's AdamW: of one weight on CPUs, of all of them elsewhere."""
-        if not self._model.cpu:
-            return _FP32 * self._stepped
+        """Bytes of temporaries of torch's AdamW: of one weight on CPUs, of all that are stepped together elsewhere; and moments that come from the host."""
         inside = (_single(self._kinds[kind]) for kind in self._counts)
         weights = [*self._outside, *chain(*inside)]
         widest = max(_elements([weight], self._layout.tensor) for weight in weights)
-        return 2.0 * _FP32 * min(widest, self._stepped)
+        alone = min(widest, self._stepped)
+        wave = min(self._slots_away, max(WAVE, _FP32 * _MOMENTS * alone))
+        if self._model.cpu:
+            return wave + 2.0 * _FP32 * alone
+        return wave + (wave / _MOMENTS if wave else _FP32 * self._stepped)
 
     def _publishing(self) -> Parts:
         others = 1 - 1 / (self._layout.tensor * self._layout.pipeline * self._cut.expert_parallel)

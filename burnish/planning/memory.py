@@ -93,8 +93,7 @@ class Needs:
         """What is in `burnish.parallel.arena`, which keeps the memory that it once took."""
         engine, critic = self._config.engine, self._critic
         parts: Parts = {}
-        if self._slots.offloaded:
-            parts["optimizer"] = self._slots.bytes + (critic._slots.bytes if critic else 0.0)
+        parts["optimizer"] = self._slots_away + (critic._slots_away if critic else 0.0)
         in_turn: Parts = {}
         if engine.activation_offload:
             in_turn["activations"] = max(each._waiting for each in (self, critic) if each)
@@ -104,6 +103,11 @@ class Needs:
             largest = max(in_turn, key=in_turn.__getitem__)
             parts[largest] = in_turn[largest]
         return {name: size for name, size in parts.items() if size}
+
+    @property
+    def _slots_away(self) -> float:
+        """Bytes of the optimizer's state that rest on the host."""
+        return self._slots.bytes if self._slots.offloaded else 0.0
 
     @property
     def _waiting(self) -> float:

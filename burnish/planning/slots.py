@@ -18,7 +18,7 @@ _MOMENTS = 2
 """Numbers that AdamW keeps per weight; Muon keeps one of each matrix of the layers."""
 _SENT = 64 << 20
 """Bytes that Muon sends at one time, and receives as much."""
-_WAVE = 256 << 20
+WAVE = 256 << 20
 """Bytes of AdamW's slots that are on the device at one time where they rest on the host, or one weight's."""
 _CHUNK = 10 * _FP32 << 22
 """Bytes of temporaries while 2^22 elements with moments of 8 bits are updated."""
@@ -52,7 +52,7 @@ class Slots:
                 if not (muon and inside and weight.columns > 1)
             ]
             largest = max((size for size, _ in slots), default=0)
-            wave = min(sum(size * n for size, n in slots), max(_WAVE, largest))
+            wave = min(sum(size * n for size, n in slots), max(WAVE, largest))
             yield {"optimizer step": float(wave)}
         if self._kind == "adamw8bit":
             largest = max(self._share.held([w]) for w, _, _ in weights if w.columns > 1)

@@ -15,7 +15,7 @@ from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
-from burnish.engines import adamw
+from burnish.engines import resting
 from burnish.engines.base import Part
 from burnish.engines.muon import Muon
 from burnish.engines.torch_engine import TorchEngine
@@ -33,7 +33,7 @@ CASES: dict[str, tuple[OptimConfig, LoraConfig | None]] = {
 
 def compare_rank(layout: Layout, path: Path, settings: dict[str, Any]) -> dict[str, int]:
     """Bytes in the arena, by case, after the same steps with and without it gave the same in every bit."""
-    adamw._WAVE = 20_000  # so that a step takes several
+    resting.WAVE = 20_000  # so that a step takes several
     found = {}
     for case, (optim, lora) in CASES.items():
         engines = [

@@ -72,6 +72,24 @@ def test_data_parallel_processes_divide_the_state_alone():
     assert parts["optimizer"] == 12 * elements / 64
 
 
+def test_moments_on_the_host_leave_the_fp32_weights_on_the_device():
+    stepped = ModelShape.of(MODEL).elements / 64
+    plain = planner(values_of()).as_configured()
+    moved = planner(values_of(optimizer_offload=True)).as_configured()
+    assert moved.phases["save"]["optimizer"] == pytest.approx(4 * stepped)
+    assert moved.host["optimizer"] == pytest.approx(8 * stepped)
+    assert "optimizer" not in plain.host
+
+
+def test_moments_come_from_the_host_some_at_a_time():
+    """Those of the widest weight at once, its temporaries beside them."""
+    short = {"batch": {"examples": 64, "tokens_per_device": 64}}
+    short["data"] = {"train": ["t.jsonl"], "max_length": 64}
+    values = values_of(optimizer_offload=True, activation_checkpointing="full") | short
+    parts = planner(values, "1xB200-180G").as_configured().phases["update"]
+    assert parts["optimizer step"] == 12 * 151936 * 4096
+
+
 def test_the_ends_of_a_pipeline_have_the_embedding_and_the_output_layer():
     """36 layers over 8 stages: the first four have five of them, and the first the embedding as well."""
     shape = ModelShape.of(MODEL)

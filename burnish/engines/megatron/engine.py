@@ -2,7 +2,7 @@
 
 Main weights, optimizer state and gradient reduction are fp32, compute is bf16 or fp32. On a machine
 without CUDA the same code runs over gloo (`burnish.engines.megatron.host`). Left out: adapters, value
-heads, offloading, compilation.
+heads, activation offloading, compilation.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class MegatronEngine:
         with megatron_called():
             stages = build_stages(hf_config, config, self.mesh, device)
             self._optimizer = (
-                None if optim is None else MegatronOptimizer(stages, config, optim, self.mesh)
+                None
+                if optim is None
+                else MegatronOptimizer(stages, config, optim, self.mesh, self.layout)
             )
         self._chunks = stages if self._optimizer is None else self._optimizer.chunks
         parts = [] if self._optimizer is None else self._optimizer.parts

@@ -1,7 +1,8 @@
 """What a Megatron engine steps: AdamW by Megatron's distributed optimizer, over gradients that its DDP adds up.
 
 Main weights and moments are fp32, each data-parallel rank having a flat range of them; gradients
-are reduced in fp32, as sums. Left out: Megatron's other optimizers, and the precision-aware one.
+are reduced in fp32, as sums. With `engine.optimizer_offload` the moments rest on the host, and come to the
+device for their step, some at a time. Left out: Megatron's other optimizers, and the precision-aware one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.engines.base import compute_dtype
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import PackedGPT
-from burnish.engines.megatron.slots import prepare_slots, set_steps
+from burnish.engines.megatron.slots import prepare_slots, set_steps, step_in_waves
+from burnish.parallel.collectives import agree
+from burnish.parallel.layout import Layout
 
 
 class MegatronOptimizer:
@@ -35,6 +38,7 @@ class MegatronOptimizer:
         config: EngineConfig,
         optim: OptimConfig,
         mesh: MegatronMesh,
+        layout: Layout,
     ) -> None:
         self.chunks = [_wrapped(stage, mesh) for stage in stages]
         """The stages with the buffers that their gradients are added up in."""
@@ -46,7 +50,8 @@ class MegatronOptimizer:
         )
         self.parts = [o for o in self._chained.chained_optimizers if not o.is_stub_optimizer]
         """Of which it is made: one for experts, one for all else, as far as this rank has any."""
-        prepare_slots(self.parts)
+        with agree(layout):  # a rank may have no room in the arena
+            prepare_slots(self.parts, mesh.arena if config.optimizer_offload else None)
         self._steps = 0
         self.zero_grad()
 
@@ -76,7 +81,9 @@ class MegatronOptimizer:
             for group in self._chained.param_groups:
                 group["lr"] = lr
                 group["weight_decay"] = self._optim.weight_decay * group["wd_mult"]
-            self._chained.step_with_ready_grads()
+            if self._config.optimizer_offload:
+                step_in_waves(self.parts, self._steps)
+            self._chained.step_with_ready_grads()  # and brings the weights to the model
             self._steps += 1
         self.zero_grad()
 

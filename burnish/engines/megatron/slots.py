@@ -1,7 +1,8 @@
-"""The state of Megatron's inner optimizers: moments that exist from the start, and how many steps were taken.
+"""The state of Megatron's inner optimizers: moments that exist from the start and may rest on the host, and how many steps were taken.
 
 torch's AdamW counts steps beside each weight, the fused ones of TransformerEngine and Apex in each
-group of weights; here that is one number.
+group of weights; here that is one number. Left out: fp32 weights that rest on the host, for Megatron wants
+the gradients beside them from the reduction on.
 """
 
 from __future__ import annotations
@@ -11,12 +12,44 @@ from collections.abc import Sequence
 import torch
 from megatron.core.optimizer import DistributedOptimizer
 
+from burnish.engines.adamw import SLOTS
+from burnish.engines.resting import on_device, resting_zeros, waves
+from burnish.parallel.arena import Arena
+from burnish.parallel.device import synchronize
 
-def prepare_slots(optimizers: Sequence[DistributedOptimizer]) -> None:
-    """Make moments of zeros, so that they can be loaded and saved before the first step."""
-    for optimizer in optimizers:
-        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+
+def prepare_slots(optimizers: Sequence[DistributedOptimizer], arena: Arena | None) -> None:
+    """Make moments of zeros, so that they can be loaded and saved before the first step; in the arena where there is one."""
+    for inner in (optimizer.optimizer for optimizer in optimizers):
+        for group in inner.param_groups:
+            for weight in group["params"]:
+                inner.state[weight] |= {slot: resting_zeros(weight.data, arena) for slot in SLOTS}
     set_steps(optimizers, 0)
+
+
+def step_in_waves(optimizers: Sequence[DistributedOptimizer], steps: int) -> None:
+    """Step every weight, whose moments rest on the host, after so many `steps`; no weight has a gradient any more.
+
+    One weight's step does not depend on the others', so the result is that of a single step of all.
+    """
+    for inner in (optimizer.optimizer for optimizer in optimizers):
+        weights = [weight for group in inner.param_groups for weight in group["params"]]
+        gradients = [weight.grad for weight in weights]
+        for weight in weights:
+            weight.grad = None
+        sizes = (len(SLOTS) * weight.nbytes for weight in weights)
+        for wave in waves(zip(zip(weights, gradients, strict=True), sizes, strict=True)):
+            for group in inner.param_groups:
+                if "step" in group:  # each wave is part of the same step
+                    group["step"] = steps
+            with on_device([inner.state[weight] for weight, _ in wave], SLOTS, wave[0][0].device):
+                for weight, gradient in wave:
+                    weight.grad = gradient
+                inner.step()
+                for weight, _ in wave:
+                    weight.grad = None
+        for device in {weight.device for weight in weights}:
+            synchronize(device)
 
 
 def set_steps(optimizers: Sequence[DistributedOptimizer], steps: int) -> None:

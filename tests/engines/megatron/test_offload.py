@@ -1,0 +1,104 @@
+"""Megatron's moments on the host: the same numbers in every bit, described where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contracts.engine import BETAS, CLIP, LR, cut, loss, make_examples
+from distributed import run_ranks
+from tiny import VOCAB, save_tiny, tiny_config
+from torch import Tensor
+from transformers import AutoConfig
+
+from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.engines import resting
+from burnish.engines.base import Part
+from burnish.engines.megatron.engine import MegatronEngine
+from burnish.engines.megatron.mesh import MegatronMesh
+from burnish.errors import BurnishError
+from burnish.models.sources import SafetensorsSource
+from burnish.parallel.arena import Arena
+from burnish.parallel.layout import Layout
+
+CPU = torch.device("cpu")
+OPTIM = OptimConfig(betas=BETAS, weight_decay=0.1)
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("dense", {"precision": "bf16"}),
+    ("dense", {"tensor_parallel": 2}),
+    ("dense", {"pipeline_parallel": 2, "virtual_stages": 2}),
+    ("mixture", {"expert_parallel": 2}),
+]
+
+
+def steps_of(
+    layout: Layout, path: Path, settings: dict[str, Any]
+) -> tuple[list[tuple[str, Tensor]], int]:
+    """What three steps, between which the engine is parked, leave of weights and moments; the bytes in the arena."""
+    given = {"precision": "fp32", **settings}
+    config = EngineConfig(kind="megatron", max_grad_norm=CLIP, **given)
+    hf_config = AutoConfig.from_pretrained(path)
+    engine = MegatronEngine(hf_config, config, OPTIM, layout=layout, device=CPU)
+    engine.load(SafetensorsSource(path), Part.WEIGHTS)
+    batch = cut(make_examples(VOCAB), engine.layout, 3)
+    for _ in range(3):
+        engine.forward_backward(batch, loss)
+        engine.optim_step(LR)
+        with engine.parked():
+            pass
+    held = [
+        (shard.spec.name, shard.tensor.clone())
+        for part in (Part.WEIGHTS, Part.TRAINING)
+        for shard in engine.shards(part)
+    ]
+    used = engine.mesh.arena.used
+    engine.close()
+    return held, used
+
+
+def compare_rank(layout: Layout, paths: dict[str, Path]) -> None:
+    resting.WAVE = 5_000  # so that a step takes several
+    for kind, settings in CASES:
+        plain, nothing = steps_of(layout, paths[kind], settings)
+        moved, used = steps_of(layout, paths[kind], settings | {"optimizer_offload": True})
+        assert nothing == 0
+        assert used >= sum(t.nbytes for name, t in moved if name.startswith("exp_avg")), settings
+        for (name, mine), (other, theirs) in zip(moved, plain, strict=True):
+            assert name == other
+            assert torch.equal(mine, theirs), (settings, name)
+
+
+def test_nothing_changes_in_any_layout(tmp_path: Path) -> None:
+    layers = {"num_hidden_layers": 4}
+    paths = {
+        "dense": save_tiny(tmp_path / "dense", "qwen3", torch.float32, **layers),
+        "mixture": save_tiny(tmp_path / "mixture", "qwen3_moe", torch.float32, **layers),
+    }
+    run_ranks(compare_rank, 2, paths, timeout=200)
+
+
+class Full(Arena):
+    """Has no room."""
+
+    def take(self, size: int) -> Tensor:
+        raise BurnishError("the machine has no memory", have=f"{size} bytes wanted")
+
+
+def full_rank(layout: Layout) -> str:
+    """What is said where the last rank has no room."""
+    config = EngineConfig(kind="megatron", optimizer_offload=True)
+    mesh = MegatronMesh.of(config, CPU)
+    if layout.rank == layout.world - 1:
+        mesh = replace(mesh, arena=Full(CPU))
+    with pytest.raises(BurnishError) as caught:
+        MegatronEngine(tiny_config("qwen3"), config, OPTIM, layout=layout, device=CPU, mesh=mesh)
+    return str(caught.value)
+
+
+def test_every_rank_is_told_where_one_has_no_room() -> None:
+    said: Sequence[str] = run_ranks(full_rank, 2)
+    assert said[0] == f"rank 1: {said[1]}"
