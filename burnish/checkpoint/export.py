@@ -7,8 +7,6 @@ under its name before it is whole.
 
 from __future__ import annotations
 
-import uuid
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from burnish.checkpoint.streams import Described, chunks
 from burnish.checkpoint.tensor_sets import MODEL
 from burnish.errors import IncompatibleError, UsageError
 from burnish.files.durable import naming_failures
+from burnish.files.partial import partial_directory
 from burnish.files.storage import File, LocalStorage, Storage
 
 _CHUNK = (
@@ -58,21 +57,17 @@ def export(
     storage = storage or LocalStorage()
     target = target.absolute()
     _check_new(target, storage)
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    with naming_failures(f"{target} could not be written"):
-        try:
-            storage.make_dirs(partial)
-            _write_tensors(model, partial, dtype, max_file_bytes, storage)
-            for name, data in model.assets(dtype):
-                storage.make_dirs((partial / name).parent)
-                _write_file(partial / name, data, storage)
-            found = _sync(partial, partial, storage)
-            storage.rename(partial, target)
-            storage.sync_dir(target.parent)
-        except BaseException:
-            with suppress(OSError):
-                storage.remove(partial)
-            raise
+    with (
+        naming_failures(f"{target} could not be written"),
+        partial_directory(target, storage) as partial,
+    ):
+        _write_tensors(model, partial, dtype, max_file_bytes, storage)
+        for name, data in model.assets(dtype):
+            storage.make_dirs((partial / name).parent)
+            _write_file(partial / name, data, storage)
+        found = _sync(partial, partial, storage)
+        storage.rename(partial, target)
+        storage.sync_dir(target.parent)
     return Exported(target, tuple(found), sum(found.values()))
 
 

@@ -137,6 +137,7 @@ class Resuming:
             side, path = self._sides[found[0]], found[1]
             try:
                 step = self._open(side, path)
+                self._say(step, skipped)
                 load(step, CheckpointSource(step, self._layout, side.source))
             except CorruptError as error:
                 skipped.append(str(error))
@@ -153,6 +154,17 @@ class Resuming:
                 do=f"look into {', '.join(aside)}; remove it to start from the beginning",
             )
         return None
+
+    def _say(self, step: Committed, skipped: Sequence[str]) -> None:
+        """Before loading, which may take long: what it is of, and what was newer and is not."""
+        if self._layout.is_main:
+            reasons = "; ".join(each.partition("\n")[0] for each in skipped)
+            _log.warning(
+                "resuming step %d from %s%s",
+                step.step,
+                step.path,
+                reasons and f"; skipped: {reasons}",
+            )
 
     def _newest(self) -> tuple[int, PurePath] | None:
         """The side and path of the newest step by name, as rank 0 sees them."""

@@ -150,8 +150,6 @@ class Run:
             self.intact.require(*main.beginnings, main.config.critic.path)
         for learner in learners.values():
             learner.engine.load(learner.foundation.base, Part.FROZEN)
-        if resumed is not None and self.layout.is_main:
-            log.warning("resumed step %d from %s", resumed.step.step, resumed.step.path)
         bring_back(self.mirror, self.directory, resumed, self.layout)
         return resumed
 

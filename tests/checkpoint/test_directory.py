@@ -85,6 +85,26 @@ def test_nothing_to_resume(tmp_path):
         assert checkpoints.resume(loads(0)) is None
 
 
+def test_what_is_resumed_and_what_is_skipped_is_said_before_it_is_loaded(tmp_path, caplog):
+    for step in (1, 2, 3):
+        save_once(tmp_path, step)
+    damage(tmp_path / "step-00000003" / "COMMIT", 20)
+    said = []
+
+    def load(step, source):
+        said.append([r.message for r in caplog.records if "resuming" in r.message])
+        if step.step == 2:
+            raise CorruptError("bad bytes")
+
+    with Checkpoints(tmp_path, Layout()) as checkpoints:
+        assert checkpoints.resume(load).step.step == 1
+    assert [len(lines) for lines in said] == [1, 2]
+    assert "resuming step 2" in said[0][0]
+    assert "step-00000003/COMMIT" in said[0][0]
+    assert "resuming step 1" in said[1][1]
+    assert said[1][1].endswith("; bad bytes")
+
+
 def test_the_newest_is_resumed(tmp_path):
     for step in (1, 2):
         save_once(tmp_path, step, seed=step)

@@ -179,6 +179,16 @@ def test_damage_is_found_and_leaves_nothing(tmp_path):
     export(StepModel(step), tmp_path / "out", torch.bfloat16, BIG, LOCAL)
 
 
+def test_what_a_killed_export_left_goes(tmp_path):
+    step = save_finite(tmp_path / "run")
+    left = tmp_path / f".out.{'0' * 32}"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    with StepModel(step) as model:
+        export(model, tmp_path / "out", torch.bfloat16, BIG)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
+
+
 def test_a_failing_disk_leaves_nothing(tmp_path):
     step = save_finite(tmp_path / "checkpoints")
     storage = FaultyStorage()

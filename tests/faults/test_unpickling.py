@@ -28,7 +28,7 @@ def test_the_whole_path_of_resuming(work, kind, world):
     argv = [kind, f"{kind}.yaml", f"name={kind}", "steps=1", "evaluation.every=0"]
     for command in (started := ranks(work, argv, world, audit=(str(log), str(run)))):
         assert command.wait() == 0, command.output
-    assert any(f"resumed step 1 from runs/{kind}/checkpoints" in c.output for c in started)
+    assert any(f"resuming step 1 from runs/{kind}/checkpoints" in c.output for c in started)
     events = [json.loads(line) for line in log.read_text().splitlines()]
 
     opened = {path for event, path, *_ in events if event == "open"}

@@ -41,7 +41,7 @@ def test_another_machine_goes_on_as_if_nothing_had_been(work):
     new_machine(work)
     code, said = burnish(work, *argv)
     assert code == 0, said
-    assert f"resumed step {stopped} from file://{work}/far/moved" in said
+    assert f"resuming step {stopped} from file://{work}/far/moved" in said
     assert outcome(work / "runs" / "moved") == peace
     assert far(work, "moved")[-1] == 6
     new_machine(work)
@@ -55,7 +55,7 @@ def test_several_processes_that_save_in_the_background(work):
     assert far(work, "run") == [4, 6]
     new_machine(work)
     code, said = burnish(work, *argv, "steps=7")
-    assert (code, "resumed step 6 from file://" in said) == (0, True), said
+    assert (code, "resuming step 6 from file://" in said) == (0, True), said
 
 
 def test_all_of_a_run_is_at_its_url(work):
