@@ -140,7 +140,10 @@ def _cases() -> Iterator[Case]:
         yield Case("qwen3", "bf16", checkpointing, 1024, processes=2)
     yield Case("llama", "fp32", "selective", 1024, processes=2)
     yield Case("qwen3_moe", "bf16", "selective", 512, processes=2)
-    yield Case("qwen3", "fp32", "none", 256, processes=2, microbatches=3)
+    once = {"engine.reduce_each_microbatch": False}
+    for more in ({}, once):
+        yield Case("qwen3", "fp32", "none", 256, processes=2, microbatches=3, more=more)
+    yield Case("qwen3", "bf16", "full", 256, 4, 3, more={"engine.replicas": 2})
     yield Case("qwen3", "fp32", "none", 1024, command="rl")
     yield Case("qwen3", "bf16", "selective", 2048, command="rl")
     yield from _shared_cases()

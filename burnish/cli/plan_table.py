@@ -14,6 +14,7 @@ from burnish.planning.timing import ASSUMPTIONS
 
 _BAR = 32
 _ALTERNATIVES = 6
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 def plan_text(plans: Sequence[Plan], planner: Planner, devices: Devices) -> str:
@@ -45,6 +46,7 @@ def as_json(plans: Sequence[Plan], devices: Devices) -> dict[str, Any]:
                 "overrides": plan.overrides(),
                 "bytes": plan.phases,
                 "host_bytes": plan.host,
+                "flops": plan.operations,
                 "seconds": plan.seconds,
                 "microbatches": plan.microbatches,
             }
@@ -79,17 +81,18 @@ def _lines(plans: Sequence[Plan], planner: Planner, devices: Devices) -> Iterato
 
 
 def _phases(plan: Plan) -> Iterator[str]:
-    """A row per phase and one per part of it, with bars in the scale of a device's memory."""
-    rows = [("phase", "memory", "", "time")]
+    """A row per phase, with what a device computes, and one per part of it, with bars in the scale of a device's memory."""
+    rows = [("phase", "memory", f"{'compute':>12}  time")]
     for phase, parts in plan.phases.items():
-        time = _duration(plan.seconds[phase])
-        rows.append((phase, bytes_text(plan.total(phase)), "", time))
+        computed = _operations(plan.operations.get(phase, 0.0))
+        time = f"{computed:>12}  {_duration(plan.seconds[phase])}"
+        rows.append((phase, bytes_text(plan.total(phase)), time))
         for name, size in sorted(parts.items(), key=lambda item: -item[1]):
             if size >= plan.total(phase) / 1000:
-                rows.append((f"  {name}", bytes_text(size), _bar(size / plan.usable), ""))
+                rows.append((f"  {name}", bytes_text(size), _bar(size / plan.usable)))
     width = max(*(len(row[0]) for row in rows), *(len(f"host, {name}") for name in plan.host))
-    for name, text, bar, time in rows:
-        yield f"  {name:<{width}}  {text:>9}  {bar or time}".rstrip()
+    for name, text, more in rows:
+        yield f"  {name:<{width}}  {text:>9}  {more}".rstrip()
     yield f"  {'a device has':<{width}}  {bytes_text(plan.usable):>9}  {'░' * _BAR}"
     for name, size in plan.host.items():
         yield f"  {f'host, {name}':<{width}}  {bytes_text(size):>9}"
@@ -123,6 +126,12 @@ def _parameters(count: int) -> str:
 
 def _bar(share: float) -> str:
     return "█" * max(1, round(min(share, 1.0) * _BAR))
+
+
+def _operations(count: float) -> str:
+    """Floating-point operations, as 12.3 TFLOP; nothing for none."""
+    power = min((len(str(int(count))) - 1) // 3, len(_PREFIXES) - 1)
+    return f"{count / 1000**power:.1f} {_PREFIXES[power]}FLOP" if count else ""
 
 
 def _duration(seconds: float) -> str:

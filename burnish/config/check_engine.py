@@ -14,6 +14,7 @@ from burnish.config.schema import EngineConfig, RunConfig
 _TORCH_ONLY = (
     "replicas",
     "reshard_after_forward",
+    "reduce_each_microbatch",
     "activation_offload",
     "compile",
 )

@@ -42,6 +42,7 @@ MAY_CHANGE = frozenset(
         "engine.expert_parallel",
         "engine.expert_tensor_parallel",
         "engine.reshard_after_forward",
+        "engine.reduce_each_microbatch",
         "engine.logprob_chunk",
         "data.validation",
         "batch.tokens_per_device",

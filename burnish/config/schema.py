@@ -87,6 +87,8 @@ class EngineConfig(Section):
     """megatron, mixtures of experts: so many processes share the matrices of each expert; `tensor_parallel` when not given."""
     reshard_after_forward: bool = True
     """Free each layer's gathered weights between forward and backward: less memory, one more gather."""
+    reduce_each_microbatch: bool = True
+    """Where the model is sharded, reduce-scatter gradients after every micro-batch. Without, once a step: less to send, but until then each process holds the fp32 gradients of the whole model."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """What the backward pass computes again instead of keeping it: nothing; whole layers; within layers all but matrix products and attention. megatron, selective: attention and rotary positions alone (arXiv 2205.05198)."""
     activation_offload: bool = False

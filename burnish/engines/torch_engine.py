@@ -111,12 +111,9 @@ class TorchEngine:
         batch, factors, of_experts = self._evened(batch)
         pairs = list(zip(batch.microbatches, batch.examples, strict=True))
         self._scorer.train()
-        root = cast(FSDPModule, self._scorer)
         stats, (total, aux) = Stats(), torch.zeros(2, dtype=torch.float32, device=self._device)
         for index, (micro, numbers) in enumerate(pairs):
-            last = index == len(batch.microbatches) - 1
-            root.set_requires_gradient_sync(last)
-            root.set_is_last_backward(last)
+            self._reduce_in_next_backward(last=index == len(pairs) - 1)
             with self._offload.forward_and_backward() if self._offload else nullcontext():
                 outputs = self._score(micro, factors=None if numbers == (-1,) else factors)
                 value, of_micro = loss(outputs, micro.to(self._device))
@@ -230,6 +227,15 @@ class TorchEngine:
             experts=plan.rows.tokens_of(routing.record()) if record else output.experts,
             router_loss=output.router_loss if factors is None else routing.loss(),
         )
+
+    def _reduce_in_next_backward(self, *, last: bool) -> None:
+        """Whether gradients are reduced: in a step's last micro-batch, and where they are to stay sharded in every other, over the copies of the model in the last alone."""
+        root = cast(FSDPModule, self._scorer)
+        sharded = self.mesh.weights["shard"].size() > 1
+        reduces = last or (sharded and self._config.reduce_each_microbatch)
+        root.set_requires_gradient_sync(reduces)
+        root.set_requires_all_reduce(last)
+        root.set_is_last_backward(reduces)  # frees what was sent
 
     def _evened(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
         """The batch with its experts, what a probability of each costs and how evenly they are used; the batch alone where no loss evens them."""

@@ -17,8 +17,10 @@ _PLAIN = {
 
 
 def advice(plan: Plan, config: RunConfig) -> str:
-    """The settings that would help most where a plan does not fit, the best first."""
+    """The settings that would help most where a plan does not fit, the best first; what alone is too large comes alone."""
     parts = plan.phases[plan.fullest]
+    if parts.get("generator", 0.0) > plan.usable:
+        return _PLAIN["generator"]
     found: list[str] = []
     for part in sorted(parts, key=lambda name: (name == "generator", -parts[name])):
         found += [each for each in _remedies(part, plan, config) if each not in found]
@@ -45,8 +47,9 @@ def _remedies(part: str, plan: Plan, config: RunConfig) -> list[str]:
             f"rollout.slots={max(1, config.rollout.slots // 2)}",
             "a shorter rollout.max_response_length",
         ]
-    if part == "gradients" and plan.microbatches > 1 and engine.kind == "torch":
-        return ["fewer sequences per optimizer step, so that it is one micro-batch", *fewer_copies]
+    waiting = not engine.reduce_each_microbatch and plan.microbatches > 1 < plan.layout.shards
+    if part == "gradients" and waiting:
+        return ["engine.reduce_each_microbatch=true", *fewer_copies]
     if part == "critic":
         return [*away, "algorithm.advantage=grpo, which has no critic"]
     if part == "reference":

@@ -15,6 +15,7 @@ from burnish.planning.megatron import MegatronNeeds
 from burnish.planning.megatron_layouts import degrees
 from burnish.planning.memory import Needs, Parts
 from burnish.planning.model import Model
+from burnish.planning.operations import Operations
 from burnish.planning.shape import BLOCK, Layer, ModelShape
 from burnish.planning.share import Layout
 from burnish.planning.timing import Clock
@@ -35,6 +36,8 @@ class Plan:
     """Bytes by phase and part, on the process that needs most."""
     host: Parts
     """Bytes of host memory of a process, where the device is not the host."""
+    operations: dict[str, float]
+    """Floating-point operations that a process computes, by phase."""
     seconds: dict[str, float]
     """Estimated, by phase."""
     microbatches: int
@@ -116,7 +119,8 @@ class Planner:
         self._config, self._devices = config, devices
         self._width = 2 if config.engine.precision == "bf16" else 4
         adapter = shape.adapter(config.model.adapter)
-        self._clock = Clock(shape, work, devices, self._width, adapter, self._judges)
+        self._operations = Operations(shape, work, adapter > 0, self._judges)
+        self._clock = Clock(shape, work, devices, self._width, self._operations, adapter)
         self._models: dict[tuple[int, int], tuple[Model, list[Model]]] = {}
 
     def as_configured(self) -> Plan:
@@ -198,6 +202,7 @@ class Planner:
             engine,
             needs.phases(),
             {} if self._devices.cpu else needs.host(),
+            self._operations.phases(layout, engine),
             self._clock.seconds(layout, engine, needs.microbatches),
             needs.microbatches,
             self._devices.usable,

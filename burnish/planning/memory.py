@@ -55,6 +55,7 @@ class Needs:
         engine = config.engine
         self._checkpointing = engine.activation_checkpointing
         self._regathers = engine.reshard_after_forward and layout.shards > 1
+        self._reduces_each = engine.reduce_each_microbatch and layout.shards > 1
         self._trained = model.lora is None
         self._share = Share(model.shape, layout)
         self._slots = Slots(self._share, config, model.lora)
@@ -240,8 +241,7 @@ class Needs:
 
     def _update(self) -> Iterator[Parts]:
         """The moments of forward, backward and optimizer step that can be the fullest."""
-        share, trained = self._share, int(self._trained)
-        earlier = _FP32 * share.gathered * trained if self.microbatches > 1 else 0.0
+        share, trained, earlier = self._share, int(self._trained), self._earlier
         last = self.tokens * self._model.hidden + 4 * self._scored * self._model.hidden
         yield self._moment(
             gathered=share.root + self._layers_there,
@@ -252,10 +252,10 @@ class Needs:
         for layer, _, passes in self._model.layers:
             for moment in passes.backward:
                 yield from self._backward(layer, moment, earlier)
-        size, others = share.whole(share.largest_layer.weights), self._others
-        yield self._moment(
-            gathered=0, gradients=_FP32 * trained * share.layers, reducing=share.root
-        )
+        kept = earlier if self._reduces_each else 0.0
+        layers, others = max(_FP32 * trained * share.layers, kept), max(self._others, kept)
+        size = share.whole(share.largest_layer.weights)
+        yield self._moment(gathered=0, gradients=layers, reducing=share.root)
         yield self._moment(
             gathered=share.root, gradients=self._logits.gradient + others, reducing=size
         )
@@ -318,6 +318,13 @@ class Needs:
         """Elements of gathered layers between forward and backward pass."""
         whole = self._share.whole(self._share.largest_layer.weights)
         return 2 * whole if self._regathers else self._share.gathered_layers
+
+    @property
+    def _earlier(self) -> float:
+        """Bytes of the gradients of earlier micro-batches, which are whole where they wait to be reduced."""
+        if self.microbatches == 1 or not self._trained:
+            return 0.0
+        return _FP32 * float(self._share.all if self._reduces_each else self._share.gathered)
 
     @property
     def _others(self) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from burnish.config.schema import LoraConfig
@@ -144,7 +145,7 @@ def adapts(lora: LoraConfig | None, linear: str) -> bool:
     return bool(lora and linear and (not lora.targets or linear in lora.targets))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelShape:
     """A causal language model, or one with a value head."""
 
@@ -188,12 +189,12 @@ class ModelShape:
             tuple(places[layer] for layer in every),
         )
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """How many layers."""
         return sum(count for _, count in self.layers)
 
-    @property
+    @cached_property
     def root(self) -> tuple[Weight, ...]:
         """The parameters outside the layers: embedding, last norm, output layer."""
         table, norm = Weight(self.vocabulary, self.hidden, True), Weight(self.hidden)
@@ -204,7 +205,7 @@ class ModelShape:
         """Numbers per token."""
         return 1 if self.scores_values else self.vocabulary
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Of all parameters."""
         layers = sum(layer.elements * count for layer, count in self.layers)
@@ -216,7 +217,7 @@ class ModelShape:
             return 0
         return sum(w.elements * n for layer, n in self.layers for w in layer.adapter(lora))
 
-    @property
+    @cached_property
     def flops(self) -> ModelFlops:
         """What its sequences cost."""
         active = self.outputs * self.hidden + sum(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from burnish.config.schema import EngineConfig
 from burnish.planning.devices import NETWORK, PER_MACHINE, Devices
+from burnish.planning.operations import Operations
 from burnish.planning.shape import ModelShape
 from burnish.planning.share import Layout
 from burnish.planning.workload import Workload
@@ -19,9 +20,6 @@ _EFFICIENCY = 0.4
 _BANDWIDTH = 0.6
 _LINKS = 0.7
 _DISK = 2e9
-_RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1.0}
-"""Forward passes that are run again."""
-
 ASSUMPTIONS = (
     "every sequence as long as it may be; no two sequences share a prompt",
     f"matrix products at {_EFFICIENCY:.0%} of the device's peak, decoding at {_BANDWIDTH:.0%} of its memory's speed",
@@ -46,27 +44,26 @@ class Clock:
     """Where it runs."""
     width: int
     """Bytes of an element of what matrix products take."""
+    operations: Operations
+    """What a step computes."""
     adapter: int = 0
     """Elements of the adapter that is trained in the model's place; 0: it is the model."""
-    judges: tuple[ModelShape, ...] = ()
-    """Reward models."""
 
     def seconds(self, layout: Layout, engine: EngineConfig, microbatches: int) -> dict[str, float]:
         """Of each phase of a step."""
-        found: dict[str, float] = {}
+        found, operations = dict[str, float](), self.operations
         if self.work.slots:
-            judging = sum(self._arithmetic(layout, judge) for judge in self.judges)
+            judging = operations.judging(layout) / self._speed
             found["rollout"] = self._rollout(layout) + judging
         if self.work.scores:
-            passes = self.work.scorings + int(self.work.critic)
-            found["log-probs"] = passes * self._arithmetic(layout, self.shape)
-        counted = not self.work.replayed
+            scoring = operations.scorings * operations.forward(layout)
+            found["log-probs"] = scoring / self._speed
         if engine.kind == "megatron":
-            found["update"] = self._megatron_update(layout, engine, microbatches, counted)
+            found["update"] = self._megatron_update(layout, engine, microbatches)
         else:
-            found["update"] = self._update(layout, engine, microbatches, self.adapter, counted)
+            found["update"] = self._update(layout, engine, microbatches)
         if self.work.critic:
-            found["update"] += self._update(layout, engine, microbatches, 0, True)
+            found["update"] += self._update(layout, engine, microbatches, critic=True)
         if self.work.slots:
             cut = layout.shards if engine.kind == "torch" else layout.tensor * layout.pipeline
             found["publish"] = self._travel(self.width * self.shape.elements, cut)
@@ -76,60 +73,41 @@ class Clock:
         found["save"] = 3 * _FP32 * saved / (_DISK * machines)
         return found
 
-    def _arithmetic(self, layout: Layout, shape: ModelShape) -> float:
-        """One forward pass of a model over the step's sequences."""
-        sharing = layout.sequence * layout.tensor * layout.pipeline
-        rounds = -(-self.work.sequences // (layout.world // sharing))  # the most that one share has
-        flops = rounds * float(shape.flops.each([self.work.length])[0]) / sharing
-        return flops / (self.devices.flops * _EFFICIENCY)
+    @property
+    def _speed(self) -> float:
+        """Operations of matrix products per second."""
+        return self.devices.flops * _EFFICIENCY
 
     def _update(
-        self,
-        layout: Layout,
-        engine: EngineConfig,
-        microbatches: int,
-        adapter: int,
-        counted: bool,
+        self, layout: Layout, engine: EngineConfig, microbatches: int, *, critic: bool = False
     ) -> float:
-        """Of the model, or of an adapter, which spares the products that are the gradients of matrices.
-
-        Where experts are evened out they have to be `counted` by a forward pass, unless they are known.
-        """
-        again, flops = _RECOMPUTED[engine.activation_checkpointing], self.shape.flops
-        before = int(counted and engine.router_aux_loss > 0)
-        length = [self.work.length]
-        passes = flops.training(length, frozen=adapter > 0) / flops.forward(length) + again
-        arithmetic = (passes + before) * self._arithmetic(layout, self.shape)
+        """Of the policy, or of its critic, all of which is trained."""
+        operations, updates = self.operations, self.work.updates
+        passes = operations.passes(engine, critic=critic)
+        before = operations.counting(engine, critic=critic)
         each = (2 if engine.reshard_after_forward else 1) + before
-        gathers = microbatches * each * self.work.updates
         elements = self.shape.elements / layout.tensor
-        moved = gathers * self._travel(self.width * elements, layout.shards)
-        trained = adapter or elements
-        moved += self.work.updates * self._travel(_FP32 * trained, layout.shards)
+        moved = updates * microbatches * each * self._travel(self.width * elements, layout.shards)
+        trained = (0 if critic else self.adapter) or elements
+        reductions = microbatches if engine.reduce_each_microbatch else 1
+        moved += updates * reductions * self._travel(_FP32 * trained, layout.shards)
         if layout.replicas > 1:
             summed = 2 * _FP32 * trained / layout.shards
-            moved += self.work.updates * self._travel(summed, layout.world)
-        return max(arithmetic, moved) + self._exchanged(layout, 3 + again + before)
+            moved += updates * self._travel(summed, layout.world)
+        told = self._exchanged(layout, 3 + operations.again(engine) + before)
+        return max(passes * operations.forward(layout) / self._speed, moved) + told
 
-    def _megatron_update(
-        self, layout: Layout, engine: EngineConfig, microbatches: int, counted: bool
-    ) -> float:
-        """Of Megatron's engine: weights are gathered and gradients added up once a step; stages wait for each other at its ends.
-
-        `counted` as for the other engine.
-        """
-        again = _RECOMPUTED[engine.activation_checkpointing]
-        again += int(counted and engine.router_aux_loss > 0)
-        flops, length = self.shape.flops, [self.work.length]
-        passes = flops.training(length) / flops.forward(length) + again
+    def _megatron_update(self, layout: Layout, engine: EngineConfig, microbatches: int) -> float:
+        """Of Megatron's engine: weights are gathered and gradients added up once a step; stages wait for each other at its ends."""
+        passes = self.operations.passes(engine)
         idle = (layout.pipeline - 1) / (engine.virtual_stages * microbatches)
-        arithmetic = passes * self._arithmetic(layout, self.shape) * (1 + idle)
+        arithmetic = passes * self.operations.forward(layout) / self._speed * (1 + idle)
         elements = self.shape.elements / (layout.tensor * layout.pipeline)
         moved = self.work.updates * self._travel((_FP32 + self.width) * elements, layout.shards)
-        told = self._exchanged(layout, 3 + again) / layout.pipeline
+        told = self._exchanged(layout, passes) / layout.pipeline
         mine = self.work.tokens / layout.token_ranks * self.width
         sent = 4 * sum(layer.chosen * layer.hidden * n for layer, n in self.shape.layers)
-        told += self._travel(sent * mine * (3 + again) / layout.pipeline, engine.expert_parallel)
+        told += self._travel(sent * mine * passes / layout.pipeline, engine.expert_parallel)
         between = 2 * engine.virtual_stages * mine * self.shape.hidden
         told += self._travel(between, layout.pipeline)
         return max(arithmetic, moved) + told
@@ -156,10 +134,10 @@ class Clock:
             work.prompt + work.trained / 2
         )
         flops = slots * self.shape.flops.per_token
-        token = max(bytes_read / bandwidth, flops / (self.devices.flops * _EFFICIENCY))
+        token = max(bytes_read / bandwidth, flops / self._speed)
         reading = -(-mine // work.samples) * self.shape.flops.per_token * work.prompt
         decoding = token * work.trained * -(-mine // slots)
-        return decoding + reading / (self.devices.flops * _EFFICIENCY)
+        return decoding + reading / self._speed
 
     def _travel(self, size: float, ranks: int) -> float:
         """Seconds until every one of so many neighbours has all of something, of which each has a part."""

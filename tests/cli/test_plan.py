@@ -39,6 +39,8 @@ def test_a_plan_in_words(work: Path, capsys: pytest.CaptureFixture[str]) -> None
         "supervised fine-tuning: 256 sequences of 4096 tokens a step",
         "Recommended: ",
         "█",
+        "compute  time",
+        " TFLOP  ",
         "engine.activation_checkpointing=",
         "layouts fit",
         "do not fit in 80.7 GB",
@@ -78,6 +80,7 @@ def test_a_plan_for_rewards_has_the_phases_of_reinforcement_learning(
     best = found["plans"][0]
     assert best["fits"]
     assert list(best["bytes"]) == ["rollout", "update", "publish", "save"]
+    assert list(best["flops"]) == ["rollout", "update"]
     assert best["replicas"] * best["shards"] * best["tensor"] == 64
     assert found["largest_error"] <= 0.1
     assert main([*argv, *best["overrides"]]) == 0

@@ -74,6 +74,7 @@ def test_experts_divide_the_processes_of_a_stage() -> None:
         ("megatron", "engine.replicas", "2"),
         ("megatron", "engine.compile", "true"),
         ("megatron", "engine.reshard_after_forward", "false"),
+        ("megatron", "engine.reduce_each_microbatch", "false"),
         ("megatron", "optim.kind", "muon"),
         ("megatron", "model.lora", "{rank: 4}"),
         ("megatron", "algorithm.advantage", "gae"),

@@ -40,6 +40,7 @@ def test_the_list_of_what_may_change_names_keys_that_exist() -> None:
         "reward.workers=9",
         "reward.timeout_seconds=9",
         "engine.reshard_after_forward=false",
+        "engine.reduce_each_microbatch=false",
         "engine.logprob_chunk=7",
     ],
 )

@@ -51,6 +51,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "fsdp 2 x tp 2": (4, {"tensor_parallel": 2}),
     "fsdp 2 x sp 2": (4, {"sequence_parallel": 2}),
     "sp 2 x tp 2": (4, {"sequence_parallel": 2, "tensor_parallel": 2}),
+    "hsdp 2 x tp 2": (4, {"replicas": 2, "tensor_parallel": 2}),
+    "hsdp 2 x sp 2": (4, {"replicas": 2, "sequence_parallel": 2}),
 }
 MODELS: dict[str, tuple[str, dict[str, bool]]] = {
     "dense": ("qwen3", {"tie_word_embeddings": False}),
@@ -66,7 +68,10 @@ SPARING: dict[str, dict[str, Any]] = {
     "full checkpointing": {"activation_checkpointing": "full"},
     "selective checkpointing": {"activation_checkpointing": "selective"},
     "offload": {"activation_offload": True},
-    "weights kept gathered": {"reshard_after_forward": False},
+    "weights and gradients kept whole": {
+        "reshard_after_forward": False,
+        "reduce_each_microbatch": False,
+    },
     "compiled": {"compile": True},
 }
 Case = tuple[str, str, str]

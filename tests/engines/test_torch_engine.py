@@ -99,14 +99,35 @@ def test_bf16_compute_keeps_fp32_state_and_stays_close(tmp_path: Path) -> None:
             assert kinds == {torch.float32}
 
 
-def count_collectives(layout: Layout, path: Path, per_micro: int) -> int:
-    engine = make_engine(layout, path)
-    batch = cut(make_examples(VOCAB), layout, per_micro)
-    engine.forward_backward(batch, loss)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+def count_collectives(
+    layout: Layout, path: Path, settings: dict[str, Any]
+) -> list[tuple[int, int, int]]:
+    """For a batch in one, two and four micro-batches: how many those are, reduce-scatters, and all-reduces."""
+    engine, counts = make_engine(layout, path, **settings), []
+    for number in (1, 2, 4):
+        examples = make_examples(VOCAB, [5] * 4 * layout.data_size)
+        batch = cut(examples, layout, 4 // number)
         engine.forward_backward(batch, loss)
-    events = profile.key_averages()
-    return sum(e.count for e in events if e.key.startswith("c10d::_reduce_scatter_base"))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            engine.forward_backward(batch, loss)
+        events = profile.key_averages()
+        scattered, reduced = (
+            sum(e.count for e in events if e.key.startswith(f"c10d::{name}"))
+            for name in ("_reduce_scatter_base", "allreduce")
+        )
+        counts.append((len(batch.microbatches), scattered, reduced))
+    return counts
+
+
+def count_of_each(
+    layout: Layout, path: Path, replicas: int
+) -> dict[bool, list[tuple[int, int, int]]]:
+    """The counts with `reduce_each_microbatch` and without."""
+    common = {"replicas": replicas}
+    return {
+        each: count_collectives(layout, path, common | {"reduce_each_microbatch": each})
+        for each in (True, False)
+    }
 
 
 def shared_rank(layout: Layout, path: Path) -> tuple[int, float, float]:
@@ -129,14 +150,16 @@ def test_engines_of_one_layout_share_their_process_groups(tmp_path: Path) -> Non
         assert one == other
 
 
-def test_gradients_are_synchronised_once_whatever_the_number_of_micro_batches(
-    tmp_path: Path,
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 2)])
+def test_gradients_are_reduced_in_each_micro_batch_or_once(
+    tmp_path: Path, world: int, replicas: int
 ) -> None:
+    """Over the copies of the model once in any case."""
     path = save_tiny(tmp_path / "m", "llama", torch.float32)
-    few = run_ranks(count_collectives, 2, path, 3)
-    many = run_ranks(count_collectives, 2, path, 1)
-    assert few == many
-    assert few[0] > 0
+    for each, counts in run_ranks(count_of_each, world, path, replicas)[0].items():
+        scattered, reduced = counts[0][1:]
+        assert scattered > 0
+        assert counts == [(n, n * scattered if each else scattered, reduced) for n in (1, 2, 4)]
 
 
 @pytest.fixture

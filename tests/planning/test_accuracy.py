@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.10
 LIVE = (
     "sft qwen3 bf16, checkpointing full, 1024 tokens, 1 process",
+    "sft qwen3 fp32, checkpointing none, 256 tokens, 2 processes, 3 micro-batches",
     "sft qwen3 fp32, checkpointing full, 1024 tokens, 4 processes, num_hidden_layers=3, engine.sequence_parallel=2, engine.tensor_parallel=2",
     "sft qwen3 bf16, checkpointing none, 1024 tokens, 2 processes, num_hidden_layers=3, engine.kind=megatron, engine.tensor_parallel=2",
 )
@@ -65,6 +66,7 @@ def test_the_table_covers_what_it_should():
         "engine.tensor_parallel=2",
         "engine.replicas=2",
         "engine.reshard_after_forward=False",
+        "engine.reduce_each_microbatch=False",
         "model.lora.rank=16",
         "algorithm.advantage=gae",
         "optim.kind=muon",

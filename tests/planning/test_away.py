@@ -187,8 +187,8 @@ def test_advice_names_what_can_leave_the_device(command, engine, phase, remedy):
         return advice(planner.as_configured().within(phase), config)
 
     name = remedy.split("=")[0]
-    assert remedy in advised("1xL4-24G")
-    assert name not in advised("1xL4-24G", **{name.split(".")[1]: True})
+    assert remedy in advised("1xA100-40G")
+    assert name not in advised("1xA100-40G", **{name.split(".")[1]: True})
     assert name not in advised("1xCPU-24G")
 
 

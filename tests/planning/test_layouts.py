@@ -124,13 +124,30 @@ def test_more_copies_need_more(kind, replicas):
     assert one < more
 
 
-def test_several_micro_batches_keep_whole_gradients():
+def test_several_micro_batches_keep_whole_gradients_unless_each_is_reduced():
     """FSDP2 adds up unsharded gradients until it may reduce them."""
-    few = configured(batch={"examples": 256, "tokens_per_device": 16384})
-    many = configured(batch={"examples": 2560, "tokens_per_device": 16384})
-    assert (few.microbatches, many.microbatches) == (1, 10)
+    full, batch = {"activation_checkpointing": "full"}, {"tokens_per_device": 16384}
+    once = full | {"reduce_each_microbatch": False}
+    few = configured(engine=once, batch=batch | {"examples": 256})
+    many, each = (configured(engine=e, batch=batch | {"examples": 2560}) for e in (once, full))
+    assert (few.microbatches, many.microbatches, each.microbatches) == (1, 10, 10)
     whole = 4 * ModelShape.of(MODEL).elements
-    assert many.phases["update"]["gradients"] >= whole > few.phases["update"]["gradients"]
+    gradients = [plan.phases["update"]["gradients"] for plan in (few, each, many)]
+    assert gradients == sorted(gradients)
+    assert gradients[1] - gradients[0] <= whole / 64 < whole <= gradients[2]
+    advised = advice(many, RunConfig.model_validate(SFT | {"engine": once}))
+    assert advised.startswith("engine.reduce_each_microbatch=true")
+
+
+def test_gradients_travel_as_often_as_they_are_reduced():
+    """Four bytes an element, beside two times two for weights that are gathered in every micro-batch."""
+    batch, slow = {"examples": 640, "tokens_per_device": 256}, {"max_length": 256}
+    each, once = (
+        configured(engine={"reduce_each_microbatch": reduces}, batch=batch, data=slow)
+        for reduces in (True, False)
+    )
+    assert each.microbatches == 10
+    assert each.seconds["update"] / once.seconds["update"] == pytest.approx(80 / 44)
 
 
 def test_ranks_that_share_matrices_hold_their_part():
@@ -312,6 +329,19 @@ def test_advice_is_for_what_takes_most(changes, remedy):
     values = RL | changes
     plan = planner(values, "rl", "8xA100-40G").as_configured()
     assert remedy in advice(plan, RunConfig.model_validate(values))
+
+
+@pytest.mark.parametrize("layers", [36, 80])
+def test_nothing_but_a_smaller_model_helps_where_the_generator_is_too_large(layers):
+    """Every device has it whole: 16 GB of 36 layers, in bf16, 33 GB of 80."""
+    model = MODEL | {"num_hidden_layers": layers}
+    values = RL | {"model": RL["model"] | {"fresh": model}}
+    values |= {"engine": {"activation_checkpointing": "full"}}
+    plan = planner(values, "rl", "64xL4-24G").as_configured()
+    generator = "a smaller model: each device has a whole copy to generate with"
+    found = advice(plan, RunConfig.model_validate(values))
+    assert not plan.fits
+    assert (found == generator) == (layers == 80)
 
 
 def test_a_save_in_the_background_copies_to_the_host():

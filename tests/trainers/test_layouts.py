@@ -26,6 +26,7 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
         "hsdp 2x2": {"replicas": 2},
         "fsdp 2 x tp 2": {"tensor_parallel": 2},
         "fsdp 2 x sp 2": {"sequence_parallel": 2},
+        "hsdp 2 x tp 2": {"replicas": 2, "tensor_parallel": 2},
     },
 }
 """By processes: what the engine is told."""
