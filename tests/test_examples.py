@@ -27,7 +27,18 @@ def test_the_reward_of_ones_own() -> None:
     assert boxed(completions=said, answer=["3", "3"]) == [1.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "missed"),
+    [(0.4, 0.95, ""), (0.41, 1.0, "41.0%"), (0.1, 0.94, "94.0%"), (float("nan"), 1.0, "nan%")],
+)
+def test_the_demo_fails_when_it_shows_nothing(before: float, after: float, missed: str) -> None:
+    said = runpy.run_path(str(EXAMPLES / "demo" / "demo.py"))["unkept"](before, after)
+    assert missed in said
+    assert bool(said) == bool(missed)
+
+
 def test_the_demo_holds_its_questions_out(tmp_path: Path) -> None:
+    questions = runpy.run_path(str(EXAMPLES / "demo" / "demo.py"))["QUESTIONS"]
     task = runpy.run_path(str(EXAMPLES / "demo" / "task.py"))
     task["write_tokenizer"](tmp_path / "tokenizer")
     task["write_data"](tmp_path)
@@ -40,6 +51,9 @@ def test_the_demo_holds_its_questions_out(tmp_path: Path) -> None:
     assert len(prompts) == 872
     assert len(held_out) == 128
     assert not prompts & {row["prompt"] for row in held_out}
+    assert set(questions) <= {row["prompt"] for row in held_out}
+    in_any_order = {tuple(sorted(prompt)) for prompt in prompts}
+    assert sum(tuple(sorted(row["prompt"])) in in_any_order for row in held_out) == 121
     for row in held_out:
         assert int(row["answer"]) == sum(map(int, row["prompt"][:-1].split("+")))
         assert tokenizer.decode(tokenizer.encode(row["prompt"])) == row["prompt"]
