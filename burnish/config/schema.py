@@ -196,8 +196,6 @@ class SamplingConfig(Section):
 class RolloutConfig(SamplingConfig):
     """How the policy's completions are generated for training."""
 
-    kind: Literal["builtin"] = "builtin"
-    """builtin: Burnish's own generator, in the training processes."""
     n: int = Field(8, ge=1)
     """Completions per prompt: the group."""
     max_response_length: int = Field(256, ge=1)
