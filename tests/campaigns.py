@@ -7,6 +7,7 @@ when anything committed was lost, anything else was loaded, or anything hostile 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import logging
 import multiprocessing
@@ -49,35 +50,41 @@ class Tally:
     """What came of the campaigns, by moment and fault."""
 
     runs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    missed: Counter[str] = field(default_factory=Counter)
     lost: Counter[str] = field(default_factory=Counter)
     uncommitted: Counter[str] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)
     words: list[str] = field(default_factory=list)
 
     def add(self, moment: str, fault: str, what: object, verdict: Verdict) -> None:
-        """Count a run in which the fault came."""
+        """Count a run; one in which the fault did not come proves nothing, and is as wrong as any."""
         if verdict.struck:
             self.runs[moment, fault] += 1
+        else:
+            self.missed[moment] += 1
         self.lost[moment] += verdict.lost
         self.uncommitted[moment] += verdict.uncommitted
-        if not verdict.is_good:
+        if not (verdict.struck and verdict.is_good):
             self.wrong[moment] += 1
-            self.words.append(f"{what}: {verdict.wrong}")
+            said = "" if verdict.struck else "the fault did not come; "
+            self.words.append(f"{what}: {said}{verdict.wrong}")
 
     def rows(self) -> Iterator[str]:
-        """The table, a line each."""
+        """The table, a line each; a moment of which nothing was tried has no verdict."""
         faults = (*FAULTS, POWER)
-        yield f"{'':<42}" + "".join(
-            f"{name:>14}" for name in (*faults, "lost", "uncommitted", "verdict")
-        )
+        yield _row("", *faults, "missed", "lost", "uncommitted", "verdict")
         for moment in _ORDER:
-            counts = [str(self.runs[moment, fault] or "-") for fault in faults]
-            verdict = "WRONG" if self.wrong[moment] else "ok"
-            cells = (*counts, self.lost[moment], self.uncommitted[moment], verdict)
-            yield f"{moment:<42}" + "".join(f"{cell!s:>14}" for cell in cells)
+            counts = [self.runs[moment, fault] for fault in faults]
+            verdict = "WRONG" if self.wrong[moment] else "ok" if any(counts) else "-"
+            rest = (self.missed[moment], self.lost[moment], self.uncommitted[moment], verdict)
+            yield _row(moment, *(count or "-" for count in counts), *rest)
         sums = [sum(self.runs[moment, fault] for moment in _ORDER) for fault in faults]
-        totals = (*sums, self.lost.total(), self.uncommitted.total(), self.wrong.total())
-        yield f"{'all':<42}" + "".join(f"{cell:>14}" for cell in totals)
+        rest = (self.missed, self.lost, self.uncommitted, self.wrong)
+        yield _row("all", *sums, *(each.total() for each in rest))
+
+
+def _row(name: str, *cells: object) -> str:
+    return f"{name:<42}" + "".join(f"{cell!s:>14}" for cell in cells)
 
 
 def crash(tally: Tally, chosen: argparse.Namespace, directory: Path, progress: Progress) -> None:
@@ -142,14 +149,14 @@ def flip_some(directory: str, seed: str, count: int) -> tuple[int, list[str]]:
 def fuzz_some(directory: str, target: str, seed: str, count: int) -> tuple[int, list[str]]:
     """So many hostile inputs, within a second and a quarter of a gigabyte each."""
     limit_memory()
+    gc.freeze()  # what was loaded before is not walked over on the clock
     found, rng = [], random.Random(seed)
     for _ in range(count):
-        state, begun = rng.getstate(), time.process_time()
-        words = fuzzing.complaint(target, rng, Path(directory))
-        if time.process_time() - begun > _SLOW_SECONDS:
-            words = f"took {time.process_time() - begun:.1f} s {words}"
-        if words:
-            found.append(f"{target}, {hash(state)}: {words}")
+        state = rng.getstate()
+        reading = fuzzing.reading(target, rng, Path(directory))
+        slow = f"took {reading.seconds:.1f} s " if reading.seconds > _SLOW_SECONDS else ""
+        if slow or reading.wrong:
+            found.append(f"{target}, {hash(state)}: {slow}{reading.wrong}")
     return count, found
 
 
@@ -184,12 +191,14 @@ def flip(chosen: argparse.Namespace, directory: Path, progress: Progress) -> lis
 
 
 def fuzz(chosen: argparse.Namespace, directory: Path, progress: Progress) -> list[str]:
-    """Hostile files of every kind."""
-    share = chosen.inputs // len(fuzzing.TARGETS)
-    with _workers(chosen) as workers, progress.phase("hostile files", chosen.inputs) as bar:
+    """Hostile files of every kind; of the large ones a thousandth part."""
+    small = chosen.inputs // (len(fuzzing.TARGETS) - len(fuzzing.LARGE))
+    shares = dict.fromkeys(fuzzing.TARGETS, small) | dict.fromkeys(fuzzing.LARGE, small // 1000)
+    total = sum(shares.values())
+    with _workers(chosen) as workers, progress.phase("hostile files", total) as bar:
         parts = []
-        for target in fuzzing.TARGETS:
-            for number, size in _split(share, 5000):
+        for target, share in shares.items():
+            for number, size in _split(share, 50 if target in fuzzing.LARGE else 5000):
                 own = Path(tempfile.mkdtemp(dir=directory))
                 parts.append((str(own), target, f"{chosen.seed} {target} {number}", size))
         return in_parts(fuzz_some, parts, workers, bar)
@@ -263,7 +272,7 @@ def _campaigns(chosen: argparse.Namespace, directory: Path, progress: Progress) 
         if "power" in chosen.only:
             lose_power(tally, chosen, directory, progress)
     finally:
-        if tally.runs:
+        if tally.runs or tally.missed:
             print(*tally.rows(), sep="\n", flush=True)
     wrong = tally.words
     others = {

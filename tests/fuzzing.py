@@ -2,7 +2,8 @@
 
 A mutation knows what it changes: it takes a sound file apart, puts something nasty in one place (a
 key twice, a number that is none, a shape beyond 2^63, a thousand brackets), and, mostly, signs the
-result again, so that more than its digest has to be looked at.
+result again, so that more than its digest has to be looked at. Large files, up to what may be read at
+all, are sound but for one place, mostly near their end, so that all before it is looked at.
 """
 
 from __future__ import annotations
@@ -10,13 +11,19 @@ from __future__ import annotations
 import json
 import random
 import struct
+import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import Any
 
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.manifest import (
+    BLOCK_BYTES,
+    MANIFEST_LIMIT,
+    STATE_LIMIT,
     Commit,
+    FileRecord,
     Manifest,
     parse_commit,
     parse_manifest,
@@ -24,7 +31,13 @@ from burnish.checkpoint.manifest import (
     sha256,
 )
 from burnish.errors import CorruptError, IncompatibleError, MissingError
-from burnish.files.safetensors import build_header, read_header
+from burnish.files.safetensors import (
+    MAX_HEADER_BYTES,
+    MAX_TENSORS,
+    build_header,
+    parse_header,
+    read_header,
+)
 from burnish.files.strict_json import encode_json, parse_json
 from burnish.trainers.position import Position, position_of
 
@@ -156,38 +169,57 @@ def _resealed(rng: random.Random, value: Any) -> Any:
     return value
 
 
-def try_commit(rng: random.Random, scratch: Path) -> None:
+Take = Callable[[], None]
+"""Reads an input that was made for it."""
+
+
+def commit(rng: random.Random, scratch: Path) -> Take:
     """A COMMIT, mostly with a digest that fits."""
-    value = _resealed(rng, mutated(rng, json.loads(_COMMIT.encode())))
-    found = parse_commit(written(rng, value), "COMMIT")
-    assert parse_commit(found.encode(), "COMMIT") == found
+    data = written(rng, _resealed(rng, mutated(rng, json.loads(_COMMIT.encode()))))
+
+    def take() -> None:
+        found = parse_commit(data, "COMMIT")
+        assert parse_commit(found.encode(), "COMMIT") == found
+
+    return take
 
 
-def try_manifest(rng: random.Random, scratch: Path) -> None:
+def manifest(rng: random.Random, scratch: Path) -> Take:
     """A manifest, mostly with a COMMIT that fits."""
     value = mutated(rng, json.loads(_MANIFEST.encode()))
-    data = written(rng, value)
     total = _MANIFEST.total_bytes
     files = value.get("files") if isinstance(value, dict) else None
     if isinstance(files, dict):
         sizes = [each.get("size") for each in files.values() if isinstance(each, dict)]
         total = sum(size for size in sizes if type(size) is int)
+    return _taken_with_a_commit(rng, written(rng, value), total)
+
+
+def _taken_with_a_commit(rng: random.Random, data: bytes, total: int) -> Take:
     digest = sha256(data) if rng.random() < 0.95 else "0" * 64
-    commit = Commit("0.1", "ab12", 7, digest, total, healthy=True)
-    found = parse_manifest(data, commit, "manifest.json")
-    assert found.encode() == data
+    seal = Commit("0.1", "ab12", 7, digest, total, healthy=True)
+
+    def take() -> None:
+        assert parse_manifest(data, seal, "manifest.json").encode() == data
+
+    return take
 
 
-def try_state(rng: random.Random, scratch: Path) -> None:
+def state(rng: random.Random, scratch: Path) -> Take:
     """What a trainer finds in state.json, its digest fitting."""
-    state = parse_json(written(rng, mutated(rng, STATE)), "state.json")
-    if not isinstance(state, dict):
-        return  # refused where the step is opened
-    found = position_of(Committed(scratch / "step-00000007", _COMMIT, _MANIFEST, state))
-    assert isinstance(found, Position)
+    data = written(rng, mutated(rng, STATE))
+
+    def take() -> None:
+        found = parse_json(data, "state.json")
+        if not isinstance(found, dict):
+            return  # refused where the step is opened
+        step = Committed(scratch / "step-00000007", _COMMIT, _MANIFEST, found)
+        assert isinstance(position_of(step), Position)
+
+    return take
 
 
-def try_header(rng: random.Random, scratch: Path) -> None:
+def header(rng: random.Random, scratch: Path) -> Take:
     """A safetensors file, mostly with a length that fits its header."""
     head, entries = build_header(_TENSORS, {"format": "pt"})
     text = written(rng, mutated(rng, json.loads(head[8:])))
@@ -198,10 +230,69 @@ def try_header(rng: random.Random, scratch: Path) -> None:
     data = struct.pack("<Q", max(0, length)) + text + bytes(max(0, size + rng.choice([0, 0, 0, 1])))
     path = scratch / "x.safetensors"
     path.write_bytes(damaged(rng, data) if rng.random() < 0.05 else data)
-    header = read_header(path)
-    assert (
-        sum(e.end - e.begin for e in header.entries.values()) == path.stat().st_size - header.size
+
+    def take() -> None:
+        found = read_header(path)
+        held = sum(e.end - e.begin for e in found.entries.values())
+        assert held == path.stat().st_size - found.size
+
+    return take
+
+
+def _one_place(rng: random.Random, data: bytes) -> bytes:
+    """The same but for something near its end, or anywhere."""
+    place = rng.randrange(len(data) - rng.choice([100, len(data)]), len(data))
+    put = rng.choice([b"", b"0", b",", b"}", b"[", b'"', b":", b" ", b"\0", b"\xff", b"\\"])
+    return data[:place] + put + data[place + rng.randrange(3) :]
+
+
+def large_header(rng: random.Random, scratch: Path) -> Take:
+    """Tensors of one byte each, as many as may be, with names and shapes as long as there is room for."""
+    dims = rng.choice([0, 1, 2, 16])
+    width = rng.choice([6, 40, 200])
+    each = width + 2 * dims + 60
+    count = min(MAX_TENSORS, MAX_HEADER_BYTES // each) + rng.choice([-1, 0, 1])
+    shape, gap = b",".join([b"1"] * dims), rng.choice([b"", b" "])
+    members = b",".join(
+        b'"%0*d":%s{"dtype":"U8","shape":[%s],"data_offsets":[%d,%d]}'
+        % (width, number, gap, shape, number, number + 1)
+        for number in range(count)
     )
+    text = b"{%s}" % members
+    text = _one_place(rng, text) if rng.random() < 0.8 else text
+    data = struct.pack("<Q", len(text)) + text
+
+    def take() -> None:
+        found = parse_header(PurePath("x.safetensors"), data, len(data) + count)
+        assert len(found.entries) == count
+
+    return take
+
+
+def large_manifest(rng: random.Random, scratch: Path) -> Take:
+    """One file of many blocks, or many files of one."""
+    most = MANIFEST_LIMIT // rng.choice([40, 60])
+    files = rng.choice([1, 1000])
+    record = FileRecord(most // files * BLOCK_BYTES, BLOCK_BYTES, ("0" * 32,) * (most // files))
+    found = Manifest("ab12", 7, 2, {f"model/{number:05}": record for number in range(files)})
+    data = found.encode()
+    data = _one_place(rng, data) if rng.random() < 0.8 else data
+    return _taken_with_a_commit(rng, data, found.total_bytes)
+
+
+def large_state(rng: random.Random, scratch: Path) -> Take:
+    """A state.json as long as may be, full of one thing."""
+    unit = rng.choice(
+        [b"[]", b"{}", b"0", b'""', b"1.5", b'{"a":0}', b"[[[]]]", b"123456789012345678901"]
+    )
+    data = b'{"measured":[%s]}' % b",".join([unit] * ((STATE_LIMIT - 20) // (len(unit) + 1)))
+    data = _one_place(rng, data) if rng.random() < 0.5 else data
+
+    def take() -> None:
+        step = Committed(scratch / "step-00000007", _COMMIT, _MANIFEST, parse_json(data, "state"))
+        assert isinstance(position_of(step), Position)
+
+    return take
 
 
 STATE = {
@@ -214,20 +305,38 @@ STATE = {
     "unlogged": {"train/loss": 1.25, "lr": "nan"},
     "unvalidated": False,
 }
-TARGETS = {
-    "COMMIT": try_commit,
-    "manifest": try_manifest,
-    "state": try_state,
-    "safetensors header": try_header,
+TARGETS: dict[str, Callable[[random.Random, Path], Take]] = {
+    "COMMIT": commit,
+    "manifest": manifest,
+    "state": state,
+    "safetensors header": header,
+    "large safetensors header": large_header,
+    "large manifest": large_manifest,
+    "large state": large_state,
 }
+"""Makers of inputs, by what they make."""
+LARGE = [name for name in TARGETS if name.startswith("large")]
+"""Of which a few are enough, and a thousand take as long as a million of the others."""
 
 
-def complaint(target: str, rng: random.Random, scratch: Path) -> str:
-    """What is wrong with how one input was taken; "" when it was refused as it should be, or is sound."""
+@dataclass(frozen=True)
+class Reading:
+    """How one input was taken."""
+
+    wrong: str
+    """What is wrong with that; "" when it was refused as it should be, or is sound."""
+    seconds: float
+    """Of the processor's time, without the making of the input."""
+
+
+def reading(target: str, rng: random.Random, scratch: Path) -> Reading:
+    """Make an input and have it read."""
+    take, wrong = TARGETS[target](rng, scratch), ""
+    begun = time.process_time()
     try:
-        TARGETS[target](rng, scratch)
+        take()
     except REFUSALS as error:
-        return "" if len(str(error)) < MOST_LETTERS else f"{len(str(error))} letters of refusal"
+        wrong = "" if len(str(error)) < MOST_LETTERS else f"{len(str(error))} letters of refusal"
     except Exception as error:  # anything else is what is looked for
-        return f"{type(error).__name__}: {error}"[:300]
-    return ""
+        wrong = f"{type(error).__name__}: {error}"[:300]
+    return Reading(wrong, time.process_time() - begun)

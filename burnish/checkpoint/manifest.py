@@ -30,7 +30,7 @@ MAX_BLOCK_BYTES = 64 << 20
 """Larger blocks are refused, so that a reader's memory is bounded."""
 COMMIT, MANIFEST, STATE = "COMMIT", "manifest.json", "state.json"
 """Names in a step's directory."""
-COMMIT_LIMIT, MANIFEST_LIMIT, STATE_LIMIT = 64 << 10, 32 << 20, 16 << 20
+COMMIT_LIMIT, MANIFEST_LIMIT, STATE_LIMIT = 64 << 10, 32 << 20, 1 << 20
 """Most bytes that the three may have."""
 MAX_FILES = 1 << 16
 """Most files of a step."""

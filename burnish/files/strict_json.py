@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from reprlib import Repr
 from typing import Any
 
 from burnish.errors import CorruptError
@@ -39,8 +40,12 @@ def each_member(text: str, at: int, take: Callable[[str, int], int]) -> int:
         return _mark(text, at, "}")[1]
     mark = ","
     while mark == ",":
-        name, at = text_at(text, at)
-        _, at = _mark(text, at, ":")
+        plain = _PLAIN_NAME.match(text, at)
+        if plain is not None:
+            name, at = plain[1], plain.end()
+        else:
+            name, at = text_at(text, at)
+            _, at = _mark(text, at, ":")
         mark, at = _mark(text, take(name, at), ",}")
     return at
 
@@ -54,11 +59,18 @@ def text_at(text: str, at: int) -> tuple[str, int]:
 
 
 def flat_at(text: str, at: int) -> tuple[dict[str, Any], int]:
-    """The object at a character of a JSON text, and where it ends. Raises `ValueError` for a long one and for one that holds others."""
-    found = _FLAT.match(text, at)
-    if found is None:
+    """The object at a character of a JSON text, and where it ends.
+
+    Raises `ValueError` for a long one, for one that holds others, and for one with a key twice or a colon in a word.
+    """
+    end = text.find("}", at, at + _LONGEST_FLAT) + 1
+    if not end or text[at] != "{" or text.find("{", at + 1, end) >= 0:
         raise ValueError(f"no object of a few numbers and words at character {at}")
-    return _DECODER.decode(found[0]), found.end()
+    found, size = _QUICK_DECODER.raw_decode(text[at:end])
+    # A pair has a colon. Counting these is quicker than a call for each object, which gets its pairs.
+    if size != end - at or text.count(":", at, end) != len(found):
+        raise ValueError(f"the same key twice, or a colon too many, at character {at}")
+    return found, end
 
 
 def encode_json(value: object) -> bytes:
@@ -67,8 +79,8 @@ def encode_json(value: object) -> bytes:
 
 
 def shortened(value: object, limit: int = 200) -> str:
-    """What was read, as a message shows it: a hostile file must not fill the screen."""
-    return clipped(repr(value), limit)
+    """What was read, as a message shows it: a hostile file must not fill the screen, nor take long to be shown."""
+    return clipped(repr(value) if isinstance(value, str) else _SHOWN.repr(value), limit)
 
 
 def clipped(text: str, limit: int = 200) -> str:
@@ -103,7 +115,20 @@ def _mark(text: str, at: int, wanted: str) -> tuple[str, int]:
 
 
 _PUNCTUATION = re.compile(r"[ \t\n\r]*([{},:])[ \t\n\r]*")
-_FLAT = re.compile(r"\{[^{}]{,4096}\}")
+_PLAIN_NAME = re.compile(r'"([^"\\\x00-\x1f]*)"[ \t\n\r]*:[ \t\n\r]*')
+_LONGEST_FLAT = 4096
+# Characters.
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite
 )
+_QUICK_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
+
+
+def _few() -> Repr:
+    few = Repr()
+    few.maxlist = few.maxdict = 40
+    few.maxstring = few.maxother = few.maxlong = 200
+    return few
+
+
+_SHOWN = _few()
