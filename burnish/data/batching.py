@@ -188,5 +188,7 @@ def _filler(like: Example, optional: Sequence[str]) -> Example:
         name: np.zeros((_FILLER_TOKENS, *getattr(like, name).shape[1:]), dtype=_OPTIONAL[name])
         for name in optional
     }
+    if "experts" in arrays:  # a token goes to several, never twice to one
+        arrays["experts"] += np.arange(arrays["experts"].shape[-1], dtype=_OPTIONAL["experts"])
     mask = np.zeros(_FILLER_TOKENS, dtype=np.bool_)
     return Example(token_ids=np.zeros(_FILLER_TOKENS, dtype=np.int64), loss_mask=mask, **arrays)

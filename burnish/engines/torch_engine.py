@@ -239,10 +239,10 @@ class TorchEngine:
 
     def _evened(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
         """The batch with its experts, what a probability of each costs and how evenly they are used; the batch alone where no loss evens them."""
-        weight, routers = self._config.router_aux_loss, self._scorer.routers
+        weight, routers, known = self._config.router_aux_loss, self._scorer.routers, batch.is_routed
         if weight == 0:
             return batch, None, Stats()
-        if any(micro.experts is None for micro in batch.microbatches):
+        if not known:
             batch = batch.with_experts(self.forward(batch, experts=True))
         load = ExpertLoad.of(batch, routers.count, routers.experts, self.layout, self._device)
         return batch, load.factors(weight, routers.chosen), load.stats()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burnish.errors import BurnishError
 from burnish.records.samples import Floats
 
 
@@ -102,6 +103,19 @@ class Batch:
     """All tokens over all ranks, trained on or not."""
     imbalance: float = 1.0
     """Time of the rounds as the costliest rank of each sets it, over the mean of the ranks; 1: nobody waits."""
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether its micro-batches say where their tokens go. Raises `BurnishError` where only some do, for the routers of the others would choose for themselves."""
+        said = [micro.experts is not None for micro in self.microbatches]
+        if any(said) and not all(said):
+            raise BurnishError(
+                "some micro-batches say which experts their tokens go to, and others do not",
+                have=f"experts in {sum(said)} of {len(said)} micro-batches, none in the {said.index(False) + 1}.",
+                want="experts of all tokens of a step, or of none",
+                do="give every example its experts, or none (algorithm.router_replay=none)",
+            )
+        return all(said)
 
     def by_example(self, arrays: Sequence[Floats]) -> dict[int, Floats]:
         """What this rank has for the tokens of its micro-batches, by index in the global example list."""

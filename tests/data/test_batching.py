@@ -126,6 +126,13 @@ def test_values_of_reinforcement_learning_travel_along():
         assert getattr(filler, name).tolist() == [0, 0]
 
 
+def test_filler_goes_to_as_many_experts_as_other_tokens():
+    experts = np.zeros((3, 2, 4), dtype=np.uint8)
+    parts = of_all_ranks([example(3, experts=experts)], 2, 10)
+    filler = next(part for part in parts if part.examples == ((-1,),)).microbatches[0]
+    assert filler.experts.tolist() == [[[0, 1, 2, 3]] * 2] * 2
+
+
 def answers(prompt, *lengths):
     """Examples with one prompt of ten tokens, whose answers are trained on."""
     return [

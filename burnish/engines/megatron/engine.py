@@ -191,10 +191,10 @@ class MegatronEngine:
 
     def _evened(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
         """The batch with its experts, what a probability of each costs and how evenly they are used; the batch alone where no loss evens them."""
-        weight, experts = self._config.router_aux_loss, self._experts
+        weight, experts, known = self._config.router_aux_loss, self._experts, batch.is_routed
         if weight == 0 or experts is None:
             return batch, None, Stats()
-        if any(micro.experts is None for micro in batch.microbatches):
+        if not known:
             batch = batch.with_experts(self.forward(batch, experts=True))
         routers = sum(experts.layers)
         load = ExpertLoad.of(batch, routers, experts.count, self.layout, self._device)

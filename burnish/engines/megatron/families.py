@@ -6,12 +6,16 @@ Left out: the degrees of parallelism (`burnish.engines.megatron.fitting`), Megat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from burnish.errors import UsageError
+from burnish.models.building import plain_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,14 @@ FAMILIES = {
     "qwen3_moe": Family(qk_norm=True, experts=True),
 }
 """By `model_type`."""
+
+_IN_LAYER = re.compile(r".*\blayers\.\d+\.(.+)\.(?:weight|bias)")
+_COMPUTED = {
+    *("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"),
+    *(f"self_attn.{letter}_proj" for letter in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+}
+# What layers have in the families above, by transformers' names; experts aside.
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +101,7 @@ class Architecture:
         if hf_config.model_type not in FAMILIES:
             raise UsageError(
                 f"the Megatron engine does not know models of type {hf_config.model_type}",
-                have=f"model_type: {hf_config.model_type}",
+                have=f"model_type: {hf_config.model_type}, {_missing(hf_config)}",
                 want=f"one of {', '.join(sorted(FAMILIES))}",
                 do="set engine.kind=torch",
             )
@@ -117,6 +129,19 @@ class Architecture:
             windows=_windows(hf_config),
             experts=_experts(hf_config) if family.experts else None,
         )
+
+
+def _missing(hf_config: PretrainedConfig) -> str:
+    """What there is no counterpart for in a model of another family, in words."""
+    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "which is no language model of transformers"
+    with torch.device("meta"):
+        names = [name for name, _ in plain_model(hf_config).named_parameters()]
+    inside = {found[1] for name in names if (found := _IN_LAYER.fullmatch(name))}
+    unknown = sorted(inside - _COMPUTED)
+    if not unknown:
+        return "whose layers have the parts of Llama's, but may compute something else"
+    return f"whose layers have {', '.join(unknown)}"
 
 
 def _uncomputed(hf_config: PretrainedConfig) -> Iterator[str]:

@@ -85,7 +85,7 @@ def test_every_family_says_what_transformers_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
     [
-        ("gemma3_text", {}, "does not know models of type gemma3_text"),
+        ("gemma3_text", {}, "(?s)type gemma3_text.*layers have post_feedforward_layernorm, pre"),
         ("llama", {"attention_bias": True}, "attention_bias"),
         ("llama", {"mlp_bias": True}, "mlp_bias"),
         ("qwen3", {"hidden_act": "gelu"}, "the activation gelu"),
@@ -98,6 +98,12 @@ def test_what_would_be_computed_wrongly_is_refused(
     with pytest.raises(UsageError, match=said) as caught:
         require_fitting(tiny_config(family, **changes), EngineConfig(kind="megatron"))
     assert "engine.kind=torch" in str(caught.value)
+
+
+def test_a_family_whose_layers_look_like_those_of_another_is_refused() -> None:
+    granite = AutoConfig.for_model("granite", num_hidden_layers=1)
+    with pytest.raises(UsageError, match=r"(?s)type granite.*may compute something else"):
+        require_fitting(granite, EngineConfig(kind="megatron"))
 
 
 def test_a_value_head_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from burnish.engines.base import Part
 from burnish.engines.megatron.engine import MegatronEngine
 from burnish.engines.megatron.fitting import require_fitting
 from burnish.engines.megatron.replay import RouterReplay
-from burnish.errors import IncompatibleError, UsageError
+from burnish.errors import BurnishError, IncompatibleError, UsageError
 from burnish.models.sources import SafetensorsSource
 from burnish.parallel.layout import Layout
 from burnish.trainers.check import step_of_engine
@@ -143,3 +144,8 @@ def refusing_rank(layout: Layout, path: Path) -> None:
     batch = with_experts(cut(examples(), layout, 5), [e[:, :1] for e in experts_of_others()])
     with pytest.raises(IncompatibleError, match="recorded experts are not those of this model"):
         engine.forward_backward(batch, loss)
+    told = with_experts(cut(examples(), layout, 2), experts_of_others())
+    first, *others = told.microbatches
+    some = replace(told, microbatches=(replace(first, experts=None), *others))
+    with pytest.raises(BurnishError, match=r"(?s)experts in 2 of 3 micro-batches, none in the 1\."):
+        engine.forward_backward(some, loss)
