@@ -9,14 +9,19 @@ from typing import Any
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.manifest import STATE
 from burnish.checkpoint.tensor_sets import MAIN
+from burnish.config.schema import RunConfig
 from burnish.engines.base import Engine
 from burnish.errors import IncompatibleError
 from burnish.files.strict_json import clipped, shortened
 from burnish.models.lora_names import ADAPTER_STATE
 from burnish.trainers.inputs import INPUTS
 
+CONFIG_DIGEST, WEIGHTS_VERSION = "config_digest", "weights_version"
+"""Keys of state.json: the digest of the settings that decide the outcome (`burnish.config.identity`), and `weights_version`. Steps may lack them."""
+
 _ABSENT = object()
 _COUNTS = ("optimizer_steps", "skipped_in_a_row")
+_BESIDE = {CONFIG_DIGEST: "str", WEIGHTS_VERSION: "int"}
 _ROLES = "Mapping[str, Mapping[str, int]]"
 
 
@@ -58,6 +63,11 @@ class Position:
         return first, second
 
 
+def weights_version(steps: int, config: RunConfig) -> int:
+    """Which version of the policy's weights there is after so many steps: the last step in which it learned; 0: none yet."""
+    return steps if steps > config.critic.warmup_steps else 0
+
+
 def counts(engine: Engine) -> dict[str, int]:
     """What `Position.roles` holds of a model."""
     return dict(zip(_COUNTS, (engine.steps, engine.skipped_in_a_row), strict=True))
@@ -68,8 +78,10 @@ def position_of(step: Committed) -> Position:
     kinds = {field.name: str(field.type) for field in fields(Position)}
     values: dict[str, Any] = {"roles": {}}
     values |= {name: each for name, each in step.state.items() if name in kinds}
-    unknown = step.state.keys() - {*kinds, INPUTS, ADAPTER_STATE}
+    unknown = step.state.keys() - {*kinds, *_BESIDE, INPUTS, ADAPTER_STATE}
     wrong = [name for name, kind in kinds.items() if not _is(kind, values.get(name, _ABSENT))]
+    beside = {name: step.state[name] for name in _BESIDE if name in step.state}
+    wrong += [name for name, value in beside.items() if not _is(_BESIDE[name], value)]
     if unknown or wrong or values["step"] != step.step:
         shown = [f"{name} {shortened(step.state.get(name), 60)}" for name in wrong]
         raise IncompatibleError(
@@ -85,6 +97,8 @@ def _is(kind: str, value: Any) -> bool:
     """Whether JSON's value is one of the kinds of fields that a position has."""
     if kind == "int":
         return _is_count(value)
+    if kind == "str":
+        return type(value) is str
     if kind == "bool":
         return type(value) is bool
     if kind == _ROLES:

@@ -13,21 +13,39 @@ from typing import Any
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.tensor_sets import MAIN
+from burnish.config.identity import digest
+from burnish.config.schema import RunConfig
 from burnish.engines.base import Part
 from burnish.models.lora_names import ADAPTER_STATE
 from burnish.models.lora_record import require_same_adapter
 from burnish.trainers.inputs import INPUTS, Inputs
-from burnish.trainers.position import Position, position_of
+from burnish.trainers.position import (
+    CONFIG_DIGEST,
+    WEIGHTS_VERSION,
+    Position,
+    position_of,
+    weights_version,
+)
 from burnish.trainers.setup import Learner
 
 _log = logging.getLogger(__name__)
 
 
-def state_of(position: Position, main: Learner, inputs: Inputs) -> dict[str, Any]:
+def state_of(
+    position: Position, main: Learner, inputs: Inputs, config: RunConfig
+) -> dict[str, Any]:
     """What state.json says of a run at this position, whose own model is `main`."""
     adapter = main.foundation.adapter
     written = {} if adapter is None else {ADAPTER_STATE: adapter.as_state()}
-    return asdict(position) | {INPUTS: inputs.as_state()} | written
+    return (
+        asdict(position)
+        | written
+        | {
+            INPUTS: inputs.as_state(),
+            CONFIG_DIGEST: digest(config),
+            WEIGHTS_VERSION: weights_version(position.step, config),
+        }
+    )
 
 
 def take_up(
@@ -35,12 +53,11 @@ def take_up(
     source: CheckpointSource,
     learners: Mapping[str, Learner],
     inputs: Inputs,
-    *,
-    fresh_optimizer: bool,
+    config: RunConfig,
 ) -> Position:
     """Fill the models, by role, from a step; where it stands. Collective.
 
-    With `fresh_optimizer` a model of which the step holds no optimizer state begins with a fresh one.
+    With `checkpoint.fresh_optimizer` a model of which the step holds no optimizer state begins with a fresh one.
     Raises, before anything is filled, where state, tokenizer, data, adapter or tensors are not those
     that are wanted.
     """
@@ -48,11 +65,14 @@ def take_up(
     position = position_of(step)
     require_same_adapter(step.state.get(ADAPTER_STATE), main.foundation.adapter, step.path)
     changed = inputs.changed_since(step.state.get(INPUTS), step.path)
+    if step.state.get(CONFIG_DIGEST, digest(config)) != digest(config):
+        changed.append("the settings that decide the outcome, or which of them there are")
     if changed and main.engine.layout.is_main:
         _log.warning("since %s was saved there changed: %s", step.path, ", ".join(changed))
     sources = {role: source.of(role) for role in learners}
     counts = {role: position.counts(role) for role in learners}
-    fresh = {r for r, theirs in sources.items() if fresh_optimizer and not theirs.holds_training}
+    may_be_fresh = config.checkpoint.fresh_optimizer
+    fresh = {r for r, theirs in sources.items() if may_be_fresh and not theirs.holds_training}
     for role, learner in learners.items():
         weights, training = (list(learner.engine.shards(p)) for p in (Part.WEIGHTS, Part.TRAINING))
         sources[role].require(weights, [] if role in fresh else training)

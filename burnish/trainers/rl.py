@@ -34,6 +34,7 @@ from burnish.trainers.inputs import Inputs
 from burnish.trainers.localize import with_local_inputs
 from burnish.trainers.parking import Parking
 from burnish.trainers.policy_update import Policy, assign_credit, minibatches
+from burnish.trainers.position import weights_version
 from burnish.trainers.reward_models import Judge, load_judge
 from burnish.trainers.run import Run, Work, open_run
 from burnish.trainers.setup import (
@@ -69,7 +70,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             collector = make_collector(
                 foundation, pool, layout, device, run.stopper, run.progress, judge
             )
-            version = _version_after(run.position.step, config)
+            version = weights_version(run.position.step, config)
             collector.generator.load_weights(policy.engine.published(), version)
             loader = Loader(len(dataset), config.seed, config.data.shuffle, run.position.cursor)
             loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
@@ -153,11 +154,6 @@ def _reference(foundation: Foundation, engine: Engine, run: Run) -> Engine | Non
         )
     reference.load(foundation.source, Part.WEIGHTS)
     return reference
-
-
-def _version_after(steps: int, config: RunConfig) -> int:
-    """Of the weights that generate after so many steps: the last of those in which the policy learned; 0: none."""
-    return steps if steps > config.critic.warmup_steps else 0
 
 
 def collect_groups(

@@ -268,7 +268,7 @@ class Run:
     def _contents(self) -> Contents:
         return Contents(
             models={role: learner.contents() for role, learner in self._learners.items()},
-            state=state_of(self.position, self._learners[MAIN], self._inputs),
+            state=state_of(self.position, self._learners[MAIN], self._inputs, self.config),
             healthy=self._finite_loss,
             check_finite=True,
         )
@@ -301,8 +301,7 @@ class Run:
 
     def _load(self, step: Committed, source: CheckpointSource) -> None:
         """Make the models and the position those of a committed step, once all of it is known to fit."""
-        fresh = self.config.checkpoint.fresh_optimizer
-        self.position = take_up(step, source, self._learners, self._inputs, fresh_optimizer=fresh)
+        self.position = take_up(step, source, self._learners, self._inputs, self.config)
         self._saved_step = self.position.step
 
     def check_stop(self) -> None:

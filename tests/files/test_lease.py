@@ -87,6 +87,15 @@ def test_every_holder_has_a_greater_number(tmp_path):
     assert numbers == sorted(set(numbers))
 
 
+def test_it_names_the_job_of_a_cluster(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    with Lease(tmp_path / ".lease"):
+        assert json.loads((tmp_path / ".lease").read_text())["slurm_job"] == "4711"
+    monkeypatch.delenv("SLURM_JOB_ID")
+    with Lease(tmp_path / ".lease"):
+        assert "slurm_job" not in (tmp_path / ".lease").read_text()
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"token": "7"}', '{"token": 7}', None])
 def test_who_was_superseded_is_told(tmp_path, text):
     path = tmp_path / ".lease"

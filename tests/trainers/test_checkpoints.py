@@ -11,6 +11,8 @@ from training_files import burnish, done, metrics, outcome
 
 from burnish.checkpoint.committed import committed
 from burnish.checkpoint.directory import Checkpoints
+from burnish.config.identity import digest
+from burnish.config.load import load_config
 from burnish.parallel.layout import Layout
 
 
@@ -25,6 +27,9 @@ def test_the_best_steps_are_kept(work, mode):
     steps = committed(run / "checkpoints")
     assert [step.step for step in steps] == sorted({best, 6})
     assert steps[0].state["measured"] == {"val/loss": losses[best]}
+    digests = {step.state["config_digest"] for step in steps}
+    assert digests == {digest(load_config(run / "config.yaml").config)}
+    assert [step.state["weights_version"] for step in steps] == [step.step for step in steps]
 
 
 def test_a_metric_that_is_not_measured_is_refused_before_the_first_step(work):
@@ -35,6 +40,18 @@ def test_a_metric_that_is_not_measured_is_refused_before_the_first_step(work):
     assert "does not measure val/los" in output
     assert "val/loss" in output
     assert "\nstep " not in output
+
+
+def test_a_step_that_other_settings_made_is_told(work):
+    """As one that somebody put into the directory of another run."""
+    first = done(work, "sft", "sft.yaml", "name=first_settings", "steps=1")
+    argv = ["sft", "sft.yaml", "name=other_settings", "optim.lr=0.25", "steps=1"]
+    second = done(work, *argv)
+    shutil.rmtree(second / "checkpoints")
+    shutil.copytree(first / "checkpoints", second / "checkpoints")
+    code, output = burnish(work, *argv)
+    assert code == 0, output
+    assert "there changed: the settings that decide the outcome" in output
 
 
 def flip(path):

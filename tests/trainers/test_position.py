@@ -9,8 +9,9 @@ import pytest
 
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.manifest import Commit, Manifest
+from burnish.config.schema import RunConfig
 from burnish.errors import IncompatibleError
-from burnish.trainers.position import Position, position_of
+from burnish.trainers.position import Position, position_of, weights_version
 
 POSITION = Position(7, 56, 100, 7, 0, {"val/loss": 1.5}, {"lr": "nan", "n": 1}, unvalidated=True)
 
@@ -35,11 +36,22 @@ def test_what_was_written_is_read():
         ("unlogged", {"a": {"b": 1}}), ("unvalidated", 1), ("epoch", 3), ("roles", None),
         ("roles", {"critic": 1}), ("roles", {"critic": {"optimizer_steps": 1}}),
         ("roles", {"critic": {"optimizer_steps": 1, "skipped_in_a_row": -1}}),
+        ("config_digest", 1), ("weights_version", "7"), ("weights_version", -1),
     ],
 )  # fmt: skip
 def test_anything_else_is_refused_by_name(name, value):
     with pytest.raises(IncompatibleError, match=rf"state\.json was not written(.|\n)*{name}"):
         read(**{name: value})
+
+
+def test_what_stands_beside_the_position_is_taken_and_may_be_absent():
+    assert read(config_digest="ab", weights_version=7) == POSITION
+
+
+def test_the_policys_version_is_the_step_in_which_it_last_learned():
+    config = RunConfig.model_validate({"critic": {"warmup_steps": 3}})
+    assert [weights_version(steps, config) for steps in (0, 3, 4, 9)] == [0, 0, 4, 9]
+    assert weights_version(5, RunConfig()) == 5
 
 
 def test_the_state_of_another_step_is_refused():
