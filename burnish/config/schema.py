@@ -406,9 +406,9 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0)
     """All randomness derives from it."""
     steps: int | None = Field(None, ge=1)
-    """Training steps; `epochs` over the data when not given."""
+    """Training steps, all of one size; `epochs` over the data when not given."""
     epochs: int = Field(1, ge=1)
-    """Passes over the data, where `steps` is not given."""
+    """Passes over the data, where `steps` is not given. In each, every prompt or example is taken once, so the last step of an epoch may be smaller. With `algorithm.dynamic_sampling`, which takes more prompts: as many steps as full batches of the data would make."""
     resume: Literal["auto", "never"] = "auto"
     """auto: continue from the newest committed step of this run. never: refuse when there is one."""
     model: ModelConfig = Field(default_factory=ModelConfig)

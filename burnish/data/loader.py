@@ -6,6 +6,8 @@ tokenizing the samples (`burnish.data.tasks`), and their share per rank (`burnis
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -34,7 +36,10 @@ class Loader:
     state: a loader made anew with the same size, seed and cursor goes on with the same samples.
     """
 
-    def __init__(self, size: int, seed: int, shuffle: bool, cursor: int = 0) -> None:
+    def __init__(
+        self, size: int, seed: int, shuffle: bool, cursor: int = 0, *, by_epoch: bool = False
+    ) -> None:
+        """`by_epoch`: what is taken at a time does not reach beyond the end of an epoch."""
         if size < 1:
             raise UsageError("a loader over no samples", want="at least one sample")
         if cursor < 0:
@@ -43,10 +48,19 @@ class Loader:
         self.cursor = cursor
         self._seed = seed
         self._shuffle = shuffle
+        self._by_epoch = by_epoch
         self._epoch: tuple[int, Indices] | None = None  # the order last asked for
 
+    def takes(self, count: int, epochs: int) -> int:
+        """How many times `take(count)` makes up so many epochs, from the beginning; the last one may reach beyond them."""
+        if self._by_epoch:
+            return epochs * math.ceil(self.size / count)
+        return math.ceil(epochs * self.size / count)
+
     def take(self, count: int) -> list[int]:
-        """The next `count` indices; crosses from one epoch into the next without dropping any."""
+        """The next `count` indices, across epochs without dropping any; by epoch, no more than are left of this one."""
+        if self._by_epoch:
+            count = min(count, self.size - self.cursor % self.size)
         taken: list[int] = []
         while len(taken) < count:
             epoch, start = divmod(self.cursor, self.size)

@@ -7,7 +7,6 @@ runs in every process. Left out: generation ahead of training, environments of s
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -63,7 +62,9 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             pool.check_columns(dataset.rows.columns, "data.train")
             held_out = held_out_prompts(foundation, pool)
             bar.advance()
-            total = config.steps or math.ceil(len(dataset) * config.epochs / config.batch.prompts)
+            by_epoch = config.steps is None and not config.algorithm.dynamic_sampling.enabled
+            loader = Loader(len(dataset), config.seed, config.data.shuffle, by_epoch=by_epoch)
+            total = config.steps or loader.takes(config.batch.prompts, config.epochs)
             inputs = Inputs.of(foundation.tokenizer, dataset)
             policy, critic, judge, parked = _models(foundation, run, inputs, total)
             bar.advance()
@@ -72,7 +73,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             )
             version = weights_version(run.position.step, config)
             collector.generator.load_weights(policy.engine.published(), version)
-            loader = Loader(len(dataset), config.seed, config.data.shuffle, run.position.cursor)
+            loader.cursor = run.position.cursor
             loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
             run.validate = parked.around(prompt_validation(foundation, collector, held_out))
             bar.advance()

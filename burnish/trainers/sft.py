@@ -5,8 +5,6 @@ The same function runs in every process. Left out: preference losses and distill
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from burnish.algorithms.loss import sft_loss
@@ -39,12 +37,14 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             bar.advance()
             dataset = example_dataset(foundation, local.data.train, "data.train")
             bar.advance()
-            total = config.steps or math.ceil(len(dataset) * config.epochs / size)
+            by_epoch = config.steps is None
+            loader = Loader(len(dataset), config.seed, config.data.shuffle, by_epoch=by_epoch)
+            total = config.steps or loader.takes(size, config.epochs)
             engine = make_engine(foundation, config.optim, layout, device)
             inputs = Inputs.of(foundation.tokenizer, dataset)
             if run.begin({MAIN: Learner(engine, foundation)}, inputs, total) is None:
                 engine.load(foundation.source, Part.WEIGHTS)
-            loader = Loader(len(dataset), config.seed, config.data.shuffle, run.position.cursor)
+            loader.cursor = run.position.cursor
             run.validate = example_validation(foundation, engine, device, run.check_stop)
             bar.advance()
         run.start()

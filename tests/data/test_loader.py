@@ -55,6 +55,30 @@ def test_the_cursor():
     assert loader.take(2) == [4, 0]
 
 
+@given(st.integers(1, 20), st.integers(1, 25), st.integers(1, 4))
+def test_by_epoch_each_sample_comes_once_in_an_epoch_wherever_it_is_taken_up(size, count, epochs):
+    """The last part of each epoch is what is left of it, so further epochs change nothing of the first ones."""
+    takes = Loader(size, 3, shuffle=True, by_epoch=True).takes(count, epochs)
+    cursor, parts = 0, []
+    for _ in range(takes):
+        loader = Loader(size, 3, shuffle=True, cursor=cursor, by_epoch=True)
+        parts.append(loader.take(count))
+        cursor = loader.cursor
+    assert cursor == size * epochs
+    each = takes // epochs
+    for epoch in range(epochs):
+        mine = parts[epoch * each : (epoch + 1) * each]
+        assert [index for part in mine for index in part] == order(3, epoch, size).tolist()
+        assert [len(part) for part in mine[:-1]] == [count] * (each - 1)
+
+
+@given(st.integers(1, 20), st.integers(1, 25), st.integers(1, 4))
+def test_across_epochs_as_many_full_parts_as_reach_their_end(size, count, epochs):
+    loader = Loader(size, 3, shuffle=True)
+    takes = loader.takes(count, epochs)
+    assert (takes - 1) * count < size * epochs <= takes * count
+
+
 @pytest.mark.parametrize(("size", "cursor"), [(0, 0), (3, -1)])
 def test_senseless_loaders_are_refused(size, cursor):
     with pytest.raises(UsageError):

@@ -35,10 +35,13 @@ def prompt(index: int) -> Prompt:
     return Prompt(index, np.arange(2) + index, f"{index}=", None, None, "", {})
 
 
+PROMPTS = [prompt(i) for i in range(4)]
+
+
 def rollout(index: int, reward: float, length: int, stop: StopReason = "stop") -> Rollout:
     numbers = np.linspace(-1, 0, length, dtype=np.float32)
     completion = Completion(np.arange(length), numbers, numbers, stop, weights_version=0)
-    return Rollout(prompt(index), 0, completion, "", reward=reward)
+    return Rollout(PROMPTS[index], 0, completion, "", reward=reward)
 
 
 class Script:
@@ -54,10 +57,8 @@ class Script:
 def collected(
     told: Sequence[Sequence[tuple[float, int]]], config: RunConfig
 ) -> tuple[list[list[Rollout]], list[list[Rollout]]]:
-    prompts = [prompt(i) for i in range(len(told))]
-    return collect_groups(
-        prompts, Loader(len(told), 0, shuffle=False), Script(told), config, step=0
-    )
+    loader = Loader(len(told), 0, shuffle=False)
+    return collect_groups(PROMPTS[: len(told)], loader, Script(told), config, step=0)
 
 
 def rewards(groups: Sequence[Sequence[Rollout]]) -> dict[int, list[float]]:
@@ -84,6 +85,16 @@ def test_without_dynamic_sampling_every_group_is_kept_and_shaped() -> None:
     chosen, left_out = collected(told, configured(algorithm={"overlong": {"buffer": 4}}))
     assert rewards(chosen) == {0: [1, 0], 1: [-0.25, 0.5]}
     assert left_out == []
+
+
+def test_the_last_prompts_of_an_epoch_are_a_smaller_step() -> None:
+    told = [[(1, 2), (0, 3)]] * 3
+    loader = Loader(3, 0, shuffle=False, by_epoch=True)
+    found = [
+        rewards(collect_groups(PROMPTS[:3], loader, Script(told), configured(), step)[0])
+        for step in range(3)
+    ]
+    assert [list(each) for each in found] == [[0, 1], [2], [0, 1]]
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"])

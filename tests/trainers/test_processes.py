@@ -13,6 +13,8 @@ import pytest
 from same_runs import RL, assert_same
 from training_files import done, metrics, ranks
 
+from burnish.checkpoint.committed import committed
+
 REPOSITORY = Path(__file__).parents[2]
 PPO = [*RL, "algorithm.kl.place=reward", "algorithm.advantage=gae", "critic.lr=0.01"]
 RUNS = {"sft": ["sft", "sft.yaml"], "rl": RL, "ppo": PPO}
@@ -28,6 +30,25 @@ def test_two_processes_do_what_one_does(work, kind):
         run = done(work, *argv, name, "steps=3", world=first)
         assert len(metrics(run)) == 4
         assert_same(done(work, *argv, name, world=second), one)
+
+
+def test_three_processes_go_on_from_two(work):
+    one = done(work, "sft", "sft.yaml", "name=by_one")
+    done(work, "sft", "sft.yaml", "name=by_three", "steps=3", world=2)
+    assert_same(done(work, "sft", "sft.yaml", "name=by_three", world=3), one)
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_an_epoch_is_every_sample_once_on_any_number_of_processes_and_when_prolonged(work, kind):
+    """Of 30 samples, one is left for its last step, which is less than a process each."""
+    size = ["batch.examples=29", "batch.prompts=29", "batch.minibatches=1"]
+    argv = [*RUNS[kind], *size, "steps=null", "evaluation.every=0"]
+    one = done(work, *argv, f"name=epochs_{kind}", "epochs=2")
+    assert [row["step"] for row in metrics(one)] == [0, 1, 2, 3, 4]
+    assert committed(one / "checkpoints")[-1].state["cursor"] == 60
+    name = f"name=prolonged_{kind}"
+    done(work, *argv, name, "epochs=1", world=2)
+    assert_same(done(work, *argv, name, "epochs=2", world=2), one)
 
 
 def test_shared_matrices_and_then_shared_tokens_do_what_one_process_does(work):
