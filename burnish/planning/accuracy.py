@@ -11,6 +11,7 @@ from typing import Any
 from burnish.config.schema import RunConfig
 from burnish.planning.activations import Arithmetic
 from burnish.planning.megatron import MegatronNeeds
+from burnish.planning.megatron_model import MegatronModel
 from burnish.planning.memory import Needs
 from burnish.planning.model import Model
 from burnish.planning.shape import ModelShape
@@ -56,7 +57,11 @@ def planned(settings: Mapping[str, Any], command: Command, processes: int) -> di
     width = 2 if config.engine.precision == "bf16" else 4
     layout = Layout.of(config.engine, processes)
     arithmetic = Arithmetic(width, True, layout.sequence, layout.tensor, config.model.adapter)
-    kind = MegatronNeeds if config.engine.kind == "megatron" else Needs
-    needs = kind(Model(shape, arithmetic), config, Workload.of(config, command), layout)
+    work = Workload.of(config, command)
+    needs = (
+        MegatronNeeds(MegatronModel(shape, arithmetic), config, work, layout)
+        if config.engine.kind == "megatron"
+        else Needs(Model(shape, arithmetic), config, work, layout)
+    )
     phases = needs.phases().items()
     return {phase: sum(parts.values()) - parts.get("host", 0.0) for phase, parts in phases}

@@ -13,6 +13,7 @@ from burnish.planning.activations import Arithmetic
 from burnish.planning.devices import PER_MACHINE, Devices
 from burnish.planning.megatron import MegatronNeeds
 from burnish.planning.megatron_layouts import degrees
+from burnish.planning.megatron_model import MegatronModel
 from burnish.planning.memory import Needs, Parts
 from burnish.planning.model import Model
 from burnish.planning.operations import Operations
@@ -122,6 +123,7 @@ class Planner:
         self._operations = Operations(shape, work, adapter > 0, self._judges)
         self._clock = Clock(shape, work, devices, self._width, self._operations, adapter)
         self._models: dict[tuple[int, int], tuple[Model, list[Model]]] = {}
+        self._of_stages: dict[tuple[int, int], MegatronModel] = {}
 
     def as_configured(self) -> Plan:
         """With the settings as they are."""
@@ -191,12 +193,7 @@ class Planner:
     def _plan(self, engine: EngineConfig) -> Plan:
         layout = Layout.of(engine, self._devices.count)
         config = self._config.model_copy(update={"engine": engine})
-        model, judges = self._model(layout.sequence, layout.tensor)
-        needs = (
-            MegatronNeeds(model, config, self.work, layout)
-            if engine.kind == "megatron"
-            else Needs(model, config, self.work, layout, judges)
-        )
+        needs = self._needs(config, layout)
         return Plan(
             layout,
             engine,
@@ -209,18 +206,24 @@ class Planner:
             not self._devices.cpu,
         )
 
-    def _model(self, sequence: int, tensor: int) -> tuple[Model, list[Model]]:
-        """The model that is trained, and those that judge."""
-        if (sequence, tensor) not in self._models:
-            lora = self._config.model.adapter
-            devices = self._devices
-            arithmetic = Arithmetic(
-                self._width, devices.cpu, sequence, tensor, lora, devices.exact_cache
-            )
+    def _needs(self, config: RunConfig, layout: Layout) -> Needs | MegatronNeeds:
+        """Of the model that is trained, and of those that judge; models are made once for all layouts with the same arithmetic."""
+        key = layout.sequence, layout.tensor
+        if config.engine.kind == "megatron":
+            if key not in self._of_stages:
+                self._of_stages[key] = MegatronModel(self.shape, self._arithmetic(*key))
+            return MegatronNeeds(self._of_stages[key], config, self.work, layout)
+        if key not in self._models:
+            arithmetic = self._arithmetic(*key)
             asked = replace(arithmetic, lora=None)
             judges = [Model(judge, asked) for judge in self._judges]
-            self._models[sequence, tensor] = Model(self.shape, arithmetic), judges
-        return self._models[sequence, tensor]
+            self._models[key] = Model(self.shape, arithmetic), judges
+        model, judges = self._models[key]
+        return Needs(model, config, self.work, layout, judges)
+
+    def _arithmetic(self, sequence: int, tensor: int) -> Arithmetic:
+        devices, lora = self._devices, self._config.model.adapter
+        return Arithmetic(self._width, devices.cpu, sequence, tensor, lora, devices.exact_cache)
 
 
 def _require_known(shape: ModelShape) -> None:

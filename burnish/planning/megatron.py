@@ -9,17 +9,14 @@ tokens fall on experts, and buffers of the communication library.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import chain, pairwise
 
 from burnish.config.schema import RunConfig
-from burnish.planning.megatron_layer import Cut, megatron_passes
+from burnish.planning.megatron_layer import Cut
+from burnish.planning.megatron_model import MegatronModel, Stage
 from burnish.planning.memory import Needs, Parts
-from burnish.planning.model import Model
-from burnish.planning.shape import Layer, Weight
+from burnish.planning.shape import Weight
 from burnish.planning.share import Layout
 from burnish.planning.slots import WAVE
 from burnish.planning.tape import Passes
@@ -32,16 +29,15 @@ _MOMENTS = 2
 class MegatronNeeds:
     """What the fullest process of a run needs, of a model, at a layout."""
 
-    def __init__(self, model: Model, config: RunConfig, work: Workload, layout: Layout) -> None:
-        shape, cut = model.shape, Cut.of(config.engine)
-        again = config.engine.activation_checkpointing == "selective"
-        passes = [
-            megatron_passes(shape.family, layer, model.arithmetic, cut, attends_again=again)
-            for layer, _ in shape.layers
-        ]
+    def __init__(
+        self, model: MegatronModel, config: RunConfig, work: Workload, layout: Layout
+    ) -> None:
+        engine = config.engine
+        again = engine.activation_checkpointing == "selective"
+        passes = model.passes(Cut.of(engine), attends_again=again)
         self._stages = [
-            _StageNeeds(model, config, work, layout, stage)
-            for stage in _stages(shape.order, layout.pipeline, config, passes)
+            _StageNeeds(model, config, work, layout, stage, passes)
+            for stage in model.stages(layout.pipeline, engine.virtual_stages)
         ]
 
     def phases(self) -> dict[str, Parts]:
@@ -62,30 +58,24 @@ class MegatronNeeds:
         return self._stages[0].microbatches
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """A stage of the pipeline."""
-
-    number: int
-    """0-based."""
-    chunks: tuple[tuple[int, ...], ...]
-    """Of which kind its layers are (`ModelShape.order`); several runs of them where stages are virtual."""
-    passes: Sequence[Passes]
-    """What each kind of layer holds."""
-
-
 class _StageNeeds(Needs):
     """What one process of a pipeline stage needs."""
 
+    _model: MegatronModel
+
     def __init__(
-        self, model: Model, config: RunConfig, work: Workload, layout: Layout, stage: _Stage
+        self,
+        model: MegatronModel,
+        config: RunConfig,
+        work: Workload,
+        layout: Layout,
+        stage: Stage,
+        passes: Sequence[Passes],
     ) -> None:
         super().__init__(model, config, work, layout)
-        self._stage, self._passes = stage.number, stage.passes
+        self._stage, self._passes = stage, passes
         self._is_first, self._is_last = stage.number == 0, stage.number == layout.pipeline - 1
         self._cut = Cut.of(config.engine)
-        self._chunks, self._kinds = stage.chunks, [layer for layer, _ in model.shape.layers]
-        self._counts = Counter(chain(*stage.chunks))
 
     def staging(self) -> float:
         """Bytes of host memory that a save in the background copies: fp32 weights and moments."""
@@ -94,16 +84,13 @@ class _StageNeeds(Needs):
     @cached_property
     def _held(self) -> tuple[float, float]:
         """Elements of this process's parameters: of experts, and all others."""
-        experts = 0.0
-        cut = self._layout.tensor
-        others = float(_elements(self._outside, cut))
-        for kind, count in self._counts.items():
-            weights = self._kinds[kind].weights
-            experts += count * sum(weight.elements for weight in weights if weight.width)
-            others += count * _elements((weight for weight in weights if not weight.width), cut)
-        return experts / (self._cut.expert_parallel * self._cut.expert_tensor), others
+        model, counts = self._model, self._stage.counts.items()
+        experts = float(sum(count * model.experts[kind] for kind, count in counts))
+        others = sum(count * model.others[kind] for kind, count in counts)
+        others += model.held(self._outside)
+        return experts / (self._cut.expert_parallel * self._cut.expert_tensor), float(others)
 
-    @property
+    @cached_property
     def _outside(self) -> list[Weight]:
         """What this stage has outside the layers."""
         shape = self._model.shape
@@ -165,40 +152,21 @@ class _StageNeeds(Needs):
     def _of_layer(self) -> list[float]:
         """Bytes that a layer of each kind keeps for the backward pass, of a micro-batch."""
         if self._checkpointing == "full":
-            return [self._hidden] * len(self._kinds)
+            return [self._hidden] * len(self._model.kinds)
         return [self.tokens * passes.kept for passes in self._passes]
 
     def _of_chunk(self, chunk: int) -> float:
         """The same of one of its runs of layers."""
-        return sum(self._of_layer[kind] for kind in self._chunks[chunk])
-
-    def _flying(self) -> Iterator[Counter[int]]:
-        """Micro-batches of each chunk that wait for their backward pass, each time that one begins.
-
-        Every stage runs some forward passes ahead, then one of each in turn (1F1B); chunks take turns of as many
-        micro-batches as there are stages.
-        """
-        ranks, chunks = self._layout.pipeline, len(self._chunks)
-        before = ranks - self._stage - 1
-        if chunks > 1:
-            before = 2 * before + (chunks - 1) * ranks
-        real = [
-            number // ranks % chunks
-            for number in range(-(-self.microbatches // ranks) * ranks * chunks)
-            if number // (ranks * chunks) * ranks + number % ranks < self.microbatches
-        ]
-        for ended in range(min(len(real), ranks * chunks)):
-            done = Counter(chunks - 1 - chunk for chunk in real[:ended])
-            yield Counter(real[: before + 1 + ended]) - done
+        return sum(self._of_layer[kind] * n for kind, n in self._stage.chunks[chunk].items())
 
     @cached_property
     def _waiting_all(self) -> float:
         """Bytes that layers keep when that is most, and the sines and cosines that they share."""
-        angles = 2 * _FP32 * self.tokens * self._kinds[0].query / self._kinds[0].heads
-        kept = [self._of_chunk(chunk) + angles for chunk in range(len(self._chunks))]
-        return max(
-            sum(kept[chunk] * count for chunk, count in flying.items()) for flying in self._flying()
-        )
+        some, chunks = self._model.kinds[0], len(self._stage.chunks)
+        angles = 2 * _FP32 * self.tokens * some.query / some.heads
+        kept = [self._of_chunk(chunk) + angles for chunk in range(chunks)]
+        flights = self._model.flights(self._stage, self._layout.pipeline, self.microbatches)
+        return max(sum(kept[chunk] * n for chunk, n in flight.items()) for flight in flights)
 
     def _scoring(self) -> Parts:
         """A forward pass of which nothing is kept."""
@@ -217,14 +185,12 @@ class _StageNeeds(Needs):
         if self._is_last:
             last = self.tokens * self._model.hidden + 4 * self._scored * self._model.hidden
             yield self._at(waiting + last, 0.0, max(self._logits.forward, self._logits.backward))
-        for kind in self._counts:
-            weights = _single(self._kinds[kind])
-            widest = max(_elements([weight], self._layout.tensor) for weight in weights)
+        for kind in self._stage.counts:
             inner = self.tokens * max(moment.tokens for moment in self._passes[kind].backward)
             beside = waiting - self._of_layer[kind]
-            yield self._at(beside + inner, tied + self._model.bytes * widest)
+            yield self._at(beside + inner, tied + self._model.bytes * self._model.widest[kind])
         if self._is_first:
-            table = self._model.bytes * _elements([shape.root[0]], self._layout.tensor)
+            table = self._model.bytes * self._model.held([shape.root[0]])
             again = 2 * self._hidden
             beside = waiting - self._of_chunk(0)
             yield self._at(beside + again, tied + table)
@@ -242,9 +208,8 @@ class _StageNeeds(Needs):
     @property
     def _stepping(self) -> float:
         """Bytes of temporaries of torch's AdamW: of one weight on CPUs, of all that are stepped together elsewhere; and moments that come from the host."""
-        inside = (_single(self._kinds[kind]) for kind in self._counts)
-        weights = [*self._outside, *chain(*inside)]
-        widest = max(_elements([weight], self._layout.tensor) for weight in weights)
+        inside = [self._model.widest[kind] for kind in self._stage.counts]
+        widest = max(inside + [self._model.held([weight]) for weight in self._outside])
         alone = min(widest, self._stepped)
         wave = min(self._slots_away, max(WAVE, _FP32 * _MOMENTS * alone))
         if self._model.cpu:
@@ -258,33 +223,3 @@ class _StageNeeds(Needs):
 
 def _total(parts: Parts) -> float:
     return sum(parts.values())
-
-
-def _elements(weights: Iterable[Weight], tensor: int) -> int:
-    """Of dense weights, as tensor ranks share them."""
-    return sum(-(-w.elements // tensor) if w.shared else w.elements for w in weights)
-
-
-def _single(layer: Layer) -> Iterator[Weight]:
-    """A layer's weights, of experts each one by itself."""
-    for weight in layer.weights:
-        yield Weight(weight.columns // weight.width, weight.width) if weight.width else weight
-
-
-def _stages(
-    order: Sequence[int], ranks: int, config: RunConfig, passes: Sequence[Passes]
-) -> Iterator[_Stage]:
-    """The stages that can be the fullest: the last, and of those with the same layers the first, which has most in flight.
-
-    Layers are dealt as `burnish.engines.megatron.building.pipeline_layout` deals them.
-    """
-    count = ranks * config.engine.virtual_stages
-    each, over = divmod(len(order), count)
-    starts = [each * chunk + min(chunk, over) for chunk in range(count + 1)]
-    runs = [tuple(order[start:end]) for start, end in pairwise(starts)]
-    seen = set()
-    for number in range(ranks):
-        chunks = tuple(runs[number::ranks])
-        if chunks not in seen or number == ranks - 1:
-            yield _Stage(number, chunks, passes)
-        seen.add(chunks)

@@ -129,14 +129,14 @@ class Needs:
         adapter = 0 if lora is None else _FP32 * self._slots.held
         return float(self._model.bytes * self._share.all + adapter)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of the fullest micro-batch on one process."""
         whole = -(-self._work.length // self._layout.sequence)
         share = -(-self._work.tokens // (self._work.updates * self._layout.token_ranks))
         return min(self._config.batch.tokens_per_device, max(whole, share))
 
-    @property
+    @cached_property
     def microbatches(self) -> int:
         """Micro-batches of an optimizer step."""
         each = self._config.batch.tokens_per_device * self._layout.token_ranks * self._work.updates
