@@ -17,6 +17,7 @@ from burnish.checkpoint.mirror import Mirror
 from burnish.checkpoint.resuming import Load, OnDisk, OnMirror, Resumed, Resuming, Side
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.saver import Saver
+from burnish.checkpoint.shared import require_shared
 from burnish.checkpoint.uploader import Progress, Uploader
 from burnish.config.places import CHECKPOINTS, mirror_url, run_directory
 from burnish.config.schema import RunConfig
@@ -28,6 +29,7 @@ from burnish.files.storage import LocalStorage, Storage
 from burnish.parallel.collectives import agree, any_rank, gather_objects
 from burnish.parallel.layout import Layout
 
+_LEASE = ".lease"
 _OWN_LEVELS = 3
 # The run's directory, that of all runs, and the one that holds it: the run may have made the former.
 _PATIENCE_SECONDS = 30.0
@@ -45,7 +47,7 @@ class Checkpoints:
 
     `retention` says which steps are kept; `reserve_bytes` of the disk stay free. Entering clears
     what a killed run left half written, as far as the disk lets go of it; raises `BurnishError` when
-    another run holds the directory.
+    another run holds the directory, and when it is not one for all ranks.
     With `background_timeout`, in seconds, every rank has a process beside it for `begin_save`, and
     these wait so long for each other.
     """
@@ -89,10 +91,12 @@ class Checkpoints:
             with agree(self._layout), naming_failures(f"{self._root} cannot be used"):
                 if self._layout.is_main:
                     make_dirs_durably(self._storage, self._root, above=_OWN_LEVELS)
-                    lease = self._held.enter_context(Lease(self._root / ".lease"))
+                    lease = self._held.enter_context(Lease(self._root / _LEASE))
                     self._saver = replace(self._saver, token=lease.token)
                     self._clear()
                     held = (lease.fileno(),)
+            require_shared(self._root / _LEASE, self._saver.token, self._layout)
+            with agree(self._layout), naming_failures(f"{self._root} cannot be used"):
                 if self._background_timeout is not None:
                     self._background = BackgroundSaver(self._saver, self._background_timeout, held)
         except BaseException:

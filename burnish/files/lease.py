@@ -34,13 +34,16 @@ class Token:
     number: int
     """Greater than that of every holder before."""
 
+    def current(self) -> object:
+        """The number that the file carries, or what is wrong with it: whoever sees another number, or none, has another disk or is too late."""
+        try:
+            return _parse(self.path.read_bytes()[:_LIMIT]).get("token")
+        except OSError as error:
+            return str(error)
+
     def check(self) -> None:
         """Raise `BurnishError` when another has become the holder since."""
-        try:
-            current = _parse(self.path.read_bytes()[:_LIMIT]).get("token")
-        except OSError as error:
-            current = str(error)
-        if current != self.number:
+        if (current := self.current()) != self.number:
             raise BurnishError(
                 f"this run no longer has {self.path.parent} to itself",
                 have=f"lease number {current}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 from checkpoints_for_tests import (
@@ -13,11 +14,12 @@ from checkpoints_for_tests import (
     make_state,
     save_once,
 )
+from distributed import run_ranks
 
 from burnish.checkpoint.committed import committed, newest
 from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.retention import Retention
-from burnish.errors import BurnishError, CorruptError, IncompatibleError
+from burnish.errors import BurnishError, CorruptError, IncompatibleError, UsageError
 from burnish.files.storage import LocalStorage
 from burnish.parallel.layout import Layout
 
@@ -212,6 +214,25 @@ class Unmovable(LocalStorage):
         if source.name == "step-00000001":
             raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(source))
         super().rename(source, target)
+
+
+def enter_on_own_disk(layout, root):
+    """As where every machine has a directory of this name to itself."""
+    own = Path(root) / str(layout.rank)
+    save_once(own, 1)  # of an earlier run, which was here as well
+    try:
+        with Checkpoints(own, layout):
+            return "entered"
+    except UsageError as error:
+        return str(error)
+
+
+def test_disks_that_ranks_do_not_share_are_refused_at_once(tmp_path):
+    first, second = run_ranks(enter_on_own_disk, 2, str(tmp_path))
+    for said in (first, second):
+        assert "is not one directory for all ranks" in said
+        assert "rank 1 does not see" in said
+        assert "set output_dir to a directory that all ranks share" in said
 
 
 def test_one_step_that_cannot_go_keeps_no_other(tmp_path, caplog):
