@@ -102,13 +102,45 @@ def _dcp(source: Path, files: list[str]) -> Iterator[list[_Found]]:
                 raise ValueError(
                     f"{key} is in {info.relative_path!r}, in a way that is not handled"
                 )
-            with (source / info.relative_path).open("rb") as opened:
-                opened.seek(info.offset)
-                data = io.BytesIO(opened.read(info.length))
-            value = torch.load(data, map_location="cpu", weights_only=True)
+            with (source / info.relative_path).open("rb", buffering=0) as opened:
+                data = io.BufferedReader(_Range(opened, info.offset, info.length))
+                value = torch.load(data, map_location="cpu", weights_only=True)
             if list(value.shape) != list(chunk.sizes):
                 raise ValueError(f"{key} has {list(value.shape)}, not {list(chunk.sizes)}")
             yield [(key, list(tensor.size), list(chunk.offsets), value.detach())]
+
+
+class _Range(io.RawIOBase):
+    """Bytes of an open file as a file of their own, so that what is in them is read straight to its place."""
+
+    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next read begins."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into the buffer what the system gives at once; how many bytes they were, 0 at the end."""
+        wanted = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(wanted) or 0
+        self._at += count
+        return count
 
 
 class _MetadataUnpickler(pickle.Unpickler):
