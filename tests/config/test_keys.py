@@ -1,8 +1,15 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
 import pytest
 
+import burnish
 from burnish.config.keys import ELSEWHERE, known_keys, nearest, plain_name
+
+PACKAGE = Path(burnish.__file__).parent
 
 
 @pytest.mark.parametrize(
@@ -41,6 +48,16 @@ def test_names_from_elsewhere_are_translated_to_keys_that_exist() -> None:
 def test_every_known_key_is_nearest_to_itself() -> None:
     keys = known_keys()
     assert [each for each in keys if nearest(each, keys) != each] == []
+
+
+def test_every_setting_leaves_a_choice_and_is_read() -> None:
+    settings = [key for key in known_keys().values() if key.section is None]
+    named = [key for key in settings if get_origin(key.annotation) is Literal]
+    assert [key.name for key in named if len(get_args(key.annotation)) < 2] == []
+    assert len(named) > 10
+    code = "".join(p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "schema.py")
+    attributes = set(re.findall(r"\.(\w+)", code))
+    assert [key.name for key in settings if key.name.rpartition(".")[2] not in attributes] == []
 
 
 @pytest.mark.parametrize(
