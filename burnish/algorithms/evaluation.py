@@ -12,9 +12,6 @@ from collections.abc import Hashable, Sequence
 
 from burnish.tracking.metrics import Mean, Stats
 
-SOLVED = 1.0
-"""A completion counts as correct from this score on."""
-
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """The chance that one of k samples is correct, unbiased, from n samples: arXiv 2107.03374, equation 1.
@@ -48,7 +45,7 @@ def majority_score(answers: Sequence[Hashable | None], scores: Sequence[float]) 
 def evaluation_stats(
     scores: Sequence[Sequence[float]],
     answers: Sequence[Sequence[Hashable | None]],
-    solved: float = SOLVED,
+    solved: float = 1.0,
 ) -> Stats:
     """`val/mean@n`, `val/pass@n` and `val/maj@n`, means over prompts that merge over ranks.
 

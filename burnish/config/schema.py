@@ -202,10 +202,10 @@ class RolloutConfig(SamplingConfig):
     """Longest completion in tokens."""
     stop: list[StopText] = Field(default_factory=list)
     """Texts that end a completion, besides the model's end-of-sequence ids."""
-    slots: int = Field(256, ge=1)
-    """Most sequences generated at one time, per device."""
     stop_token_ids: list[TokenId] = Field(default_factory=list)
     """Further token ids that end a completion, as those of the end of a turn; they stay in it and are learned."""
+    slots: int = Field(256, ge=1)
+    """Most sequences generated at one time, per device."""
 
 
 class RewardFunctionConfig(Section):
@@ -335,7 +335,9 @@ class EvaluationConfig(SamplingConfig):
     before: bool = True
     """Validate before the first step, where there are held-out data."""
     n: int = Field(1, ge=1)
-    """Completions per prompt, for mean@n, pass@n and maj@n, by the first reward function; pass@n counts those to which it gives 1 or more."""
+    """Completions per prompt, for mean@n, pass@n and maj@n, which the first reward function scores."""
+    solved: float = 1.0
+    """The score from which a completion is correct, in pass@n."""
     prompts: int | None = Field(None, ge=1)
     """Use only the first so many prompts or examples."""
 

@@ -82,7 +82,7 @@ def prompt_validation(
         scores = [[r.reward_parts.get(judged_by, 0.0) for r in group] for group in groups]
         answers = [[extract_answer(rollout.text) for rollout in group] for group in groups]
         reward = Mean(sum(rewards), len(rewards))
-        stats = evaluation_stats(scores, answers)
+        stats = evaluation_stats(scores, answers, config.evaluation.solved)
         return stats.merge(Stats({"val/reward": reward})).values_by_name()
 
     return validate

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from burnish.config.schema import RunConfig
 from burnish.records import Completion, Prompt, Rollout
@@ -33,3 +34,10 @@ def measured(parts: list[list[dict[str, float]]], **evaluation: Any) -> dict[str
 def test_a_score_is_the_first_functions_also_where_that_did_not_apply() -> None:
     found = measured([[{"correct": 0.5, "style": 9}], [{"style": 9}]], n=1)
     assert found == {"val/mean@1": 0.25, "val/reward": (9.5 + 9) / 2}
+
+
+@pytest.mark.parametrize(("solved", "passed"), [(1.0, 0.5), (0.5, 1.0), (2.0, 0.0)])
+def test_what_counts_as_solved_is_a_setting(solved: float, passed: float) -> None:
+    parts = [[{"correct": 0.5}, {"correct": 0.0}], [{"correct": 1.0}, {"correct": 0.0}]]
+    assert measured(parts, n=2, solved=solved)["val/pass@2"] == passed
+    assert measured(parts, n=2)["val/pass@2"] == 0.5
