@@ -20,6 +20,7 @@ from checkpoints_for_tests import (
     shards_of,
 )
 from distributed import RankFailed, run_ranks
+from engine_states import ENGINES, make_engine, shapes, shards_in
 from failpoints import (
     EXPORTING,
     FAULTS,
@@ -31,7 +32,6 @@ from failpoints import (
     FaultStorage,
     StrikingList,
 )
-from megatron_states import ENGINES, make_engine, shapes, shards_in
 from power_loss import EXPORT_BYTES, finite_weights
 
 from burnish.checkpoint.committed import open_step
@@ -40,6 +40,7 @@ from burnish.checkpoint.export import export
 from burnish.checkpoint.exportable import StepModel
 from burnish.checkpoint.verify import verify
 from burnish.engines.megatron.engine import MegatronEngine
+from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import BurnishError
 from burnish.files.storage import LocalStorage
 from burnish.parallel.layout import Layout
@@ -50,10 +51,13 @@ LAYOUTS = {
     "2 processes": (2, False),
     "1 + writer": (1, True),
     "2 + writers": (2, True),
-    **dict.fromkeys(ENGINES, (2, False)),
+    "3 processes": (3, False),
+    **{name: (world, False) for name, (world, _) in ENGINES.items()},
 }
 """By name: processes, and whether they save in the background, in a process beside each. Those of `ENGINES` save what a real engine holds."""
-OF_ENGINES = (
+IN_PART = ("3 processes", *ENGINES)
+"""Layouts that are tried at a few moments."""
+OF_PARTS = (
     "files laid out",
     STAGING,
     "at half of the blocks",
@@ -61,7 +65,8 @@ OF_ENGINES = (
     "before COMMIT's rename",
     "after the step's rename, before its fsync",
 )
-"""Moments at which they meet the faults that kill, and a full disk."""
+"""The moments at which they meet the faults that kill, and a full disk."""
+STOPPED = "training did not go on"
 PATIENCE_SECONDS = (6.0, 25.0, 100.0)
 """For one that hangs; longer ones where the machine was too busy to get that far."""
 BLOCKS, FILES = 10, 4
@@ -88,9 +93,9 @@ def cells() -> Iterator[Cell]:
                 continue
             if fault == "kill parent" and not background:
                 continue
-            if layout in ENGINES and not (fault.startswith("kill") or fault == "ENOSPC"):
+            if layout in IN_PART and not (fault.startswith("kill") or fault == "ENOSPC"):
                 continue
-            moments = OF_ENGINES if layout in ENGINES else _moments(world, background)
+            moments = OF_PARTS if layout in IN_PART else _moments(world, background)
             for moment in moments:
                 if moment != STAGING or _may_fail_while_staging(fault, background):
                     yield Cell(moment, fault, layout)
@@ -121,7 +126,7 @@ def try_cell(cell: Cell, directory: Path) -> Verdict:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
         verdict = attempt(cell, directory, patience)
-        if verdict.struck:
+        if verdict.struck and not verdict.wrong.startswith(STOPPED):
             break
     return verdict
 
@@ -145,9 +150,21 @@ def _try_saving(cell: Cell, directory: Path, patience: float) -> Verdict:
     if not (directory / "acked").exists():
         return Verdict(struck, wrong=f"not even the first save was made: {ended}")
     acked = int((directory / "acked").read_text())
-    if cell.fault in ("ENOSPC", "EIO") and acked != 3:
-        return Verdict(struck, wrong=f"training did not go on: {ended}")
+    if _goes_on(cell) and acked != 3:
+        return Verdict(struck, wrong=f"{STOPPED} after step {acked}: {ended}")
     return replace(resumable(root, acked, _shapes(cell)), struck=struck)
+
+
+def _goes_on(cell: Cell) -> bool:
+    """Whether training has to outlive the fault, and to commit its last step.
+
+    What happens to a writer stops nobody, except that a lone one that hangs is waited for.
+    """
+    world, background = LAYOUTS[cell.layout]
+    at_the_writer = background and cell.moment != STAGING
+    if cell.fault == "hang":
+        return at_the_writer and world > 1
+    return cell.fault in ("ENOSPC", "EIO") or (cell.fault == "kill this" and at_the_writer)
 
 
 def _shapes(cell: Cell) -> dict[str, tuple[int, ...]]:
@@ -190,7 +207,9 @@ def _save_three(layout, root, cell, writers_patience):
                 (pids / "acked").write_text(str(step))
 
 
-def _engine(cell: Cell, layout: Layout) -> AbstractContextManager[MegatronEngine | None]:
+def _engine(
+    cell: Cell, layout: Layout
+) -> AbstractContextManager[MegatronEngine | TorchEngine | None]:
     """What holds the state, where that is an engine."""
     return closing(make_engine(cell.layout, layout)) if cell.layout in ENGINES else nullcontext()
 

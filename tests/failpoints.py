@@ -147,7 +147,7 @@ class FaultStorage(LocalStorage):
         return MOMENTS[self.moment]
 
     def around(self, op, path, act):
-        hit = self.armed and self.comes(op, Path(path))
+        hit = self.armed and self.comes(op, Path(path)) and not self.has_struck()
         if hit and self.at.when == "before":
             self.strike()
         result = act()
@@ -162,6 +162,10 @@ class FaultStorage(LocalStorage):
             return False
         self.matched += 1
         return self.matched == self.number
+
+    def has_struck(self) -> bool:
+        """Whether it came already, to another process: a trainer clears up after its writer on the same disk."""
+        return (self.pids / "struck").exists()
 
     def strike(self):
         self.armed = False

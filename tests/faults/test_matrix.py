@@ -1,29 +1,44 @@
-"""A seeded sample of the crash matrix; `make faults` tries all of it."""
+"""A seeded sample of the crash matrix, of every moment, fault and layout; `make faults` tries all of it."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
-from crashes import LAYOUTS, cells, try_cell
-from failpoints import EXPORTING, RESUMING
+from crashes import LAYOUTS, Cell, cells, try_cell
+from engine_states import ENGINES
+from failpoints import FAULTS, MOMENTS, STAGING
 
-EACH = {"1 process": 3, "2 processes": 3}
-"""Cells of saving, by layout; 2 of the others, which take longer."""
+HANG = Cell("at half of the blocks", "hang", "2 + writers")
+"""A hang takes long, so there is one."""
 
 
 def sample():
-    """Some cells of every layout and of resuming and exporting; a hang takes long and is left to the whole matrix."""
-    rng = random.Random(20261121)
+    """A cell of every moment, with those faults and layouts that came least; then one of each engine's layouts."""
+    rng, used = random.Random(20261122), Counter()
     found = [cell for cell in cells() if cell.fault != "hang"]
-    other = RESUMING | EXPORTING
-    for layout in LAYOUTS:
-        saving = [c for c in found if c.layout == layout and c.moment not in other]
-        yield from rng.sample(saving, EACH.get(layout, 2))
-    yield from rng.sample([cell for cell in found if cell.moment in other], 5)
+    rng.shuffle(found)
+    small = [cell for cell in found if cell.layout not in ENGINES]
+    chosen = [HANG]
+    groups = [[cell for cell in small if cell.moment == moment] for moment in (*MOMENTS, STAGING)]
+    groups += [[cell for cell in found if cell.layout == layout] for layout in ENGINES]
+    for group in groups:
+        cell = min(group, key=lambda cell: used[cell.fault] + used[cell.layout])
+        used.update((cell.fault, cell.layout))
+        chosen.append(cell)
+    return chosen
 
 
-@pytest.mark.parametrize("cell", list(sample()), ids=str)
+def test_the_sample_has_some_of_everything():
+    chosen = sample()
+    assert {cell.moment for cell in chosen} == {*MOMENTS, STAGING}
+    assert {cell.fault for cell in chosen} == set(FAULTS)
+    assert {cell.layout for cell in chosen} == set(LAYOUTS)
+    assert set(chosen) <= set(cells())
+
+
+@pytest.mark.parametrize("cell", sample(), ids=str)
 def test_nothing_committed_is_lost(tmp_path, cell):
     verdict = try_cell(cell, tmp_path / "cell")
     assert verdict.is_good, verdict

@@ -1,4 +1,4 @@
-"""States that a real Megatron engine holds, for tests of what becomes of them when something fails.
+"""States that real engines hold, for tests of what becomes of them when something fails.
 
 The model is as large as `BIG_SHAPES`, so that a step has as many blocks; its embeddings are tied, and a
 layer has experts. Left out: training, which the tests of the engine do.
@@ -18,16 +18,19 @@ from transformers import PretrainedConfig
 from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.engines.base import Part
 from burnish.engines.megatron.engine import MegatronEngine
+from burnish.engines.torch_engine import TorchEngine
 from burnish.models.building import build_on_meta
 from burnish.models.names import tensor_specs
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "Megatron EP 2": {"expert_parallel": 2},
-    "Megatron PP 2": {"pipeline_parallel": 2},
+ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "Megatron EP 2": (2, {"kind": "megatron", "expert_parallel": 2}),
+    "Megatron PP 2": (2, {"kind": "megatron", "pipeline_parallel": 2}),
+    "HSDP 2x2": (4, {"replicas": 2}),
 }
-"""By layout: the engine's settings, on two processes. With EP 2 the optimizer's flat ranges are cut over both."""
+"""By layout: processes and the engine's settings. With EP 2 the optimizer's flat ranges are cut over both; with
+HSDP two processes have the same part of everything."""
 
 
 def config() -> PretrainedConfig:
@@ -47,15 +50,18 @@ def shapes() -> dict[str, tuple[int, ...]]:
     return {spec.name: spec.shape for spec in tensor_specs(build_on_meta(config()))}
 
 
-def make_engine(name: str, layout: Layout) -> MegatronEngine:
+def make_engine(name: str, layout: Layout) -> MegatronEngine | TorchEngine:
     """At one of the layouts."""
-    settings = EngineConfig(kind="megatron", precision="fp32", **ENGINES[name])
-    cpu = torch.device("cpu")
-    return MegatronEngine(config(), settings, OptimConfig(), layout=layout, device=cpu)
+    _, changes = ENGINES[name]
+    settings = EngineConfig(precision="fp32", **changes)
+    kind = MegatronEngine if settings.kind == "megatron" else TorchEngine
+    return kind(config(), settings, OptimConfig(), layout=layout, device=torch.device("cpu"))
 
 
 def shards_in(
-    engine: MegatronEngine, weights: Mapping[str, Tensor], slots: Mapping[str, Tensor]
+    engine: MegatronEngine | TorchEngine,
+    weights: Mapping[str, Tensor],
+    slots: Mapping[str, Tensor],
 ) -> dict[str, list[Shard]]:
     """The engine's own pieces of weights and slots, after these have been loaded."""
     engine.load(_Memory(weights), Part.WEIGHTS)
