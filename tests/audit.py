@@ -1,7 +1,8 @@
 """What a process does that could run somebody else's code: a hook of the interpreter that writes it down.
 
-A line of JSON per event: every class that is looked up for a pickle and who asked, code that is
-unmarshalled, compiled or run from below a directory, and every file below it that is opened.
+A line of JSON per event: every class that is looked up for a pickle and who asked, every call of
+`torch.load`, whatever it is told to allow, code that is unmarshalled, compiled or run from below a
+directory, and every file below it that is opened.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import wraps
 from types import FrameType
+from typing import Any
+
+import torch
 
 _ASKERS = {
     ("distributed_c10d.py", "_tensor_to_object"): "a collective",
@@ -31,6 +36,7 @@ def install(log: str, directory: str) -> None:
             "compile",
             "marshal.loads",
             "marshal.load",
+            "torch.load",
         ):
             return
         found = _described(event, arguments, directory)
@@ -38,11 +44,25 @@ def install(log: str, directory: str) -> None:
             os.write(out, json.dumps(found).encode() + b"\n")
 
     sys.addaudithook(hook)
+    torch.load = torch.serialization.load = _noted(torch.load)
+
+
+def _noted(load: Any) -> Any:
+    """torch's own unpickler for `weights_only` looks up no class that the interpreter would tell of."""
+
+    @wraps(load)
+    def noted(*args: Any, **options: Any) -> Any:
+        sys.audit("torch.load")
+        return load(*args, **options)
+
+    return noted
 
 
 def _described(event: str, arguments: tuple[object, ...], directory: str) -> list[str] | None:
     if event == "pickle.find_class":
         return [event, f"{arguments[0]}.{arguments[1]}", _asker(sys._getframe(2))]
+    if event == "torch.load":
+        return [event, "", _asker(sys._getframe(3))]
     if event.startswith("marshal"):
         asker = _asker(sys._getframe(2))
         return None if asker == "an import" else [event, "", asker]

@@ -10,6 +10,8 @@ import pytest
 import torch
 from training_files import metrics, weights
 
+from burnish.checkpoint.committed import committed
+
 RL = ["rl", "rl.yaml", "algorithm.kl.coef=0.1", "batch.minibatches=2"]
 """A run of reinforcement learning with a reference and more than one update a step."""
 
@@ -23,6 +25,16 @@ def assert_same(run: Path, other: Path) -> None:
         if "model/model.safetensors" in name:
             torch.testing.assert_close(tensor, weights(other)[name], rtol=1e-2, atol=1e-4)
     assert sampled(run) == sampled(other)
+    assert position(run) == position(other)
+
+
+def position(run: Path) -> dict[str, Any]:
+    """Where the newest step says that the run is, in its data above all; what was measured is compared as metrics."""
+    state = dict(committed(run / "checkpoints")[-1].state)
+    assert {"step", "cursor", "tokens", "optimizer_steps", "inputs"} <= state.keys()
+    for name in ("measured", "unlogged"):
+        del state[name]
+    return state
 
 
 def sampled(run: Path) -> list[tuple[Any, ...]]:
