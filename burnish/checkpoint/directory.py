@@ -24,7 +24,7 @@ from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError
 from burnish.files.durable import make_dirs_durably, naming_failures
 from burnish.files.lease import Lease
-from burnish.files.removals import NotRemovedError
+from burnish.files.removals import Removals
 from burnish.files.storage import LocalStorage, Storage
 from burnish.parallel.collectives import agree, any_rank, gather_objects
 from burnish.parallel.layout import Layout
@@ -105,10 +105,10 @@ class Checkpoints:
         return self
 
     def _clear(self) -> None:
-        try:
-            clear(self._root, self._storage)
-        except NotRemovedError as error:
-            _log.error("%s", error)
+        removals = Removals(self._root)
+        clear(self._root, self._storage, removals)
+        if (left := removals.error()) is not None:
+            _log.error("%s", left)
 
     def __exit__(self, *error: object) -> None:
         """Give the lease back, after a while for a save in flight."""

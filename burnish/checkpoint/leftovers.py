@@ -17,17 +17,11 @@ def leftovers(root: Path, storage: Storage) -> list[Path]:
     return trash + [root / name for name in names if name.startswith(INFLIGHT)]
 
 
-def clear(root: Path, storage: Storage) -> list[Path]:
-    """Remove them, for one who holds the lease; returns what was there.
-
-    Raises `NotRemovedError` when the others are gone, where the disk does not let go of one.
-    """
-    found, removals = leftovers(root, storage), Removals(root)
-    for path in found:
+def clear(root: Path, storage: Storage, removals: Removals) -> None:
+    """Remove them, for one who holds the lease; `removals` has what the disk did not let go of."""
+    for path in leftovers(root, storage):
         with removals.trying():
             if path.parent.name == TRASH:
                 storage.remove(path)
             else:
                 discard(storage, path, root / TRASH)
-    removals.check()
-    return found

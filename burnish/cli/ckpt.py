@@ -188,7 +188,5 @@ _COMMANDS: dict[str, _Command] = {
     "import": _import,
     "pin": lambda given, say: Outcome(ckpt_keep.pin(given.path, given.reason, say)),
     "unpin": lambda given, say: Outcome(ckpt_keep.unpin(given.path, say)),
-    "gc": lambda given, say: Outcome(
-        ckpt_keep.collect_garbage(given.path, say, dry_run=given.dry_run)
-    ),
+    "gc": lambda given, say: ckpt_keep.collect_garbage(given.path, say, dry_run=given.dry_run),
 }

@@ -10,7 +10,7 @@ from burnish.checkpoint.committed import TRASH, step_number, step_paths
 from burnish.checkpoint.leftovers import clear, leftovers
 from burnish.checkpoint.pins import holding_pins
 from burnish.checkpoint.retention import Retention
-from burnish.cli.ckpt_outcome import Say
+from burnish.cli.ckpt_outcome import Outcome, Say
 from burnish.cli.ckpt_paths import is_step, steps_directory
 from burnish.cli.columns import bytes_text, count_text
 from burnish.config.load import load_config
@@ -18,6 +18,7 @@ from burnish.config.places import mirror_url
 from burnish.errors import MissingError, UsageError, few
 from burnish.files.durable import move_aside, naming_failures
 from burnish.files.lease import Lease
+from burnish.files.removals import Removals
 from burnish.files.storage import LocalStorage
 
 _LOCAL = LocalStorage()
@@ -54,34 +55,36 @@ def unpin(path: Path, say: Say) -> dict[str, Any]:
     return {"path": str(path), "step": step, "pinned": None, "before": before}
 
 
-def collect_garbage(path: Path, say: Say, *, dry_run: bool) -> dict[str, Any]:
+def collect_garbage(path: Path, say: Say, *, dry_run: bool) -> Outcome:
     """Remove the steps that the run's configuration does not keep, and what killed processes left.
 
     Refuses a directory that a run is using: the run does this by itself. What is in `quarantine/`
-    is left to people.
+    is left to people. Ends with what the disk did not let go of, when all else is gone.
     """
     root = steps_directory(path)
     retention = _retention(root)
+    removals = Removals(root)
     with naming_failures(f"{root} could not be cleared"), Lease(root / ".lease"):
         rest = leftovers(root, _LOCAL)
-        freed = sum(map(_size, rest))
-        if not dry_run:
-            clear(root, _LOCAL)
         with holding_pins(root, _LOCAL) as pins:
             gone = _outlived(retention, root, pins)
-            freed += sum(map(_size, gone))
-            aside = [] if dry_run else [move_aside(_LOCAL, step, root / TRASH) for step in gone]
-        for each in aside:
-            _LOCAL.remove(each)
-        kept = [str(step) for step in step_paths(root, _LOCAL).values() if step not in gone]
-    removed = [str(each) for each in [*rest, *gone]]
+            freed = sum(map(_size, [*rest, *gone]))
+            for step in () if dry_run else gone:
+                with removals.trying():
+                    move_aside(_LOCAL, step, root / TRASH)
+        if not dry_run:
+            clear(root, _LOCAL, removals)
+            freed -= sum(map(_size, leftovers(root, _LOCAL)))
+        kept = [str(p) for p in step_paths(root, _LOCAL).values() if not dry_run or p not in gone]
+    removed = [str(p) for p in [*rest, *gone] if dry_run or _LOCAL.kind(p) is None]
     for name in removed:
         say(f"{'would remove' if dry_run else 'removed'} {name}")
     if retention is None:
         say(f"all steps are kept: no {root.parent / 'config.yaml'} says which may go")
     would = "would be " if dry_run else ""
     say(f"{bytes_text(freed)} {would}freed, {count_text(len(kept), 'step')} kept")
-    return {"path": str(root), "dry_run": dry_run, "removed": removed, "kept": kept, "bytes": freed}
+    report = {"path": str(root), "dry_run": dry_run, "removed": removed, "kept": kept}
+    return Outcome(report | {"bytes": freed}, removals.error())
 
 
 def _retention(root: Path) -> Retention | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints_for_tests import BIG_SHAPES, make_state, save_once, shards_of
+from checkpoints_for_tests import BIG_SHAPES, StubbornStorage, make_state, save_once, shards_of
 from tiny import save_tiny, tiny_model
 
 from burnish.checkpoint.manifest import sha256
@@ -358,6 +358,17 @@ def test_gc_says_what_it_would_do(long_run: Path, capsys: pytest.CaptureFixture[
     _, out, _ = ckpt(capsys, "gc", long_run, "--dry-run")
     assert "would remove" in out
     assert "would be freed, 3 steps kept" in out
+
+
+def test_gc_goes_on_where_the_disk_does_not_let_go(
+    long_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("burnish.cli.ckpt_keep._LOCAL", StubbornStorage())
+    code, found = as_json(capsys, "gc", long_run)
+    assert code == found["error"]["exit_code"] == 1
+    assert "could be removed" in found["error"]["problem"]
+    assert found["bytes"] == 0
+    assert len(names(found["kept"])) == 3  # the others are out of sight
 
 
 def test_gc_without_a_configuration_keeps_all_steps(

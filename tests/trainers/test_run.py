@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from burnish.checkpoint.background import Finished
+from burnish.checkpoint.directory import Checkpoints
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError, IncompatibleError, UsageError
 from burnish.files.lease import Lease
 from burnish.parallel.layout import Layout
-from burnish.trainers.run import open_run
+from burnish.trainers.run import Run, open_run
+from burnish.trainers.signals import Stopper
 
 
 def config_in(root: Path, **changes: object) -> RunConfig:
@@ -70,3 +73,37 @@ def test_never_resuming_refuses_a_directory_with_steps_and_no_other(tmp_path: Pa
         open_and_close(never)
     assert "step-00000003" in str(refused.value)
     open_and_close(config_in(tmp_path))
+
+
+class OneSave(Checkpoints):
+    """Checkpoints whose save in the background went like this."""
+
+    def __init__(self, finished: Finished) -> None:
+        self._told = finished
+
+    def finished(self, *, wait: bool) -> Finished:
+        return self._told
+
+
+@pytest.mark.parametrize(
+    ("error", "warning", "said", "saved"),
+    [
+        (None, None, "", 3),
+        (BurnishError("no room"), None, "STEP 3 IS NOT SAVED", None),
+        (None, BurnishError("an old step stays"), "3 is committed, but an old step stays", 3),
+    ],
+)
+def test_how_a_save_went_is_said(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    error: BurnishError | None,
+    warning: BurnishError | None,
+    said: str,
+    saved: int | None,
+) -> None:
+    run = Run(config_in(tmp_path), Layout(), torch.device("cpu"), Stopper())
+    run.checkpoints = OneSave(Finished(3, error, warning))
+    run._hear_of_saving(wait=False)
+    assert said in caplog.text
+    assert len(caplog.records) == bool(said)
+    assert run._saved_step == saved
