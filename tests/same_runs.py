@@ -29,10 +29,10 @@ def assert_same(run: Path, other: Path) -> None:
 
 
 def position(run: Path) -> dict[str, Any]:
-    """Where the newest step says that the run is, in its data above all; what was measured is compared as metrics."""
+    """Where the newest step says that the run is, in its data above all; what was measured is compared as metrics, and settings may differ."""
     state = dict(committed(run / "checkpoints")[-1].state)
     assert {"step", "cursor", "tokens", "optimizer_steps", "inputs"} <= state.keys()
-    for name in ("measured", "unlogged"):
+    for name in ("measured", "unlogged", "config_digest"):
         del state[name]
     return state
 
