@@ -126,11 +126,11 @@ def test_stopped_by_a_signal(work, in_peace, kind, number):
     assert outcome(done(work, *argv)) == in_peace[kind]
 
 
-HANGS = """\
-import time
+HANGS = """
+
 from pathlib import Path
 
-from rewards import letters as at_once
+at_once = letters
 
 def letters(completions, **columns):
     "The third time it is called it hangs."
@@ -144,22 +144,20 @@ def letters(completions, **columns):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_while_a_reward_function_hangs(work, in_peace, number):
+def test_stopped_while_a_reward_function_hangs(tmp_path, in_peace, number):
     """Its deadline is beyond the test's patience, so it is the signal that ends the wait."""
-    (work / "hanging.py").write_text(HANGS)
-    hangs = work / "hangs"
-    for path in (hangs, work / "calls"):
-        path.unlink(missing_ok=True)
-    functions = "reward.functions=[{function: hanging.py:letters}]"
-    argv = ["rl", "rl.yaml", f"name=hanging_{number}", functions]
-    command = Command(work, [*argv, "reward.timeout_seconds=100000"])
-    while not hangs.exists():
+    root = make_files(tmp_path)
+    with (root / "rewards.py").open("a") as rewards:
+        rewards.write(HANGS)
+    argv = [*KINDS["rl"], "name=hangs"]
+    command = Command(root, [*argv, "reward.timeout_seconds=100000"])
+    while not (root / "hangs").exists():
         assert command.is_running(), command.output
         time.sleep(0.01)
     command.send(number)
     assert command.wait() == 128 + number, command.output
     assert "step 1 is committed" in command.output  # the first call was the validation before it
-    assert outcome(done(work, *argv)) == in_peace["rl"]
+    assert outcome(done(root, *argv)) == in_peace["rl"]
 
 
 def test_a_finished_run_stays_as_it_is(work, in_peace):
