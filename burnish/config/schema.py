@@ -371,7 +371,7 @@ class CheckpointConfig(Section):
     reserve_gb: float = Field(0.1, ge=0)
     """Disk space that must stay free after a save, in GB."""
     mirror: str | None = None
-    """URL below which the run's directory is copied, as URL/NAME, after every save and while training goes on; resuming looks there as well. hdfs://, s3://, gs:// or file://."""
+    """URL below which the run's directory is copied, as URL/NAME, after every save and while training goes on; resuming looks there as well, and no step goes from the disk before it is there. hdfs://, s3://, gs:// or file://."""
     mirror_keep_last: int = Field(0, ge=0)
     """Newest steps to keep on the mirror, besides those that keep_every, keep_best and pins keep there too; 0: all steps."""
     mirror_patience_seconds: float = Field(1800.0, ge=0)
@@ -395,7 +395,7 @@ class DistributedConfig(Section):
     """Processes and their patience."""
 
     timeout_seconds: float = Field(600.0, gt=0)
-    """How long a collective may wait for the other ranks before the run stops."""
+    """How long a collective may wait for the other ranks before the run stops, and the process that saves in the background may read and write nothing before its save has failed."""
 
 
 class RunConfig(Section):
