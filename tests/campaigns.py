@@ -220,14 +220,15 @@ def kill_runs(chosen: argparse.Namespace, directory: Path, progress: Progress) -
 
 
 def copy_to_mirrors(chosen: argparse.Namespace, directory: Path, progress: Progress) -> list[str]:
-    """A machine that dies at every moment of copying, and at random ones, before an empty machine goes on."""
-    wrong, moments = [], mirror_crashes.MOMENTS
-    with progress.phase("mirror", len(moments) + chosen.kills) as bar:
-        for index, moment in enumerate(moments):
+    """Faults of the machine and of the service at every moment of copying, and kills at random, before an empty machine goes on."""
+    wrong = []
+    tries = list(itertools.product(mirror_crashes.MOMENTS, mirror_crashes.FAULTS))
+    with progress.phase("mirror", len(tries) + chosen.kills) as bar:
+        for index, (moment, fault) in enumerate(tries):
             place = directory / f"mirror-{index}"
-            verdict = mirror_crashes.try_moment(f"file://{place}/far", moment, place)
+            verdict = mirror_crashes.try_moment(f"file://{place}/far", moment, place, fault)
             if not (verdict.struck and verdict.is_good):
-                wrong.append(f"mirror, {moment}: {verdict}")
+                wrong.append(f"mirror, {fault} {moment}: {verdict}")
             bar.advance()
         place, rng = directory / "mirror-kills", random.Random(f"{chosen.seed} mirror")
         for verdict in mirror_crashes.try_kills(f"file://{place}/far", place, rng, chosen.kills):
@@ -280,7 +281,7 @@ def _campaigns(chosen: argparse.Namespace, directory: Path, progress: Progress) 
         "fuzz": (fuzz, f"{chosen.inputs:,} hostile files"),
         "mirror": (
             copy_to_mirrors,
-            f"{len(mirror_crashes.MOMENTS)} moments and {chosen.kills} kills of copying to a mirror",
+            f"{len(mirror_crashes.MOMENTS)} moments of copying to a mirror, {len(mirror_crashes.FAULTS)} faults, and {chosen.kills} kills",
         ),
         "runs": (
             kill_runs,

@@ -1,16 +1,19 @@
-"""Machines that die while they copy to a mirror, and what an empty machine finds there."""
+"""Machines that die while they copy to a mirror, services that fail or hang, and what an empty machine finds there."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Lock
 
 from aftermath import Verdict
 from checkpoints_for_tests import BIG_SHAPES, contents_of, fill_and_compare, make_state
@@ -22,56 +25,74 @@ from burnish.checkpoint.mirror import Mirror, Sync
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.verify import verify
 from burnish.errors import BurnishError
+from burnish.files.patience import Patience
 from burnish.files.remote import Remote
 from burnish.parallel.layout import Layout
 
 NEW, OLD = "step-00000002", "step-00000001"
 MOMENTS = {
-    "upload, before the first object": lambda call, name: call == "put" and NEW in name,
-    "upload, mid-object": lambda call, name: call == "sent" and NEW in name,
-    "upload, data without its manifest": lambda call, name: call == "put" and name == f"{NEW}/manifest.json",
-    "upload, data without COMMIT": lambda call, name: call == "put" and name == f"{NEW}/COMMIT",
-    "upload, COMMIT not read back": lambda call, name: call == "read" and name == f"{NEW}/COMMIT",
-    "mirror, before the old step's COMMIT goes": lambda call, name: call == "remove" and OLD in name,
-    "mirror, the old step's COMMIT is gone": lambda call, name: call == "remove below" and OLD in name,
+    "upload, before the first object": lambda done, name: done == "written" and NEW in name,
+    "upload, mid-object": lambda done, name: done == "sent" and NEW in name,
+    "upload, data without its manifest": lambda done, name: done == "written" and name == f"{NEW}/manifest.json",
+    "upload, data without COMMIT": lambda done, name: done == "written" and name == f"{NEW}/COMMIT",
+    "upload, COMMIT not read back": lambda done, name: done == "read" and name == f"{NEW}/COMMIT",
+    "mirror, before the old step's COMMIT goes": lambda done, name: done == "removed" and name == f"{OLD}/COMMIT",
+    "mirror, the old step's COMMIT is gone": lambda done, name: done == "removed" and name == OLD,
 }  # fmt: skip
 """Dangerous moments of bringing a mirror in line when it has step 1, lacks step 2 and keeps one: before which call."""
+FAULTS = ("kill", "EIO", "ENOSPC", "hang")
+"""What happens: the machine is switched off; the service fails twice; it has no room as long as that process lives; it
+does not answer once."""
+PATIENCE = Patience(tries=4, seconds=60, first_pause=0.01, longest_pause=0.1, silence=3)
+_TIMES = {"EIO": 2, "ENOSPC": 1 << 30, "hang": 1}
 
 
-class DeadlyRemote(Remote):
-    """A machine that is switched off at a moment."""
+@dataclass
+class Trouble:
+    """One fault of the service, at one moment."""
 
-    moment = ""
+    moment: str = ""
+    fault: str = "kill"
+    came: int = 0
+    lock: Lock = field(default_factory=Lock)
+
+    def meet(self, done: str, name: str) -> None:
+        """Have it come, if this is the moment."""
+        if not self.moment or not MOMENTS[self.moment](done, name):
+            return
+        with self.lock:
+            self.came += 1
+            if self.came > _TIMES.get(self.fault, 1):
+                return
+        if self.fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "hang":
+            time.sleep(1000)  # its thread is left behind
+        raise OSError(getattr(errno, self.fault), "made to fail")
+
+
+class FaultyRemote(Remote):
+    """A service that meets trouble, where it is tried again as any fault of a service is."""
+
+    def __init__(self, url, patience=None, trouble=None):
+        super().__init__(url, patience)
+        self.trouble = trouble or Trouble()
 
     def below(self, name):
-        below = DeadlyRemote(self.url.below(name), self.patience)
-        below.moment = self.moment
-        return below
+        return FaultyRemote(self.url.below(name), self.patience, self.trouble)
 
-    def note(self, call, name):
-        path = f"{self.url.below(name)}".rpartition("checkpoints/")[2]
-        if self.moment and MOMENTS[self.moment](call, path):
-            os.kill(os.getpid(), signal.SIGKILL)
+    def _meet(self, done, name):
+        self.trouble.meet(done, f"{self.url.below(name)}".rpartition("checkpoints/")[2])
 
-    def put(self, name, data):
-        self.note("put", name)
-        super().put(name, data)
+    def _persist(self, name, done, call):
+        def attempt(backend, pulse):
+            self._meet(done, name)
+            return call(backend, pulse)
+
+        return super()._persist(name, done, attempt)
 
     def put_file(self, name, source, advance=None):
-        self.note("put", name)
-        super().put_file(name, source, lambda count: self.note("sent", name))
-
-    def read(self, name, limit):
-        self.note("read", name)
-        return super().read(name, limit)
-
-    def remove(self, name):
-        self.note("remove", name)
-        super().remove(name)
-
-    def remove_below(self, name):
-        self.note("remove below", name)
-        super().remove_below(name)
+        super().put_file(name, source, lambda count: self._meet("sent", name))
 
 
 def mirror_at(directory: Path, remote: Remote, keep: int = 1) -> Mirror:
@@ -89,15 +110,20 @@ def save(mirror: Mirror, step: int, shapes=None) -> None:
         checkpoints.save(step, contents_of(*make_state(step, shapes)))
 
 
-def die_at(url: str, directory: str, moment: str) -> None:
-    """Steps 1 and 2, the first of them on the mirror; then the second goes up."""
-    remote = DeadlyRemote(url)
+def meet_trouble(url: str, directory: str, moment: str, fault: str) -> None:
+    """Steps 1 and 2, the first of them on the mirror; then the second goes up. Leaves how that ended, where it ended."""
+    remote = FaultyRemote(url, PATIENCE)
     mirror = mirror_at(Path(directory), remote)
     save(mirror, 1, BIG_SHAPES)
     sync(mirror)
     save(mirror, 2, BIG_SHAPES)
-    remote.moment = moment
-    sync(mirror)
+    remote.trouble.moment, remote.trouble.fault = moment, fault
+    try:
+        sync(mirror)
+        ended = "done"
+    except BurnishError as error:
+        ended = str(error)
+    (mirror.directory / "ended").write_text(ended if remote.trouble.came else "")
 
 
 def copy_forever(url: str, directory: str) -> None:
@@ -147,13 +173,17 @@ def started(function: Callable[[str, str], None], url: str, directory: Path) -> 
     return process
 
 
-def try_moment(url: str, moment: str, directory: Path) -> Verdict:
-    """Die at a moment; then look from an empty machine, and from the one that comes back."""
-    process = started(partial(die_at, moment=moment), url, directory / "one")
+def try_moment(url: str, moment: str, directory: Path, fault: str = "kill") -> Verdict:
+    """Let a fault come at a moment; then look from an empty machine, and from the one that tries again."""
+    process = started(partial(meet_trouble, moment=moment, fault=fault), url, directory / "one")
     process.join(120)
-    if process.exitcode != -signal.SIGKILL:
-        return Verdict(struck=False, wrong=f"ended with {process.exitcode}")
-    found = aftermath(url, directory / "empty", 1, 2, BIG_SHAPES)
+    killed = process.exitcode == -signal.SIGKILL
+    ended = "killed" if killed else _read(directory / "one/ended")
+    if killed != (fault == "kill") or not ended:
+        return Verdict(struck=False, wrong=f"ended with {process.exitcode}: {ended}")
+    if fault != "kill" and (ended == "done") == (fault == "ENOSPC"):
+        return Verdict(wrong=f"{fault} is not waited out, or not told: {ended}")
+    found = aftermath(url, directory / "empty", 2 if ended == "done" else 1, 2, BIG_SHAPES)
     if not found.is_good:
         return found
     mirror = mirror_at(directory / "one", Remote(url))
@@ -180,7 +210,8 @@ def try_kills(url: str, directory: Path, rng: random.Random, kills: int) -> Iter
 
 
 def _acked(run: Path) -> int:
-    try:
-        return int((run / "acked").read_text() or 0)
-    except FileNotFoundError:
-        return 0
+    return int(_read(run / "acked") or 0)
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-import time
-from contextlib import contextmanager
 
 import pytest
 from checkpoints_for_tests import BIG_SHAPES, fill_and_compare, make_state
@@ -16,6 +14,7 @@ from mirror_crashes import mirror_at, save, sync, try_kills, try_moment
 from burnish.checkpoint.committed import committed, newest
 from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.mirror import Sync
 from burnish.checkpoint.verify import verify
 from burnish.errors import BurnishError
 from burnish.files.patience import Patience
@@ -27,17 +26,20 @@ HASTY = Patience(tries=200, seconds=90, first_pause=0.05, longest_pause=1.0, sil
 
 
 SAMPLE = [
-    "upload, mid-object",
-    "upload, data without COMMIT",
-    "upload, COMMIT not read back",
-    "mirror, the old step's COMMIT is gone",
+    ("upload, mid-object", "kill"),
+    ("upload, data without COMMIT", "kill"),
+    ("upload, COMMIT not read back", "kill"),
+    ("mirror, the old step's COMMIT is gone", "kill"),
+    ("upload, mid-object", "EIO"),
+    ("upload, data without COMMIT", "ENOSPC"),
+    ("upload, mid-object", "hang"),
 ]
 # The others: make faults.
 
 
-@pytest.mark.parametrize("moment", SAMPLE)
-def test_a_machine_that_dies_at_a_moment(tmp_path, moment):
-    verdict = try_moment(f"file://{tmp_path}/far", moment, tmp_path)
+@pytest.mark.parametrize(("moment", "fault"), SAMPLE)
+def test_a_machine_that_dies_and_a_service_that_fails_at_a_moment(tmp_path, moment, fault):
+    verdict = try_moment(f"file://{tmp_path}/far", moment, tmp_path, fault)
     assert verdict.struck, verdict
     assert verdict.is_good, verdict
 
@@ -95,34 +97,52 @@ def test_s3_that_stays_away_leaves_nothing_that_is_listed(s3_server, tmp_path):
     check(mirror, 1)
 
 
+class Break:
+    """Kills a node of HDFS once, when so many bytes have moved, and has it started again soon."""
+
+    def __init__(self, server, node, after):
+        self.server, self.node, self.left, self.came = server, node, after, False
+        self.lock = threading.Lock()
+
+    def hear(self, count):
+        with self.lock:
+            self.left -= count
+            now, self.came = self.left <= 0 and not self.came, self.came or self.left <= 0
+        if now:
+            self.server.kill(self.node)
+            self.server.start_later(self.node)
+
+
+class Heard(Remote):
+    """Tells of what is read."""
+
+    hear = None
+
+    def below(self, name):
+        below = Heard(self.url.below(name), self.patience)
+        below.hear = self.hear
+        return below
+
+    def read_into(self, name, buffer, offset=0):
+        super().read_into(name, buffer, offset)
+        self.hear(len(buffer))
+
+
 @pytest.mark.parametrize("node", ["namenode", "datanode"])
 def test_hdfs_killed_and_restarted_in_the_middle(hdfs_server, tmp_path, node):
     """Once while a step goes up, once while it is read."""
-    remote = Remote(f"{hdfs_server.url}/mirror {next(number)}/run", HASTY)
+    remote = Heard(f"{hdfs_server.url}/mirror {next(number)}/run", HASTY)
+    remote.hear = lambda count: None
     mirror = mirror_at(tmp_path / "run", remote)
     save(mirror, 1, BIG_SHAPES)
-    with breaking(hdfs_server, node, 0.15):
-        sync(mirror)
-    with breaking(hdfs_server, node, 0.05):
-        check(mirror, 1)
+    sending = Break(hdfs_server, node, 1 << 20)
+    Sync(mirror, sending.hear).run()
+    assert sending.came
+    reading = Break(hdfs_server, node, 5 << 20)
+    remote.hear = reading.hear
+    check(mirror, 1)
+    assert reading.came
     with Checkpoints(tmp_path / "empty", Layout()) as checkpoints:
         checkpoints.mirror_to(mirror)
         resumed = checkpoints.resume(lambda step, source: None)
     assert str(resumed.step.path).startswith("hdfs://")
-
-
-@contextmanager
-def breaking(server, node, seconds):
-    """Kill a node so long after the block begins, and start it again."""
-
-    def strike():
-        time.sleep(seconds)
-        server.kill(node)
-        server.start(node)
-
-    thread = threading.Thread(target=strike)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
