@@ -33,9 +33,9 @@ def value_loss_fn(kind: AggregationKind, clip: float | None, max_response_length
         held = torch.zeros_like(mask)
         if clip is not None:
             old = torch.where(mask, _given(micro.old_values, "old_values"), 0.0)
-            near = old + (values - old).clamp(-clip, clip)
-            clipped = (near - returns).square() / 2
-            held = clipped > losses
+            moved = values - old
+            clipped = (old + moved.clamp(-clip, clip) - returns).square() / 2
+            held = (moved.abs() > clip) & (clipped > losses)  # and not by rounding
             losses = torch.maximum(losses, clipped)
         loss = aggregate(losses)
         return loss, Stats(
