@@ -69,8 +69,6 @@ def _beyond_megatron(config: RunConfig) -> Iterator[Problem]:
     asked = {
         f"optim.kind: {config.optim.kind}": config.optim.kind != "adamw",
         "model.lora": config.model.adapter is not None,
-        "algorithm.advantage: gae": config.algorithm.advantage == "gae",
-        "reward.models": bool(config.reward.models),
     }
     for what in (name for name, is_asked in asked.items() if is_asked):
         yield Problem(

@@ -13,6 +13,7 @@ from burnish.engines import fitting
 from burnish.engines.base import Engine
 from burnish.engines.frozen import FrozenEngine
 from burnish.engines.torch_engine import TorchEngine
+from burnish.models.routing import has_routers
 from burnish.parallel.layout import Layout
 
 
@@ -24,6 +25,14 @@ def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
         require_fitting(hf_config, config)
     else:
         fitting.require_fitting(hf_config, config)
+
+
+def settings_beside(hf_config: PretrainedConfig, config: EngineConfig) -> EngineConfig:
+    """The policy's settings for a model beside it: one without experts has none to even out, or to divide."""
+    if has_routers(hf_config):
+        return config
+    none = {"router_aux_loss": 0.0, "expert_parallel": 1, "expert_tensor_parallel": None}
+    return config.model_copy(update=none)
 
 
 def make_engine(
@@ -59,7 +68,7 @@ def make_frozen(
 ) -> Engine:
     """An engine whose weights are in the dtype of computing, for a model that is only asked; see `make_engine`."""
     if config.kind == "megatron":
-        asked = config.model_copy(update={"router_aux_loss": 0.0})
+        asked = settings_beside(hf_config, config).model_copy(update={"router_aux_loss": 0.0})
         return make_engine(hf_config, asked, None, layout=layout, device=device, beside=beside)
     mesh = beside.mesh if isinstance(beside, TorchEngine) else None
     return FrozenEngine(hf_config, config, layout=layout, device=device, mesh=mesh)

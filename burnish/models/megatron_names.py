@@ -97,8 +97,10 @@ OUTSIDE_LAYERS = (
     "embedding.word_embeddings.weight",
     "decoder.final_layernorm.weight",
     "output_layer.weight",
+    "score.weight",
+    "score.bias",
 )
-"""What all others are called."""
+"""What all others are called; `score` is the head of a critic or a reward model, in the place of the output layer."""
 
 
 def regions_of(
@@ -140,6 +142,8 @@ def _outside_layers(
     embeddings = "model.embed_tokens.weight"
     if parameter == "decoder.final_layernorm.weight":
         return (_band("model.norm.weight", parameter, shape),)
+    if parameter in ("score.weight", "score.bias"):
+        return (_band(parameter, parameter, shape),)
     if parameter == "embedding.word_embeddings.weight":
         return _of_vocabulary(embeddings, parameter, shape, naming, tensor)
     if parameter == "output_layer.weight":

@@ -72,6 +72,11 @@ def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     return type(name, (GenericForTokenClassification, family), {"__module__": __name__})
 
 
+def head_has_bias(config: PretrainedConfig) -> bool:
+    """Whether the head of a model that has one has a bias: transformers gives one to those that classify tokens."""
+    return issubclass(value_class(config), GenericForTokenClassification)
+
+
 def value_head(model: PreTrainedModel) -> nn.Linear:
     """The output layer of a model with a scalar head."""
     return next(child for child in model.children() if isinstance(child, nn.Linear))

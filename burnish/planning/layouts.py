@@ -12,7 +12,7 @@ from burnish.errors import UsageError
 from burnish.planning.activations import Arithmetic
 from burnish.planning.devices import PER_MACHINE, Devices
 from burnish.planning.megatron import MegatronNeeds
-from burnish.planning.megatron_layouts import degrees
+from burnish.planning.megatron_layouts import degrees, divides_beside
 from burnish.planning.megatron_model import MegatronModel
 from burnish.planning.memory import Needs, Parts
 from burnish.planning.model import Model
@@ -123,7 +123,7 @@ class Planner:
         self._operations = Operations(shape, work, adapter > 0, self._judges)
         self._clock = Clock(shape, work, devices, self._width, self._operations, adapter)
         self._models: dict[tuple[int, int], tuple[Model, list[Model]]] = {}
-        self._of_stages: dict[tuple[int, int], MegatronModel] = {}
+        self._of_stages: dict[tuple[int, int], tuple[MegatronModel, list[MegatronModel]]] = {}
 
     def as_configured(self) -> Plan:
         """With the settings as they are."""
@@ -165,7 +165,8 @@ class Planner:
         each_update = self.work.sequences // self.work.updates
         for given, kind in product(degrees(self.shape, engine, count), _CHECKPOINTING):
             found = engine.model_copy(update={**given, "activation_checkpointing": kind})
-            if count // found.sharing <= each_update:
+            beside = all(divides_beside(judge, found) for judge in self._judges)
+            if beside and count // found.sharing <= each_update:
                 yield found
 
     def _sharing(self) -> Iterator[tuple[int, int]]:
@@ -209,13 +210,15 @@ class Planner:
     def _needs(self, config: RunConfig, layout: Layout) -> Needs | MegatronNeeds:
         """Of the model that is trained, and of those that judge; models are made once for all layouts with the same arithmetic."""
         key = layout.sequence, layout.tensor
+        arithmetic = self._arithmetic(*key)
+        asked = replace(arithmetic, lora=None)
         if config.engine.kind == "megatron":
             if key not in self._of_stages:
-                self._of_stages[key] = MegatronModel(self.shape, self._arithmetic(*key))
-            return MegatronNeeds(self._of_stages[key], config, self.work, layout)
+                stages = [MegatronModel(judge, asked) for judge in self._judges]
+                self._of_stages[key] = MegatronModel(self.shape, arithmetic), stages
+            trained, asked_too = self._of_stages[key]
+            return MegatronNeeds(trained, config, self.work, layout, asked_too)
         if key not in self._models:
-            arithmetic = self._arithmetic(*key)
-            asked = replace(arithmetic, lora=None)
             judges = [Model(judge, asked) for judge in self._judges]
             self._models[key] = Model(self.shape, arithmetic), judges
         model, judges = self._models[key]

@@ -3,8 +3,8 @@
 As `burnish.planning.memory`, which says what is the same for both engines: generating, publishing, saving. Each stage of
 a pipeline has its own needs, for the first has the embedding and most micro-batches in flight, the last the output layer;
 what is planned for is the fullest. Gradients are added up in a buffer of all parameters, in fp32, that is
-always there; the optimizer's fp32 weights and moments are divided among data-parallel processes. Left out: how unevenly
-tokens fall on experts, and buffers of the communication library.
+always there; the optimizer's fp32 weights and moments are divided among data-parallel processes. A critic and reward
+models are cut as the policy is. Left out: how unevenly tokens fall on experts, and buffers of the communication library.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from burnish.config.schema import RunConfig
 from burnish.planning.megatron_layer import Cut
 from burnish.planning.megatron_model import MegatronModel, Stage
 from burnish.planning.memory import Needs, Parts
+from burnish.planning.model import Model
 from burnish.planning.shape import Weight
 from burnish.planning.share import Layout
 from burnish.planning.slots import WAVE
-from burnish.planning.tape import Passes
 from burnish.planning.workload import Workload
 
 _FP32 = 4
@@ -30,14 +30,17 @@ class MegatronNeeds:
     """What the fullest process of a run needs, of a model, at a layout."""
 
     def __init__(
-        self, model: MegatronModel, config: RunConfig, work: Workload, layout: Layout
+        self,
+        model: MegatronModel,
+        config: RunConfig,
+        work: Workload,
+        layout: Layout,
+        judges: Sequence[MegatronModel] = (),
     ) -> None:
-        engine = config.engine
-        again = engine.activation_checkpointing == "selective"
-        passes = model.passes(Cut.of(engine), attends_again=again)
+        """`judges` are the models of `reward.models`."""
         self._stages = [
-            _StageNeeds(model, config, work, layout, stage, passes)
-            for stage in model.stages(layout.pipeline, engine.virtual_stages)
+            _StageNeeds(model, config, work, layout, stage, judges)
+            for stage in model.stages(layout.pipeline, config.engine.virtual_stages)
         ]
 
     def phases(self) -> dict[str, Parts]:
@@ -70,16 +73,26 @@ class _StageNeeds(Needs):
         work: Workload,
         layout: Layout,
         stage: Stage,
-        passes: Sequence[Passes],
+        judges: Sequence[MegatronModel] = (),
     ) -> None:
-        super().__init__(model, config, work, layout)
-        self._stage, self._passes = stage, passes
+        self._stage, self._cut = stage, Cut.of(config.engine)
         self._is_first, self._is_last = stage.number == 0, stage.number == layout.pipeline - 1
-        self._cut = Cut.of(config.engine)
+        again = config.engine.activation_checkpointing == "selective"
+        self._passes = model.passes(self._cut, attends_again=again)
+        super().__init__(model, config, work, layout, judges)
+
+    def _companion(self, model: Model, work: Workload) -> Needs:
+        """On the stage with this one's number, or with as many layers as that has."""
+        assert isinstance(model, MegatronModel)
+        stages = model.stages(self._layout.pipeline, self._config.engine.virtual_stages)
+        stage = [each for each in stages if each.number <= self._stage.number][-1]
+        return _StageNeeds(model, self._config, work, self._layout, stage)
 
     def staging(self) -> float:
         """Bytes of host memory that a save in the background copies: fp32 weights and moments."""
-        return _FP32 * (1 + _MOMENTS) * self._stepped * int(self._config.checkpoint.background)
+        critic = self._critic.staging() if self._critic else 0.0
+        own = _FP32 * (1 + _MOMENTS) * self._stepped * int(self._config.checkpoint.background)
+        return own + critic
 
     @cached_property
     def _held(self) -> tuple[float, float]:
@@ -98,7 +111,8 @@ class _StageNeeds(Needs):
         alone = self._layout.pipeline == 1
         weights = [table] if self._is_first else []
         weights += [norm] if self._is_last else []
-        return weights + ([table] if self._is_last and not (shape.tied and alone) else [])
+        has_table = self._is_last and not shape.scores_values and not (shape.tied and alone)
+        return weights + ([table] if has_table else [])
 
     @cached_property
     def _stepped(self) -> float:
@@ -131,7 +145,11 @@ class _StageNeeds(Needs):
     @property
     def _reference(self) -> float:
         """Bytes of the reference's weights, in the dtype of computing."""
-        return self._model.bytes * sum(self._held) if self._work.reference else 0.0
+        return self._frozen if self._work.reference else 0.0
+
+    @property
+    def _frozen(self) -> float:
+        return self._model.bytes * sum(self._held)
 
     @property
     def _left(self) -> float:
@@ -169,7 +187,9 @@ class _StageNeeds(Needs):
         return max(sum(kept[chunk] * n for chunk, n in flight.items()) for flight in flights)
 
     def _scoring(self) -> Parts:
-        """A forward pass of which nothing is kept."""
+        """A forward pass of which nothing is kept; the critic's where no other is made."""
+        if self._critic and not self._work.scorings:
+            return self._critic._scoring()
         inference = max(passes.inference for passes in self._passes)
         scored = self._scored * self._model.hidden
         return {
@@ -179,6 +199,14 @@ class _StageNeeds(Needs):
         }
 
     def _updates(self) -> Iterator[Parts]:
+        """The moments of the policy's update, and of the critic's, each beside the other's buffer of gradients."""
+        yield from self._update()
+        if self._critic:
+            own, critics = self._state["gradients"], self._critic._state["gradients"]
+            for parts in self._critic._update():
+                yield parts | {"gradients": parts["gradients"] - critics + own}
+
+    def _update(self) -> Iterator[Parts]:
         """The moments of forward, backward and optimizer step that can be the fullest."""
         shape, waiting = self._model.shape, self._waiting_all
         tied = self._logits.gradient if shape.tied and self._layout.pipeline == 1 else 0.0

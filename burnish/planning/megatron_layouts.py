@@ -42,6 +42,15 @@ def degrees(shape: ModelShape, engine: EngineConfig, devices: int) -> Iterator[d
                 }
 
 
+def divides_beside(shape: ModelShape, engine: EngineConfig) -> bool:
+    """Whether a model beside the policy can be cut as the settings say; of experts that is not asked."""
+    tensor, sequence = engine.tensor_parallel, engine.sequence_parallel
+    stages = engine.pipeline_parallel * engine.virtual_stages
+    return stages <= shape.depth and all(
+        _divides(tensor, sequence, layer) for layer, _ in shape.layers
+    )
+
+
 def _of_experts(shape: ModelShape, tensor: int, stage: int) -> Iterator[dict[str, int]]:
     """How the experts of a layer may be divided among the processes of a stage."""
     mixtures = [layer for layer, _ in shape.layers if layer.experts]

@@ -60,8 +60,12 @@ class Needs:
         self._share = Share(model.shape, layout)
         self._slots = Slots(self._share, config, model.lora)
         alone = replace(work, critic=False, reference=False, slots=0)
-        self._critic = Needs(model.critic, config, alone, layout) if work.critic else None
-        self._judges = [Needs(judge, config, alone, layout) for judge in judges]
+        self._critic = self._companion(model.critic, alone) if work.critic else None
+        self._judges = [self._companion(judge, alone) for judge in judges]
+
+    def _companion(self, model: Model, work: Workload) -> Needs:
+        """The needs of another model on the same process: of a critic, of one that judges."""
+        return Needs(model, self._config, work, self._layout)
 
     def phases(self) -> dict[str, Parts]:
         """The parts of the fullest moment of each phase, in the order of a step."""
@@ -161,10 +165,13 @@ class Needs:
             held = self._model.shape.elements + self._ordered
             parts["generator"] = float(self._model.bytes * held)
         if self._judges:
-            parts["reward models"] = sum(
-                judge._model.bytes * judge._share.all + judge._left for judge in self._judges
-            )
+            parts["reward models"] = sum(judge._frozen for judge in self._judges)
         return parts
+
+    @property
+    def _frozen(self) -> float:
+        """Bytes of a model that is only asked."""
+        return self._model.bytes * self._share.all + self._left
 
     @property
     def _left(self) -> float:

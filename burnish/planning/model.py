@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from typing import Self
 
 from burnish.planning.activations import Arithmetic, layer_passes
 from burnish.planning.shape import Layer, ModelShape
@@ -28,10 +29,10 @@ class Model:
         self.hidden = float(shape.hidden * arithmetic.bytes)
 
     @cached_property
-    def critic(self) -> Model:
+    def critic(self) -> Self:
         """The same with a value head, of which all is trained."""
         shape = replace(self.shape, scores_values=True)
-        return Model(shape, replace(self.arithmetic, lora=None))
+        return type(self)(shape, replace(self.arithmetic, lora=None))
 
     def kept(self, passes: Passes, checkpointing: str) -> float:
         """Bytes of a token that a layer keeps for its backward pass."""

@@ -58,12 +58,10 @@ class Clock:
         if self.work.scores:
             scoring = operations.scorings * operations.forward(layout)
             found["log-probs"] = scoring / self._speed
-        if engine.kind == "megatron":
-            found["update"] = self._megatron_update(layout, engine, microbatches)
-        else:
-            found["update"] = self._update(layout, engine, microbatches)
+        update = self._megatron_update if engine.kind == "megatron" else self._update
+        found["update"] = update(layout, engine, microbatches)
         if self.work.critic:
-            found["update"] += self._update(layout, engine, microbatches, critic=True)
+            found["update"] += update(layout, engine, microbatches, critic=True)
         if self.work.slots:
             cut = layout.shards if engine.kind == "torch" else layout.tensor * layout.pipeline
             found["publish"] = self._travel(self.width * self.shape.elements, cut)
@@ -97,9 +95,11 @@ class Clock:
         told = self._exchanged(layout, 3 + operations.again(engine) + before)
         return max(passes * operations.forward(layout) / self._speed, moved) + told
 
-    def _megatron_update(self, layout: Layout, engine: EngineConfig, microbatches: int) -> float:
+    def _megatron_update(
+        self, layout: Layout, engine: EngineConfig, microbatches: int, *, critic: bool = False
+    ) -> float:
         """Of Megatron's engine: weights are gathered and gradients added up once a step; stages wait for each other at its ends."""
-        passes = self.operations.passes(engine)
+        passes = self.operations.passes(engine, critic=critic)
         idle = (layout.pipeline - 1) / (engine.virtual_stages * microbatches)
         arithmetic = passes * self.operations.forward(layout) / self._speed * (1 + idle)
         elements = self.shape.elements / (layout.tensor * layout.pipeline)

@@ -27,14 +27,13 @@ from burnish.algorithms.value_loss import value_loss_fn
 from burnish.config.schema import LoraConfig, OptimConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.engines.base import Engine, LossFn, Part
-from burnish.engines.making import make_engine
+from burnish.engines.making import make_engine, settings_beside
 from burnish.errors import BurnishError
 from burnish.launch.run import launch
 from burnish.models.building import plain_model
 from burnish.models.counting import count_flops
 from burnish.models.lora import Adapter
 from burnish.models.names import model_shards, regions
-from burnish.models.routing import has_routers
 from burnish.models.shrinking import shrunk
 from burnish.models.sources import FreshSource
 from burnish.models.value_head import has_value_head
@@ -130,11 +129,9 @@ def _said(hf_config: PretrainedConfig) -> str:
 
 
 def critic_config(config: RunConfig, hf_config: PretrainedConfig) -> RunConfig:
-    """The configuration of a critic's engine: all of it is trained, and experts are evened out where it has some."""
+    """The configuration of a critic's engine: all of it is trained, and experts are evened out and divided where it has some."""
     model = config.model.model_copy(update={"lora": LoraConfig()})
-    engine = config.engine
-    if not has_routers(hf_config):
-        engine = engine.model_copy(update={"router_aux_loss": 0.0})
+    engine = settings_beside(hf_config, config.engine)
     return config.model_copy(update={"model": model, "engine": engine})
 
 

@@ -9,9 +9,9 @@ import torch
 from burnish.algorithms.schedule import learning_rate
 from burnish.algorithms.value_loss import value_loss_fn
 from burnish.engines.base import Engine
+from burnish.engines.making import settings_beside
 from burnish.models.counting import count_flops
 from burnish.models.loading import read_model_config, require_embeddings, value_source
-from burnish.models.routing import has_routers
 from burnish.models.value_head import value_config
 from burnish.parallel.layout import Layout
 from burnish.records import Batch
@@ -25,7 +25,7 @@ CRITIC = "critic"
 def critic_foundation(policy: Foundation) -> Foundation:
     """What a critic starts from: `critic.path`, or the policy's backbone with a fresh head.
 
-    All of it is trained, also where the policy trains an adapter. Experts are evened out where it
+    All of it is trained, also where the policy trains an adapter. Experts are evened out and divided where it
     has some. Raises as `lay_foundation` does.
     """
     config = policy.config
@@ -34,9 +34,8 @@ def critic_foundation(policy: Foundation) -> Foundation:
         model = model.model_copy(update={"path": config.critic.path, "fresh": None})
     hf_config = value_config(read_model_config(model))
     require_embeddings(hf_config, policy.tokenizer)
-    if not has_routers(hf_config):
-        engine = config.engine.model_copy(update={"router_aux_loss": 0.0})
-        config = config.model_copy(update={"engine": engine})
+    engine = settings_beside(hf_config, config.engine)
+    config = config.model_copy(update={"engine": engine})
     source = value_source(model, hf_config, config.seed)
     return replace(
         policy,

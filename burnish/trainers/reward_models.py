@@ -86,14 +86,15 @@ def load_judge(
     Raises `IncompatibleError` for one that is no classifier with one label, and what reading a model raises.
     """
     names = part_names(config.reward)[len(config.reward.functions) :]
-    models = []
+    models, beside = [], policy
     for settings, name in zip(config.reward.models, names, strict=True):
         source = ModelConfig(path=settings.path)
         hf_config = read_model_config(source)
         _require_one_label(hf_config, settings)
         tokenizer = load_tokenizer(settings.path)
         require_embeddings(hf_config, tokenizer)
-        engine = make_frozen(hf_config, config.engine, layout=layout, device=device, beside=policy)
+        engine = make_frozen(hf_config, config.engine, layout=layout, device=device, beside=beside)
+        beside = beside or engine
         engine.load(weights_source(source, hf_config, config.seed), Part.WEIGHTS)
         positions = getattr(hf_config, "max_position_embeddings", None) or sys.maxsize
         encoder, flops = ChatEncoder(tokenizer), count_flops(hf_config)

@@ -77,8 +77,6 @@ def test_experts_divide_the_processes_of_a_stage() -> None:
         ("megatron", "engine.reduce_each_microbatch", "false"),
         ("megatron", "optim.kind", "muon"),
         ("megatron", "model.lora", "{rank: 4}"),
-        ("megatron", "algorithm.advantage", "gae"),
-        ("megatron", "reward.models", "[{path: judge}]"),
         ("torch", "engine.pipeline_parallel", "2"),
         ("torch", "engine.megatron_sequence_parallel", "false"),
         ("torch", "engine.expert_tensor_parallel", "1"),

@@ -93,6 +93,27 @@ def test_moments_come_from_the_host_some_at_a_time():
     assert parts["optimizer step"] == 12 * 151936 * 4096
 
 
+def test_a_critic_and_a_judge_are_cut_as_the_policy_is():
+    """One has all of its state beside the policy's, without a second table in the last stage, the other its weights."""
+    values = values_of(pipeline_parallel=4) | {
+        "data": {"train": ["t.jsonl"], "max_length": 4096, "max_prompt_length": 512},
+        "batch": {"prompts": 64, "tokens_per_device": 8192},
+        "algorithm": {"advantage": "gae"},
+        "reward": {"models": [{"path": "judge"}]},
+    }
+    config, shape = RunConfig.model_validate(values), ModelShape.of(MODEL)
+    work, devices = Workload.of(config, "rl"), parse_devices("8xB200-180G")
+    plan = Planner(shape, config, work, devices, [shape]).as_configured()
+    parts, (layer, _), table = plan.phases["save"], shape.layers[0], 151936 * 4096
+    stages = [9 * layer.elements + table, 9 * layer.elements + 4096]
+    held = parts["weights"] / 2
+    critic = next(each for each in stages if held - each in (0, table))
+    assert parts["critic"] == pytest.approx((2 + 4 + 12 / 2) * critic)
+    assert parts["reward models"] == 2 * critic
+    alone = planner(values_of(pipeline_parallel=4), "8xB200-180G").as_configured()
+    assert plan.phases["update"]["gradients"] == alone.phases["update"]["gradients"]
+
+
 def test_the_ends_of_a_pipeline_have_the_embedding_and_the_output_layer():
     """36 layers over 8 stages: the first four have five of them, and the first the embedding as well."""
     shape = ModelShape.of(MODEL)

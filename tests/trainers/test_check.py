@@ -317,7 +317,7 @@ def check_critic_rank(layout: Layout, config: RunConfig, kind: str) -> tuple[str
     """The refusal, if any; what was compared."""
     examples, loss, hf_config = critic_material(config)
     config = critic_config(config, hf_config)
-    engine = ENGINES[kind](hf_config, config.engine, config.optim, layout=layout, device=CPU)
+    engine = made(kind, hf_config, config, layout)
     fill(engine, config, hf_config)
     differences = compared(engine, config, examples, loss, hf_config)
     refusal = ""
@@ -336,6 +336,7 @@ def check_critic_rank(layout: Layout, config: RunConfig, kind: str) -> tuple[str
         ({"sequence_parallel": 2}, "TorchEngine", ""),
         ({"tensor_parallel": 2}, "TorchEngine", ""),
         ({"activation_checkpointing": "full", "replicas": 2}, "TorchEngine", ""),
+        ({"kind": "megatron", "pipeline_parallel": 2}, "right", ""),
     ],
     ids=str,
 )

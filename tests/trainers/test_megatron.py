@@ -8,13 +8,14 @@ import signal
 import pytest
 import same_runs
 from same_runs import assert_same
-from training_files import FRESH, burnish, done, metrics, outcome, ranks
+from training_files import FRESH, burnish, done, metrics, outcome, ranks, weights
 
 MEGATRON = "engine.kind=megatron"
 RL = [
     *same_runs.RL,
     "optim.lr=0.003",
 ]  # at 0.01 rounding grows to half a percent of a gradient in six steps
+PPO = [*RL, "algorithm.advantage=gae", "critic.lr=0.003", "critic.warmup_steps=1", "steps=2"]
 LAYOUTS = {"TP 2": "engine.tensor_parallel=2", "PP 2": "engine.pipeline_parallel=2"}
 MIXTURE = FRESH | {
     "model_type": "qwen3_moe",
@@ -36,10 +37,24 @@ def of_torch(work):
     return done(work, *RL, "name=of_torch")
 
 
+@pytest.fixture(scope="module")
+def critics_of_torch(work):
+    return done(work, *PPO, "name=ppo_torch")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_reinforcement_learning_is_that_of_the_torch_engine(work, of_torch, layout):
     argv = [*RL, MEGATRON, LAYOUTS[layout], f"name={layout.replace(' ', '')}"]
     assert_same(done(work, *argv, world=2), of_torch)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ppo_is_that_of_the_torch_engine(work, critics_of_torch, layout):
+    """A critic learns beside the policy, and one step before it."""
+    argv = [*PPO, MEGATRON, LAYOUTS[layout], f"name=ppo_{layout[:2]}"]
+    run = done(work, *argv, world=2)
+    assert_same(run, critics_of_torch)
+    assert any("critic/model" in name for name in weights(run))
 
 
 @pytest.mark.parametrize("replay", ["recompute", "rollout"])

@@ -140,6 +140,19 @@ def test_every_layout_judges_alike(tmp_path: Path) -> None:
             assert [each.reward for each in found] == pytest.approx(wanted, abs=1e-5)
 
 
+@pytest.mark.parametrize("degree", ["pipeline_parallel", "expert_parallel"])
+def test_several_judge_alike_on_the_megatron_engine(tmp_path: Path, degree: str) -> None:
+    """Dense ones too where the policy's experts are divided."""
+    models = [
+        {"path": str(save_classifier(tmp_path / kind, kind=kind))} for kind in ("Sequence", "Token")
+    ]
+    settings = {"reward": {"models": models}, "batch": {"tokens_per_device": 48}}
+    wanted = [each.reward for each in judged(models)]
+    layout = {"kind": "megatron", degree: 2}
+    for (found,) in run_ranks(judged_rank, 2, settings, [layout]):
+        assert [each.reward for each in found] == pytest.approx(wanted, abs=1e-5)
+
+
 def test_several_models_and_their_names(tmp_path: Path) -> None:
     paths = [save_classifier(tmp_path / each / "judge", each) for each in ("llama", "qwen3")]
     (first, *_) = judged([{"path": str(paths[0])}, {"path": f"{paths[1]}/", "weight": -1.0}])

@@ -173,6 +173,7 @@ def _stage(
         vp_stage=vp_stage,
         tokens=shape.vocabulary,
         padding=shape.padding,
+        value_bias=shape.value_bias,
         **options,
     )
     _mark_cut(stage)

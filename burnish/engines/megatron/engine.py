@@ -1,8 +1,8 @@
 """The Megatron engine: tensor, pipeline, expert and data parallelism of Megatron-Core behind the engine's verbs.
 
 Main weights, optimizer state and gradient reduction are fp32, compute is bf16 or fp32. On a machine
-without CUDA the same code runs over gloo (`burnish.engines.megatron.host`). Left out: adapters, value
-heads, activation offloading, compilation.
+without CUDA the same code runs over gloo (`burnish.engines.megatron.host`). Left out: adapters,
+activation offloading, compilation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from burnish.tracking.metrics import Mean, Stats, Sum
 
 
 class MegatronEngine:
-    """A causal language model trained with Megatron-Core; implements `burnish.engines.base.Engine`.
+    """A causal language model, or one with a value head, trained with Megatron-Core; implements `burnish.engines.base.Engine`.
 
     Without `optim` the engine is a frozen model in the dtype of computing: `forward`, `published` and
     `load(source, Part.WEIGHTS)` only. The weights are undefined until `load(source, Part.WEIGHTS)`.
@@ -79,7 +79,10 @@ class MegatronEngine:
         self._chunks = stages if self._optimizer is None else self._optimizer.chunks
         parts = [] if self._optimizer is None else self._optimizer.parts
         self._shards = MegatronShards(self._chunks, hf_config, parts)
-        self._experts = Architecture.of(hf_config).experts
+        shape = Architecture.of(hf_config)
+        self._experts = shape.experts
+        self._said = ("logprobs", "entropy") if shape.value_bias is None else ("values",)
+        """What the model says of each token."""
         self._schedule = Schedule(
             self._chunks,
             _division(config, self.mesh),
@@ -128,19 +131,22 @@ class MegatronEngine:
     def forward(
         self, batch: Batch, *, adapter: bool = True, experts: bool = False
     ) -> list[TokenOutputs]:
-        """Log-probs and entropies of this rank's micro-batches, without gradients; see `Engine.forward`."""
+        """What the model says of this rank's micro-batches, without gradients; see `Engine.forward`."""
         with megatron_called():
             for chunk in self._chunks:
                 chunk.eval()
             found, chosen = self._schedule.forward(batch.microbatches, record=experts)
         lengths = [len(micro.input_ids) for micro in batch.microbatches]
-        values = torch.zeros(2, sum(lengths), dtype=torch.float32, device=self._device)
+        values = torch.zeros(len(self._said), sum(lengths), device=self._device)
         if found:
-            torch.cat([output.logprobs for output in found], out=values[0])
-            torch.cat([output.entropy for output in found], out=values[1])
+            for name, row in zip(self._said, values, strict=True):
+                torch.cat([getattr(output, name) for output in found], out=row)
         if self.layout.pipeline > 1:
             dist.broadcast(values, group=self.mesh.groups.pp, group_src=self.layout.pipeline - 1)
-        outputs = [TokenOutputs(*of_micro) for of_micro in torch.split(values, lengths, dim=1)]
+        outputs = [
+            TokenOutputs(**dict(zip(self._said, of_micro, strict=True)))
+            for of_micro in torch.split(values, lengths, dim=1)
+        ]
         if not experts:
             return outputs
         return [replace(output, experts=e) for output, e in zip(outputs, chosen, strict=True)]

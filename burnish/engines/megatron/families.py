@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from burnish.errors import UsageError
 from burnish.models.building import plain_model
+from burnish.models.value_head import has_value_head, head_has_bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,8 @@ class Architecture:
     """Of RMSNorm."""
     tied: bool
     """Embedding and output layer are one."""
+    value_bias: bool | None
+    """Of a model with a value head whether that has a bias; None: it has a vocabulary."""
     windows: tuple[int | None, ...]
     """For each layer the tokens that a token sees, itself included; None: all before it."""
     experts: Experts | None
@@ -114,6 +117,7 @@ class Architecture:
                 do="set engine.kind=torch",
             )
         family, heads = FAMILIES[hf_config.model_type], hf_config.num_attention_heads
+        has_values = has_value_head(hf_config)
         return cls(
             family=family,
             layers=hf_config.num_hidden_layers,
@@ -125,7 +129,8 @@ class Architecture:
             vocabulary=hf_config.vocab_size,
             padding=hf_config.pad_token_id,
             epsilon=hf_config.rms_norm_eps,
-            tied=bool(hf_config.tie_word_embeddings),
+            tied=bool(hf_config.tie_word_embeddings) and not has_values,
+            value_bias=head_has_bias(hf_config) if has_values else None,
             windows=_windows(hf_config),
             experts=_experts(hf_config) if family.experts else None,
         )
@@ -157,8 +162,11 @@ def _uncomputed(hf_config: PretrainedConfig) -> Iterator[str]:
         yield f"rotary positions that depend on the length ({rope['rope_type']})"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         yield "heads that are rotated in part (partial_rotary_factor)"
-    if any("ForCausalLM" not in name for name in hf_config.architectures or ()):
-        yield "another head than a vocabulary (a critic, a reward model)"
+    if has_value_head(hf_config):
+        if hf_config.num_labels != 1:
+            yield f"a head that says {hf_config.num_labels} things of a token"
+    elif any("ForCausalLM" not in name for name in hf_config.architectures or ()):
+        yield "another head than a vocabulary or a value"
 
 
 def _head_dim(hf_config: PretrainedConfig) -> int:

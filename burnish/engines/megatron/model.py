@@ -1,15 +1,18 @@
-"""Megatron's GPT model, made to run a scoring plan: packed tokens in, hidden states or a log-prob and an entropy per token out.
+"""Megatron's GPT model, made to run a scoring plan: packed tokens in, hidden states out, or a log-prob and an entropy per token, or a value.
 
 The output layer's logits are computed in chunks by `burnish.models.logprobs`, of each rank's part of the
-vocabulary, so Megatron's own loss is not used. Left out: a value head.
+vocabulary, so Megatron's own loss is not used. A model with a value head has that in the output layer's place,
+whole on every tensor rank.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from burnish.engines.megatron.attention import Packing
@@ -17,7 +20,9 @@ from burnish.models.fused import rotation_of
 from burnish.models.logprobs import LogprobOptions, token_logprobs
 from burnish.models.routing import Routing
 from burnish.models.scorer import ScoringPlan
+from burnish.models.value_head import state_values
 from burnish.models.vocabulary import VocabularyPart
+from burnish.records import TokenOutputs
 
 
 class PackedGPT(GPTModel):
@@ -30,9 +35,10 @@ class PackedGPT(GPTModel):
         tokens: int,
         padding: int | None,
         chunk: int,
+        value_bias: bool | None = None,
         **options: Any,
     ) -> None:
-        """`rotary`: transformers' module of rotary positions; `tokens`: the real size of the vocabulary; `padding`: the token whose embedding is not trained; `chunk`: tokens whose logits exist at one time."""
+        """`rotary`: transformers' module of rotary positions; `tokens`: the real size of the vocabulary; `padding`: the token whose embedding is not trained; `chunk`: tokens whose logits exist at one time; `value_bias`: whether the value head has a bias, None where the model has a vocabulary."""
         super().__init__(*args, position_embedding_type="none", **options)
         self.padding, self.chunk = padding, chunk
         self._rotary = [rotary]  # in a list, so that it is no part of this module
@@ -42,11 +48,16 @@ class PackedGPT(GPTModel):
         own = range(first, min(first + rows, tokens))
         self.part = VocabularyPart(own, group)
         """The tokens of this rank's rows of the embedding and the output layer; rows beyond them are padding."""
+        self.score: nn.Linear | None = None
+        """The value head, in the last stage of a model that has one."""
+        if self.post_process and value_bias is not None:
+            del self.output_layer
+            self.score = _score_head(self.config, bias=value_bias)
 
     def forward(
         self, plan: ScoringPlan, temperature: float = 1.0, routing: Routing | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Hidden states [C, 1, H] of this stage's tokens; in the last stage log-probs and entropies [N] of the plan's predictions.
+    ) -> Tensor | TokenOutputs:
+        """Hidden states [C, 1, H] of this stage's tokens; in the last stage what the model says of each token of the plan.
 
         All but the first stage take their input from `set_input_tensor`. `routing` says what the
         routers do, where they are not left alone.
@@ -71,10 +82,19 @@ class PackedGPT(GPTModel):
             )
         return hidden
 
-    def _scored(
-        self, hidden: Tensor, plan: ScoringPlan, temperature: float
+    def _scored(self, hidden: Tensor, plan: ScoringPlan, temperature: float) -> TokenOutputs:
+        if self.score is not None:
+            values = state_values(hidden[:, 0], self.score)
+            values = self.part.all_values(values) if self.config.sequence_parallel else values
+            return TokenOutputs(values=plan.spread(plan.predictors.take(values)))
+        logprobs, entropy = self._logprobs(hidden[:, 0], plan, temperature)
+        return TokenOutputs(logprobs=plan.spread(logprobs), entropy=plan.spread(entropy))
+
+    def _logprobs(
+        self, states: Tensor, plan: ScoringPlan, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        states, part = hidden[:, 0], None if self.part.group.size() == 1 else self.part
+        """Of the plan's predictions [N], from the states [C, H] that this rank has."""
+        part = None if self.part.group.size() == 1 else self.part
         if self.config.sequence_parallel:
             states = self.part.all_rows(states)
         elif part is not None:
@@ -89,3 +109,18 @@ class PackedGPT(GPTModel):
         return token_logprobs(
             predictors, weight[: len(self.part.tokens)], plan.targets, options, part
         )
+
+
+def _score_head(config: TransformerConfig, *, bias: bool) -> nn.Linear:
+    """A head with undefined weights, whose gradient is that of this rank's tokens, as a norm's is."""
+    head: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
+        nn.Linear,
+        config.hidden_size,
+        1,
+        bias=bias,
+        device=torch.cuda.current_device(),
+        dtype=config.params_dtype,
+    )
+    for parameter in head.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return head

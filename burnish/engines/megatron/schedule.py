@@ -78,7 +78,7 @@ class Schedule:
 
         def keep(outputs: TokenOutputs, micro: MicroBatch) -> Tensor:
             found.append(outputs)
-            return outputs.logprobs.new_zeros(())
+            return torch.zeros((), device=self.device)
 
         planned = [self._planned(micro, record=record) for micro in micros]
         with torch.no_grad():
@@ -129,8 +129,8 @@ _NO_TOKENS = 0
 # Megatron divides by the tokens of a step where it is asked to; here losses are divided already.
 
 
-def _loss_of(batch: _Planned, found: tuple[Tensor, Tensor], loss: LossOf) -> Tensor:
-    if batch.micro is None:
-        return found[0].sum() * 0.0
-    logprobs, entropy = (batch.plan.spread(values) for values in found)
-    return loss(TokenOutputs(logprobs=logprobs, entropy=entropy), batch.micro)
+def _loss_of(batch: _Planned, found: TokenOutputs, loss: LossOf) -> Tensor:
+    if batch.micro is not None:
+        return loss(found, batch.micro)
+    said = found.values if len(found.values) else found.logprobs
+    return said.sum() * 0.0

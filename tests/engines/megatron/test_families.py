@@ -106,9 +106,13 @@ def test_a_family_whose_layers_look_like_those_of_another_is_refused() -> None:
         require_fitting(granite, EngineConfig(kind="megatron"))
 
 
-def test_a_value_head_is_refused() -> None:
-    with pytest.raises(UsageError, match="another head than a vocabulary"):
-        require_fitting(value_config(tiny_config("qwen3")), EngineConfig(kind="megatron"))
+def test_other_heads_than_of_a_vocabulary_or_a_value_are_refused() -> None:
+    several, other = value_config(tiny_config("qwen3")), tiny_config("qwen3")
+    several.num_labels = 3
+    other.architectures = ["Qwen3ForQuestionAnswering"]
+    for shape, said in ((several, "a head that says 3 things"), (other, "another head than")):
+        with pytest.raises(UsageError, match=said):
+            require_fitting(shape, EngineConfig(kind="megatron"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""Critics and reward models by Megatron at every layout, against transformers' classifiers in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contracts.engine import BETAS, CLIP, assert_relative, cut, make_examples
+from distributed import run_ranks
+from tiny import VOCAB, tiny_config
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from burnish.config.schema import EngineConfig, ModelConfig, OptimConfig
+from burnish.engines.base import Part
+from burnish.engines.making import make_frozen
+from burnish.engines.megatron.engine import MegatronEngine
+from burnish.engines.megatron.families import FAMILIES
+from burnish.models.loading import read_model_config
+from burnish.models.names import model_shards
+from burnish.models.sources import SafetensorsSource
+from burnish.models.value_head import value_class, value_config
+from burnish.parallel.layout import Layout
+from burnish.records import Example, MicroBatch, TokenOutputs
+from burnish.tracking.metrics import Stats
+from burnish.trainers.check import step_of_engine
+
+CPU = torch.device("cpu")
+OPTIM = OptimConfig(betas=BETAS, weight_decay=0.1)
+LAYOUTS: list[dict[str, Any]] = [
+    {"tensor_parallel": 2},
+    {"tensor_parallel": 2, "megatron_sequence_parallel": False},
+    {"pipeline_parallel": 2, "activation_checkpointing": "full"},
+    {"pipeline_parallel": 2, "virtual_stages": 2},
+    {"sequence_parallel": 2},
+]
+"""Of a critic whose backbone's embeddings are tied, which it has no use for."""
+
+
+def judge_config() -> PretrainedConfig:
+    """A reward model's, whose head has no bias."""
+    config = tiny_config("qwen3")
+    config.num_labels, config.architectures = 1, ["Qwen3ForSequenceClassification"]
+    return config
+
+
+CONFIGS = {
+    **{family: value_config(tiny_config(family)) for family in FAMILIES},
+    "a judge": judge_config(),
+    "a deep critic": value_config(tiny_config("qwen3", num_hidden_layers=4)),
+}
+
+
+def save_classifier(directory: Path, config: PretrainedConfig) -> PreTrainedModel:
+    """A plain transformers model with random weights in fp32, in evaluation."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = value_class(config)._from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    return model.eval()
+
+
+def loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
+    """Squares of the distances to something of each token."""
+    assert outputs.logprobs.shape == outputs.entropy.shape == (0,)
+    wanted = micro.input_ids / VOCAB
+    terms = torch.where(micro.loss_mask, (outputs.values - wanted).square(), 0.0)
+    return terms.sum() / micro.num_tokens, Stats()
+
+
+def by_hand(model: PreTrainedModel) -> dict[str, Any]:
+    """Each sequence by itself: the value before a token is what is said of the token before it."""
+    values = [_values(model, example) for example in make_examples(VOCAB)]
+    (whole,) = cut(make_examples(VOCAB), Layout(), 6).microbatches
+    total, _ = loss(TokenOutputs(values=torch.cat(values)), whole)
+    total.backward()  # type: ignore[no-untyped-call]
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        "values": [each.detach() for each in values],
+        "loss": float(total.detach()),
+        "norm": float(norm),
+        "gradients": {s.spec.name: s.tensor for s in model_shards(model, gradients)},
+    }
+
+
+def _values(model: PreTrainedModel, example: Example) -> Tensor:
+    ids = torch.from_numpy(example.token_ids)[None]
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    said = model.score(hidden)[0, :-1, 0]
+    mask = torch.from_numpy(example.loss_mask)
+    return torch.where(mask, torch.cat([torch.zeros(1), said]), 0.0)
+
+
+def valued_rank(
+    layout: Layout, cases: Sequence[tuple[Path, Mapping[str, Any]]]
+) -> list[tuple[Any, bool]]:
+    """Of each case a step, and whether a frozen model beside it says the same before."""
+    found = []
+    for path, settings in cases:
+        config = EngineConfig(kind="megatron", precision="fp32", max_grad_norm=CLIP, **settings)
+        hf_config = read_model_config(ModelConfig(path=str(path)))
+        engine = MegatronEngine(hf_config, config, OPTIM, layout=layout, device=CPU)
+        engine.load(SafetensorsSource(path), Part.WEIGHTS)
+        frozen = make_frozen(hf_config, config, layout=layout, device=CPU, beside=engine)
+        frozen.load(SafetensorsSource(path), Part.WEIGHTS)
+        batch = cut(make_examples(VOCAB), engine.layout, 2)
+        both = zip(engine.forward(batch), frozen.forward(batch), strict=True)
+        same = all(torch.equal(mine.values, theirs.values) for mine, theirs in both)
+        found.append((step_of_engine(engine, batch, loss, OPTIM), same))
+        frozen.close()
+        engine.close()
+    return found if layout.is_main else []
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_values_and_gradients_are_those_of_transformers(tmp_path: Path, world: int) -> None:
+    """In one process of every family, on two processes of a critic in every layout."""
+    deep = "a deep critic"
+    cases: list[tuple[str, dict[str, Any]]] = (
+        [(name, {}) for name in CONFIGS if name != deep]
+        if world == 1
+        else [*((deep, layout) for layout in LAYOUTS), ("qwen3_moe", {"expert_parallel": 2})]
+    )
+    oracles = {
+        name: by_hand(save_classifier(tmp_path / name, CONFIGS[name]))
+        for name in dict.fromkeys(name for name, _ in cases)
+    }
+    told = [(tmp_path / name, settings) for name, settings in cases]
+    outcomes = run_ranks(valued_rank, world, told, timeout=280)[0]
+    for case, (outcome, same) in zip(cases, outcomes, strict=True):
+        wanted = oracles[case[0]]
+        assert same, case
+        assert outcome.loss == pytest.approx(wanted["loss"], rel=1e-5), case
+        assert outcome.norm == pytest.approx(wanted["norm"], rel=1e-5), case
+        for number, values in enumerate(wanted["values"]):
+            mine = outcome.logprobs[f"sequence {number}"]
+            assert_relative(mine, values, 1e-5, f"{case}: sequence {number}")
+        assert outcome.gradients.keys() == wanted["gradients"].keys()
+        assert ("score.bias" in outcome.gradients) == (case[0] != "a judge")
+        for name, gradient in wanted["gradients"].items():
+            assert_relative(outcome.gradients[name], gradient, 2e-5, f"{case}: {name}")
