@@ -5,12 +5,16 @@ What no model is needed for is checked with the other settings (`burnish.config.
 
 from __future__ import annotations
 
+import logging
+
 from transformers import PretrainedConfig
 
 from burnish.config.schema import EngineConfig
-from burnish.engines.tensor_parallel import FAMILIES
+from burnish.engines.tensor_parallel import TESTED_FAMILIES, layer_plan
 from burnish.errors import UsageError
 from burnish.models.routing import require_routers
+
+_log = logging.getLogger(__name__)
 
 
 def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
@@ -21,18 +25,26 @@ def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
     heads: int = text.num_attention_heads
     key_heads: int = getattr(text, "num_key_value_heads", None) or heads
     tensor, sequence = config.tensor_parallel, config.sequence_parallel
-    if tensor > 1 and text.model_type not in FAMILIES:
-        raise UsageError(
-            f"tensor parallelism does not know models of type {text.model_type}",
-            have=f"engine.tensor_parallel: {tensor}",
-            want=f"one of {', '.join(sorted(FAMILIES))}",
-            do="set engine.tensor_parallel=1; engine.sequence_parallel works for every family",
-        )
+    if tensor > 1:
+        _require_plan(hf_config)
     if key_heads % tensor:
         raise _indivisible("engine.tensor_parallel", tensor, key_heads, "key heads")
     if heads // tensor % sequence:
         of_each = f"heads on each of {tensor} tensor ranks" if tensor > 1 else "heads"
         raise _indivisible("engine.sequence_parallel", sequence, heads // tensor, of_each)
+
+
+def _require_plan(hf_config: PretrainedConfig) -> None:
+    """That of tensor parallelism, with a word on how to check it for a family that no test has tried."""
+    layer_plan(hf_config)
+    kind = hf_config.get_text_config().model_type
+    if kind not in TESTED_FAMILIES:
+        _log.warning(
+            "tensor parallelism of model type %r is not among what Burnish tests (%s): it follows transformers' plan; "
+            "burnish check CONFIG compares a step of it with one process",
+            kind,
+            ", ".join(sorted(TESTED_FAMILIES)),
+        )
 
 
 def _indivisible(setting: str, ranks: int, heads: int, what: str) -> UsageError:

@@ -8,29 +8,32 @@ parameter that is not cut the gradient of its own work only, and the sum over ra
 
 Which parameters are cut, and how, is transformers' own plan of the family (`base_model_tp_plan`). An
 adapter's B is cut with the rows of its weight, A with the columns; the other of the two is whole on every rank.
-Left out: families whose plan asks for more than that, and experts on ranks of their own.
+Left out: families whose plan asks for more than that or leaves a part of a layer whole, and experts on ranks of
+their own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from burnish.errors import IncompatibleError
+from burnish.errors import IncompatibleError, UsageError
 from burnish.models.cuts import Cut
 from burnish.models.lora_names import plain_parameter
 from burnish.models.scorer import Scorer
 from burnish.models.vocabulary import VocabularyPart
 from burnish.parallel.autograd import gather_rows, scatter_sums
 
-FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"})
-"""`model_type`s whose plan is understood, and tested."""
+TESTED_FAMILIES = frozenset(
+    {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"}
+)
+"""`model_type`s that the tests hold equal to one process."""
 
 _STYLES: Mapping[str, tuple[int, int]] = {
     "colwise": (-2, 1),
@@ -53,11 +56,13 @@ def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
     """Leave in `scorer` (still on meta) this rank's part of every matrix; returns what was cut, by parameter.
 
     Parameters keep their names, tied ones stay one, and those that are not cut stay what they are.
-    Raises `IncompatibleError` for a bias that would be added once per rank, and a plan that is not understood.
+    Raises `UsageError` for a plan that is not understood, and `IncompatibleError` for a bias that would be added once
+    per rank, and matrices of a layer that the plan leaves whole.
     """
     model, rank, ranks = scorer.model, group.rank(), group.size()
-    cuts = dict(_layer_cuts(model, _plan(model), rank, ranks))
+    cuts = dict(_layer_cuts(model, layer_plan(model.config), rank, ranks))
     blocks = sorted({match[0] for match in map(_BLOCK.match, cuts) if match})
+    _require_all_in(blocks, model)
     vocabulary = Cut.of(model.config.get_text_config().vocab_size, 0, rank, ranks)
     cuts |= dict.fromkeys(_vocabulary_weights(model), vocabulary)
     _keep_parts(model, cuts)
@@ -70,19 +75,39 @@ def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
     return cuts
 
 
-def _plan(model: PreTrainedModel) -> Mapping[str, str]:
-    """The style of each module or parameter of a layer, by its name in the base model with * for the layer's number."""
-    whole: Mapping[str, str] = model.config.get_text_config().base_model_tp_plan
+def layer_plan(hf_config: PretrainedConfig) -> Mapping[str, str]:
+    """The style of each module or parameter of a layer, by its name in the base model with * for the layer's number.
+
+    Raises `UsageError` where transformers has no plan of the family, or one with styles that are not known here.
+    """
+    text = hf_config.get_text_config()
+    whole: Mapping[str, str] = text.base_model_tp_plan or {}
     plan = {name: style for name, style in whole.items() if ".*." in name}
-    for name, style in plan.items():
-        if style not in _STYLES and style not in _OTHER_STYLES:
-            raise IncompatibleError(
-                f"tensor parallelism does not know how {name} is to be cut",
-                have=f"{style!r} in transformers' plan of {model.config.model_type}",
-                want=f"one of {', '.join(sorted((*_STYLES, *_OTHER_STYLES)))}",
-                do="set engine.tensor_parallel=1, or use the version of transformers that is pinned",
-            )
+    strange = sorted(set(plan.values()) - _STYLES.keys() - _OTHER_STYLES)
+    if strange or not plan:
+        found = f"a plan with {', '.join(strange)}" if plan else "no plan"
+        raise UsageError(
+            f"tensor parallelism does not know how models of type {text.model_type} are to be cut",
+            have=f"{found} in transformers",
+            want=f"a plan of {', '.join(sorted((*_STYLES, *_OTHER_STYLES)))} alone",
+            do="set engine.tensor_parallel=1; engine.sequence_parallel works for every family",
+        )
     return plan
+
+
+def _require_all_in(blocks: Sequence[str], model: PreTrainedModel) -> None:
+    """Raise `IncompatibleError` for matrices of decoder layers that are in no block, and so would see some of the tokens only."""
+    lists = {block.rsplit(".", 2)[0] for block in blocks}
+    for name, parameter in model.named_parameters():
+        child = match[0] if (match := _BLOCK.match(name)) else ""
+        if parameter.ndim < 2 or child in blocks or child.rsplit(".", 2)[0] not in lists:
+            continue
+        raise IncompatibleError(
+            f"transformers' plan leaves {child} whole, which tensor parallelism does not do",
+            have=f"{name} {tuple(parameter.shape)} in {model.config.model_type}",
+            want="a plan that cuts every block of a layer",
+            do="set engine.tensor_parallel=1",
+        )
 
 
 def _layer_cuts(

@@ -40,8 +40,8 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
                 do="train a model of another family",
             )
     config.use_cache = False
-    if getattr(config, "router_jitter_noise", None):
-        config.router_jitter_noise = 0.0
+    for each in (config, config.get_text_config()):
+        _silence(each)
     with torch.device("meta"):
         model = plain_model(config)
     _require_packable(model)
@@ -51,6 +51,13 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
+
+
+def _silence(config: PretrainedConfig) -> None:
+    """Set the probabilities of dropout, and noise, to 0; some families read them at every call."""
+    for name, value in vars(config).items():
+        if isinstance(value, float) and ("drop" in name or name == "router_jitter_noise"):
+            setattr(config, name, 0.0)
 
 
 def plain_model(config: PretrainedConfig) -> PreTrainedModel:

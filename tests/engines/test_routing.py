@@ -33,7 +33,7 @@ from burnish.records import Batch
 from burnish.trainers.check import Outcome, step_of_engine
 
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
-    1: [{"activation_checkpointing": "full"}],
+    1: [{"activation_checkpointing": "full"}, {"activation_offload": True}],
     2: [
         {},
         {"sequence_parallel": 2, "activation_checkpointing": "full"},
@@ -68,6 +68,12 @@ def routed_rank(
             }
         )
     return found if layout.is_main else []
+
+
+def compiled_rank(layout: Layout, path: Path) -> Outcome:
+    engine = make_engine(layout, path, compile=True)
+    told = with_experts(cut(examples(), layout, 3), experts_of_others())
+    return step_of_engine(engine, told, loss, OPTIM)
 
 
 def make_and_step(layout: Layout, path: Path, batch: Batch, settings: Mapping[str, Any]) -> Outcome:
@@ -106,15 +112,27 @@ def test_every_layout_routes_like_one_plain_model(
         assert counted["moe/aux_loss"] == pytest.approx(wanted["aux"], rel=1e-5), settings
         assert counted["moe/load_imbalance"] == pytest.approx(imbalance(own), rel=1e-6), settings
         for kind, numbers in oracles.items():
-            outcome = found[kind]
-            assert outcome.loss == pytest.approx(numbers["loss"], rel=1e-5), (kind, settings)
-            assert outcome.norm == pytest.approx(numbers["norm"], rel=1e-5), (kind, settings)
-            for number, logprobs in enumerate(numbers["logprobs"]):
-                mine = outcome.logprobs[f"sequence {number}"]
-                assert_relative(mine, logprobs, 1e-5, f"{kind} {settings}: sequence {number}")
-            for name, gradient in (numbers["gradients"] | numbers["routers"]).items():
-                mine = outcome.gradients[name.replace(".mlp.gate", ".block_sparse_moe.gate")]
-                assert_relative(mine, gradient, 1e-5, f"{kind} {settings}: {name}")
+            require_like(found[kind], numbers, f"{kind} {settings}")
+
+
+def require_like(found: Outcome, wanted: Mapping[str, Any], case: str) -> None:
+    assert found.loss == pytest.approx(wanted["loss"], rel=1e-5), case
+    assert found.norm == pytest.approx(wanted["norm"], rel=1e-5), case
+    for number, logprobs in enumerate(wanted["logprobs"]):
+        mine = found.logprobs[f"sequence {number}"]
+        assert_relative(mine, logprobs, 1e-5, f"{case}: sequence {number}")
+    for name, gradient in (wanted["gradients"] | wanted["routers"]).items():
+        mine = found.gradients[name.replace(".mlp.gate", ".block_sparse_moe.gate")]
+        assert_relative(mine, gradient, 1e-5, f"{case}: {name}")
+
+
+@pytest.mark.contract
+@pytest.mark.timeout(600)
+def test_a_compiled_model_sends_tokens_where_it_is_told(
+    path: Path, oracles: dict[str, dict[str, Any]]
+) -> None:
+    (found,) = run_ranks(compiled_rank, 1, path, timeout=280)
+    require_like(found, oracles["prescribed"], "compiled")
 
 
 def test_what_does_not_fit_is_refused(path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from layout_pairs import require_every_pair
 from tiny import save_tiny
 from transformers import AutoConfig
 
+from burnish.checkpoint.committed import newest
 from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.engines.torch_engine import TorchEngine
 from burnish.parallel.layout import Layout
@@ -30,12 +32,15 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     },
 }
 """By processes: what the engine is told."""
+SOME = {1: {"1": {}}, 2: {name: LAYOUTS[2][name] for name in ("fsdp 2", "tp 2")}}
 
 
-def make_engine(layout: Layout, path: Path, settings: Mapping[str, Any]) -> TorchEngine:
+def make_engine(
+    layout: Layout, path: Path, settings: Mapping[str, Any], optim: OptimConfig | None = None
+) -> TorchEngine:
     config = EngineConfig(precision="fp32", logprob_chunk=5, **settings)
     hf_config = AutoConfig.from_pretrained(path)
-    return TorchEngine(hf_config, config, OptimConfig(), layout=layout, device=CPU)
+    return TorchEngine(hf_config, config, optim or OptimConfig(), layout=layout, device=CPU)
 
 
 @pytest.mark.timeout(600)
@@ -43,3 +48,19 @@ def test_every_pair_of_layouts(tmp_path: Path) -> None:
     """With tied embeddings, and layers with experts and without."""
     path = save_tiny(tmp_path / "m", "qwen3_moe", torch.float32, tie_word_embeddings=True)
     require_every_pair(make_engine, path, tmp_path, LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "slot"), [("muon", "momentum_buffer"), ("adamw8bit", "exp_avg_scale")]
+)
+def test_the_state_of_other_optimizers_through_pairs_of_layouts(
+    tmp_path: Path, kind: Literal["muon", "adamw8bit"], slot: str
+) -> None:
+    """Half a row is a block of those that have 8 bits."""
+    shapes = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128}
+    path = save_tiny(tmp_path / "m", "qwen3", torch.float32, num_hidden_layers=1, **shapes)
+    make = partial(make_engine, optim=OptimConfig(kind=kind))
+    require_every_pair(make, path, tmp_path, SOME, relative=1e-4)
+    step = newest(tmp_path / "tp 2")
+    assert step is not None
+    assert f"training/{slot}.safetensors" in step.manifest.files
