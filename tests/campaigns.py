@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +30,7 @@ import crashes
 import fuzzing
 import mirror_crashes
 from aftermath import Verdict
+from checkpoints_for_tests import BIG_SHAPES, SHAPES
 from failpoints import FAULTS, MOMENTS, STAGING
 from faultfs import crash_states
 from killed_runs import KINDS, RUNS, killed
@@ -139,9 +140,11 @@ def in_parts(
     return found
 
 
-def flip_some(directory: str, seed: str, count: int) -> tuple[int, list[str]]:
+def flip_some(
+    directory: str, seed: str, count: int, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[int, list[str]]:
     """So many flips in a step of one's own."""
-    step = corruption.make_step(Path(tempfile.mkdtemp(dir=directory)))
+    step = corruption.make_step(Path(tempfile.mkdtemp(dir=directory)), shapes)
     chosen = itertools.islice(corruption.flips(step, random.Random(seed)), count)
     return count, [each for flip in chosen for each in corruption.check_flip(step, flip)]
 
@@ -181,10 +184,10 @@ def _split(count: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def flip(chosen: argparse.Namespace, directory: Path, progress: Progress) -> list[str]:
-    """Single bits over a step."""
+    """Single bits over a step, one in twenty of them over one whose files have several blocks."""
     with _workers(chosen) as workers, progress.phase("flipped bits", chosen.flips) as bar:
         parts = [
-            (str(directory), f"{chosen.seed} {number}", size)
+            (str(directory), f"{chosen.seed} {number}", size, SHAPES if number % 20 else BIG_SHAPES)
             for number, size in _split(chosen.flips, 500)
         ]
         return in_parts(flip_some, parts, workers, bar)

@@ -1,35 +1,48 @@
 """Single flipped bits in a committed step: each has to be found, and named, by whoever reads the file it is in.
 
-The step holds what a run's holds, tokenizer included. A flip is made in place and undone.
+The step holds what a run's holds, tokenizer included; a large one has files of several blocks, of which
+the damaged one and no other has to be named, in the text that people read and in JSON. A flip is made
+in place and undone.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoints_for_tests import make_state, save_once, shards_of
+from checkpoints_for_tests import BIG_SHAPES, SHAPES, make_state, save_once, shards_of
 from tokenizers_for_tests import save_char_tokenizer
 
 from burnish.checkpoint.committed import open_step
 from burnish.checkpoint.load import CheckpointSource
-from burnish.checkpoint.manifest import COMMIT, MANIFEST, Commit, Manifest, record_of, sha256
-from burnish.checkpoint.verify import DamagedBlock, verify
-from burnish.errors import CorruptError
+from burnish.checkpoint.manifest import (
+    BLOCK_BYTES,
+    COMMIT,
+    MANIFEST,
+    Commit,
+    Manifest,
+    record_of,
+    sha256,
+)
+from burnish.checkpoint.verify import DamagedBlock
+from burnish.cli.ckpt_verify import verify_steps
+from burnish.errors import CorruptError, few
 from burnish.files.safetensors import read_header
 from burnish.files.storage import LocalStorage
+from burnish.files.weights import SUFFIX
 from burnish.parallel.layout import Layout
 
 READ_BY_LOADING = ("COMMIT", "manifest.json", "state.json")
 """Beside the tensors. The files of a Hugging Face directory are for others, who find them checked by `verify`."""
 
 
-def make_step(root: Path) -> Path:
-    """A step to flip bits in, of some tens of kilobytes."""
-    return save_once(root, 1, write_assets=_write_assets)
+def make_step(root: Path, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Path:
+    """A step to flip bits in: of some tens of kilobytes, or with `BIG_SHAPES` of some tens of megabytes."""
+    weights, slots = (shards_of(each, Layout()) for each in make_state(0, shapes))
+    return save_once(root, 1, weights=weights, training=slots, write_assets=_write_assets)
 
 
 def _write_assets(directory: Path) -> None:
@@ -75,53 +88,92 @@ def flips(step: Path, rng: random.Random) -> Iterator[Flip]:
 
 def check_flip(step: Path, flip: Flip) -> list[str]:
     """Make the flip, look for it in every way there is, undo it; what was overlooked or wrongly named."""
-    part = _part(step, flip)
+    block = _block(step, flip)
     flip.apply(step)
     try:
-        found = {"verify": _verified(step)}
-        if flip.name in READ_BY_LOADING or flip.name.endswith(".safetensors"):
-            found["loading"] = _loaded(step)
+        wrong = _wrongly_told(step, flip, block)
+        if flip.name in READ_BY_LOADING or flip.name.endswith(SUFFIX):
+            wrong += _wrongly_raised(step, flip, block)
     finally:
         flip.apply(step)
-    return [
-        f"{who} does not name {part or flip.name} for {flip}: {error}"
-        for who, error in found.items()
-        if not _names(error, step, flip, part)
-    ]
+    return [f"{flip}: {each}" for each in wrong]
 
 
-def _part(step: Path, flip: Flip) -> str | None:
-    """The tensor that the bit is in, or the header; None for a file without tensors."""
-    if not flip.name.endswith(".safetensors"):
+@dataclass(frozen=True)
+class _Block:
+    """Where a bit lies in a file of tensors."""
+
+    start: int
+    stop: int
+    holds: tuple[str, ...]
+    """All tensors that have bytes in it, and "the header"; of a damaged header no more can be known."""
+    is_known: bool
+    """Whether the bit is in no header."""
+
+    def is_told(self, holds: Sequence[str]) -> bool:
+        """Whether this is what is said to lie in it."""
+        return (
+            tuple(holds) == self.holds if self.is_known else next(iter(holds), "") == "the header"
+        )
+
+
+def _block(step: Path, flip: Flip) -> _Block | None:
+    """None for a file without tensors."""
+    if not flip.name.endswith(SUFFIX):
         return None
-    header = read_header(step / flip.name)
-    entries = header.entries.values()
-    return next((e.name for e in entries if e.begin <= flip.bit // 8 < e.end), "the header")
+    header, size = read_header(step / flip.name), (step / flip.name).stat().st_size
+    start = flip.bit // 8 // BLOCK_BYTES * BLOCK_BYTES
+    stop = min(start + BLOCK_BYTES, size)
+    names = [e.name for e in header.entries.values() if e.begin < stop and start < e.end]
+    holds = (*["the header"] * (start < header.size), *names)
+    return _Block(start, stop, holds, flip.bit // 8 >= header.size)
 
 
-def _names(error: CorruptError | None, step: Path, flip: Flip, part: str | None) -> bool:
-    """Whether this says which file is damaged, and what lies there."""
-    if error is None or str(step / flip.name) not in str(error):
+def _wrongly_told(step: Path, flip: Flip, block: _Block | None) -> list[str]:
+    """What `burnish ckpt verify` leaves out of its text, and of its JSON."""
+    lines: list[str] = []
+    [report] = verify_steps(step, lines.append, fast=False).report["steps"]
+    text, problems = "\n".join(lines), json.loads(json.dumps(report["problems"]))
+    wrong = [] if _says(text, step, flip, block) else [f"verify says {text}"]
+    if block is None:
+        return wrong if problems else [*wrong, "verify has no problem in its JSON"]
+    told = [(each["file"], each["start"], each["stop"]) for each in problems]
+    if told != [(flip.name, block.start, block.stop)] or not block.is_told(problems[0]["tensors"]):
+        wrong.append(f"verify has {problems} in its JSON")
+    return wrong
+
+
+def _wrongly_raised(step: Path, flip: Flip, block: _Block | None) -> list[str]:
+    """The same of loading."""
+    error = _loaded(step)
+    holds = error.holds if isinstance(error, DamagedBlock) else ()
+    if not (_says(str(error), step, flip, block) and (block is None or block.is_told(holds))):
+        return [f"loading says {error}, of {holds}"]
+    return []
+
+
+def _says(text: str, step: Path, flip: Flip, block: _Block | None) -> bool:
+    """Whether people are told which file is damaged, where, and what lies there: the first, and how many more."""
+    if str(step / flip.name) not in text:
         return False
-    return part is None or (isinstance(error, DamagedBlock) and part in error.holds)
+    if block is None:
+        return True
+    holds = few(block.holds) if block.is_known else "the header"
+    return f"bytes {block.start} to {block.stop} " in text and f"they hold {holds}" in text
 
 
-def _verified(step: Path) -> CorruptError | None:
-    try:
-        return next(verify(step), None)
-    except CorruptError as error:
-        return error
-
-
-def load_all(source: CheckpointSource) -> None:
+def load_all(source: CheckpointSource, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> None:
     """Fill weights and slots from a step of `make_step`."""
-    weights, slots = make_state(7)
+    weights, slots = make_state(7, shapes)
     source.fill(shards_of(weights | slots, Layout()))
 
 
 def _loaded(step: Path) -> CorruptError | None:
+    """What loading all of it raises."""
+    large = (step / "model/model.safetensors").stat().st_size > BLOCK_BYTES
     try:
-        load_all(CheckpointSource(open_step(step, LocalStorage()), Layout()))
+        source = CheckpointSource(open_step(step, LocalStorage()), Layout())
+        load_all(source, BIG_SHAPES if large else SHAPES)
     except CorruptError as error:
         return error
     return None

@@ -7,10 +7,13 @@ import random
 import tracemalloc
 
 import pytest
+from checkpoints_for_tests import BIG_SHAPES
 from corruption import check_flip, flips, make_step
 from fuzzing import LARGE, TARGETS, reading
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from burnish.checkpoint.manifest import BLOCK_BYTES
 
 FLIPS = 400
 
@@ -23,6 +26,13 @@ def step(tmp_path_factory):
 def test_every_flipped_bit_is_found_and_named(step):
     chosen = list(itertools.islice(flips(step, random.Random(1)), FLIPS))
     assert len({flip.name for flip in chosen}) == sum(p.is_file() for p in step.rglob("*"))
+    assert [words for flip in chosen for words in check_flip(step, flip)] == []
+
+
+def test_of_several_blocks_the_damaged_one_is_named(tmp_path):
+    step = make_step(tmp_path, BIG_SHAPES)
+    chosen = list(itertools.islice(flips(step, random.Random(2)), 40))
+    assert any(flip.bit > 8 * BLOCK_BYTES for flip in chosen)
     assert [words for flip in chosen for words in check_flip(step, flip)] == []
 
 
