@@ -17,11 +17,12 @@ from safetensors.torch import save_file
 from tiny import tiny_config
 from transformers import AutoConfig
 
-from burnish.config.schema import EngineConfig
+from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.engines.base import Part
 from burnish.engines.optimizer import local
 from burnish.engines.torch_engine import TorchEngine
 from burnish.models.loading import FreshSource, SafetensorsSource, build_on_meta
+from burnish.models.lora import FreshAdapter
 from burnish.models.names import tensor_specs
 from burnish.parallel.device import peak_memory, reset_peak_memory, used_memory
 
@@ -32,16 +33,21 @@ SHAPE = {"hidden_size": 1024, "vocab_size": 8000, "intermediate_size": 4096, "nu
 LARGEST_MODULE = 4 * SHAPE["hidden_size"] * SHAPE["vocab_size"]
 
 
-def peak_beyond_shard(layout, path, fresh, settings):
-    """The rank's bytes of weights, and what building and loading took beyond them at the peak."""
+def peak_beyond_shard(layout, path, fresh, settings, optim=None, lora=None):
+    """The rank's bytes of weights and of the optimizer's state, and what building and loading took beyond them at the peak."""
     config = AutoConfig.from_pretrained(path)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     reset_peak_memory(CPU)
     before = used_memory(CPU)
-    engine = TorchEngine(config, EngineConfig(**settings), None, layout=layout, device=CPU)
-    engine.load(FreshSource(config, 0) if fresh else SafetensorsSource(Path(path)), Part.WEIGHTS)
-    shard = sum(local(s.tensor).nbytes for s in engine.shards(Part.WEIGHTS))
+    told = EngineConfig(**settings)
+    engine = TorchEngine(config, told, optim, layout=layout, device=CPU, lora=lora)
+    base = Part.FROZEN if lora else Part.WEIGHTS
+    engine.load(FreshSource(config, 0) if fresh else SafetensorsSource(Path(path)), base)
+    if lora:
+        engine.load(FreshAdapter(0), Part.WEIGHTS)
+    parts = {base, Part.WEIGHTS, *([Part.TRAINING] if optim else [])}
+    shard = sum(local(s.tensor).nbytes for part in parts for s in engine.shards(part))
     beyond = peak_memory(CPU) - before - shard
     engine.close()
     return shard, beyond
@@ -69,9 +75,19 @@ def model(tmp_path_factory):
         (4, 2, {"replicas": 2}, False),
         (2, 2, {"tensor_parallel": 2}, False),
         (2, 2, {"sequence_parallel": 2}, False),
+        (4, 4, {"tensor_parallel": 2}, False),
     ],
 )
 def test_initialising_and_loading_take_the_shard_and_a_budget(model, world, parts, settings, fresh):
     for shard, beyond in run_ranks(peak_beyond_shard, world, str(model), fresh, settings):
         assert shard > 160e6 / parts
         assert beyond < BUDGET + LARGEST_MODULE * fresh
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["model", "adapter"])
+def test_what_is_trained_takes_the_shard_and_a_budget(model, lora):
+    """With two moments in fp32; a model beside an adapter is in bf16."""
+    told = (str(model), False, {}, OptimConfig(), lora)
+    for shard, beyond in run_ranks(peak_beyond_shard, 2, *told):
+        assert shard > (80e6 if lora else 480e6) / 2
+        assert beyond < BUDGET
