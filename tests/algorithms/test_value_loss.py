@@ -94,3 +94,21 @@ def test_without_a_clip_old_values_are_not_asked_for(make_case) -> None:
     outputs, micro = with_values(make_case())
     loss, _ = value_loss_fn("token_mean", None, 32)(outputs, replace(micro, old_values=None))
     assert torch.isfinite(loss)
+
+
+def test_a_value_within_the_clip_is_not_held_back() -> None:
+    """Of two squares that ought to be equal one is the larger by rounding, now and then."""
+    returns, old, moved = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    micro = MicroBatch(
+        input_ids=torch.zeros(1000, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, 1000], dtype=torch.int32),
+        loss_mask=torch.ones(1000, dtype=torch.bool),
+        weights=torch.ones(1),
+        num_tokens=1000,
+        num_sequences=1,
+        returns=returns,
+        old_values=old,
+    )
+    outputs = TokenOutputs(values=old + moved.clamp(-0.4, 0.4))
+    _, stats = value_loss_fn("token_mean", 0.5, 1000)(outputs, micro)
+    assert stats.values_by_name()["vf_clipfrac"] == 0
