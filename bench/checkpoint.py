@@ -1,7 +1,7 @@
 """Checkpoints beside the machine's own limits and beside other libraries: speed, memory, bytes read.
 
     python -m bench.checkpoint [--json] [--sizes 0.1 0.5 1] [--processes 1 2 4] [--rounds 3]
-                               [--cases save load block memory reshard] [--without verl]
+                               [--cases save load block memory reshard plan] [--without verl]
 
 Sizes are 10^9 bytes of fp32 weights and AdamW's two slots, cut by rows over the processes. All sides
 act in turn in each round, in the same processes (verl's in its own, under its own Python); a figure
@@ -12,8 +12,9 @@ are synced. The limits:
     save     each rank writes its bytes to one preallocated file in 4 MiB pieces, then fsync
     load     each rank reads as many bytes with preadv, 4 MiB at a time, over memory it has; all warm
     block    each rank copies its tensors to memory that it keeps
-    memory   64 MiB and a wave of 16 MiB to save, 32 MiB to load, beside the tensors
+    memory   64 MiB and a wave of 16 MiB to save, 32 MiB to load, beside the tensors; the peers are asked as well
     reshard  the bytes that are wanted (saved by rows; wanted by uneven rows, and by columns)
+    plan     ten seconds for what each of 1,000 ranks plans of 1,000 tensors; of no size and number of processes
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.checkpoint_plan import plan
 from bench.machine import Result, ratio, report
 from bench.peers import Peer
 
-CASES = ("memory", "save", "load", "reshard", "block")
-SAVE_PEERS = ("dcp", "dcp_hf", "torch", "safetensors")
-LOAD_PEERS = ("dcp", "torch", "safetensors")
+CASES = ("memory", "save", "load", "reshard", "block", "plan")
+PLANNED_RANKS, PLANNED_TENSORS, PLAN_SECONDS = 1000, 1000, 10.0
+PEERS = {
+    "save": ("dcp", "dcp_hf", "torch", "safetensors"),
+    "load": ("dcp", "torch", "safetensors"),
+}
 SLOW = ("dcp_hf",)
 MIB = 1 << 20
 BOUNDS = {"save": (64 + 16) * MIB, "load": 32 * MIB}
@@ -116,10 +121,10 @@ class Setting:
         return results
 
     def save(self) -> list[Result]:
-        return self.in_turns("save", "raw", SAVE_PEERS, 0.95)
+        return self.in_turns("save", "raw", PEERS["save"], 0.95)
 
     def load(self) -> list[Result]:
-        return self.in_turns("load", "raw", LOAD_PEERS, 0.85)
+        return self.in_turns("load", "raw", PEERS["load"], 0.85)
 
     def block(self) -> list[Result]:
         return self.in_turns("block", "copy", ("dcp",), 1 / 1.1)
@@ -127,12 +132,21 @@ class Setting:
     def memory(self) -> list[Result]:
         results = []
         for kind, bound in BOUNDS.items():
-            answers = ask_all(self.ours, {"do": "memory", "kind": kind})
-            most = max(answer["bytes"] for answer in answers)
             name = f"checkpoint/memory-{kind}/{self.label}"
-            figures = (most / MIB, None, bound / MIB, "MiB", bound / max(most, 1))
-            results.append(Result(name, *figures, 1.0))
+            most = {
+                side: max(answer["bytes"] for answer in self._ask_memory(kind, side))
+                for side in ("ours", *PEERS[kind])
+            }
+            mine = max(most.pop("ours"), 1)
+            figures = (mine / MIB, None, bound / MIB, "MiB")
+            results.append(Result(f"{name}/limit", *figures, bound / mine, 1.0))
+            for side, theirs in most.items():
+                figures = (mine / MIB, theirs / MIB, bound / MIB, "MiB")
+                results.append(Result(f"{name}/{side}", *figures, theirs / mine, 1.0))
         return results
+
+    def _ask_memory(self, kind: str, side: str) -> list[dict[str, Any]]:
+        return ask_all(self.ours, {"do": "memory", "kind": kind, "side": side})
 
     def reshard(self) -> list[Result]:
         results = []
@@ -152,7 +166,9 @@ class Setting:
 
 def measure(arguments: argparse.Namespace, size: float, world: int) -> list[Result]:
     """All cases at one size and number of processes."""
-    cases = [case for case in CASES if case in arguments.cases]
+    cases = [case for case in CASES if case in arguments.cases and case != "plan"]
+    if not cases:
+        return []
     needs_saved = {"load", "reshard"} & set(cases)
     if needs_saved and "save" not in cases:
         cases.insert(0, "save")
@@ -173,6 +189,16 @@ def measure(arguments: argparse.Namespace, size: float, world: int) -> list[Resu
             print(f"  {label}: {case}", file=sys.stderr, flush=True)
             results += getattr(setting, case)()
         return results
+
+
+def measure_plan(rounds: int) -> list[Result]:
+    """Time and memory of one of very many ranks that plan a save."""
+    plan(4, 4)
+    found = [plan(PLANNED_RANKS, PLANNED_TENSORS) for _ in range(rounds)]
+    seconds, most = median(each[0] for each in found), max(each[1] for each in found)
+    print(f"  plan: {most / MIB:.0f} MiB at the peak", file=sys.stderr, flush=True)
+    name = f"checkpoint/plan/{PLANNED_RANKS}-ranks-{PLANNED_TENSORS}-tensors"
+    return [Result(name, seconds, None, PLAN_SECONDS, "s", PLAN_SECONDS / seconds, 1.0)]
 
 
 def main() -> None:
@@ -196,6 +222,8 @@ def main() -> None:
         for world in arguments.processes
         for result in measure(arguments, size, world)
     ]
+    if "plan" in arguments.cases:
+        results += measure_plan(arguments.rounds)
     report(results, arguments.json)
 
 

@@ -299,26 +299,37 @@ class Rank:
         dist.barrier()
         return {"seconds": seconds}
 
-    def memory(self, kind: str) -> Answer:
+    def memory(self, kind: str, side: str) -> Answer:
         """Bytes of resident memory at the peak of a save or a load, beyond what was held before. Saving comes first."""
-        self._warm_up(kind)
+        self._warm_up(kind, side)
+        path = self._made(f"memory-{side}")
         gc.collect()
         CDLL(None).malloc_trim(0)
         reset_peak_memory(CPU)
         before = used_memory(CPU)
-        path = self.directory / "memory"
-        getattr(self, f"{kind}_ours")(path)
+        getattr(self, f"{kind}_{side}")(path)
+        most = peak_memory(CPU) - before
         self.step += 1
-        return {"bytes": peak_memory(CPU) - before}
+        dist.barrier()
+        return {"bytes": most}
 
-    def _warm_up(self, kind: str) -> None:
+    def _warm_up(self, kind: str, side: str) -> None:
         """The same with a tiny state, so that what code and libraries take once is not counted."""
-        full, path = self.state, self.directory / f"tiny-{kind}"
+        full, path = self.state, self._made(f"tiny-{kind}-{side}")
         self.state = State(0.004, self.mesh)
-        self.save_ours(path)
+        getattr(self, f"save_{side}")(path)
+        dist.barrier()
         if kind == "load":
-            self.load_ours(path)
+            getattr(self, f"load_{side}")(path)
         self.state = full
+
+    def _made(self, name: str) -> Path:
+        """A directory of this name, on all ranks."""
+        path = self.directory / name
+        if self.layout.is_main:
+            path.mkdir(exist_ok=True)
+        dist.barrier()
+        return path
 
     def read(self, side: str, dim: int) -> Answer:
         """Bytes read and wanted, of a step that was saved by rows: uneven rows (dim 0) or columns."""
