@@ -98,7 +98,7 @@ def test_without_a_clip_old_values_are_not_asked_for(make_case) -> None:
 
 def test_a_value_within_the_clip_is_not_held_back() -> None:
     """Of two squares that ought to be equal one is the larger by rounding, now and then."""
-    returns, old, values = torch.rand(3, 1000, generator=torch.Generator().manual_seed(0)) - 0.5
+    returns, old, values = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
     micro = MicroBatch(
         input_ids=torch.zeros(1000, dtype=torch.int64),
         cu_seqlens=torch.tensor([0, 1000], dtype=torch.int32),
@@ -109,5 +109,5 @@ def test_a_value_within_the_clip_is_not_held_back() -> None:
         returns=returns,
         old_values=old,
     )
-    _, stats = value_loss_fn("token_mean", 1.0, 1000)(TokenOutputs(values=values), micro)
+    _, stats = value_loss_fn("token_mean", 10.0, 1000)(TokenOutputs(values=values), micro)
     assert stats.values_by_name()["vf_clipfrac"] == 0
