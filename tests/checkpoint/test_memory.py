@@ -10,6 +10,8 @@ import gc
 import re
 import resource
 import sys
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,7 +31,6 @@ SAVING = (64 + 16) * MIB  # 64 MiB and the largest wave
 LOADING = 32 * MIB
 STATUS = 8 * MIB  # of Python's own objects and the allocator's rounding
 SHAPES = {f"layers.{n}.weight": (1024, 2048) for n in range(9)} | {"embed.weight": (480, 2048)}
-THREADS = 4 * 8 * MIB  # stacks of threads, which a limit counts and no memory backs
 
 
 def state(layout):
@@ -126,28 +127,49 @@ def test_saving_in_the_background_takes_one_copy_more(tmp_path, world):
         assert writer <= size + SAVING
 
 
-def limited(layout, root, budget):
-    """Save and load where the system gives no more than the state and a budget."""
+@contextmanager
+def only(budget):
+    """The system gives no more than what is held and a budget. Stacks of threads, which it counts, are small here."""
+    threading.stack_size(MIB // 4)
+    held()
+    status = Path("/proc/self/status").read_text()
+    data = int(re.search(r"VmData:\s*(\d+)", status)[1]) * 1024
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (data + budget, before[1]))
+    try:
+        with pytest.raises((RuntimeError, MemoryError)):
+            torch.empty(budget + STATUS, dtype=torch.uint8)  # so it is a limit
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def save_and_resume(layout, root):
+    """Whether all is as it was when a process that may have its state and the stated budgets has saved and resumed."""
     weights, slots = state(layout)
-    contents = contents_of({}, {}, layout, weights=weights, training=slots)
+    contents = contents_of({}, {}, layout, weights=weights, training=slots, check_finite=True)
+
+    def load(step, source):
+        source.fill(weights)
+        source.fill(slots)
+
     with Checkpoints(Path(root), layout) as checkpoints:
         save_small(checkpoints, layout)
-        held()
-        status = Path("/proc/self/status").read_text()
-        data = int(re.search(r"VmData:\s*(\d+)", status)[1]) * 1024
-        _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (data + budget, most))
-        with pytest.raises((RuntimeError, MemoryError)):
-            torch.empty(budget + MIB, dtype=torch.uint8)  # so it is a limit
-        checkpoints.save(2, contents)
-    for shard in weights:
-        shard.tensor.fill_(-1.0)
-    CheckpointSource(newest(Path(root)), layout).fill(weights)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    expected, _ = state(layout)
-    return all(torch.equal(a.tensor, b.tensor) for a, b in zip(weights, expected, strict=True))
+        CheckpointSource(newest(Path(root)), layout).fill(shards_of(make_state(1)[0], layout))
+        with only(SAVING + STATUS):
+            checkpoints.save(2, contents)
+        for shard in [*weights, *slots]:
+            shard.tensor.fill_(-1.0)
+        with only(LOADING + STATUS):
+            assert checkpoints.resume(load).step.step == 2
+    parts = zip((weights, slots), state(layout), strict=True)
+    return all(
+        torch.equal(a.tensor, b.tensor)
+        for mine, expected in parts
+        for a, b in zip(mine, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_that_may_have_just_state_and_budget_goes_on(tmp_path, world):
-    assert all(run_ranks(limited, world, str(tmp_path), SAVING + THREADS))
+    assert all(run_ranks(save_and_resume, world, str(tmp_path)))
