@@ -13,10 +13,13 @@ Left out: disks that lie about a sync, and single flipped bits (the hashes are t
 
 from __future__ import annotations
 
+import os
+import pickle
 import random
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,7 +54,10 @@ class RecordingStorage(LocalStorage):
         self.log = []
 
     def note(self, kind, path, **more):
-        self.log.append(Op(time.monotonic(), kind, Path(path), **more))
+        self.keep(Op(time.monotonic(), kind, Path(path), **more))
+
+    def keep(self, op):
+        self.log.append(op)
 
     def ack(self, step):
         """The save of a step has returned."""
@@ -88,6 +94,27 @@ class RecordingStorage(LocalStorage):
         else:
             self.note("unlink", path)
             path.unlink()
+
+
+class SharedRecordingStorage(RecordingStorage):
+    """The same for several processes that it is sent to: each has its log in a file of a directory, which lies elsewhere."""
+
+    def __init__(self, directory: Path):
+        super().__init__()
+        self.directory = Path(directory)
+
+    def keep(self, op):
+        with (self.directory / f"{os.getpid()}.log").open("ab") as file:
+            pickle.dump(op, file)
+
+    def together(self) -> list[Op]:
+        """What all of them did."""
+        found = []
+        for path in self.directory.iterdir():
+            with path.open("rb") as file, suppress(EOFError):
+                while True:
+                    found.append(pickle.load(file))  # noqa: S301 - written by this test's processes
+        return found
 
 
 class RecordingFile:

@@ -11,7 +11,7 @@ from aftermath import ONE, Verdict, resumable
 from checkpoints_for_tests import contents_of, fill_and_compare, make_state, save_once, shards_of
 from distributed import run_ranks
 from failpoints import EXPORTING, RESUMING, SAVING
-from faultfs import History, RecordingStorage, fresh, write_out
+from faultfs import History, RecordingStorage, SharedRecordingStorage, fresh, write_out
 from safetensors.torch import load_file
 
 from burnish.checkpoint.committed import open_step
@@ -100,6 +100,26 @@ def record_ranks(disk, world):
     return History(disk, [op for log in logs for op in log])
 
 
+def _save_in_background(layout, root, logs, steps):
+    storage = SharedRecordingStorage(logs)
+    with Checkpoints(
+        Path(root), layout, retention=ONE, background_timeout=60, storage=storage
+    ) as checkpoints:
+        for step in steps:
+            checkpoints.begin_save(step, contents_of(*make_state(step), layout))
+            assert checkpoints.finished(wait=True).error is None
+            storage.ack(step)
+
+
+def record_writers(disk, world):
+    """Two saves by the processes beside so many trainers."""
+    disk.mkdir()
+    logs = disk.with_name(f"{disk.name}-logs")
+    logs.mkdir()
+    run_ranks(_save_in_background, world, str(disk / "checkpoints"), str(logs), [1, 2])
+    return History(disk, SharedRecordingStorage(logs).together())
+
+
 def finite_weights():
     """What is exported."""
     weights, _ = make_state(1)
@@ -125,6 +145,8 @@ SCENES = {
     "quarantine": record_quarantine,
     "2 processes": lambda disk: record_ranks(disk, 2),
     "3 processes": lambda disk: record_ranks(disk, 3),
+    "1 + writer": lambda disk: record_writers(disk, 1),
+    "2 + writers": lambda disk: record_writers(disk, 2),
     "exporting": record_export,
 }
 

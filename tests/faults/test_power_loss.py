@@ -14,7 +14,9 @@ from power_loss import SCENES, check, named_moments, record_saving, resume, save
 SAMPLE = 160
 
 
-@pytest.mark.parametrize("scene", ["saving", "restarting", "quarantine", "2 processes"])
+@pytest.mark.parametrize(
+    "scene", ["saving", "restarting", "quarantine", "2 processes", "2 + writers"]
+)
 def test_nothing_committed_is_lost_and_nothing_else_is_loaded(tmp_path, scene):
     rng = random.Random(scene)
     history = SCENES[scene](tmp_path / "disk")
