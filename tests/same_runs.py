@@ -14,6 +14,8 @@ from burnish.checkpoint.committed import committed
 
 RL = ["rl", "rl.yaml", "algorithm.kl.coef=0.1", "batch.minibatches=2"]
 """A run of reinforcement learning with a reference and more than one update a step."""
+POSITION = {"step", "cursor", "tokens", "optimizer_steps", "skipped_in_a_row", "roles", "inputs"}
+"""What state.json says that does not depend on the layout."""
 
 
 def assert_same(run: Path, other: Path) -> None:
@@ -29,12 +31,10 @@ def assert_same(run: Path, other: Path) -> None:
 
 
 def position(run: Path) -> dict[str, Any]:
-    """Where the newest step says that the run is, in its data above all; what was measured is compared as metrics, and settings may differ."""
-    state = dict(committed(run / "checkpoints")[-1].state)
-    assert {"step", "cursor", "tokens", "optimizer_steps", "inputs"} <= state.keys()
-    for name in ("measured", "unlogged", "config_digest"):
-        del state[name]
-    return state
+    """Where the newest step says that the run is, in its data above all."""
+    state = committed(run / "checkpoints")[-1].state
+    assert state.keys() >= POSITION
+    return {name: state[name] for name in sorted(POSITION)}
 
 
 def sampled(run: Path) -> list[tuple[Any, ...]]:
