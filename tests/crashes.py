@@ -67,6 +67,7 @@ OF_PARTS = (
 )
 """The moments at which they meet the faults that kill, and a full disk."""
 STOPPED = "training did not go on"
+"""How words begin that may only mean that a busy machine took longer than patience."""
 PATIENCE_SECONDS = (6.0, 25.0, 100.0)
 """For one that hangs; longer ones where the machine was too busy to get that far."""
 BLOCKS, FILES = 10, 4
