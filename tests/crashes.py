@@ -159,7 +159,7 @@ def _try_saving(cell: Cell, directory: Path, patience: float) -> Verdict:
 def _goes_on(cell: Cell) -> bool:
     """Whether training has to outlive the fault, and to commit its last step.
 
-    What happens to a writer stops nobody, except that a lone one that hangs is waited for.
+    What happens to a writer stops nobody; a lone one that hangs is tried in `tests/checkpoint/test_background.py`, as its time-out is long.
     """
     world, background = LAYOUTS[cell.layout]
     at_the_writer = background and cell.moment != STAGING

@@ -68,7 +68,8 @@ class BackgroundSaver:
         self._store: TCPStore | None = None
         self._jobs = 0
         self._step: int | None = None
-        self._moved, self._moved_at = "", 0.0
+        self._moved: str | None = None
+        self._moved_at = 0.0
         self._answer: Answer | None = None
         self._writer = self._start_writer()
 
@@ -118,16 +119,16 @@ class BackgroundSaver:
         if answer is not None:
             return answer
         moved = self._writer.moved()
-        if moved != self._moved:
+        if moved is None or moved != self._moved:
             self._moved, self._moved_at = moved, time.monotonic()
         if time.monotonic() - self._moved_at < self._timeout:
             return None
         self._writer.kill()
         return BurnishError(
-            f"the process that writes step {self._step} hangs",
+            f"the process that writes step {self._step} hangs, that of rank {self._saver.layout.rank} on {socket.gethostname()}",
             have=f"nothing read or written for {self._timeout:.0f} seconds",
-            want="a disk that answers",
-            do="look after it, or set distributed.timeout_seconds higher; the next save tries again",
+            want="a disk, and other ranks, that answer within that time",
+            do="look after the disk, or set distributed.timeout_seconds higher; the next save tries again",
         )
 
     def close(self, patience_seconds: float = 0.0) -> None:

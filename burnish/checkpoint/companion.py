@@ -86,11 +86,11 @@ class Companion:
                 do="look into the log for what it was doing",
             )
 
-    def moved(self) -> str:
-        """What the system counts of the bytes that it has read and written: it changes while it does; "" where nobody counts."""
+    def moved(self) -> str | None:
+        """What the system counts of the bytes that it has read and written: it changes while it does; None where nobody counts."""
         with suppress(OSError):
             return Path(f"/proc/{self._process.pid}/io").read_text()
-        return ""
+        return None
 
     def died(self) -> BurnishError:
         """What to say of one that has ended."""

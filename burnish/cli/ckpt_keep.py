@@ -74,7 +74,8 @@ def collect_garbage(path: Path, say: Say, *, dry_run: bool) -> Outcome:
                     move_aside(_LOCAL, step, root / TRASH)
         if not dry_run:
             clear(root, _LOCAL, removals)
-            freed -= sum(map(_size, leftovers(root, _LOCAL)))
+            still = [step for step in gone if _LOCAL.kind(step) is not None]
+            freed -= sum(map(_size, [*still, *leftovers(root, _LOCAL)]))
         kept = [str(p) for p in step_paths(root, _LOCAL).values() if not dry_run or p not in gone]
     removed = [str(p) for p in [*rest, *gone] if dry_run or _LOCAL.kind(p) is None]
     for name in removed:

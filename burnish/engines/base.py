@@ -71,8 +71,9 @@ class Engine(Protocol):
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """Run every micro-batch, add up gradients, return statistics reduced over all ranks.
 
-        `loss` is the loss of the step. Gradients are synchronised once, whatever the number
-        of micro-batches. Calling it again before `optim_step` adds to the gradients.
+        `loss` is the loss of the step. Gradients are added up over all processes once, in `optim_step` or with the last
+        micro-batch; with `engine.reduce_each_microbatch` over those that share the model's shards after each.
+        Calling it again before `optim_step` adds to the gradients.
         """
 
     def forward(

@@ -31,17 +31,15 @@ def partial_directory(target: Path, storage: Storage) -> Iterator[Path]:
     _clear(target, storage)
     path = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     storage.make_dirs(path)
-    descriptor = _open(path)
     try:
-        with suppress(OSError):  # a file system without such locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield path
+        with _opened(path) as descriptor:
+            with suppress(OSError):  # a file system without such locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield path
     except BaseException:
         with suppress(OSError):
             storage.remove(path)
         raise
-    finally:
-        os.close(descriptor)
 
 
 def _clear(target: Path, storage: Storage) -> None:
@@ -58,17 +56,17 @@ def _clear(target: Path, storage: Storage) -> None:
 def _is_left(path: Path) -> bool:
     """Whether nobody holds the lock of a directory; False where the system cannot tell."""
     try:
-        descriptor = _open(path)
+        with _opened(path) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
     return True
 
 
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -175,7 +175,7 @@ def test_a_writer_that_is_killed_is_started_again(tmp_path):
 
 def test_a_disk_that_hangs_is_not_waited_for(tmp_path):
     with opened(
-        tmp_path, storage=OnceHangingStorage(tmp_path / "hung"), timeout=8.0
+        tmp_path, storage=OnceHangingStorage(tmp_path / "hung"), timeout=20.0
     ) as checkpoints:
         checkpoints.begin_save(1, contents_of(*make_state(1)))
         finished = checkpoints.finished(wait=True)
