@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from training_files import RL, SFT, burnish, done, make_files
 
 from burnish.config.schema import CriticConfig, EngineConfig, RunConfig
-from burnish.engines.base import Engine, LossFn
+from burnish.engines.base import Engine, LossFn, trained
 from burnish.engines.fitting import require_fitting
 from burnish.engines.making import make_engine
 from burnish.engines.megatron import optimizer
@@ -56,7 +56,7 @@ class Averaging(TorchEngine):
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         stats = super().forward_backward(batch, loss)
-        for gradient in self._trained().gradients().values():
+        for gradient in trained(self._optimizer).gradients().values():
             gradient /= self.layout.world
         return stats
 

@@ -46,7 +46,7 @@ def subject(trainer: str = "sft", **model: object) -> OutOfMemory:
     ],
 )
 def test_the_setting_that_would_have_helped(phase: str, remedy: str, tmp_path: Path) -> None:
-    trainer = subject("rl" if phase == "rollout" else "sft")
+    trainer = subject("rl", num_hidden_layers=4) if phase == "rollout" else subject()
     with (
         pytest.raises(BurnishError) as raised,
         trainer.explained(tmp_path),
@@ -62,7 +62,7 @@ def test_the_setting_that_would_have_helped(phase: str, remedy: str, tmp_path: P
 
 def test_reward_models_are_part_of_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    config = subject("rl").config.model_dump() | {"reward": {"models": [{"path": str(tmp_path)}]}}
+    config = subject("rl", num_hidden_layers=4).config.model_dump() | {"reward": {"models": [{"path": str(tmp_path)}]}}
     trainer = replace(subject("rl"), config=RunConfig.model_validate(config))
     with (
         pytest.raises(BurnishError, match=r"a smaller model in reward\.models"),
