@@ -62,7 +62,9 @@ def test_the_setting_that_would_have_helped(phase: str, remedy: str, tmp_path: P
 
 def test_reward_models_are_part_of_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    config = subject("rl", num_hidden_layers=4).config.model_dump() | {"reward": {"models": [{"path": str(tmp_path)}]}}
+    config = subject("rl", num_hidden_layers=4).config.model_dump() | {
+        "reward": {"models": [{"path": str(tmp_path)}]}
+    }
     trainer = replace(subject("rl"), config=RunConfig.model_validate(config))
     with (
         pytest.raises(BurnishError, match=r"a smaller model in reward\.models"),
