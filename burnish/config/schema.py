@@ -366,6 +366,8 @@ class CheckpointConfig(Section):
     """Keep the best by a metric."""
     background: bool = False
     """Save while training goes on: it waits only until weights and optimizer state are copied to host memory, which each process needs once more for that. The last save of a run is waited for."""
+    model_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Of what lies in `model/`. bf16: what is missing to the fp32 weights lies beside the optimizer state, so that a step is as large either way."""
     fresh_optimizer: bool = False
     """Resume a step that holds no optimizer state, and begin with a fresh one; otherwise such a step is refused."""
     reserve_gb: float = Field(0.1, ge=0)

@@ -271,6 +271,7 @@ class Run:
             state=state_of(self.position, self._learners[MAIN], self._inputs, self.config),
             healthy=self._finite_loss,
             check_finite=True,
+            split=self.config.checkpoint.model_dtype == "bf16",
         )
 
     def stopped(self, request: StopRequested) -> StoppedError:

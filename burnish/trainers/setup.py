@@ -85,7 +85,9 @@ class Foundation:
     def write_assets(self, directory: Path) -> None:
         """Write what makes a directory of the trained weights a Hugging Face model, or an adapter of PEFT's."""
         if self.adapter is None:
-            save_model_assets(self.hf_config, self.tokenizer, directory, torch.bfloat16)
+            is_fp32 = self.config.checkpoint.model_dtype == "fp32"
+            dtype = torch.float32 if is_fp32 else torch.bfloat16
+            save_model_assets(self.hf_config, self.tokenizer, directory, dtype)
         else:
             self.adapter.save(directory, self.tokenizer)
 

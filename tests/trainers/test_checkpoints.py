@@ -6,13 +6,18 @@ import math
 import shutil
 
 import pytest
+import torch
 from checkpoints_for_tests import contents_of, make_state
 from training_files import burnish, done, metrics, outcome
+from transformers import AutoModelForCausalLM
 
-from burnish.checkpoint.committed import committed
+from burnish.checkpoint.committed import committed, open_step
 from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.export import export
+from burnish.checkpoint.exportable import StepModel
 from burnish.config.identity import digest
 from burnish.config.load import load_config
+from burnish.files.storage import LocalStorage
 from burnish.parallel.layout import Layout
 
 
@@ -52,6 +57,33 @@ def test_a_step_that_other_settings_made_is_told(work):
     code, output = burnish(work, *argv)
     assert code == 0, output
     assert "there changed: the settings that decide the outcome" in output
+
+
+def test_a_model_in_fp32_has_no_residual_and_either_kind_goes_on_as_the_other(work):
+    """The weights are the same bits, whether `model/` has them or it and its residual."""
+    split = done(work, "sft", "sft.yaml", "name=in_bf16", "checkpoint.background=true")
+    argv = ["sft", "sft.yaml", "name=in_fp32", "checkpoint.model_dtype=fp32"]
+    done(work, *argv, "steps=3")
+    whole = done(work, *argv, "checkpoint.background=true")
+    assert not (step_of(whole) / "training/residual.safetensors").exists()
+    step = StepModel(open_step(step_of(split), LocalStorage()), storage=LocalStorage())
+    export(step, work / "exported", torch.float32, 1 << 30)
+    found, exported = (
+        AutoModelForCausalLM.from_pretrained(path)
+        for path in (step_of(whole) / "model", work / "exported")
+    )
+    assert found.dtype == torch.float32
+    expected = exported.state_dict()
+    assert all(torch.equal(each, expected[name]) for name, each in found.state_dict().items())
+    done(work, "sft", "sft.yaml", "name=in_fp32", "steps=7")
+    done(work, "sft", "sft.yaml", "name=in_bf16", "steps=7", "checkpoint.model_dtype=fp32")
+    assert (step_of(whole) / "training/residual.safetensors").exists()
+    assert not (step_of(split) / "training/residual.safetensors").exists()
+
+
+def step_of(run):
+    """The newest."""
+    return committed(run / "checkpoints")[-1].path
 
 
 def flip(path):
