@@ -11,6 +11,7 @@ sums, the questions among them, another order is.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -85,10 +86,13 @@ def newest_model(run: Path) -> Path:
 
 def ask(model: Path) -> dict[str, str]:
     """Greedy answers to the questions, by transformers alone."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    for talkative in ("torchao", "torch.utils._pytree"):  # which transformers imports
+        logging.getLogger(talkative).setLevel(logging.ERROR)
 
-    logging.disable_progress_bar()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model)
     network = AutoModelForCausalLM.from_pretrained(model)
     answers = {}
