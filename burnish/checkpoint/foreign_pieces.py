@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from burnish.models.names import Region
-from burnish.parallel.boxes import Box, intersect
-from burnish.parallel.shards import Shard, TensorSpec
+from burnish.parallel.boxes import Box
+from burnish.parallel.shards import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +28,8 @@ class Piece:
     tensor: Tensor
     """Its elements, mapped."""
 
-
-def part_of(region: Region, piece: Piece) -> Iterator[Shard]:
-    """What a piece of a parameter has of one of its regions: a part of a checkpoint tensor, or nothing."""
-    common = intersect(region.box, piece.box)
-    if common is None:
-        return
-    inside = common.relative_to(region.box)
-    box = Box(
-        tuple(inside.offsets[dim] for dim in region.dims),
-        tuple(inside.sizes[dim] for dim in region.dims),
-    )
-    if region.start:
-        box = box.shift(region.start)
-    view = piece.tensor[common.relative_to(piece.box).slices].reshape(box.sizes)
-    yield Shard(TensorSpec(region.name, region.shape, view.dtype), box, view)
+    def part_of(self, region: Region) -> Iterator[Shard]:
+        """What it has, as a piece of a parameter, of one of the parameter's regions: a part of a checkpoint tensor, or nothing."""
+        shard = region.shard_of(self.tensor, self.box)
+        if shard is not None:
+            yield shard

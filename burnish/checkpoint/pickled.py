@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 from torch import Tensor
 
 from burnish.checkpoint.assets import read_assets
-from burnish.checkpoint.foreign_pieces import Piece, part_of
+from burnish.checkpoint.foreign_pieces import Piece
 from burnish.checkpoint.importing import mapped_tensors
 from burnish.checkpoint.torch_dist import is_torch_dist, shards_of, tensor_names
 from burnish.checkpoint.unpickle import PIECES, known_part
@@ -178,7 +178,7 @@ class Pickled:
                 do="give the config.json that belongs to these weights with --assets",
             )
         for region in found:
-            yield from part_of(region, piece)
+            yield from piece.part_of(region)
 
 
 def _verl_files(source: Path) -> list[str]:

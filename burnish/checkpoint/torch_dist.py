@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from burnish.checkpoint.foreign_pieces import Piece, part_of
+from burnish.checkpoint.foreign_pieces import Piece
 from burnish.errors import IncompatibleError
 from burnish.files.durable import read_whole
 from burnish.files.storage import LocalStorage
@@ -83,7 +83,7 @@ def shards_of(
                 do="give the config.json that belongs to these weights with --assets",
             )
         for region in regions_of(single.name, single.shape, naming, Seat(), Seat()):
-            found += part_of(region, single)
+            found += single.part_of(region)
     return found
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 from burnish.cli import ckpt_inspect, ckpt_keep, ckpt_verify
 from burnish.cli.ckpt_outcome import Outcome, Say
 from burnish.cli.ckpt_paths import one_step, place
+from burnish.cli.output import print_text
 from burnish.errors import BurnishError
 from burnish.files.durable import naming_failures
 
@@ -29,7 +28,7 @@ _Place = Callable[[str], PurePath]
 
 _WHERE = "RUN or RUN/checkpoints/step-N, here or as a URL"
 _STEP = "RUN/checkpoints/step-N"
-_FOREIGN = "a directory or URL of Hugging Face, torch's DCP, or verl's FSDP (global_step_N/actor)"
+_FOREIGN = "a directory or URL of Hugging Face, torch's DCP (Megatron's torch_dist too), or verl's FSDP (global_step_N/actor)"
 _EITHER = f"{_WHERE} or a Hugging Face directory"
 
 
@@ -71,6 +70,19 @@ def add_ckpt(commands: Any) -> None:
     export = add(
         "export", "Write a plain Hugging Face directory.", "STEP", f"{_WHERE}; a run: its newest"
     )
+    _add_export_options(export)
+    imported = add("import", "Make a step of weights alone.", "SOURCE", _FOREIGN)
+    _add_import_options(imported)
+    pin = add("pin", "Keep a step whatever retention says.", "STEP", _STEP, Path)
+    pin.add_argument("--reason", default="by hand", metavar="TEXT", help="shown by ls")
+    add("unpin", "Let retention decide on a step again.", "STEP", _STEP, Path)
+    gc = add(
+        "gc", "Remove what the run's configuration does not keep.", "RUN", "as runs/my-run", Path
+    )
+    gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+
+
+def _add_export_options(export: argparse.ArgumentParser) -> None:
     export.add_argument("target", type=Path, metavar="DIRECTORY", help="is made")
     export.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     export.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="size of a file")
@@ -90,7 +102,9 @@ def add_ckpt(commands: Any) -> None:
         metavar="DIR",
         help="where the model that was trained on is, if it moved",
     )
-    imported = add("import", "Make a step of weights alone.", "SOURCE", _FOREIGN)
+
+
+def _add_import_options(imported: argparse.ArgumentParser) -> None:
     imported.add_argument("run", type=Path, metavar="RUN", help="gets the step in its checkpoints/")
     imported.add_argument(
         "--step", type=int, default=0, metavar="N", help="its number; 0 if not given"
@@ -111,13 +125,6 @@ def add_ckpt(commands: Any) -> None:
         action="store_true",
         help="unpickle where the kernel has no Landlock as well",
     )
-    pin = add("pin", "Keep a step whatever retention says.", "STEP", _STEP, Path)
-    pin.add_argument("--reason", default="by hand", metavar="TEXT", help="shown by ls")
-    add("unpin", "Let retention decide on a step again.", "STEP", _STEP, Path)
-    gc = add(
-        "gc", "Remove what the run's configuration does not keep.", "RUN", "as runs/my-run", Path
-    )
-    gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 
 
 def run_ckpt(arguments: Arguments) -> int:
@@ -125,7 +132,7 @@ def run_ckpt(arguments: Arguments) -> int:
 
     def say(line: str) -> None:
         if not arguments.json:
-            _print(line)
+            print_text(line)
 
     try:
         with naming_failures(f"{arguments.path} cannot be used"):
@@ -133,19 +140,10 @@ def run_ckpt(arguments: Arguments) -> int:
     except BurnishError as error:
         outcome = Outcome({}, error)
     if arguments.json:
-        _print(json.dumps(outcome.as_json(), ensure_ascii=False, indent=1))
+        print_text(json.dumps(outcome.as_json(), ensure_ascii=False, indent=1))
     if outcome.error is not None:
         raise outcome.error
     return 0 if outcome.report.get("same", True) else DIFFERS
-
-
-def _print(text: str) -> None:
-    """To standard output. Ends the command where whoever was reading, as `head`, has seen enough."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
 
 
 def _diff(given: Arguments, say: Say) -> Outcome:

@@ -12,6 +12,7 @@ from argparse import Namespace, _SubParsersAction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from burnish.cli.output import print_text
 from burnish.config.check import check_kind
 from burnish.config.load import load_config
 from burnish.config.schema import ModelConfig, RunConfig
@@ -65,9 +66,9 @@ def run_plan(arguments: Namespace) -> None:
 
     plans = planner.all_plans()
     if arguments.json:
-        print(json.dumps(as_json(plans, devices)))
+        print_text(json.dumps(as_json(plans, devices)))
     else:
-        print(plan_text(plans, planner, devices))
+        print_text(plan_text(plans, planner, devices))
     if not plans or not plans[0].fits:
         from burnish.planning.advice import refuse
 

@@ -26,19 +26,18 @@ from burnish.engines.gradients import norm_over, sum_over
 from burnish.engines.optimizer import ShardedOptimizer, local
 from burnish.engines.parallelize import parallelize
 from burnish.engines.parking import parked
-from burnish.engines.skips import skipped_in_a_row
+from burnish.engines.step_stats import loss_stats, optimizer_stats, skipped_in_a_row
 from burnish.models.building import build_on_meta, materialize
 from burnish.models.cuts import cut_regions
 from burnish.models.lora import Adapter
 from burnish.models.names import model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
 from burnish.models.ulysses import Division
-from burnish.parallel.collectives import reduce_stats
 from burnish.parallel.layout import Layout
 from burnish.parallel.mesh import Mesh
 from burnish.parallel.shards import Shard, ShardSource
 from burnish.records import Batch, MicroBatch, TokenOutputs
-from burnish.tracking.metrics import Mean, Stats, Sum
+from burnish.tracking.metrics import Stats
 
 
 class TorchEngine:
@@ -122,12 +121,8 @@ class TorchEngine:
             total += value.detach() + of_routers
             aux += of_routers
             stats = stats.merge(of_micro)
-        sums = {"loss": Sum(total)}
-        if factors is not None:
-            sums["moe/aux_loss"] = Sum(aux / self._config.router_aux_loss)
-        reduced = reduce_stats(Stats(stats | sums), self.layout, self._device)
-        means = {name: Mean(reduced[name].value(), 1.0) for name in sums}
-        return Stats(reduced | of_experts | means)
+        of_balance = None if factors is None else aux / self._config.router_aux_loss
+        return Stats(loss_stats(stats, total, of_balance, self.layout, self._device) | of_experts)
 
     @torch.no_grad()
     def forward(
@@ -147,8 +142,7 @@ class TorchEngine:
             uncut = [gradient for name, gradient in gradients.items() if name not in self._cuts]
             sum_over(self.mesh.tensor, uncut)
         norm = float(self._gradient_norm(gradients))
-        finite = math.isfinite(norm)
-        if finite:
+        if math.isfinite(norm):
             scale = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
             if scale < 1.0:
                 torch._foreach_mul_(list(gradients.values()), scale)
@@ -157,11 +151,7 @@ class TorchEngine:
         self.skipped_in_a_row = skipped_in_a_row(
             self.skipped_in_a_row, norm, self._config.max_skipped_steps
         )
-        return Stats(
-            grad_norm=Mean(norm, 1.0),
-            lr=Mean(lr, 1.0),
-            skipped=Sum(0.0 if finite else 1.0),
-        )
+        return optimizer_stats(norm, lr)
 
     def shards(self, what: Part) -> Iterator[Shard]:
         """This rank's pieces of the weights, or of the optimizer's slots."""

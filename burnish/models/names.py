@@ -45,6 +45,20 @@ class Region:
     start: tuple[int, ...] = ()
     """Where in the checkpoint tensor the box begins, by its dims; () where it is all of it."""
 
+    def shard_of(self, held: Tensor, box: Box, prefix: str = "") -> Shard | None:
+        """What `held`, the parameter's elements in `box`, has of this tensor, as a view; None for nothing. `prefix` goes before the name."""
+        common = intersect(self.box, box)
+        if common is None:
+            return None
+        within = common.relative_to(self.box)
+        part = Box(
+            tuple(within.offsets[dim] for dim in self.dims),
+            tuple(common.sizes[dim] for dim in self.dims),
+        )
+        part = part.shift(self.start) if self.start else part
+        view = held[common.relative_to(box).slices].view(part.sizes)
+        return Shard(TensorSpec(prefix + self.name, self.shape, held.dtype), part, view)
+
 
 def regions(model: PreTrainedModel) -> tuple[Region, ...]:
     """Every tensor of the model's checkpoint, as `save_pretrained` would write it, in a fixed order.
@@ -96,18 +110,9 @@ def model_shards(
         if source is None:
             continue
         local = source.to_local() if isinstance(source, DTensor) else source
-        mine = local_box(parameter)
-        common = intersect(region.box, mine)
-        if common is None:
-            continue
-        within = common.relative_to(region.box)
-        box = Box(
-            tuple(within.offsets[dim] for dim in region.dims),
-            tuple(common.sizes[dim] for dim in region.dims),
-        )
-        box = box.shift(region.start) if region.start else box
-        view = local.detach()[common.relative_to(mine).slices].view(box.sizes)
-        yield Shard(TensorSpec(prefix + region.name, region.shape, local.dtype), box, view)
+        shard = region.shard_of(local.detach(), local_box(parameter), prefix)
+        if shard is not None:
+            yield shard
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:

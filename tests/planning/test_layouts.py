@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_shapes import QWEN3_8B
 
 from burnish.config.check import check
 from burnish.config.load import dump_yaml, load_config
@@ -11,17 +12,8 @@ from burnish.planning.layouts import Planner, why_not
 from burnish.planning.shape import ModelShape
 from burnish.planning.workload import Workload
 
-MODEL = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 151936,
-}
 SFT = {
-    "model": {"fresh": MODEL, "tokenizer": "t"},
+    "model": {"fresh": QWEN3_8B, "tokenizer": "t"},
     "data": {"train": ["t.jsonl"], "max_length": 4096},
     "batch": {"examples": 256, "tokens_per_device": 16384},
 }
@@ -77,14 +69,14 @@ def test_phases_of_each_kind():
 def test_state_is_twelve_bytes_a_parameter():
     plan = planner(devices="1xB200-180G").as_configured()
     parts = plan.phases["save"]
-    elements = ModelShape.of(MODEL).elements
+    elements = ModelShape.of(QWEN3_8B).elements
     assert parts["weights"] + parts["optimizer"] == 12 * elements
 
 
 def test_muon_keeps_one_number_of_a_matrix():
     values = SFT | {"optim": {"kind": "muon"}}
     parts = planner(values, devices="1xB200-180G").as_configured().phases["save"]
-    shape = ModelShape.of(MODEL)
+    shape = ModelShape.of(QWEN3_8B)
     others = sum(w.elements for w in shape.root)
     others += sum(
         w.elements * n for layer, n in shape.layers for w in layer.weights if w.columns == 1
@@ -131,7 +123,7 @@ def test_several_micro_batches_keep_whole_gradients_unless_each_is_reduced():
     few = configured(engine=once, batch=batch | {"examples": 256})
     many, each = (configured(engine=e, batch=batch | {"examples": 2560}) for e in (once, full))
     assert (few.microbatches, many.microbatches, each.microbatches) == (1, 10, 10)
-    whole = 4 * ModelShape.of(MODEL).elements
+    whole = 4 * ModelShape.of(QWEN3_8B).elements
     gradients = [plan.phases["update"]["gradients"] for plan in (few, each, many)]
     assert gradients == sorted(gradients)
     assert gradients[1] - gradients[0] <= whole / 64 < whole <= gradients[2]
@@ -166,7 +158,7 @@ def test_ranks_that_share_matrices_hold_their_part():
 
 
 def test_what_tensor_parallelism_does_not_know_is_not_planned_with_it():
-    values = SFT | {"model": SFT["model"] | {"fresh": MODEL | {"model_type": "olmo2"}}}
+    values = SFT | {"model": SFT["model"] | {"fresh": QWEN3_8B | {"model_type": "olmo2"}}}
     assert {plan.layout.tensor for plan in planner(values).all_plans()} == {1}
 
 
@@ -177,7 +169,7 @@ def test_an_adapter_needs_no_state_for_the_model():
     assert "reference" not in adapter.phases["save"]
 
 
-MOE = MODEL | {
+MOE = QWEN3_8B | {
     "model_type": "qwen3_moe",
     "num_experts": 64,
     "num_experts_per_tok": 4,
@@ -188,8 +180,12 @@ MOE = MODEL | {
 @pytest.mark.parametrize(
     ("model", "targets", "widths"),
     [
-        (MODEL, [], [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096)] + [(4096, 12288)] * 3),
-        (MODEL, ["q_proj", "down_proj"], [(4096, 4096), (12288, 4096)]),
+        (
+            QWEN3_8B,
+            [],
+            [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096)] + [(4096, 12288)] * 3,
+        ),
+        (QWEN3_8B, ["q_proj", "down_proj"], [(4096, 4096), (12288, 4096)]),
         (MOE, [], [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096)]),
     ],
     ids=["all", "some", "not the experts"],
@@ -217,7 +213,7 @@ def test_a_critic_takes_an_update_and_a_pass_of_its_own():
     assert gae["save"] == pytest.approx(2 * grpo["save"])
 
 
-MIXTURE = MODEL | {
+MIXTURE = QWEN3_8B | {
     "model_type": "qwen3_moe",
     "moe_intermediate_size": 1536,
     "num_experts": 16,
@@ -273,7 +269,7 @@ def test_muon_makes_whole_matrices():
     values = SFT | {"batch": {"examples": 64, "tokens_per_device": 64}, "data": {"max_length": 64}}
     values |= {"optim": {"kind": "muon"}, "engine": {"activation_checkpointing": "full"}}
     parts = planner(values, devices="1xB200-180G").as_configured().phases["update"]
-    shape = ModelShape.of(MODEL)
+    shape = ModelShape.of(QWEN3_8B)
     matrices = sum(
         w.elements * n for layer, n in shape.layers for w in layer.weights if w.columns > 1
     )
@@ -283,8 +279,8 @@ def test_muon_makes_whole_matrices():
 def test_a_critic_is_a_second_model_that_learns():
     values = RL | {"algorithm": {"advantage": "gae"}}
     parts = planner(values, "rl").as_configured().phases["save"]
-    head = MODEL["vocab_size"] * MODEL["hidden_size"]
-    elements = ModelShape.of(MODEL).elements
+    head = QWEN3_8B["vocab_size"] * QWEN3_8B["hidden_size"]
+    elements = ModelShape.of(QWEN3_8B).elements
     assert parts["critic"] == pytest.approx(12 * (elements - head) / 64, rel=0.01)
 
 
@@ -334,7 +330,7 @@ def test_advice_is_for_what_takes_most(changes, remedy):
 @pytest.mark.parametrize("layers", [36, 80])
 def test_nothing_but_a_smaller_model_helps_where_the_generator_is_too_large(layers):
     """Every device has it whole: 16 GB of 36 layers, in bf16, 33 GB of 80."""
-    model = MODEL | {"num_hidden_layers": layers}
+    model = QWEN3_8B | {"num_hidden_layers": layers}
     values = RL | {"model": RL["model"] | {"fresh": model}}
     values |= {"engine": {"activation_checkpointing": "full"}}
     plan = planner(values, "rl", "64xL4-24G").as_configured()

@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 
 import pytest
+from model_shapes import QWEN3_8B
 
 from burnish.config.check import check
 from burnish.config.load import dump_yaml, load_config
@@ -14,16 +15,7 @@ from burnish.planning.layouts import Planner
 from burnish.planning.shape import ModelShape
 from burnish.planning.workload import Workload
 
-MODEL = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
+MODEL = QWEN3_8B | {"tie_word_embeddings": False}
 MIXTURE = {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,

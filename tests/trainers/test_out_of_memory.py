@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_shapes import QWEN3_8B
 
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError
@@ -15,21 +16,12 @@ from burnish.parallel.layout import Layout
 from burnish.tracking.peaks import Peaks
 from burnish.trainers.out_of_memory import OutOfMemory
 
-MODEL = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 151936,
-}
 CPU = torch.device("cpu")
 
 
 def subject(trainer: str = "sft", **model: object) -> OutOfMemory:
     values = {
-        "model": {"fresh": MODEL | model, "tokenizer": "t"},
+        "model": {"fresh": QWEN3_8B | model, "tokenizer": "t"},
         "batch": {"tokens_per_device": 65536, "prompts": 64},
         "data": {"max_prompt_length": 512},
     }
@@ -61,7 +53,7 @@ def test_the_setting_that_would_have_helped(phase: str, remedy: str, tmp_path: P
 
 
 def test_reward_models_are_part_of_it(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     config = subject("rl", num_hidden_layers=4).config.model_dump() | {
         "reward": {"models": [{"path": str(tmp_path)}]}
     }

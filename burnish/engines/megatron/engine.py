@@ -7,7 +7,6 @@ activation offloading, compilation.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,13 +29,12 @@ from burnish.engines.megatron.replay import Replay
 from burnish.engines.megatron.schedule import Schedule
 from burnish.engines.megatron.shards import MegatronShards
 from burnish.engines.parking import parked
-from burnish.engines.skips import skipped_in_a_row
+from burnish.engines.step_stats import loss_stats, optimizer_stats, skipped_in_a_row
 from burnish.models.ulysses import Division
-from burnish.parallel.collectives import reduce_stats
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard, ShardSource
 from burnish.records import Batch, MicroBatch, TokenOutputs
-from burnish.tracking.metrics import Mean, Stats, Sum
+from burnish.tracking.metrics import Stats
 
 
 class MegatronEngine:
@@ -120,12 +118,9 @@ class MegatronEngine:
         # Of a pipeline the last stage alone has statistics, so its ranks do not count several times.
         counted = replace(self.layout, pipeline=1)
         of_routers *= counted.sharing  # each of which has routers or rows of its own
-        sums = {"loss": Sum(total + of_routers)}
-        if factors is not None:
-            sums["moe/aux_loss"] = Sum(of_routers / self._config.router_aux_loss)
-        reduced = reduce_stats(Stats(stats | sums), counted, self._device)
-        means = {name: Mean(reduced[name].value(), 1.0) for name in sums}
-        return Stats(reduced | of_experts | means)
+        aux = None if factors is None else of_routers / self._config.router_aux_loss
+        said = loss_stats(stats, total + of_routers, aux, counted, self._device)
+        return Stats(said | of_experts)
 
     @torch.no_grad()
     def forward(
@@ -161,11 +156,7 @@ class MegatronEngine:
         self.skipped_in_a_row = skipped_in_a_row(
             self.skipped_in_a_row, norm, self._config.max_skipped_steps
         )
-        return Stats(
-            grad_norm=Mean(norm, 1.0),
-            lr=Mean(lr, 1.0),
-            skipped=Sum(0.0 if math.isfinite(norm) else 1.0),
-        )
+        return optimizer_stats(norm, lr)
 
     def shards(self, what: Part) -> Iterator[Shard]:
         """This rank's pieces of the weights, or of the optimizer's slots."""

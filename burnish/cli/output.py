@@ -1,0 +1,15 @@
+"""Text on standard output, for people or programs that may stop reading before its end."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def print_text(text: str) -> None:
+    """To standard output. Ends the command where whoever was reading, as `head`, has seen enough."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
