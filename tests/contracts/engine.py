@@ -20,7 +20,7 @@ from burnish.records import Batch, Example, MicroBatch, TokenOutputs
 from burnish.tracking.metrics import Mean, Stats
 
 LR = 1e-3
-STEPS = 5
+STEPS = 3
 BETAS = (0.9, 0.95)
 CLIP = 0.5
 
@@ -80,20 +80,31 @@ def loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
 
 
 def train(engine: Engine, examples: Sequence[Example], per_micro: int) -> dict[str, Any]:
-    """Five steps; what came of them, whole on every rank."""
+    """Some steps; what came of them on this rank."""
     batch = cut(examples, engine.layout, per_micro)
-    losses, norms = [], []
+    losses, norms, gradients = [], [], None
     for _ in range(STEPS):
         losses.append(engine.forward_backward(batch, loss).values_by_name()["loss"])
         norms.append(engine.optim_step(LR).values_by_name()["grad_norm"])
+        gradients = gradients or _gradients(engine)
     return {
         "losses": losses,
         "norms": norms,
+        "gradients": gradients,
         "shapes": {s.spec.name: s.spec.shape for part in Part for s in engine.shards(part)},
         "weights": [(s.spec.name, s.box, s.tensor.clone()) for s in engine.shards(Part.WEIGHTS)],
         "slots": [(s.spec.name, s.box, s.tensor.clone()) for s in engine.shards(Part.TRAINING)],
         "logprobs": _by_example(batch, engine.forward(batch)),
     }
+
+
+def _gradients(engine: Engine) -> list[tuple[str, Any, Tensor]]:
+    """By name and box, those that a first step clipped: AdamW's first moment is the part 1 - β₁ of them."""
+    return [
+        (shard.spec.name.removeprefix("exp_avg/"), shard.box, shard.tensor / (1 - BETAS[0]))
+        for shard in engine.shards(Part.TRAINING)
+        if shard.spec.name.startswith("exp_avg/")
+    ]
 
 
 def _by_example(batch: Batch, outputs: Sequence[TokenOutputs]) -> dict[int, tuple[Tensor, Tensor]]:
@@ -115,7 +126,7 @@ def train_by_hand(model: PreTrainedModel, examples: Sequence[Example]) -> dict[s
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=1e-8)
     tokens = sum(int(example.loss_mask.sum()) for example in examples)
-    losses, norms = [], []
+    losses, norms, gradients = [], [], {}
     for _ in range(STEPS):
         total = torch.zeros(())
         for example in examples:
@@ -125,6 +136,7 @@ def train_by_hand(model: PreTrainedModel, examples: Sequence[Example]) -> dict[s
         total.backward()
         losses.append(total.item())
         norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), CLIP).item())
+        gradients = gradients or {name: p.grad.clone() for name, p in trained.items()}
         adamw.step()
         adamw.zero_grad()
     slots = {
@@ -138,6 +150,7 @@ def train_by_hand(model: PreTrainedModel, examples: Sequence[Example]) -> dict[s
     return {
         "losses": losses,
         "norms": norms,
+        "gradients": gradients,
         "weights": weights,
         "slots": slots,
         "logprobs": logprobs,
