@@ -6,7 +6,6 @@ all the rest.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -42,11 +41,6 @@ class BlockMemory:
             at = start + tensor.nbytes
         if at < self._buffer.numel():
             yield as_bytes(self._buffer[at:])
-
-
-def new_memory(size: int) -> Tensor:
-    """So many bytes, which go back to the system when nobody has them any more: an allocator might keep them."""
-    return torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
 
 
 def buffers(sizes: Iterable[int], memory: Tensor) -> list[BlockMemory]:

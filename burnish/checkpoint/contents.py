@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from burnish.parallel.arena import Arena
 from burnish.parallel.shards import Shard
 
 
@@ -37,6 +38,8 @@ class Contents:
     """Look through the weights as well, and count the step as unhealthy where one is not finite."""
     split: bool = True
     """Store fp32 weights as a bf16 model and a residual. False: as an fp32 model."""
+    arena: Arena | None = None
+    """Host memory to put blocks together in; None: memory that is given back after the save."""
 
     @property
     def weights(self) -> list[Shard]:

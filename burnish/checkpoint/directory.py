@@ -26,6 +26,7 @@ from burnish.files.durable import make_dirs_durably, naming_failures
 from burnish.files.lease import Lease
 from burnish.files.removals import Removals
 from burnish.files.storage import LocalStorage, Storage
+from burnish.parallel.arena import Arena
 from burnish.parallel.collectives import agree, any_rank, gather_objects
 from burnish.parallel.layout import Layout
 
@@ -165,12 +166,12 @@ class Checkpoints:
         if self._uploader is not None:
             self._uploader.begin()
 
-    def resume(self, load: Load) -> Resumed | None:
-        """Load the newest step that can be, of this directory and its mirror; see `Resuming.resume`."""
+    def resume(self, load: Load, arena: Arena | None = None) -> Resumed | None:
+        """Load the newest step that can be, of this directory and its mirror, by way of `arena`; see `Resuming.resume`."""
         sides: list[Side] = [OnDisk(self._root, self._storage)]
         if self._mirror is not None:
             sides.append(OnMirror(self._mirror))
-        return Resuming(sides, self._layout).resume(load)
+        return Resuming(sides, self._layout, arena).resume(load)
 
     def mirror_to(self, mirror: Mirror | None) -> None:
         """From here on, resume from this mirror as well, and bring it in line after every save."""

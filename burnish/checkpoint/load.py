@@ -26,6 +26,7 @@ from burnish.checkpoint.verify import checked_header
 from burnish.errors import CorruptError, IncompatibleError, MissingError
 from burnish.files.safetensors import TensorEntry
 from burnish.files.storage import LocalStorage, Source
+from burnish.parallel.arena import Arena
 from burnish.parallel.collectives import agree, gather_objects
 from burnish.parallel.layout import Layout
 from burnish.parallel.pieces import PieceTable, gather_pieces
@@ -46,13 +47,21 @@ class CheckpointSource:
 
     The model is the run's own; `of` gives any other. A shard's name is that of a weight, or `slot/weight`. Every rank makes one and calls `fill`
     together. fp32 weights that were split come back bit for bit; other dtypes are converted from
-    what `model/` holds. Takes 32 MiB beside the tensors, or two blocks where these are larger.
+    what `model/` holds. Takes 32 MiB beside the tensors, or two blocks where these are larger, from `arena`
+    where there is one.
     """
 
-    def __init__(self, committed: Committed, layout: Layout, storage: Source | None = None) -> None:
+    def __init__(
+        self,
+        committed: Committed,
+        layout: Layout,
+        storage: Source | None = None,
+        arena: Arena | None = None,
+    ) -> None:
         self._step = committed
         self._layout = layout
         self._storage = storage or LocalStorage()
+        self._arena = arena or Arena(torch.device("cpu"))
         with agree(layout):
             names = [name for name in sorted(committed.manifest.files) if set_of(name) is not None]
             mine = [self._open(name) for name in names[layout.rank :: layout.world]]
@@ -207,7 +216,7 @@ class CheckpointSource:
         def write(move: Move, elements: Tensor) -> None:
             put(mine(move), elements)
 
-        reader = BlockReader(self._step, self._files, plan, self._layout)
+        reader = BlockReader(self._step, self._files, plan, self._layout, self._arena)
         reader.read(self._storage, place, write)
 
 

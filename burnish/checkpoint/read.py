@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.checkpoint.block_memory import BlockMemory, buffers, new_memory
+from burnish.checkpoint.block_memory import BlockMemory, buffers
 from burnish.checkpoint.blocks import Block, PlannedFile, blocks_of
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.parts import Parts, Place, owners, slots_of
 from burnish.checkpoint.verify import read_block_into
 from burnish.files.durable import naming_failures
 from burnish.files.storage import ReadableFile, Source
+from burnish.parallel.arena import Arena
 from burnish.parallel.box_table import intersections
 from burnish.parallel.collectives import agree
 from burnish.parallel.layout import Layout
@@ -99,15 +100,21 @@ class ReadPlan:
 
 
 class BlockReader:
-    """Reads this rank's blocks of a step's files and passes on what is in them."""
+    """Reads this rank's blocks of a step's files, to memory carved from `arena`, and passes on what is in them."""
 
     def __init__(
-        self, step: Committed, files: Sequence[PlannedFile], plan: ReadPlan, layout: Layout
+        self,
+        step: Committed,
+        files: Sequence[PlannedFile],
+        plan: ReadPlan,
+        layout: Layout,
+        arena: Arena,
     ) -> None:
         self._step = step
         self._files = files
         self._plan = plan
         self._layout = layout
+        self._arena = arena
 
     def read(
         self,
@@ -122,13 +129,13 @@ class BlockReader:
         naming file and tensors for a block that is not what was written.
         """
         what = f"{self._step.path} cannot be read"
-        exchange = Exchange(self._layout, torch.device("cpu"))
+        exchange = Exchange(self._layout, torch.device("cpu"), self._arena)
         sizes = [block.stop - block.start for block in self._plan.share]
         room = min(len(sizes), self._plan.group_blocks) * (max(sizes, default=0) + 64)
-        memory = [new_memory(room) for _ in range(2)]
         with ExitStack() as opened:
             files: dict[int, ReadableFile] = {}
             with agree(self._layout), naming_failures(what):
+                memory = [self._arena.take(room) for _ in range(2)]
                 for index in sorted({block.file for block in self._plan.share}):
                     file = storage.open(self._step.path / self._files[index].path)
                     files[index] = opened.enter_context(file)

@@ -26,6 +26,7 @@ from burnish.checkpoint.remote_steps import DAMAGED
 from burnish.errors import BurnishError, CorruptError
 from burnish.files.durable import move_aside, naming_failures
 from burnish.files.storage import Source, Storage
+from burnish.parallel.arena import Arena
 from burnish.parallel.collectives import agree, gather_objects, same_on_all_ranks
 from burnish.parallel.layout import Layout
 
@@ -119,11 +120,12 @@ class OnMirror:
 
 
 class Resuming:
-    """One search for a step to continue from. Collective."""
+    """One search for a step to continue from, read to memory carved from `arena` where there is one. Collective."""
 
-    def __init__(self, sides: Sequence[Side], layout: Layout) -> None:
+    def __init__(self, sides: Sequence[Side], layout: Layout, arena: Arena | None = None) -> None:
         self._sides = sides
         self._layout = layout
+        self._arena = arena
 
     def resume(self, load: Load) -> Resumed | None:
         """Load the newest step that can be; None when nothing was ever committed.
@@ -138,7 +140,7 @@ class Resuming:
             try:
                 step = self._open(side, path)
                 self._say(step, skipped)
-                load(step, CheckpointSource(step, self._layout, side.source))
+                load(step, CheckpointSource(step, self._layout, side.source, self._arena))
             except CorruptError as error:
                 skipped.append(str(error))
                 self._set_aside(side, path, error)

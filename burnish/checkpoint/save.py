@@ -41,6 +41,7 @@ from burnish.errors import BurnishError
 from burnish.files.durable import discard, naming_failures, write_durably
 from burnish.files.storage import Storage
 from burnish.files.strict_json import encode_json
+from burnish.parallel.arena import Arena
 from burnish.parallel.collectives import agree, gather_objects
 from burnish.parallel.pieces import PieceTable
 from burnish.parallel.plan import Move
@@ -125,7 +126,8 @@ def save_step(
     inflight = root / f"{INFLIGHT}{step:08d}.{name}"
     device = meeting_place([theirs.device for theirs in told], mine.device)
     what = f"step {step} could not be saved"
-    writer = BlockWriter(inflight, plan.writing, layout, device)
+    arena = contents.arena or Arena(torch.device("cpu"))
+    writer = BlockWriter(inflight, plan.writing, layout, device, arena)
     try:
         with agree(layout), naming_failures(what):
             if layout.is_main:

@@ -20,12 +20,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from burnish.checkpoint.block_memory import BlockMemory, buffers, is_plain, new_memory
+from burnish.checkpoint.block_memory import BlockMemory, buffers, is_plain
 from burnish.checkpoint.blocks import Block, PlannedFile, block_bytes_for, blocks_of
 from burnish.checkpoint.parts import Parts, Place, owners, slots_of
 from burnish.files.closing import Closing
 from burnish.files.durable import naming_failures
 from burnish.files.storage import File, Storage
+from burnish.parallel.arena import Arena
 from burnish.parallel.collectives import agree
 from burnish.parallel.layout import Layout
 from burnish.parallel.pieces import PieceTable, TensorIndex
@@ -108,15 +109,24 @@ class Elements(Protocol):
 
 
 class BlockWriter:
-    """Writes this rank's blocks of the plan's files, which lie in `directory` at their final size."""
+    """Writes this rank's blocks of the plan's files, which lie in `directory` at their final size.
+
+    Blocks are put together in `arena`; what ranks send each other meets on `device`.
+    """
 
     def __init__(
-        self, directory: Path, plan: WritePlan, layout: Layout, device: torch.device
+        self,
+        directory: Path,
+        plan: WritePlan,
+        layout: Layout,
+        device: torch.device,
+        arena: Arena,
     ) -> None:
         self._directory = directory
         self._plan = plan
         self._layout = layout
-        self._exchange = Exchange(layout, device)
+        self._arena = arena
+        self._exchange = Exchange(layout, device, arena)
 
     def write(self, elements: Elements, storage: Storage, what: str) -> BlockHashes:
         """Write and sync all blocks; the hashes of this rank's. Collective, errors included.
@@ -124,12 +134,12 @@ class BlockWriter:
         `what` starts the message when the disk fails.
         """
         size = min(len(self._plan.share), self._plan.group_blocks) * self._plan.block_bytes
-        memory = [new_memory(size) for _ in range(2)]
         hashes: BlockHashes = {}
         ahead: list[Future[BlockHashes]] = []
         with ExitStack() as opened:
             files: dict[int, File] = {}
             with agree(self._layout), naming_failures(what):
+                memory = [self._arena.take(size) for _ in range(2)]
                 for index in sorted({block.file for block in self._plan.share}):
                     path = self._directory / self._plan.files[index].path
                     files[index] = opened.enter_context(storage.open(path, write=True))

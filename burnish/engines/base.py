@@ -16,6 +16,7 @@ from torch import Tensor
 
 from burnish.config.schema import EngineConfig
 from burnish.errors import BurnishError
+from burnish.parallel.arena import Arena
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard, ShardSource
 from burnish.records import Batch, MicroBatch, TokenOutputs
@@ -62,6 +63,8 @@ class Engine(Protocol):
 
     layout: Layout
     """Where this process stands."""
+    arena: Arena
+    """The process's host memory beside the device."""
     steps: int
     """Optimizer steps taken (skipped ones not counted); Adam's bias correction runs on it. Settable, for resuming."""
 

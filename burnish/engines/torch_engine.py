@@ -75,8 +75,9 @@ class TorchEngine:
             self._scorer.requires_grad_(False)
         self.mesh = mesh or Mesh.of(self.layout, config.replicas, device)
         """Its process groups, and host memory."""
+        self.arena = self.mesh.arena
         moves = config.activation_offload and optim is not None
-        self._offload = ActivationOffload(self.mesh.arena, device) if moves else None
+        self._offload = ActivationOffload(self.arena, device) if moves else None
         self._division = Division(self.mesh.sequence, self.layout.tensor)
         whole = () if self._adapter else regions(model)
         self._cuts = parallelize(self._scorer, config, self.mesh, self._offload)
@@ -84,7 +85,7 @@ class TorchEngine:
         if self._adapter is not None:
             self._adapter.cut(self._cuts)
         self._regions = self._adapter.weights if self._adapter else cut_regions(whole, self._cuts)
-        arena = self.mesh.arena if config.optimizer_offload else None
+        arena = self.arena if config.optimizer_offload else None
         self._optimizer = (
             None
             if optim is None
@@ -182,7 +183,7 @@ class TorchEngine:
         tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
         if self._optimizer is not None:
             tensors += [t for held in self._optimizer.slots().values() for t in held.values()]
-        with parked(map(local, tensors), self.mesh.arena, self._device, self.layout):
+        with parked(map(local, tensors), self.arena, self._device, self.layout):
             yield
 
     def close(self) -> None:

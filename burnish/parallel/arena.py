@@ -1,8 +1,9 @@
-"""Host memory of a process, taken from the system in large pieces and kept: for what has to leave the device for a while.
+"""Host memory of a process, taken from the system in large pieces and kept: for what leaves the device, and for blocks of files.
 
 Taking pages from the system and pinning them costs more than a copy, so that is done once. What is
 carved out of a piece is a tensor like any other, and its place is free again when its last view has
-gone, whoever held it. Left out: memory that other processes see too (`burnish.checkpoint.staging`).
+gone, whoever held it. Left out: memory that another process sees too (`burnish.checkpoint.staging`). It
+is read there while all of this is in use, so neither could ever have the other's place.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from burnish.parallel.device import synchronize
 from burnish.parallel.pinning import pin, unpin
 
 _ALIGN = 512
-_LEAST = 256 << 20
+_LEAST = 4 << 20
 
 
 class Arena:
     """Memory on the host beside one device, pinned where that is CUDA.
 
-    It grows when there is no room, by a quarter at least. Pieces that are all free are made one, so
-    that a process that needs the same in every step soon has it in one piece, and takes no more.
+    It grows when there is no room, by a quarter at least. Pieces that are all free are made one, and give
+    way to a larger one, so that a process that needs the same in every step soon has it in one piece, and takes no more.
     """
 
     def __init__(self, device: torch.device, least: int = _LEAST) -> None:
@@ -63,13 +64,15 @@ class Arena:
             return torch.empty(0, dtype=torch.uint8)
         room = -(-size // _ALIGN) * _ALIGN
         self._take_back()
-        self._merge()
+        if sum(not piece.used for piece in self._pieces) > 1:
+            self._add(self._close_free())
         for piece in self._pieces:
             start = piece.carve(room)
             if start is not None:
                 break
         else:
-            piece = self._add(max(room, self.held // 4))
+            free = self._close_free()
+            piece = self._add(max(room, free, self.held // 4))
             start = piece.carve(room) or 0
         bytes_ = (ctypes.c_char * size).from_address(piece.address + start)
         # No lock: garbage may be collected, and this called, in the middle of anything above.
@@ -82,15 +85,15 @@ class Arena:
             piece, start, stop = self._returned.popleft()
             piece.mend(start, stop)
 
-    def _merge(self) -> None:
+    def _close_free(self) -> int:
+        """Give back to the system the pieces that are all free; their bytes."""
         free = [piece for piece in self._pieces if not piece.used]
-        if len(free) < 2:
-            return
-        synchronize(self._device)  # copies to and from what was given back may still be under way
+        if free:
+            synchronize(self._device)  # copies to and from what was here may still be under way
         self._pieces = [piece for piece in self._pieces if piece.used]
         for piece in free:
             piece.close()
-        self._add(sum(piece.size for piece in free))
+        return sum(piece.size for piece in free)
 
     def _add(self, size: int) -> _Piece:
         piece = _Piece(max(size, self._least), pinned=self._device.type == "cuda")
@@ -157,7 +160,7 @@ def _pages(size: int) -> mmap.mmap:
         raise BurnishError(
             "the machine has no memory for what should leave the device",
             have=error,
-            want=f"{size / 1e9:.1f} GB for one process",
+            want=f"{size / 1e9:.2f} GB more for one process",
             do="set batch.tokens_per_device lower, or do without engine.activation_offload, "
-            "engine.optimizer_offload or engine.park",
+            "engine.optimizer_offload or engine.park; without these, start fewer processes on a machine",
         ) from error

@@ -8,11 +8,13 @@ has the wanted dtype. Left out: files (`burnish.checkpoint` reads and writes blo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from burnish.parallel.arena import Arena
 from burnish.parallel.collectives import gather_objects
 from burnish.parallel.layout import Layout
 from burnish.parallel.pieces import PieceTable, gather_pieces
@@ -24,13 +26,16 @@ from burnish.parallel.shards import Piece, Shard
 class Exchange:
     """Runs waves: packs what this rank sends, swaps with all ranks at once, unpacks what it gets.
 
-    Buffers live on `device` (the process group must reach it) and are kept between waves.
+    Its buffer lives on `device` (the process group must reach it) and is kept between waves; where that is
+    the host, it is carved from `arena` if there is one.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Layout, device: torch.device, arena: Arena | None = None) -> None:
         self._layout = layout
-        self._out = torch.empty(0, dtype=torch.uint8, device=device)
-        self._in = torch.empty(0, dtype=torch.uint8, device=device)
+        self._take: Callable[[int], Tensor] = partial(torch.empty, dtype=torch.uint8, device=device)
+        if arena is not None and device.type == "cpu":
+            self._take = arena.take
+        self._buffer = self._take(0)
 
     def run(
         self,
@@ -51,17 +56,20 @@ class Exchange:
             send_sizes[move.target] += _aligned(move.bytes)
         for move in coming:
             get_sizes[move.source] += _aligned(move.bytes)
-        self._out, self._in = _room(self._out, sum(send_sizes)), _room(self._in, sum(get_sizes))
-        out, into = self._out[: sum(send_sizes)], self._in[: sum(get_sizes)]
+        going_bytes = sum(send_sizes)
+        room = self._room(going_bytes + sum(get_sizes))
+        out, into = room[:going_bytes], room[going_bytes:]
         for move, part in _parts(going, out):
             read(move, part)
         dist.all_to_all_single(into, out, get_sizes, send_sizes)
         for move, part in _parts(coming, into):
             write(move, part)
 
-
-def _room(buffer: Tensor, size: int) -> Tensor:
-    return buffer if buffer.numel() >= size else buffer.new_empty(size)
+    def _room(self, size: int) -> Tensor:
+        if self._buffer.numel() < size:
+            self._buffer = self._take(0)  # what is there goes before more is taken
+            self._buffer = self._take(size)
+        return self._buffer[:size]
 
 
 def _parts(moves: Sequence[Move], buffer: Tensor) -> Iterable[tuple[Move, Tensor]]:

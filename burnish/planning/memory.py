@@ -31,8 +31,8 @@ _FP32 = 4
 _BF16 = 2
 _WAVE = 64 * _MIB
 """Publishing sends at most so much at one time, and receives as much."""
-_SAVING = 3 * 32 * _MIB
-"""Saving has 32 MiB of blocks in memory, and between several processes sends and receives as much."""
+_SAVING = 64 * _MIB
+"""Saving has 32 MiB of blocks in memory, and several processes send and receive 16 MiB each at one time."""
 _MERGED = 1 << 20
 """Elements of a weight that an adapter is merged into at one time."""
 _PREFILL_TOKENS = 8192

@@ -145,7 +145,7 @@ class Run:
         self._peak = peak_flops(self.device, compute_dtype(self.config.engine))
         main = learners[MAIN].foundation
         self.intact.require(*main.judges, *main.frozen)
-        resumed = self.checkpoints.resume(self._load)
+        resumed = self.checkpoints.resume(self._load, learners[MAIN].engine.arena)
         if resumed is None:
             self.intact.require(*main.beginnings, main.config.critic.path)
         for learner in learners.values():
@@ -272,6 +272,7 @@ class Run:
             healthy=self._finite_loss,
             check_finite=True,
             split=self.config.checkpoint.model_dtype == "bf16",
+            arena=self._learners[MAIN].engine.arena,
         )
 
     def stopped(self, request: StopRequested) -> StoppedError:

@@ -22,6 +22,7 @@ from distributed import run_ranks
 from burnish.checkpoint.committed import newest
 from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.load import CheckpointSource
+from burnish.parallel.arena import Arena
 from burnish.parallel.device import peak_memory, reset_peak_memory, used_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -92,11 +93,31 @@ def save_and_load(layout, root):
     return saving, peak_memory(CPU) - before
 
 
+def save_and_load_by_way_of(layout, root):
+    """Bytes of the arena in use, and held, after each of two saves and a load."""
+    weights, slots = state(layout)
+    arena, found = Arena(CPU), []
+    contents = contents_of({}, {}, layout, weights=weights, training=slots, arena=arena)
+    with Checkpoints(Path(root), layout) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, contents)
+            found.append((arena.used, arena.held))
+        checkpoints.resume(lambda step, source: source.fill(weights), arena)
+    return [*found, (arena.used, arena.held)]
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_saving_and_loading_take_a_few_blocks(tmp_path, world):
     for saving, loading in run_ranks(save_and_load, world, str(tmp_path)):
         assert 4 * MIB < saving <= SAVING
         assert 4 * MIB < loading <= LOADING
+
+
+def test_blocks_and_what_ranks_send_are_carved_from_the_arena_again_and_again(tmp_path):
+    for first, *later in run_ranks(save_and_load_by_way_of, 2, str(tmp_path)):
+        assert first[0] == 0
+        assert 4 * MIB < first[1] <= SAVING
+        assert later == [first, first]
 
 
 def writer_memory(checkpoints, field):

@@ -94,3 +94,13 @@ def test_what_was_pinned_is_unpinned_once_when_its_last_view_has_gone(
     held.clear()
     gc.collect()
     assert not known
+
+
+def test_a_free_piece_that_is_too_small_gives_way_to_one_that_is_not() -> None:
+    arena = Arena(CPU, LEAST)
+    kept = arena.take(LEAST)
+    for size in (2 * LEAST, 3 * LEAST, 5 * LEAST):
+        passing = arena.take(size).fill_(1)
+        assert arena.held == LEAST + size
+        del passing
+    assert kept.numel() == LEAST

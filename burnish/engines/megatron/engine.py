@@ -66,6 +66,7 @@ class MegatronEngine:
         self.skipped_in_a_row = 0
         self.mesh = mesh or MegatronMesh.of(config, device)
         """Its process groups, and host memory."""
+        self.arena = self.mesh.arena
         self._owns_mesh = mesh is None
         with megatron_called():
             stages = build_stages(hf_config, config, self.mesh, device)
@@ -183,7 +184,7 @@ class MegatronEngine:
         """Weights, gradients and slots are in host memory inside the block; see `Engine.parked`."""
         tensors = [parameter.data for chunk in self._chunks for parameter in chunk.parameters()]
         tensors += [] if self._optimizer is None else self._optimizer.tensors()
-        with parked(tensors, self.mesh.arena, self._device, self.layout):
+        with parked(tensors, self.arena, self._device, self.layout):
             yield
 
     def _evened(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
