@@ -2,23 +2,25 @@
 
 Waiting completions enter slots in order, as soon as slots are free. Prompts are read ahead in
 packed chunks, each once, and copied into the slot of every sample. Between steps the running
-completions always fill the first n slots, so no ended one is computed. Nothing here depends on
+completions always fill the first n slots, so no completion is computed that is known to have ended; on an accelerator
+that is known one step late (`burnish.rollout.arriving`). Nothing here depends on
 time, so the same call gives the same schedule. Left out: evicting a completion for lack of memory.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.errors import BurnishError, IncompatibleError
+from burnish.errors import IncompatibleError
 from burnish.models.routing import Routing
 from burnish.records import Completion, Experts, Request, StopReason
+from burnish.rollout.arriving import Arriving, Token, steps_behind
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.cache import PromptCache, SlotCache
 from burnish.rollout.draws import stream_key, uniforms
@@ -75,33 +77,31 @@ class _Sequence:
     sampled_logprobs: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     experts: list[Experts] = field(default_factory=list)
-    """Of the prompt, then of the tokens of each burst, surplus ones included."""
+    """Of the prompt, then of each token that was computed."""
     reason: StopReason | None = None
+    """Why it has ended; None while it runs."""
 
-    def append(self, drawn: Iterable[tuple[int, float, float]], rule: StopRule) -> bool:
-        """Take tokens with their two log-probs until the rule ends the completion; whether it did."""
-        for token, sampled_logprob, logprob in drawn:
-            self.tokens.append(token)
-            self.sampled_logprobs.append(sampled_logprob)
-            self.logprobs.append(logprob)
-            self.reason = rule.ended(self.tokens)
-            if self.reason is not None:
-                return True
-        return False
+    def append(self, drawn: Token, rule: StopRule) -> bool:
+        """Take a token, unless the completion had ended before; whether it ends with this one."""
+        if self.reason is not None:
+            return False
+        self.tokens.append(drawn.token)
+        self.sampled_logprobs.append(drawn.sampled_logprob)
+        self.logprobs.append(drawn.logprob)
+        if drawn.experts is not None:
+            self.experts.append(drawn.experts)
+        self.reason = rule.ended(self.tokens)
+        return self.reason is not None
 
     def finished(self, version: int) -> Completion:
         """The record of the completion."""
-        computed = len(self.prompt.request.token_ids) + len(self.tokens) - 1
-        experts: Experts | None = None
-        if self.experts:
-            experts = np.concatenate(self.experts)[:computed]
         return Completion(
             token_ids=np.array(self.tokens, dtype=np.int64),
             sampled_logprobs=np.array(self.sampled_logprobs, dtype=np.float32),
             logprobs=np.array(self.logprobs, dtype=np.float32),
             stop_reason=self.reason or "length",
             weights_version=version,
-            experts=experts,
+            experts=np.concatenate(self.experts) if self.experts else None,
         )
 
 
@@ -125,6 +125,8 @@ class Decoding:
         longest = max((len(prompt.request.token_ids) for prompt in self._unread), default=0)
         self._cache = SlotCache(slots, longest + sampling.max_tokens)
         self._slots: list[_Sequence | None] = [None] * slots
+        self._arriving: deque[Arriving[_Sequence]] = deque()
+        self._behind = steps_behind(network.device)
         self._ended = 0
         self._state = torch.zeros(4, slots, dtype=torch.int64, device=network.device)
         """Latest token, its position, key, tokens drawn so far: one column per slot."""
@@ -133,7 +135,7 @@ class Decoding:
         """Decode to the end: for each request its completions, marked with the weights' version."""
         reported = 0
         while running := self._refill():
-            self._burst(running)
+            self._step(running)
             if watch is not None:
                 watch(self._ended - reported)
                 reported = self._ended
@@ -143,9 +145,10 @@ class Decoding:
 
     def _refill(self) -> int:
         """Put waiting completions into free slots, close gaps; how many completions run."""
-        while self._waiting and (free := [i for i, held in enumerate(self._slots) if held is None]):
+        while self._waiting and (free := [i for i, held in enumerate(self._slots) if _free(held)]):
             rows = free[: len(self._waiting)]
             self._start(rows, [self._waiting.popleft() for _ in rows])
+        self._slots = [None if _free(held) else held for held in self._slots]
         running = sum(held is not None for held in self._slots)
         gaps = [row for row, held in enumerate(self._slots[:running]) if held is None]
         if gaps:
@@ -175,11 +178,11 @@ class Decoding:
             self._cache.place(index, chunk.cache, which)
             keys = self._index([sequences[number].key for number in numbers])
             drawn = self._draw(chunk.last[self._index(which)], keys, torch.zeros_like(keys))
+            self._receive([sequences[number] for number in numbers], drawn)
             lengths = self._index([chunk.cache.lengths[prompt] for prompt in which])
             self._state[:, index] = torch.stack(
                 (drawn.tokens, lengths, keys, torch.ones_like(keys))
             )
-            self._record(mine, [drawn])
 
     def _chunk_of(self, prompt: _Prompt) -> _Chunk:
         """The chunk that the prompt was read with, reading up to it first."""
@@ -218,69 +221,44 @@ class Decoding:
         for index, prompt in enumerate(prompts):
             prompt.chunk, prompt.index = read, index
 
-    def _burst(self, running: int) -> None:
-        """Decode a few tokens of each of the first `running` slots, then look at them."""
+    def _step(self, running: int) -> None:
+        """Decode a token of each of the first `running` slots."""
         sequences = [held for held in self._slots[:running] if held is not None]
-        left = self._sampling.max_tokens - max(len(sequence.tokens) for sequence in sequences)
-        steps = min(_steps_per_sync(self._network.device), left)
-        longest = max(len(s.prompt.request.token_ids) + len(s.tokens) for s in sequences)
-        span = longest + steps - 1
+        read = max(len(s.prompt.request.token_ids) + len(s.tokens) for s in sequences)
+        span = read + self._behind
         self._cache.reserve(span)
         token, position, key, count = self._state[:, :running]
-        block: list[Drawn] = []
-        went: list[Tensor] = []
-        for _ in range(steps):
-            routing, cache = self._routing(), self._cache.step(position, span)
-            hidden = self._network.forward(token, position, cache, routing)
-            went += [routing.record()] if routing else []
-            block.append(self._draw(hidden, key, count))
-            token.copy_(block[-1].tokens)
-            position += 1
-            count += 1
-        self._keep_experts(went)
-        self._record(range(running), block)
+        routing, cache = self._routing(), self._cache.step(position, span)
+        hidden = self._network.forward(token, position, cache, routing)
+        drawn = self._draw(hidden, key, count)
+        token.copy_(drawn.tokens)
+        position += 1
+        count += 1
+        self._receive(sequences, drawn, routing.record() if routing else None)
 
     def _routing(self) -> Routing | None:
         """What notes the experts of one forward pass, where they were asked for."""
         return Routing() if self._sampling.experts else None
 
-    def _keep_experts(self, went: Sequence[Tensor]) -> None:
-        """Append the experts [n, L, k] of each step of a burst to the completions in the first n slots."""
-        by_slot = torch.stack(list(went), dim=1).cpu().numpy() if went else ()
-        for held, experts in zip(self._slots, by_slot, strict=False):
-            if held is not None:
-                held.experts.append(experts)
-
     def _draw(self, hidden: Tensor, keys: Tensor, counts: Tensor) -> Drawn:
         return draw(self._network.logits(hidden), self._sampling, uniforms(keys, counts))
 
-    def _record(self, rows: Sequence[int], block: Sequence[Drawn]) -> None:
-        """Append drawn tokens to the completions in `rows`, and free the slots of those that end."""
-        tokens = torch.stack([drawn.tokens for drawn in block], dim=1).tolist()
-        sampled = torch.stack([drawn.sampled_logprobs for drawn in block], dim=1).tolist()
-        logprobs = torch.stack([drawn.logprobs for drawn in block], dim=1)
-        if not bool(logprobs.isfinite().all()):
-            raise BurnishError(
-                "the model's logits are not finite, so no token can be drawn",
-                do="look at the loss and gradient norm of the steps before; the weights may hold NaN",
-            )
-        for row, *drawn in zip(rows, tokens, sampled, logprobs.tolist(), strict=True):
-            sequence = self._slots[row]
-            if sequence is not None and sequence.append(zip(*drawn, strict=True), self._stop_rule):
-                self._slots[row] = None
-                self._ended += 1
+    def _receive(
+        self, sequences: Sequence[_Sequence], drawn: Drawn, experts: Tensor | None = None
+    ) -> None:
+        """Have what was drawn come to the host, and append what has come to the completions."""
+        self._arriving.append(Arriving(sequences, drawn, experts))
+        while len(self._arriving) > self._behind:
+            for sequence, token in self._arriving.popleft().read():
+                self._ended += sequence.append(token, self._stop_rule)
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         return torch.tensor(rows, device=self._network.device)
 
 
-def _steps_per_sync(device: torch.device) -> int:
-    """Steps between looks at what was drawn.
-
-    Looking makes an accelerator wait, so it computes a few steps on for completions that have ended,
-    and the surplus is dropped.
-    """
-    return 1 if device.type == "cpu" else 8
+def _free(slot: _Sequence | None) -> bool:
+    """Whether the slot may be given away: nothing is in it, or what has ended."""
+    return slot is None or slot.reason is not None
 
 
 def _sequences(prompt: _Prompt, sampling: Sampling) -> list[_Sequence]:

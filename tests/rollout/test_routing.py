@@ -47,8 +47,8 @@ def example_of(request: Request, completion: Completion) -> Example:
 def test_the_engine_finds_the_same(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where several steps are computed between looks, and completions end in different ones."""
-    monkeypatch.setattr(decoding, "_steps_per_sync", lambda _: 3)
+    """Also where what was drawn is read a step later, and completions end at different steps."""
+    monkeypatch.setattr(decoding, "steps_behind", lambda _: 1)
     monkeypatch.setattr(decoding, "_PREFILL_TOKENS", 24)
     path = save_tiny(tmp_path / "m", family, torch.float32)
     with process_group(CPU, 60) as layout:
