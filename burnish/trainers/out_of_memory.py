@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,6 +13,7 @@ import torch
 from burnish.config.schema import ModelConfig, RunConfig
 from burnish.errors import BurnishError
 from burnish.models.loading import read_model_config
+from burnish.parallel.allocations import can_write_snapshot, recording_allocations, write_snapshot
 from burnish.parallel.device import device_name, peak_memory, total_memory
 from burnish.parallel.layout import Layout
 from burnish.planning.advice import advice
@@ -48,29 +49,30 @@ class OutOfMemory:
     def explained(self, directory: Path) -> Iterator[None]:
         """Raise `BurnishError` with what would have helped where the block runs out of memory.
 
-        On CUDA torch's snapshot of the allocator is left in `directory`, for https://pytorch.org/memory_viz.
+        Where the device's backend can, a snapshot of its allocator is left in `directory`, for
+        https://pytorch.org/memory_viz; with `tracking.allocations` it names the lines of the program.
         """
-        try:
-            yield
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not isinstance(error, torch.OutOfMemoryError) and _CPU_SAYS not in str(error):
-                raise
-            raise self._error(error, self._snapshot(directory)) from error
+        records = self.config.tracking.allocations
+        with recording_allocations(self.device) if records else nullcontext():
+            try:
+                yield
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not isinstance(error, torch.OutOfMemoryError) and _CPU_SAYS not in str(error):
+                    raise
+                raise self._error(error, self._snapshot(directory)) from error
 
-    def _error(self, error: Exception, snapshot: Path | None) -> BurnishError:
+    def _error(self, error: Exception, snapshot: str) -> BurnishError:
         phase = self.peaks.current or "setting up"
         total, highest = total_memory(self.device) / 1e9, peak_memory(self.device) / 1e9
         helpful = "set batch.tokens_per_device lower"
         plan = self._plan(phase)
         if plan is not None:
             helpful = f"try {advice(plan, self.config)}; see burnish plan"
-        if snapshot is not None:
-            helpful += f"; what was allocated is in {snapshot}"
         return BurnishError(
             f"rank {self.layout.rank} ran out of memory in {phase}",
             have=f"{' '.join(str(error).split())[:200]}; {highest:.1f} GB in use at most",
             want=f"no more than the {total:.1f} GB of {device_name(self.device)}",
-            do=helpful,
+            do=helpful + snapshot,
         )
 
     def _plan(self, phase: str) -> Plan | None:
@@ -93,9 +95,14 @@ class OutOfMemory:
         if self.trainer == "rl":
             yield from (ModelConfig(path=judge.path) for judge in self.config.reward.models)
 
-    def _snapshot(self, directory: Path) -> Path | None:
-        if self.device.type != "cuda":
-            return None
+    def _snapshot(self, directory: Path) -> str:
+        """Leave a snapshot; what the message says of it."""
+        if not can_write_snapshot(self.device):
+            return ""
         path = directory / f"out-of-memory-rank{self.layout.rank}.pickle"
-        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
-        return path
+        try:
+            write_snapshot(self.device, path)
+        except OSError as failed:  # the lack of memory is what has to be told
+            return f"; what was allocated could not be written: {failed}"
+        lines = "" if self.config.tracking.allocations else " (for what: tracking.allocations=true)"
+        return f"; what was allocated{lines} is in {path}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,12 @@ from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.engines.base import Part
 from burnish.engines.torch_engine import TorchEngine
 from burnish.models.sources import SafetensorsSource
+from burnish.parallel.allocations import (
+    can_write_snapshot,
+    recording_allocations,
+    write_snapshot,
+)
+from burnish.parallel.device import total_memory
 from burnish.parallel.layout import Layout
 
 
@@ -53,3 +60,21 @@ def test_activations_on_the_host_change_nothing_and_free_an_accelerators_memory(
     assert found[0] == pytest.approx(found[1], rel=1e-3)
     if device.type == "cuda":
         assert peaks[-1] < peaks[2]
+
+
+def test_the_snapshot_of_a_device_that_ran_out_names_the_lines_that_took_its_memory(
+    tmp_path: Path, device: torch.device
+) -> None:
+    if not can_write_snapshot(device):
+        pytest.skip(f"torch keeps no account of {device.type}'s memory")
+    path = tmp_path / "snapshot.pickle"
+    with recording_allocations(device):
+        held = torch.zeros(1 << 20, device=device)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.zeros(2 * total_memory(device), dtype=torch.uint8, device=device)
+        write_snapshot(device, path)
+    snapshot = pickle.loads(path.read_bytes())  # noqa: S301
+    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+    [ours] = [each for each in blocks if each.get("address") == held.data_ptr()]
+    assert __file__ in {frame["filename"] for frame in ours["frames"]}
+    assert any(event["action"] == "oom" for trace in snapshot["device_traces"] for event in trace)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from model_shapes import QWEN3_8B
 
-from burnish.config.schema import RunConfig
+from burnish.config.schema import RunConfig, TrackingConfig
 from burnish.errors import BurnishError
 from burnish.parallel.layout import Layout
 from burnish.tracking.peaks import Peaks
@@ -86,3 +88,50 @@ def test_a_model_that_the_planner_does_not_know(tmp_path: Path) -> None:
 def test_any_other_error_stays_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^shapes do not fit$"), subject().explained(tmp_path):
         raise RuntimeError("shapes do not fit")
+
+
+class Recorder:
+    """Stands for the memory of a backend that records as torch's do."""
+
+    def __init__(self, full: bool = False) -> None:
+        self.recording, self.full = False, full
+
+    def _record_memory_history(self, *told: object, **settings: object) -> None:
+        for real in (torch.cuda.memory, torch.xpu.memory):
+            inspect.signature(real._record_memory_history).bind(*told, **settings)
+        self.recording = told[0] is not None
+
+    def _dump_snapshot(self, filename: str) -> None:
+        if self.full:
+            raise OSError("no space left")
+        Path(filename).write_text("recorded" if self.recording else "sizes")
+
+
+@pytest.mark.parametrize(
+    ("records", "full", "content", "said"),
+    [
+        (False, False, "sizes", r"\(for what: tracking\.allocations=true\) is in .*rank0\.pickle"),
+        (True, False, "recorded", r"what was allocated is in .*rank0\.pickle"),
+        (True, True, None, "could not be written: no space left"),
+    ],
+)
+def test_a_backend_that_can_leaves_a_snapshot(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    records: bool,
+    full: bool,
+    content: str | None,
+    said: str,
+) -> None:
+    recorder = Recorder(full)
+    backend = SimpleNamespace(memory=recorder)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: backend)
+    trainer = subject()
+    told = trainer.config.model_copy(update={"tracking": TrackingConfig(allocations=records)})
+    with (
+        pytest.raises(BurnishError, match=said),
+        replace(trainer, config=told).explained(tmp_path),
+    ):
+        raise torch.OutOfMemoryError("no memory")
+    assert not recorder.recording
+    assert [file.read_text() for file in tmp_path.iterdir()] == ([content] if content else [])
