@@ -172,6 +172,10 @@ def _other_cases() -> Iterator[Case]:
     for processes in (1, 2):
         yield _small("qwen3", "bf16", "none", processes, adapter)
     yield _small("llama", "fp32", "selective", 1, adapter)
+    for targets in (("q_proj", "o_proj"), ("experts.gate_up_proj", "experts.down_proj")):
+        yield _small(
+            "qwen3_moe", "bf16", "none", 1, adapter | {"model.lora.targets": list(targets)}
+        )
     yield _small("qwen3", "fp32", "full", 1, {"optim.kind": "muon"})
     yield _small("qwen3", "bf16", "none", 2, {"engine.reshard_after_forward": False})
     for more in (adapter, critic, critic | adapter):

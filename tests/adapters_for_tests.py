@@ -16,6 +16,8 @@ from burnish.parallel.shards import Shard
 from burnish.records.seeds import derive_seed
 
 LORA = LoraConfig(rank=4, alpha=6.0)
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+"""What of a mixture's experts can be adapted."""
 
 
 def adapter_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -40,7 +42,10 @@ def plain_adapted(path: Path, lora: LoraConfig = LORA) -> Any:
         r=lora.rank,
         lora_alpha=lora.alpha,
         use_rslora=lora.rslora,
-        target_modules=lora.targets or "all-linear",
+        target_modules=[t for t in lora.targets if t not in EXPERTS]
+        if lora.targets
+        else "all-linear",
+        target_parameters=[f"mlp.{t}" for t in lora.targets if t in EXPERTS] or None,
         task_type="CAUSAL_LM",
     )
     model = peft.get_peft_model(base, config).eval()

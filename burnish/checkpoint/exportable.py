@@ -7,7 +7,7 @@ them. Left out: writing (`burnish.checkpoint.export`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -15,17 +15,28 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from burnish.checkpoint.assets import CONFIG, read_assets, with_dtype
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.streams import Described, DirectoryTensors, StepTensors
 from burnish.checkpoint.tensor_sets import MAIN, MODEL, prefix_of, roles_in
 from burnish.checkpoint.verify import read_block
+from burnish.config.schema import LoraConfig
 from burnish.errors import IncompatibleError, MissingError, few
 from burnish.files.closing import Closing
 from burnish.files.storage import LocalStorage, Source
 from burnish.files.weights import SUFFIX, model_digest
-from burnish.models.lora_names import ADAPTER_CONFIG, ADAPTER_STATE, adapted_weights, factor_name
+from burnish.models.building import build_on_meta
+from burnish.models.lora import Adapter
+from burnish.models.lora_merge import Change
+from burnish.models.lora_names import (
+    ADAPTER_CONFIG,
+    ADAPTER_STATE,
+    adapted_weights,
+    are_parameters,
+    factor_name,
+)
 
 
 class Exportable(Closing, Protocol):
@@ -106,34 +117,36 @@ class MergedModel(Closing):
         self._opened = ExitStack()
         self._adapter = self._opened.enter_context(StepModel(step, storage=storage))
         self._tensors = self._opened.enter_context(DirectoryTensors(self._base))
-        self._adapted = adapted_weights(self._adapter.weights)
+        self._changes = _changes(record, base, self._adapter.weights)
         self._factors: _Factors | None = None
         plain = {
             key.removeprefix(f"{MODEL}/"): described
             for key, described in self._tensors.tensors.items()
         }
-        absent = [name for name in self._adapted if name not in plain]
+        absent = [name for name in self._changes if name not in plain]
         if absent:
             raise IncompatibleError(
                 f"{self._base} has not the weights that the adapter in {step.path} belongs to",
                 have=f"no {absent[0]}",
-                want=few(list(self._adapted)),
+                want=few(list(self._changes)),
                 do="say where the adapter's own model is with --base DIRECTORY",
             )
         self.weights: Mapping[str, Described] = {
-            name: Described(torch.float32, each.shape) if name in self._adapted else each
+            name: Described(torch.float32, each.shape) if name in self._changes else each
             for name, each in plain.items()
         }
 
     def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """See `Exportable.read`."""
         own = self._tensors.read(f"{MODEL}/{name}", start, stop)
-        if name not in self._adapted:
+        change = self._changes.get(name)
+        if change is None:
             return own
         width = self.weights[name].shape[1]
         first, last = start // width, -(-stop // width)
-        factors = self._factors_of(name)
-        rows = torch.mm(factors.b[first:last], factors.a).flatten()
+        factors = self._factors_of(change.layer)
+        a, b = change.factors(factors.a, factors.b)
+        rows = torch.mm(b[first:last], a[:, :width]).flatten()
         return own.float().add_(
             rows[start - first * width : stop - first * width], alpha=self._scale
         )
@@ -145,10 +158,10 @@ class MergedModel(Closing):
         for name, data in found.items():
             yield name, _configured(name, data, dtype, self._base / name)
 
-    def _factors_of(self, name: str) -> _Factors:
-        if self._factors is None or self._factors.name != name:
-            a, b = (self._whole(factor_name(self._adapted[name], letter)) for letter in "AB")
-            self._factors = _Factors(name, a, b)
+    def _factors_of(self, layer: str) -> _Factors:
+        if self._factors is None or self._factors.layer != layer:
+            a, b = (self._whole(factor_name(layer, letter)) for letter in "AB")
+            self._factors = _Factors(layer, a, b)
         return self._factors
 
     def _whole(self, name: str) -> Tensor:
@@ -163,11 +176,19 @@ class MergedModel(Closing):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Factors:
-    """A and B of the layer whose weight is `name`, fp32."""
+    """A and B of a layer of PEFT's, fp32."""
 
-    name: str
+    layer: str
     a: Tensor
     b: Tensor
+
+
+def _changes(record: Mapping[str, Any], base: Path, weights: Iterable[str]) -> Mapping[str, Change]:
+    """The model's tensors that an adapter of these weights changes; where they hold experts only the model can tell which."""
+    if not any(map(are_parameters, record["targets"])):
+        return {name: Change(layer) for name, layer in adapted_weights(weights).items()}
+    lora = LoraConfig(rank=record["rank"], targets=record["targets"])
+    return Adapter(build_on_meta(AutoConfig.from_pretrained(base)), lora).changes
 
 
 def _model_directory(step: Committed, role: str) -> str:

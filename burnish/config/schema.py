@@ -22,7 +22,7 @@ StopText = Annotated[str, Field(min_length=1)]
 
 
 class LoraConfig(Section):
-    """Train a low-rank adapter (arXiv 2106.09685) on the model's linear layers instead of the model."""
+    """Train a low-rank adapter (arXiv 2106.09685) on the model's linear layers, or its experts, instead of the model."""
 
     path: str | None = None
     """An adapter to go on from, which brings all that follows: a directory of PEFT's, such as an earlier run's step/model; a path or a URL. Resuming reads it again; `burnish eval` does not."""
@@ -31,7 +31,7 @@ class LoraConfig(Section):
     alpha: float = Field(32.0, gt=0)
     """The adapter's output is scaled by alpha / rank."""
     targets: list[str] = Field(default_factory=list)
-    """Layers by the last part of their names, as q_proj; all linear layers but the output layer when not given."""
+    """Linear layers by the last part of their names, as q_proj, and fused experts as experts.gate_up_proj and experts.down_proj; all linear layers but the output layer, and no experts, when not given."""
     rslora: bool = False
     """Scale by alpha / √rank instead (arXiv 2312.03732)."""
 

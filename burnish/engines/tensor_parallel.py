@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.errors import IncompatibleError, UsageError
 from burnish.models.cuts import Cut
-from burnish.models.lora_names import plain_parameter
+from burnish.models.lora_names import adapted_parameters, plain_parameter
 from burnish.models.scorer import Scorer
 from burnish.models.vocabulary import VocabularyPart
 from burnish.parallel.autograd import gather_rows, scatter_sums
@@ -113,8 +113,9 @@ def _require_all_in(blocks: Sequence[str], model: PreTrainedModel) -> None:
 def _layer_cuts(
     model: PreTrainedModel, plan: Mapping[str, str], rank: int, ranks: int
 ) -> Iterator[tuple[str, Cut]]:
+    adapted = adapted_parameters(model.named_modules())
     for name, parameter in model.named_parameters():
-        plain, factor = plain_parameter(name)
+        plain, factor = plain_parameter(name, adapted)
         pattern = re.sub(r"\.\d+\.", ".*.", plain.removeprefix(f"{model.base_model_prefix}."))
         style = plan.get(pattern) or plan.get(pattern.rpartition(".")[0], "")
         if style not in _STYLES:

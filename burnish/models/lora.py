@@ -6,8 +6,8 @@
 modules into a model that knows nothing of it; here is which tensors of PEFT's files their
 parameters are, and the model with the adapter in it or off. Left out: dropout, because what is
 computed here is a function of the tokens, so that it can be computed once for sequences that begin
-alike and again in the backward pass; adapters on embeddings and output layers; on fused experts, whose
-weights PEFT adapts by making all of W + s B A in every forward pass, in the place of the sharded W.
+alike and again in the backward pass; adapters on embeddings and output layers. How fused experts are computed
+with one is in `burnish.models.lora_experts`.
 """
 
 from __future__ import annotations
@@ -20,26 +20,33 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from burnish.config.schema import LoraConfig
 from burnish.errors import IncompatibleError, UsageError
 from burnish.models.cuts import Cut, cut_regions
-from burnish.models.lora_names import PREFIX, factor_name, layer_kinds, plain_parameter
+from burnish.models.lora_experts import AdaptedExperts, expert_parameters
+from burnish.models.lora_merge import by_expert, changes, gathered
+from burnish.models.lora_names import (
+    PREFIX,
+    adapted_parameters,
+    are_parameters,
+    layer_kinds,
+    parameter_kinds,
+    plain_parameter,
+)
 from burnish.models.names import Region, model_shards, regions
-from burnish.parallel.boxes import Box, whole
+from burnish.parallel.boxes import whole
 from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Shard, TensorSpec
+from burnish.parallel.shards import Shard
 from burnish.parallel.transfer import Transfer
 from burnish.records.seeds import derive_seed
 
 _NAME = "default"
 # What PEFT calls an adapter that was given no name.
-_WRAPPED = ".base_layer.weight"
-# Ends the name of the weight of a layer that has an adapter.
-_BLOCK_ELEMENTS = 1 << 20
-# Of a merged weight at a time in fp32.
+_WITHIN = ".base_layer"
+# Ends the name of what PEFT has wrapped; it wraps experts once for each of their parameters.
 
 
 class Adapter:
@@ -53,19 +60,23 @@ class Adapter:
         Raises `IncompatibleError` where the model has not the layers that `config` names, or PEFT
         would adapt others, and `UsageError` where PEFT is not installed.
         """
-        plain, targets = regions(model), adapted_layers(model, config)
-        self._rank = config.rank
-        self._layers = _inject(model, peft_config(config, targets), targets)
+        plain, targets = regions(model), Targets.of(model, config)
+        layers = _inject(model, peft_config(config, targets.kinds), targets)
+        self._rank, self._layers = config.rank, _computing(model, layers)
         self._scale = float(next(iter(self._layers.values())).scaling[_NAME])
         self.base = _moved(plain, model)
         """The tensors of the model's own checkpoint."""
         self.weights = tuple(_regions_of_adapter(model))
         """The tensors of PEFT's file."""
-        self._layer_of = {
-            region.name: region.parameter.removesuffix(_WRAPPED)
-            for region in self.base
-            if region.parameter.endswith(_WRAPPED)
-        }
+        self.changes = changes(
+            plain,
+            {
+                parameter: (layer, getattr(layers[layer], "num_experts", 1))
+                for layer, parameter in adapted_parameters(layers.items()).items()
+            },
+        )
+        """By name, the tensors of the checkpoint that are changed, and what of the adapter changes them."""
+        self._shapes = {region.name: region.shape for region in self.weights}
         if base_dtype is not None:
             for parameter in model.parameters():
                 if not parameter.requires_grad:
@@ -98,60 +109,18 @@ class Adapter:
         Holds, as long as they are in use, the rows of B and the columns of A that belong to this rank's pieces.
         """
         base = list(model_shards(self._model, parts=self.base))
-        factors = {s.spec.name: self._factors(s) for s in base if s.spec.name in self._layer_of}
-        have = list(model_shards(self._model, parts=self.weights))
-        want = [factor for pair in factors.values() for factor in pair]
+        places = gathered(base, self.changes, self._shapes)
+        have = [by_expert(s, self._rank) for s in model_shards(self._model, parts=self.weights)]
+        want = [shard for each in dict.fromkeys(places.values()) for shard in each.shards]
         if self._gathering is None:
             self._gathering = Transfer(have, want, layout)
         self._gathering.run(have, want)
         for shard in base:
-            if shard.spec.name not in factors:
+            name = shard.spec.name
+            if name in places:
+                yield places[name].merged(self.changes[name], shard, self._scale)
+            else:
                 yield shard
-                continue
-            a, b = (factor.tensor for factor in factors[shard.spec.name])
-            yield MergedShard(shard.spec, shard.box, shard.tensor, a, b, self._scale)
-
-    def _factors(self, shard: Shard) -> tuple[Shard, Shard]:
-        """Places for the columns of A and the rows of B that belong to a piece of W."""
-        (row, column), (rows, columns) = shard.box.offsets, shard.box.sizes
-        out, into, rank = *shard.spec.shape, self._rank
-        places = (
-            ("A", (rank, into), Box((0, column), (rank, columns))),
-            ("B", (out, rank), Box((row, 0), (rows, rank))),
-        )
-        layer, device = self._layer_of[shard.spec.name], shard.tensor.device
-        a, b = (
-            Shard(
-                TensorSpec(factor_name(layer, letter), shape, torch.float32),
-                box,
-                torch.empty(box.sizes, device=device),
-            )
-            for letter, shape, box in places
-        )
-        return a, b
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MergedShard(Shard):
-    """A piece of W that reads as W + s B A; its own memory holds W."""
-
-    a: Tensor
-    """Its columns of A, fp32."""
-    b: Tensor
-    """Its rows of B, fp32."""
-    scale: float
-    """s."""
-
-    def part(self, box: Box) -> Tensor:
-        """See `Shard.part`: in memory of its own, computed in fp32 and rounded once."""
-        rows, columns = box.relative_to(self.box).slices
-        base, a, b = self.tensor[rows, columns], self.a[:, columns], self.b[rows]
-        result = torch.empty_like(base)
-        step = max(1, _BLOCK_ELEMENTS // max(1, base.shape[1]))
-        for start in range(0, len(base), step):
-            block = slice(start, start + step)
-            result[block] = torch.addmm(base[block].float(), b[block], a, alpha=self.scale)
-        return result
 
 
 class FreshAdapter:
@@ -178,32 +147,52 @@ class FreshAdapter:
             shard.tensor.detach().copy_(drawn[shard.box.slices])
 
 
-def adapted_layers(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Names of the linear layers that are adapted. Raises `IncompatibleError` where the model has none that is asked for."""
-    head = model.get_output_embeddings()
-    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
-    kinds = layer_kinds(linear)
-    unknown = [target for target in config.targets if target not in kinds]
-    if unknown or not linear:
-        fused = any(parameter.ndim > 2 for parameter in model.parameters())
-        raise IncompatibleError(
-            f"the model has no linear layers {', '.join(unknown)}",
-            have=(", ".join(kinds) or "none")
-            + ("; its experts are fused, and get no adapter" if fused else ""),
-            want="names of linear layers, the output layer not among them",
-            do="correct model.lora.targets, or leave it out for all of them",
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What of a model is adapted."""
+
+    layers: tuple[str, ...]
+    """Names of linear layers."""
+    parameters: tuple[str, ...]
+    """Names of parameters that hold the experts of a layer."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, config: LoraConfig) -> Targets:
+        """What `config` names in a model. Raises `IncompatibleError` where the model has not all of it."""
+        head = model.get_output_embeddings()
+        linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
+        experts = list(expert_parameters(model))
+        kinds, fused = layer_kinds(linear), parameter_kinds(experts)
+        unknown = [target for target in config.targets if target not in (*kinds, *fused)]
+        if unknown or not linear:
+            raise IncompatibleError(
+                f"the model has no linear layers {', '.join(unknown)}",
+                have=", ".join((*kinds, *fused)) or "none",
+                want="names of linear layers, the output layer not among them"
+                + (", and of parameters of experts" if fused else ""),
+                do="correct model.lora.targets, or leave it out for all linear layers",
+            )
+        wanted = config.targets or kinds
+        return cls(
+            tuple(name for name in linear if layer_kinds([name])[0] in wanted),
+            tuple(name for name in experts if parameter_kinds([name])[0] in wanted),
         )
-    wanted = config.targets or kinds
-    return [name for name in linear if name.rpartition(".")[2] in wanted]
+
+    @property
+    def kinds(self) -> list[str]:
+        """What PEFT knows them by, each once."""
+        return [*layer_kinds(self.layers), *parameter_kinds(self.parameters)]
 
 
-def peft_config(config: LoraConfig, layers: Iterable[str]) -> Any:
-    """PEFT's description of an adapter on these layers. Raises `UsageError` where PEFT is not installed."""
+def peft_config(config: LoraConfig, kinds: Iterable[str]) -> Any:
+    """PEFT's description of an adapter for these kinds of layers and parameters. Raises `UsageError` where PEFT is not installed."""
+    asked = list(kinds)
     return _peft().LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
         use_rslora=config.rslora,
-        target_modules=layer_kinds(layers),
+        target_modules=[kind for kind in asked if not are_parameters(kind)],
+        target_parameters=[kind for kind in asked if are_parameters(kind)] or None,
         task_type="CAUSAL_LM",
     )
 
@@ -221,28 +210,42 @@ def _peft() -> Any:
     return peft
 
 
-def _inject(model: PreTrainedModel, config: Any, layers: Iterable[str]) -> dict[str, Any]:
-    """Let PEFT wrap the layers; its modules by name. Raises `IncompatibleError` where they are other layers."""
+def _inject(model: PreTrainedModel, config: Any, targets: Targets) -> dict[str, Any]:
+    """Let PEFT wrap what is adapted; its modules by name. Raises `IncompatibleError` where they are for something else."""
     peft = _peft()
     with model.device, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # what is wrong is said below
         peft.inject_adapter_in_model(config, model, _NAME)
     kind = peft.tuners.lora.LoraLayer
     found = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
-    if found.keys() != set(layers) or config.target_parameters:
+    wanted = {f"{name}.weight" for name in targets.layers} | set(targets.parameters)
+    if set(adapted_parameters(found.items()).values()) != wanted:
         raise IncompatibleError(
             "PEFT takes the names of some linear layers for experts, which are fused in this model",
-            have=", ".join(layer_kinds(layers)),
-            want="names of linear layers that no expert has",
-            do="set model.lora.targets=[q_proj, k_proj, v_proj, o_proj]",
+            have=", ".join(targets.kinds),
+            want="names of linear layers that no expert has, and of experts' parameters",
+            do="set model.lora.targets=[q_proj, k_proj, v_proj, o_proj], with experts.gate_up_proj and experts.down_proj for the experts",
         )
+    return found
+
+
+def _computing(model: PreTrainedModel, layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of PEFT's layers that compute, by name, with `AdaptedExperts` in the place of what wraps experts."""
+    found = {}
+    for name, layer in layers.items():
+        if not hasattr(layer, "parameter_name"):
+            found[name] = layer
+        elif not name.endswith(_WITHIN):
+            found[name] = AdaptedExperts(layer, _NAME)
+            model.set_submodule(name, found[name])
     return found
 
 
 def _moved(plain: Iterable[Region], model: PreTrainedModel) -> tuple[Region, ...]:
     """The regions of a model, whose parameters have new names now that PEFT has wrapped their layers."""
+    adapted = adapted_parameters(model.named_modules())
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    plainly = ((name, *plain_parameter(name)) for name in names)
+    plainly = ((name, *plain_parameter(name, adapted)) for name in names)
     now = {plain_name: name for name, plain_name, factor in plainly if not factor}
     return tuple(replace(r, parameter=now.get(r.parameter, r.parameter)) for r in plain)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 ADAPTER_CONFIG = "adapter_config.json"
 """Describes the adapter: rank, layers, the model that it belongs to."""
@@ -16,14 +16,30 @@ ADAPTER_STATE = "adapter"
 PREFIX = "base_model.model."
 """Begins the names of its tensors."""
 
-_WRAPPING = re.compile(r"\.(?:base_layer|lora_([AB])\.\w+)(?=\.)")
-"""What PEFT's modules put into the names of a layer's parameters."""
+_EXPERTS = "experts"
+# The module that has the parameters of a layer's experts.
 
 
-def plain_parameter(name: str) -> tuple[str, str]:
-    """What a parameter's name was before PEFT wrapped its layer, and which factor it is: A, B, or "" for one of the model's own."""
-    found = _WRAPPING.search(name)
-    return _WRAPPING.sub("", name), (found[1] or "") if found else ""
+def adapted_parameters(modules: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """From a model's modules by name: the layers of PEFT's, each with the parameter that it changes, by its name without PEFT."""
+    return {
+        name: f"{_plain(name)}.{getattr(module, 'parameter_name', 'weight')}"
+        for name, module in modules
+        if hasattr(module, "lora_A")
+    }
+
+
+def plain_parameter(name: str, adapted: Mapping[str, str]) -> tuple[str, str]:
+    """What a parameter of a model is called without PEFT, and "", or which parameter a factor changes, and A or B.
+
+    `adapted`: the model's `adapted_parameters`.
+    """
+    layer, found, rest = name.partition(".lora_")
+    return (adapted[layer], rest[0]) if found else (_plain(name), "")
+
+
+def _plain(name: str) -> str:
+    return name.replace(".base_layer", "")
 
 
 def factor_name(layer: str, letter: str) -> str:
@@ -32,8 +48,18 @@ def factor_name(layer: str, letter: str) -> str:
 
 
 def layer_kinds(layers: Iterable[str]) -> list[str]:
-    """The last parts of the layers' names, each once: what PEFT knows them by."""
+    """The last parts of the layers' names, each once: what PEFT's `target_modules` knows them by."""
     return sorted({name.rpartition(".")[2] for name in layers})
+
+
+def parameter_kinds(parameters: Iterable[str]) -> list[str]:
+    """The last two parts of the names of experts' parameters, each once, as `experts.down_proj`: for PEFT's `target_parameters`."""
+    return sorted({".".join([_EXPERTS, *name.split(".")][-2:]) for name in parameters})
+
+
+def are_parameters(kind: str) -> bool:
+    """Whether something that is adapted is known as one of `parameter_kinds` and not of `layer_kinds`."""
+    return "." in kind
 
 
 def adapted_weights(names: Iterable[str]) -> dict[str, str]:

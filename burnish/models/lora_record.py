@@ -18,8 +18,8 @@ from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError
 from burnish.files.weights import model_digest
 from burnish.models.building import build_on_meta
-from burnish.models.lora import adapted_layers, peft_config
-from burnish.models.lora_names import ADAPTER_CONFIG, BASE_PATH, layer_kinds
+from burnish.models.lora import Targets, peft_config
+from burnish.models.lora_names import ADAPTER_CONFIG, BASE_PATH
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class AdapterRecord:
     rslora: bool
     """See `LoraConfig`."""
     targets: list[str]
-    """Last parts of the names of the adapted layers."""
+    """What is adapted, as PEFT knows it: last parts of the names of layers, last two of those of experts' parameters."""
 
     @classmethod
     def of(
@@ -47,10 +47,9 @@ class AdapterRecord:
 
         Raises `IncompatibleError` for layers that it has not.
         """
-        layers, lora = adapted_layers(build_on_meta(hf_config), model.lora), model.lora
+        kinds, lora = Targets.of(build_on_meta(hf_config), model.lora).kinds, model.lora
         base = Path(model.path or "").expanduser().absolute()
-        digest, kinds = model_digest(base), layer_kinds(layers)
-        return cls(url or str(base), digest, lora.rank, lora.alpha, lora.rslora, kinds)
+        return cls(url or str(base), model_digest(base), lora.rank, lora.alpha, lora.rslora, kinds)
 
     def as_state(self) -> dict[str, Any]:
         """As plain JSON."""
@@ -60,11 +59,8 @@ class AdapterRecord:
         """Write what makes a directory of weights one that PEFT loads: its configuration, and the tokenizer."""
         lora = LoraConfig(rank=self.rank, alpha=self.alpha, rslora=self.rslora)
         values = peft_config(lora, self.targets).to_dict()
-        values |= {
-            BASE_PATH: self.base,
-            "inference_mode": True,
-            "target_modules": self.targets,
-        }
+        values |= {BASE_PATH: self.base, "inference_mode": True}
+        values["target_modules"] = sorted(values["target_modules"])  # a set, which JSON has not
         directory.mkdir(parents=True, exist_ok=True)
         text = json.dumps(values, indent=2, sort_keys=True)
         (directory / ADAPTER_CONFIG).write_text(text + "\n")

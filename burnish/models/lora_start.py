@@ -12,7 +12,7 @@ from typing import Any
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError
 from burnish.files.strict_json import parse_json
-from burnish.models.lora_names import ADAPTER_CONFIG, BASE_PATH, layer_kinds
+from burnish.models.lora_names import ADAPTER_CONFIG, BASE_PATH, layer_kinds, parameter_kinds
 
 _UNDERSTOOD = {
     "r": "rank",
@@ -21,6 +21,9 @@ _UNDERSTOOD = {
     "use_rslora": "rslora",
 }
 """What of PEFT's configuration is which setting of `model.lora`."""
+
+_PARAMETERS = "target_parameters"
+"""What else of it is among the targets: the experts' parameters."""
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -49,8 +52,10 @@ def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
         _require_plain(dict(values), where)
         found = {ours: values[theirs] for theirs, ours in _UNDERSTOOD.items()}
         lora = LoraConfig.model_validate({"path": model.lora.path, **found})
+        fused = LoraConfig.model_validate({"targets": values.get(_PARAMETERS) or []}).targets
         # PEFT writes the whole names of layers that were asked for as all-linear.
-        lora = lora.model_copy(update={"targets": layer_kinds(lora.targets)})
+        targets = [*layer_kinds(lora.targets), *parameter_kinds(fused)]
+        lora = lora.model_copy(update={"targets": targets})
     except (KeyError, TypeError, ValueError) as error:
         raise IncompatibleError(
             f"{where} describes no adapter that can be trained here",
@@ -63,7 +68,7 @@ def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
 
 def _require_plain(values: dict[str, Any], where: str) -> None:
     for key, value in values.items():
-        known = key in _UNDERSTOOD or key in _WITHOUT_EFFECT or not value or value == "none"
+        known = key in {*_UNDERSTOOD, _PARAMETERS, *_WITHOUT_EFFECT} or not value or value == "none"
         if not (value in _PLAIN[key] if key in _PLAIN else known):
             raise IncompatibleError(
                 f"{where} describes an adapter that is not trained here",

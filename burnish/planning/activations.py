@@ -115,16 +115,38 @@ class LayerWriter:
 
     def _linear(self, source: str, name: str, size: float, elements: int) -> None:
         if not adapts(self._lora, _LINEAR.get(name, "")):
-            weight = elements // self._tensor
-            self._tape.add([source], {name: size}, [source], weight=weight, product=True)
+            self._product(source, name, size, elements // self._tensor)
             return
         base, narrow, wide, scaled = (f"{name}/{each}" for each in ("base", "a", "b", "s"))
-        rank = float(self._lora.rank * self._bytes) if self._lora else 0.0
+        rank = self._rank
         self._tape.add([source], {base: size}, product=True)
         self._tape.add([source], {narrow: rank}, [source], product=True)
         self._tape.add([narrow], {wide: size}, [narrow], product=True)
         self._tape.add([wide], {scaled: size})
         self._tape.add([base, scaled], {name: size})
+
+    def _product(self, source: str, name: str, size: float, elements: int) -> None:
+        """A product with a weight of so many elements; beside an adapter that has no gradient, and needs nothing kept."""
+        trained = self._lora is None
+        keeps, weight = ([source], elements) if trained else ([], 0)
+        self._tape.add([source], {name: size}, keeps, weight=weight, product=True)
+
+    @property
+    def _rank(self) -> float:
+        """Bytes of a token between A and B."""
+        return float(self._lora.rank * self._bytes) if self._lora else 0.0
+
+    def _grouped(self, source: str, name: str, size: float, elements: int, target: str) -> None:
+        """A product of each token with those experts that it goes to; see `burnish.models.lora_experts`."""
+        if not adapts(self._lora, target):
+            self._product(source, name, size, elements)
+            return
+        base, narrow, wide = (f"{name}/{each}" for each in ("base", "a", "b"))
+        rank = self._layer.chosen * -(-self._rank // (8 * self._bytes)) * 8 * self._bytes
+        self._tape.add([source], {base: size}, product=True)
+        self._tape.add([source], {narrow: rank}, [source], product=True)
+        self._tape.add([narrow], {wide: size}, [narrow], product=True)
+        self._tape.add([base, wide], {name: size})
 
     def _attention(self, source: str) -> None:
         layer = self._layer
@@ -217,10 +239,10 @@ class LayerWriter:
             ["probs", "choice"],
         )
         tape.add([source], {"sent": outer})
-        tape.add(["sent"], {"gate_up": 2 * inner}, ["sent"], weight=2 * elements, product=True)
+        self._grouped("sent", "gate_up", 2 * inner, 2 * elements, "experts.gate_up_proj")
         tape.add(["gate_up"], {"acted": inner}, ["gate_up"])
         tape.add(["acted", "gate_up"], {"inner": inner}, ["acted", "gate_up"])
-        tape.add(["inner"], {"got": outer}, ["inner"], weight=elements, product=True)
+        self._grouped("inner", "got", outer, elements, "experts.down_proj")
         tape.add(["got"], {"weighted": outer}, ["got"])
         tape.add(["weighted"], {"sorted": outer})
         ends = "d" if self._tensor == 1 else "d/part"

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from burnish.config.schema import LoraConfig
 from burnish.errors import UsageError
 from burnish.models.flops import AttentionCost, ModelFlops
+from burnish.models.lora_names import are_parameters
 
 BLOCK = 256
 """Neighbours in a row that share a scale where moments have 8 bits."""
@@ -81,9 +82,11 @@ class Weight:
     shared: bool = False
     """Whether tensor parallelism divides it."""
     linear: str = ""
-    """The last part of the name of its linear layer; nothing where it is in none."""
+    """What an adapter knows it by: the last part of the name of its linear layer, the last two of an expert parameter's own; else nothing."""
     width: int = 0
     """Size of its last dim; 0: `columns`."""
+    joined: int = 1
+    """Experts that it is the matrices of."""
 
     @property
     def elements(self) -> int:
@@ -136,13 +139,17 @@ class Layer:
         """An adapter: two narrow matrices beside that of each linear layer that it is for."""
         for weight in self.weights:
             if adapts(lora, weight.linear):
-                yield Weight(lora.rank, weight.columns)
-                yield Weight(weight.rows, lora.rank)
+                width = weight.width or weight.columns
+                yield Weight(lora.rank * weight.joined, width)
+                rows = weight.elements // (weight.joined * width)
+                yield Weight(rows, lora.rank * weight.joined)
 
 
 def adapts(lora: LoraConfig | None, linear: str) -> bool:
-    """Whether an adapter is for linear layers of this name."""
-    return bool(lora and linear and (not lora.targets or linear in lora.targets))
+    """Whether an adapter is for linear layers of this name, or for experts' parameters, which it has only where they are named."""
+    if lora is None or not linear:
+        return False
+    return linear in lora.targets if lora.targets else not are_parameters(linear)
 
 
 @dataclass(frozen=True)
@@ -278,8 +285,9 @@ def _layer(family: Family, fields: Mapping[str, Any], index: int) -> Layer:
 def _mlp(hidden: int, intermediate: int, experts: int) -> Iterator[Weight]:
     if experts:
         yield Weight(experts, hidden)
-        yield Weight(experts, 2 * intermediate * hidden, True, width=hidden)
-        yield Weight(experts, intermediate * hidden, True, width=intermediate)
+        elements = intermediate * hidden
+        yield Weight(experts, 2 * elements, True, "experts.gate_up_proj", hidden, experts)
+        yield Weight(experts, elements, True, "experts.down_proj", intermediate, experts)
         return
     yield Weight(intermediate, hidden, True, "gate_proj")
     yield Weight(intermediate, hidden, True, "up_proj")

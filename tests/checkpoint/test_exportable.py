@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters_for_tests import LORA, adapter_tensor, plain_adapted
+from adapters_for_tests import EXPERTS, LORA, adapter_tensor, plain_adapted
 from checkpoints_for_tests import bits, contents_of, shards_of
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -114,7 +114,7 @@ def test_exported_alone_it_is_exact_in_fp32(tmp_path: Path, base: Path, rslora: 
 def test_merged_it_is_what_peft_merges(tmp_path: Path, family: str) -> None:
     base = save_tiny(tmp_path / "m", family, torch.float32)
     save_char_tokenizer(base)
-    targets = ["q_proj", "o_proj"] if family == "qwen3_moe" else []
+    targets = ["q_proj", "o_proj", *EXPERTS] if family == "qwen3_moe" else []
     lora = LORA.model_copy(update={"targets": targets})
     step = save_adapter(tmp_path / "run", base, family, lora)
     with MergedModel(step, Path(base_of(step))) as model:

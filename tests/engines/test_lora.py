@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters_for_tests import LORA, plain_adapted, saved_name
+from adapters_for_tests import EXPERTS, LORA, plain_adapted, saved_name
 from contracts.engine import (
     BETAS,
     LR,
@@ -25,6 +25,7 @@ from contracts.engine import (
 )
 from distributed import run_ranks
 from engines_for_tests import CPU, make_engine
+from safetensors.torch import load_file
 from tiny import VOCAB, save_tiny
 from torch import Tensor
 
@@ -83,6 +84,20 @@ CASES = [
         {"activation_checkpointing": "selective"},
     ),
     ("qwen3_moe", LoraConfig(rank=2, alpha=3.0, targets=["q_proj", "o_proj"]), 1, 3, {}),
+    (
+        "qwen3_moe",
+        LoraConfig(rank=3, alpha=5.0, targets=["q_proj", *EXPERTS]),
+        2,
+        3,
+        {"activation_checkpointing": "full"},
+    ),
+    (
+        "mixtral",
+        LoraConfig(rank=8, alpha=5.0, rslora=True, targets=EXPERTS),
+        2,
+        3,
+        {"tensor_parallel": 2, "activation_checkpointing": "selective"},
+    ),
 ]
 
 
@@ -174,9 +189,9 @@ def count_bytes(layout: Layout, path: Path, precision: str) -> dict[str, int]:
     }
 
 
-def off_rank(layout: Layout, path: Path) -> dict[str, Any]:
+def off_rank(layout: Layout, path: Path, lora: LoraConfig) -> dict[str, Any]:
     """Log-probs without the adapter before the first step, which must not keep it from learning."""
-    engine = make_engine(layout, path, lora=LORA)
+    engine = make_engine(layout, path, lora=lora)
     batch = cut(make_examples(VOCAB), engine.layout, 2)
     before = engine.forward(batch, adapter=False)
     engine.forward_backward(batch, loss)
@@ -193,17 +208,24 @@ def off_rank(layout: Layout, path: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_off_it_is_the_model_it_was_made_for(tmp_path: Path, world: int) -> None:
-    path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
-    for rank in on_ranks(off_rank, world, path):
+@pytest.mark.parametrize(
+    ("family", "lora", "world"),
+    [("qwen3", LORA, 1), ("qwen3_moe", LoraConfig(rank=4, alpha=6.0, targets=EXPERTS), 2)],
+)
+def test_off_it_is_the_model_it_was_made_for(
+    tmp_path: Path, family: str, lora: LoraConfig, world: int
+) -> None:
+    path = save_tiny(tmp_path / "m", family, torch.float32)
+    for rank in on_ranks(off_rank, world, path, lora):
         assert rank["same"]
         assert rank["differ"]
         assert rank["norm"] > 0
 
 
-def published_rank(layout: Layout, path: Path, precision: str, tensor: int = 1) -> dict[str, Any]:
-    engine = make_engine(layout, path, None, lora=LORA, precision=precision, tensor_parallel=tensor)
+def published_rank(
+    layout: Layout, path: Path, precision: str, tensor: int = 1, lora: LoraConfig = LORA
+) -> dict[str, Any]:
+    engine = make_engine(layout, path, None, lora=lora, precision=precision, tensor_parallel=tensor)
     shards = list(engine.published())
     pieces = [(s.spec.name, s.box, s.part(s.box).clone()) for s in shards]
     # A part of a piece is the same as that part of the whole piece.
@@ -232,6 +254,21 @@ def test_what_is_published_is_pefts_merged_model(tmp_path: Path, world: int, ten
     assert found.keys() == state.keys()
     for name, tensor in state.items():
         assert_relative(found[name], tensor, 2e-7, name)
+
+
+@pytest.mark.parametrize(("family", "world", "tensor"), [("qwen3_moe", 3, 1), ("mixtral", 4, 2)])
+def test_published_experts_are_pefts_merged_ones(
+    tmp_path: Path, family: str, world: int, tensor: int
+) -> None:
+    lora = LoraConfig(rank=3, alpha=5.0, targets=["v_proj", *EXPERTS])
+    path = save_tiny(tmp_path / "m", family, torch.float32)
+    merged = plain_adapted(path, lora).merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    state = load_file(tmp_path / "merged/model.safetensors")
+    found = together(on_ranks(published_rank, world, path, "fp32", tensor, lora), "pieces")
+    assert found.keys() == state.keys()
+    for name, weight in state.items():
+        assert_relative(found[name], weight, 2e-7, name)
 
 
 def test_in_bf16_it_is_rounded_once(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters_for_tests import LORA, RandomAdapter, plain_adapted
+from adapters_for_tests import EXPERTS, LORA, RandomAdapter, plain_adapted
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, MIXTURES, save_tiny, tiny_config, tiny_model
@@ -68,16 +68,49 @@ def test_layers_that_there_are_not() -> None:
     [
         ("mixtral", ["q_proj", "w1", "w2"], "w1, w2"),
         ("qwen3_moe", ["gate_up_proj"], "gate_up_proj"),
-        ("qwen3_moe", ["experts.down_proj"], r"experts\.down_proj"),
+        ("qwen3", ["experts.down_proj"], r"experts\.down_proj"),
     ],
 )
-def test_experts_that_are_asked_for_are_refused_and_named(
+def test_experts_go_by_the_names_that_peft_has_for_them(
     family: str, targets: list[str], unknown: str
 ) -> None:
     model = build_on_meta(tiny_config(family))
     with pytest.raises(IncompatibleError, match=f"no linear layers {unknown}") as caught:
         Adapter(model, LoraConfig(rank=2, targets=targets))
-    assert str(caught.value.have).endswith("; its experts are fused, and get no adapter")
+    fused = ", experts.down_proj, experts.gate_up_proj"
+    assert str(caught.value.have).endswith(fused) == (family != "qwen3")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("targets", [EXPERTS, ["k_proj", "experts.down_proj"]])
+def test_peft_saves_and_loads_adapters_of_experts_as_they_are_here(
+    tmp_path: Path, family: str, targets: list[str]
+) -> None:
+    """Names and shapes are those of PEFT's file; what is written here, PEFT loads, and computes the same with."""
+    path = save_tiny(tmp_path / "m", family, torch.float32)
+    lora = LoraConfig(rank=3, alpha=6.0, targets=targets)
+    wanted = plain_adapted(path, lora)
+    wanted.save_pretrained(tmp_path / "theirs")
+    saved = load_file(tmp_path / "theirs/adapter_model.safetensors")
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    adapter = Adapter(model, lora)
+    shards = list(model_shards(model, parts=adapter.weights))
+    assert {s.spec.name: s.spec.shape for s in shards} == {
+        name: tuple(tensor.shape) for name, tensor in saved.items()
+    }
+    RandomAdapter().fill(shards)
+    ids = torch.arange(3, 20)[None]
+    torch.testing.assert_close(model(ids).logits, wanted(ids).logits, rtol=1e-5, atol=1e-6)
+
+    record_of(path, **lora.model_dump(include={"rank", "targets"})).save(
+        tmp_path / "adapter", char_tokenizer()
+    )
+    tensors = {s.spec.name: s.tensor.detach() for s in shards}
+    save_file(tensors, tmp_path / "adapter/adapter_model.safetensors")
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert torch.equal(loaded(ids).logits, wanted(ids).logits)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

@@ -12,7 +12,7 @@ import torch
 from adapters_for_tests import LORA, plain_adapted
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny, tiny_config, tiny_model
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import CorruptError, IncompatibleError, MissingError
@@ -47,11 +47,13 @@ def changed(adapter: Path, **values: Any) -> bytes:
     return file.read_bytes()
 
 
-def started(base: Path, adapter: Path) -> tuple[ModelConfig, ShardSource]:
+def started(
+    base: Path, adapter: Path, hf_config: PretrainedConfig = CONFIG
+) -> tuple[ModelConfig, ShardSource]:
     model = ModelConfig(path=str(base), lora=LoraConfig(path=str(adapter)))
     model = with_adapter(model, (adapter / ADAPTER_CONFIG).read_bytes())
     record = AdapterRecord.of(model, AutoConfig.from_pretrained(base))
-    return model, first_adapter(model, CONFIG, record, seed=0)
+    return model, first_adapter(model, hf_config, record, seed=0)
 
 
 def test_pefts_adapter_is_what_training_starts_from(base: Path, adapter: Path) -> None:
@@ -71,6 +73,23 @@ def test_pefts_adapter_is_what_training_starts_from(base: Path, adapter: Path) -
             assert torch.equal(shard.tensor, saved[region.name][box.slices])
 
 
+@pytest.mark.parametrize("names", [["mlp.experts.down_proj"], ["experts.down_proj"], ["down_proj"]])
+def test_pefts_adapter_of_experts_is_what_training_starts_from(
+    tmp_path: Path, names: list[str]
+) -> None:
+    base = save_tiny(tmp_path / "base", "mixtral", torch.float32)
+    lora = LoraConfig(rank=2, targets=["v_proj", "experts.down_proj"])
+    plain_adapted(base, lora).save_pretrained(tmp_path / "adapter")
+    changed(tmp_path / "adapter", target_parameters=names)
+    model, source = started(base, tmp_path / "adapter", tiny_config("mixtral"))
+    assert model.lora.targets == lora.targets
+    for name, tensor in load_file(tmp_path / "adapter/adapter_model.safetensors").items():
+        box = whole(tuple(tensor.shape))
+        shard = Shard(TensorSpec(name, box.sizes, torch.float32), box, torch.empty(box.sizes))
+        source.fill([shard])
+        assert torch.equal(shard.tensor, tensor)
+
+
 def test_without_a_path_nothing_is_read() -> None:
     model = ModelConfig(path="m", lora=LoraConfig(rank=2))
     assert model.adapter == model.lora
@@ -83,7 +102,7 @@ REFUSED = [
     ({"bias": "all"}, "bias: all"),
     ({"peft_type": "IA3"}, "peft_type: IA3"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-    ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+    ({"target_parameters": "mlp.experts.gate_up_proj"}, "targets"),
     ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights: pissa"),
     ({"something_new": {"on": True}}, "something_new"),

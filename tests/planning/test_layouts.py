@@ -187,8 +187,10 @@ MOE = QWEN3_8B | {
         ),
         (QWEN3_8B, ["q_proj", "down_proj"], [(4096, 4096), (12288, 4096)]),
         (MOE, [], [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096)]),
+        (MOE, ["experts.gate_up_proj"], [(64 * 4096, 64 * 2048)]),
+        (MOE, ["v_proj", "experts.down_proj"], [(4096, 1024), (64 * 1024, 64 * 4096)]),
     ],
-    ids=["all", "some", "not the experts"],
+    ids=["all", "some", "not the experts", "the experts", "a part of them"],
 )
 def test_an_adapter_is_beside_the_linear_layers_that_it_is_for(model, targets, widths):
     lora = {"rank": 16, "targets": targets}
