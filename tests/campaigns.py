@@ -10,7 +10,6 @@ import argparse
 import gc
 import itertools
 import logging
-import multiprocessing
 import os
 import random
 import resource
@@ -31,6 +30,7 @@ import fuzzing
 import mirror_crashes
 from aftermath import Verdict
 from checkpoints_for_tests import BIG_SHAPES, SHAPES
+from distributed import forkserver
 from failpoints import FAULTS, MOMENTS, STAGING
 from faultfs import crash_states
 from killed_runs import KINDS, RUNS, killed
@@ -172,9 +172,7 @@ def limit_memory() -> None:
 
 
 def _workers(chosen: argparse.Namespace) -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "corruption", "fuzzing"])
-    return ProcessPoolExecutor(chosen.jobs, mp_context=context)
+    return ProcessPoolExecutor(chosen.jobs, mp_context=forkserver())
 
 
 def _split(count: int, most: int) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import importlib.util
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import sys
@@ -18,8 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -98,10 +101,15 @@ def torchrun_environ(rank: int, world: int, port: int, host: str = "127.0.0.1") 
 
 @cache
 def forkserver() -> Any:
-    """What forks processes that have torch."""
+    """What forks processes that have torch. There is one in a test run, so whoever needs such a process takes this."""
     context = multiprocessing.get_context("forkserver")
     names = [name for name in sys.modules if name.partition(".")[0] in _PRELOADED]
-    context.set_forkserver_preload(names)
+    context.set_forkserver_preload([*names, "warmed"])
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # the server is not told where this process finds modules
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        multiprocessing.forkserver.ensure_running()
     return context
 
 

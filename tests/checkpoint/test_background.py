@@ -27,7 +27,7 @@ from checkpoints_for_tests import (
     save_once,
     writer_pid,
 )
-from distributed import run_ranks
+from distributed import forkserver, run_ranks
 
 from burnish.checkpoint.committed import committed
 from burnish.checkpoint.directory import Checkpoints
@@ -235,10 +235,8 @@ def is_alive(pid):
 
 
 def test_a_writer_ends_with_its_run_and_the_directory_is_free_again(tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "burnish.checkpoint.directory"])
-    pipe, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=save_in_background_forever, args=(tmp_path, theirs))
+    pipe, theirs = multiprocessing.Pipe(duplex=False)
+    process = forkserver().Process(target=save_in_background_forever, args=(tmp_path, theirs))
     process.start()
     theirs.close()
     pid, step = pipe.recv(), pipe.recv()

@@ -16,7 +16,7 @@ from checkpoints_for_tests import (
     make_state,
     save_forever,
 )
-from distributed import RankFailed, run_ranks
+from distributed import RankFailed, forkserver, run_ranks
 
 from burnish.checkpoint.committed import committed
 from burnish.checkpoint.directory import Checkpoints
@@ -41,10 +41,9 @@ def operations(tmp_path_factory):
 
 def killed_run(root, first, fail_at=None, seconds=None):
     """Let a process commit steps from `first` on until it dies; the last step it told of."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "burnish.checkpoint.directory"])
-    pipe, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=save_forever, args=(root, first, fail_at, theirs), daemon=True)
+    pipe, theirs = multiprocessing.Pipe(duplex=False)
+    arguments = (root, first, fail_at, theirs)
+    process = forkserver().Process(target=save_forever, args=arguments, daemon=True)
     process.start()
     theirs.close()
     told = None
