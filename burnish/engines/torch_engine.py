@@ -29,6 +29,7 @@ from burnish.engines.parking import parked
 from burnish.engines.step_stats import loss_stats, optimizer_stats, skipped_in_a_row
 from burnish.models.building import build_on_meta, materialize
 from burnish.models.cuts import cut_regions
+from burnish.models.liger import liger_kernels, use_kernels
 from burnish.models.lora import Adapter
 from burnish.models.names import model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
@@ -69,6 +70,8 @@ class TorchEngine:
         self._device = device
         self.skipped_in_a_row = 0
         model = self._build(hf_config)
+        if kernels := liger_kernels(device):
+            use_kernels(model, kernels)
         self._adapter = None if lora is None else Adapter(model, lora, compute_dtype(config))
         self._scorer = Scorer(model, config.logprob_chunk)
         if optim is None:

@@ -9,7 +9,7 @@ works through the rows in blocks that stay in the core's cache. Elsewhere the no
     rotate(x)  = x cos + swap(x) sin                       Su et al., arXiv 2104.09864
 
 where swap exchanges the two halves of a head and `sin` carries the sign. Left out: the gated
-activation (torch's own operations are as fast), kernels in a language of their own.
+activation (on a CPU torch's own operations are as fast), kernels in a language of their own (`burnish.models.liger`).
 """
 
 from __future__ import annotations
@@ -72,6 +72,17 @@ class FusedRMSNorm(nn.Module):
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
+Positioning = Callable[
+    [
+        tuple[Tensor, Tensor],
+        tuple[FusedRMSNorm | None, FusedRMSNorm | None],
+        tuple[Tensor, Tensor],
+    ],
+    tuple[Tensor, Tensor],
+]
+"""Like `rotate_both`."""
+
+
 class FusedAttention(nn.Module):
     """Grouped attention with rotary positions, with the layers of the module it replaces.
 
@@ -91,6 +102,8 @@ class FusedAttention(nn.Module):
         self.v_proj, self.o_proj = replaced.v_proj, replaced.o_proj
         self.q_norm = getattr(replaced, "q_norm", None)
         self.k_norm = getattr(replaced, "k_norm", None)
+        self.position: Positioning = rotate_both
+        """How queries and keys are normalized and rotated."""
 
     def forward(
         self,
@@ -100,10 +113,9 @@ class FusedAttention(nn.Module):
         **options: Any,
     ) -> tuple[Tensor, None]:
         """Attention output [1, T, hidden] of `hidden_states` [1, T, hidden], cosines and sines [1, T, head_dim]."""
-        rotation = rotation_of(*position_embeddings)
         heads = (hidden_states.shape[1], -1, self.head_dim)
-        query = rotated(self.q_proj(hidden_states).view(heads), self.q_norm, rotation)
-        key = rotated(self.k_proj(hidden_states).view(heads), self.k_norm, rotation)
+        query, key = self.q_proj(hidden_states).view(heads), self.k_proj(hidden_states).view(heads)
+        query, key = self.position((query, key), (self.q_norm, self.k_norm), position_embeddings)
         value = self.v_proj(hidden_states).view(heads)
         query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
         output, _ = attention_forward(
@@ -117,6 +129,17 @@ class FusedAttention(nn.Module):
             packing=options["packing"],
         )
         return self.o_proj(output.flatten(2)), None
+
+
+def rotate_both(
+    heads: tuple[Tensor, Tensor],
+    norms: tuple[FusedRMSNorm | None, FusedRMSNorm | None],
+    positions: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Queries [T, heads, d] and keys [T, key heads, d], normalized where there are norms, at the positions of cosines and sines [1, T, d]."""
+    rotation = rotation_of(*positions)
+    query, key = (rotated(part, norm, rotation) for part, norm in zip(heads, norms, strict=True))
+    return query, key
 
 
 def rotated(heads: Tensor, norm: FusedRMSNorm | None, rotation: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,0 +1,170 @@
+"""Where Liger's kernels would be used, and that engines stay right with kernels that write over their inputs as Liger's do.
+
+The kernels themselves need CUDA: `tests/gpu/test_liger.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from adapters_for_tests import LORA, plain_adapted
+from contracts.engine import make_examples, train, train_by_hand
+from engines_for_tests import CPU, make_engine
+from tiny import FAMILIES, VOCAB, save_tiny, tiny_config, tiny_model
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from burnish.errors import UsageError
+from burnish.models import liger
+from burnish.models.building import build_on_meta
+from burnish.models.fused import FusedAttention, rotate_both
+from burnish.models.liger import Kernels, liger_kernels, use_kernels
+from burnish.models.names import regions
+from burnish.parallel.processes import process_group
+
+
+class InPlace(torch.autograd.Function):
+    """activation(gate) * up, which leaves its gradients where gate and up were."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Callable[..., Tensor]) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return activation(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        saved = ctx.saved_tensors
+        with torch.enable_grad():
+            own = [each.detach().clone().requires_grad_() for each in saved]
+            found = torch.autograd.grad(ctx.activation(own[0]) * own[1], own, gradients[0])
+        for held, gradient in zip(saved, found, strict=True):
+            held.data.copy_(gradient)
+        return saved[0], saved[1], None
+
+
+class Turn(torch.autograd.Function):
+    """Rotation that leaves its result where its input was, both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return turned(heads, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return turned(gradients[0], cos, -sin), None, None
+
+
+def turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    held = heads.transpose(1, 2).contiguous()
+    first, second = held.chunk(2, dim=-1)
+    halves = torch.cat((-second, first), dim=-1)
+    held.data.copy_(held * cos[:, :, None] + halves * sin[:, :, None])
+    return held.transpose(1, 2)
+
+
+def norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
+    return functional.rms_norm(x, x.shape[-1:], weight + offset, epsilon)
+
+
+KERNELS = Kernels(
+    {
+        "silu": lambda gate, up: InPlace.apply(gate, up, functional.silu),
+        "gelu_tanh": lambda g, u: InPlace.apply(
+            g, u, lambda x: functional.gelu(x, approximate="tanh")
+        ),
+    },
+    lambda q, k, cos, sin: (Turn.apply(q, cos, sin), Turn.apply(k, cos, sin)),
+    norm,
+)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_which_modules_are_replaced(family: str) -> None:
+    model = build_on_meta(tiny_config(family))
+    plain = regions(model)
+    use_kernels(model, KERNELS)
+    assert regions(model) == plain
+    layers = model.config.num_hidden_layers
+    found = Counter(type(module).__name__ for module in model.modules())
+    attentions = [m for m in model.modules() if isinstance(m, FusedAttention)]
+    norms = {"gemma3_text": 6 * layers + 1, "olmo2": 4 * layers + 1}
+    assert found["LigerRMSNorm"] == norms.get(family, 0)
+    assert found["GatedMLP"] == {"mixtral": 0, "qwen3_moe": 1}.get(family, layers)
+    assert len(attentions) == (0 if family in norms else layers)
+    assert all(each.position is not rotate_both for each in attentions)
+
+
+@pytest.mark.parametrize("changes", [{"hidden_act": "relu"}, {"hidden_act": "gelu"}])
+def test_gates_that_it_has_no_kernel_for_stay(changes: dict[str, str]) -> None:
+    model = build_on_meta(tiny_config("llama", **changes))
+    use_kernels(model, KERNELS)
+    assert "GatedMLP" not in {type(module).__name__ for module in model.modules()}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"activation_checkpointing": "selective"}),
+        ("qwen3", {"activation_checkpointing": "selective", "activation_offload": True}),
+        ("gemma3_text", {"activation_checkpointing": "full"}),
+        ("olmo2", {}),
+        ("qwen3_moe", {"activation_offload": True}),
+    ],
+)
+def test_engines_train_as_plain_transformers_with_kernels_that_write_over_their_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("burnish.engines.torch_engine.liger_kernels", lambda device: KERNELS)
+    path = save_tiny(tmp_path / "m", family, torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    wanted = train_by_hand(plain, make_examples(VOCAB))
+    with process_group(CPU, 60) as layout:
+        found = train(make_engine(layout, path, **settings), make_examples(VOCAB), 2)
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=5e-6)
+    assert found["norms"] == pytest.approx(wanted["norms"], rel=2e-5)
+
+
+def test_an_adapter_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burnish.engines.torch_engine.liger_kernels", lambda device: KERNELS)
+    path = save_tiny(tmp_path / "m", "llama", torch.float32)
+    wanted = train_by_hand(plain_adapted(path), make_examples(VOCAB))
+    with process_group(CPU, 60) as layout:
+        found = train(make_engine(layout, path, lora=LORA), make_examples(VOCAB), 3)
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=5e-6)
+
+
+def test_what_is_compiled_computes_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gemma3_text")
+    module = model.base_model.layers[0].input_layernorm
+    x = torch.randn(3, module.weight.numel(), generator=torch.Generator().manual_seed(0))
+    wanted = module(x)
+    use_kernels(model, KERNELS)
+    replaced = model.base_model.layers[0].input_layernorm
+    assert type(replaced) is liger.LigerRMSNorm
+    for compiling in (True, False):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda now=compiling: now)
+        torch.testing.assert_close(replaced(x), wanted)
+
+
+def test_they_are_for_cuda_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert liger_kernels(CPU) is None
+    monkeypatch.setattr(liger, "find_spec", lambda name: None)
+    assert liger_kernels(torch.device("cuda")) is None
+    monkeypatch.setattr(liger, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", None)
+    with pytest.raises(UsageError, match="does not load") as caught:
+        liger_kernels(torch.device("cuda"))
+    assert 'pip install "burnish[liger]"' in str(caught.value)
