@@ -9,6 +9,7 @@ from checkpoints_for_tests import fill_and_compare, make_state
 
 from burnish.checkpoint.committed import committed
 from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.resuming import Load
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.verify import verify
 from burnish.errors import BurnishError
@@ -37,7 +38,7 @@ class Verdict:
 
 
 def resumable(root: Path, acked: int, shapes=None, damaged: str = "no step") -> Verdict:
-    """Resume as a run does: the step that was acknowledged, or the one that was just being committed, bit for bit.
+    """Resume as a run of one process does, see `resumed_with`.
 
     A step may be set aside for what is called `damaged` only.
     """
@@ -45,7 +46,22 @@ def resumable(root: Path, acked: int, shapes=None, damaged: str = "no step") -> 
     def load(step, source):
         fill_and_compare(source, *make_state(step.step, shapes), Layout())
 
-    with Checkpoints(root, Layout(), retention=ONE) as checkpoints:
+    return resumed_with(load, root, acked, damaged=damaged)
+
+
+def resumed_with(
+    load: Load,
+    root: Path,
+    acked: int,
+    layout: Layout | None = None,
+    *,
+    damaged: str = "no step",
+) -> Verdict:
+    """Resume: the step that was acknowledged, or the one that was just being committed, bit for bit. Collective.
+
+    `load` raises `AssertionError` where it gets other numbers than were saved.
+    """
+    with Checkpoints(root, layout or Layout(), retention=ONE) as checkpoints:
         try:
             resumed = checkpoints.resume(load)
         except AssertionError as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from aftermath import ONE, Verdict, resumable
+from aftermath import ONE, Verdict, resumable, resumed_with
 from checkpoints_for_tests import (
     BIG_SHAPES,
     contents_of,
@@ -20,7 +20,7 @@ from checkpoints_for_tests import (
     shards_of,
 )
 from distributed import RankFailed, run_ranks
-from engine_states import ENGINES, make_engine, shapes, shards_in
+from engine_states import ENGINES, RESUMED_BY, make_engine, require_loaded, shapes, shards_in
 from failpoints import (
     EXPORTING,
     FAULTS,
@@ -39,6 +39,7 @@ from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.export import export
 from burnish.checkpoint.exportable import StepModel
 from burnish.checkpoint.verify import verify
+from burnish.engines.base import Part
 from burnish.engines.megatron.engine import MegatronEngine
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import BurnishError
@@ -52,10 +53,10 @@ LAYOUTS = {
     "1 + writer": (1, True),
     "2 + writers": (2, True),
     "3 processes": (3, False),
-    **{name: (world, False) for name, (world, _) in ENGINES.items()},
+    **{name: (ENGINES[name][0], False) for name in RESUMED_BY},
 }
-"""By name: processes, and whether they save in the background, in a process beside each. Those of `ENGINES` save what a real engine holds."""
-IN_PART = ("3 processes", *ENGINES)
+"""By name: processes, and whether they save in the background, in a process beside each. Those of `ENGINES` save what a real engine holds, and the other engine resumes."""
+IN_PART = ("3 processes", *RESUMED_BY)
 """Layouts that are tried at a few moments."""
 OF_PARTS = (
     "files laid out",
@@ -153,7 +154,30 @@ def _try_saving(cell: Cell, directory: Path, patience: float) -> Verdict:
     acked = int((directory / "acked").read_text())
     if _goes_on(cell) and acked != 3:
         return Verdict(struck, wrong=f"{STOPPED} after step {acked}: {ended}")
-    return replace(resumable(root, acked, _shapes(cell)), struck=struck)
+    return replace(_resumed(cell, root, acked), struck=struck)
+
+
+def _resumed(cell: Cell, root: Path, acked: int) -> Verdict:
+    """What one process finds there, or where an engine has saved it the other engine."""
+    other = RESUMED_BY.get(cell.layout)
+    if other is None:
+        return resumable(root, acked, BIG_SHAPES)
+    try:
+        verdicts = run_ranks(_resume_with_engine, ENGINES[other][0], other, str(root), acked)
+    except RankFailed as failed:
+        return Verdict(lost=1, wrong=f"{other} does not go on: {failed}")
+    return next((verdict for verdict in verdicts if not verdict.is_good), verdicts[0])
+
+
+def _resume_with_engine(layout, name, root, acked):
+    with closing(make_engine(name, layout)) as engine:
+
+        def load(step, source):
+            for part in (Part.WEIGHTS, Part.TRAINING):
+                engine.load(source, part)
+            require_loaded(engine, *make_state(step.step, shapes()))
+
+        return resumed_with(load, Path(root), acked, layout)
 
 
 def _goes_on(cell: Cell) -> bool:

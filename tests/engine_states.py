@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from checkpoints_for_tests import bits
 from tiny import tiny_config
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -27,10 +28,20 @@ from burnish.parallel.shards import Shard
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "Megatron EP 2": (2, {"kind": "megatron", "expert_parallel": 2}),
     "Megatron PP 2": (2, {"kind": "megatron", "pipeline_parallel": 2}),
+    "Megatron TP 2": (2, {"kind": "megatron", "tensor_parallel": 2}),
+    "FSDP 2": (2, {}),
+    "torch TP 2": (2, {"tensor_parallel": 2}),
     "HSDP 2x2": (4, {"replicas": 2}),
 }
 """By layout: processes and the engine's settings. With EP 2 the optimizer's flat ranges are cut over both; with
 HSDP two processes have the same part of everything."""
+RESUMED_BY = {
+    "Megatron EP 2": "FSDP 2",
+    "Megatron PP 2": "torch TP 2",
+    "FSDP 2": "Megatron PP 2",
+    "HSDP 2x2": "Megatron TP 2",
+}
+"""Layouts that save, and which of the other engine goes on from what they leave."""
 
 
 def config() -> PretrainedConfig:
@@ -70,6 +81,18 @@ def shards_in(
         "weights": list(engine.shards(Part.WEIGHTS)),
         "training": list(engine.shards(Part.TRAINING)),
     }
+
+
+def require_loaded(
+    engine: MegatronEngine | TorchEngine,
+    weights: Mapping[str, Tensor],
+    slots: Mapping[str, Tensor],
+) -> None:
+    """Compare the engine's own pieces with these, bit for bit."""
+    for part, tensors in ((Part.WEIGHTS, weights), (Part.TRAINING, slots)):
+        for shard in engine.shards(part):
+            wanted = tensors[shard.spec.name][shard.box.slices]
+            assert torch.equal(bits(shard.tensor), bits(wanted)), shard.spec.name
 
 
 class _Memory:

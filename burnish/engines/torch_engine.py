@@ -204,7 +204,7 @@ class TorchEngine:
             micro.input_ids, micro.cu_seqlens, micro.loss_mask, self._device, self._division
         )
         if micro.experts is not None:
-            self._scorer.routers.require_fitting(micro.experts)
+            self._scorer.routers.require_fitting(micro.experts, len(micro.input_ids))
         routing = routing_of(
             micro,
             plan.rows,

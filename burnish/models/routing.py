@@ -146,19 +146,25 @@ class Routers:
             layer.register_forward_pre_hook(router.take, with_kwargs=True)
             layer.mlp.gate.register_forward_hook(router.route)
 
-    def require_fitting(self, experts: Tensor) -> None:
-        """Raise `IncompatibleError` where `experts` [T, L, k] cannot be of this model."""
-        want = (self.count, self.chosen)
-        # A look at what lies on a device would wait for it; what comes from outside lies on the host.
-        outside = experts.device.type == "cpu" and experts.numel() > 0
-        largest = int(experts.max()) if outside else 0
-        if tuple(experts.shape[1:]) != want or largest >= max(self.experts, 1):
-            raise IncompatibleError(
-                "the recorded experts are not those of this model",
-                have=f"{' × '.join(map(str, experts.shape[1:]))} per token, the largest number {largest}",
-                want=f"{self.count} routers × {self.chosen} of {self.experts} experts",
-                do="record them with the model that is trained, or set algorithm.router_replay=recompute",
-            )
+    def require_fitting(self, experts: Tensor, tokens: int) -> None:
+        """Raise `IncompatibleError` where `experts` [T, L, k] cannot be those of so many tokens in this model."""
+        require_recorded(experts, (tokens, self.count, self.chosen), self.experts)
+
+
+def require_recorded(recorded: Tensor, want: tuple[int, int, int], count: int) -> None:
+    """Raise `IncompatibleError` where the experts that tokens are to go to are not `want`: so many tokens × routers × chosen of `count`, none missing.
+
+    Those that lie on a device were recorded there; a look at them would wait for it.
+    """
+    outside = recorded.device.type == "cpu" and recorded.numel() > 0
+    least, largest = (int(each) for each in recorded.aminmax()) if outside else (0, 0)
+    if tuple(recorded.shape) != want or least < 0 or largest >= max(count, 1):
+        raise IncompatibleError(
+            "the recorded experts are not those of this model and these tokens",
+            have=f"{' × '.join(map(str, recorded.shape))} numbers from {least} to {largest}",
+            want=f"{want[0]} tokens × {want[1]} routers × {want[2]} of the experts 0 to {count - 1}",
+            do="record them with the model that is trained, for all tokens, or set algorithm.router_replay=recompute",
+        )
 
 
 class _Router:

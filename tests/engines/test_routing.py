@@ -24,9 +24,7 @@ from tiny import save_tiny, tiny_config
 from torch import Tensor
 
 from burnish.config.schema import EngineConfig
-from burnish.engines.fitting import require_fitting
 from burnish.engines.frozen import FrozenEngine
-from burnish.errors import IncompatibleError, UsageError
 from burnish.parallel.layout import Layout
 from burnish.parallel.processes import process_group
 from burnish.records import Batch
@@ -135,20 +133,7 @@ def test_a_compiled_model_sends_tokens_where_it_is_told(
     require_like(found, oracles["prescribed"], "compiled")
 
 
-def test_what_does_not_fit_is_refused(path: Path) -> None:
-    with pytest.raises(UsageError, match=r"engine\.router_aux_loss is for mixtures"):
-        require_fitting(tiny_config("qwen3"), EngineConfig(router_aux_loss=0.1))
-    run_ranks(refusing_rank, 1, path)
-
-
 def test_a_model_that_is_only_asked_need_have_no_routers() -> None:
     config = EngineConfig(router_aux_loss=0.1)
     with process_group(CPU, 60) as layout:
         FrozenEngine(tiny_config("qwen3"), config, layout=layout, device=CPU).close()
-
-
-def refusing_rank(layout: Layout, path: Path) -> None:
-    engine = make_engine(layout, path)
-    batch = with_experts(cut(examples(), layout, 5), [e[:, :1] for e in experts_of_others()])
-    with pytest.raises(IncompatibleError, match="recorded experts are not those of this model"):
-        engine.forward_backward(batch, loss)

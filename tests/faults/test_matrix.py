@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from crashes import LAYOUTS, Cell, cells, try_cell
-from engine_states import ENGINES
+from engine_states import RESUMED_BY
 from failpoints import FAULTS, MOMENTS, STAGING
 
 HANG = Cell("at half of the blocks", "hang", "2 + writers")
@@ -15,14 +15,14 @@ HANG = Cell("at half of the blocks", "hang", "2 + writers")
 
 
 def sample():
-    """A cell of every moment, with those faults and layouts that came least; then one of each engine's layouts."""
+    """A cell of every moment, with those faults and layouts that came least; then one of each engine's layouts, from which the other engine goes on."""
     rng, used = random.Random(20261122), Counter()
     found = [cell for cell in cells() if cell.fault != "hang"]
     rng.shuffle(found)
-    small = [cell for cell in found if cell.layout not in ENGINES]
+    small = [cell for cell in found if cell.layout not in RESUMED_BY]
     chosen = [HANG]
     groups = [[cell for cell in small if cell.moment == moment] for moment in (*MOMENTS, STAGING)]
-    groups += [[cell for cell in found if cell.layout == layout] for layout in ENGINES]
+    groups += [[cell for cell in found if cell.layout == layout] for layout in RESUMED_BY]
     for group in groups:
         cell = min(group, key=lambda cell: used[cell.fault] + used[cell.layout])
         used.update((cell.fault, cell.layout))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ class MegatronScaledLoss(MegatronEngine):
 
 
 class MegatronWithoutSync(MegatronEngine):
-    """Each rank steps its part of the weights by the gradients that it computed alone."""
+    """Each rank steps its part of the weights by the gradients that it computed alone, those of norms between tensor ranks and of tied embeddings between stages among them."""
 
     def optim_step(self, lr: float) -> Stats:
         with pytest.MonkeyPatch.context() as patch:
@@ -94,12 +95,24 @@ class MegatronWithoutSync(MegatronEngine):
             return super().optim_step(lr)
 
 
+def moved(batch: Batch) -> Batch:
+    """With the masks of the tokens behind those that are meant."""
+    micros = [replace(m, loss_mask=m.loss_mask.roll(1)) for m in batch.microbatches]
+    return replace(batch, microbatches=tuple(micros))
+
+
 class OffByOne(TorchEngine):
     """Trains on the tokens behind those that are meant."""
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
-        moved = [replace(m, loss_mask=m.loss_mask.roll(1)) for m in batch.microbatches]
-        return super().forward_backward(replace(batch, microbatches=tuple(moved)), loss)
+        return super().forward_backward(moved(batch), loss)
+
+
+class MegatronOffByOne(MegatronEngine):
+    """Trains on the tokens behind those that are meant."""
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
+        return super().forward_backward(moved(batch), loss)
 
 
 class WrongBalance(TorchEngine):
@@ -138,6 +151,7 @@ ENGINES = {
         WrongBalanceGradient,
         MegatronScaledLoss,
         MegatronWithoutSync,
+        MegatronOffByOne,
     )
 }
 
@@ -170,6 +184,7 @@ def check_rank(layout: Layout, config: RunConfig, kind: str) -> tuple[str, list[
     engine = made(kind, hf_config, config, layout)
     fill(engine, config, hf_config)
     differences = compared(engine, config, examples, loss, hf_config)
+    engine.close()
     refusal = ""
     try:
         require_equal(differences, layout)
@@ -265,16 +280,43 @@ def test_layouts_of_the_megatron_engine_pass(
         assert kinds == {"log-probs", "loss", "gradient", "weight"}
 
 
-@pytest.mark.parametrize(
-    ("fault", "first"),
-    [("MegatronWithoutSync", "gradient norm"), ("MegatronScaledLoss", "loss")],
+MEGATRON_FAULTS = {
+    "MegatronWithoutSync": "gradient norm",
+    "MegatronScaledLoss": "loss",
+    "MegatronOffByOne": "loss",
+}
+"""And what differs first."""
+MEGATRON_DEGREES = (
+    {},
+    {"tensor_parallel": 2},
+    {"pipeline_parallel": 2},
+    {"sequence_parallel": 2},
+    {"expert_parallel": 2},
 )
-def test_faults_of_the_megatron_engine_are_found_and_named(
-    root: Path, fault: str, first: str
-) -> None:
-    config = config_of(root, SFT, engine={"kind": "megatron", "precision": "fp32"})
-    for refusal, _, _ in run_ranks(check_rank, 2, config, fault):
-        assert f"2 processes do not compute what one plain process does: {first} differs" in refusal
+
+
+def faulty_rank(layout: Layout, configs: Sequence[RunConfig]) -> list[dict[str, str]]:
+    """By configuration and fault the refusal."""
+    return [
+        {fault: check_rank(layout, config, fault)[0] for fault in MEGATRON_FAULTS}
+        for config in configs
+    ]
+
+
+def test_faults_of_the_megatron_engine_are_found_and_named_at_every_layout(root: Path) -> None:
+    configs = []
+    for degrees in MEGATRON_DEGREES:
+        family = "qwen3_moe" if "expert_parallel" in degrees else "qwen3"
+        fresh = {**tiny_config(family).to_diff_dict(), "vocab_size": len(char_tokenizer())}
+        engine = {"kind": "megatron", "precision": "fp32"} | degrees
+        config = config_of(root, SFT, engine=engine)
+        model = config.model.model_copy(update={"fresh": fresh})
+        configs.append(config.model_copy(update={"model": model}))
+    for rank in run_ranks(faulty_rank, 2, configs):
+        for degrees, refusals in zip(MEGATRON_DEGREES, rank, strict=True):
+            for fault, first in MEGATRON_FAULTS.items():
+                said = f"2 processes do not compute what one plain process does: {first} differs"
+                assert said in refusals[fault], (degrees, fault)
 
 
 def evened(root: Path, family: str, settings: dict[str, Any], **engine: Any) -> RunConfig:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from burnish.engines.megatron.families import Experts
 from burnish.errors import IncompatibleError
-from burnish.models.routing import Balance, Routing, TokenRows, index_dtype
+from burnish.models.routing import Balance, Routing, TokenRows, index_dtype, require_recorded
 from burnish.parallel.autograd import gather_rows
 from burnish.records import MicroBatch
 
@@ -84,7 +84,8 @@ class Replay:
             return None
         experts, routing = self._experts(), Routing()
         if micro.experts is not None:
-            _require_fitting(micro.experts, experts)
+            want = (len(micro.input_ids), sum(experts.layers), experts.chosen)
+            require_recorded(micro.experts, want, experts.count)
             all_rows = rows.rows_of(micro.experts).to(self.device, non_blocking=True)
             routing.prescribed = self._own(all_rows)
         if factors is not None:
@@ -121,18 +122,3 @@ class Replay:
                 do="set algorithm.router_replay=none",
             )
         return self.experts
-
-
-def _require_fitting(recorded: Tensor, experts: Experts) -> None:
-    """Raise `IncompatibleError` where `recorded` [T, L, k], which lie on the host or come from `Replay.record`, cannot be of this model."""
-    want = (sum(experts.layers), experts.chosen)
-    # A look at what lies on a device would wait for it; what comes from outside lies on the host.
-    outside = recorded.device.type == "cpu" and recorded.numel() > 0
-    largest = int(recorded.max()) if outside else 0
-    if tuple(recorded.shape[1:]) != want or largest >= experts.count:
-        raise IncompatibleError(
-            "the recorded experts are not those of this model",
-            have=f"{' × '.join(map(str, recorded.shape[1:]))} per token, the largest number {largest}",
-            want=f"{want[0]} routers × {want[1]} of {experts.count} experts",
-            do="record them with the model that is trained, or set algorithm.router_replay=recompute",
-        )
