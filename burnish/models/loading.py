@@ -64,11 +64,12 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
             want="a directory with config.json and *.safetensors",
             do="set model.path to one",
         )
+    _json_object(directory / "config.json", "model.path")
     try:
         return AutoConfig.from_pretrained(
             directory, trust_remote_code=config.trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError) as error:  # not JSON; an unknown model_type; code without consent
+    except (OSError, ValueError) as error:  # an unknown model_type; code without consent
         raise UsageError(
             f"{directory / 'config.json'} is not a configuration that transformers takes",
             have=" ".join(str(error).split())[:300],
@@ -127,12 +128,7 @@ def _fresh_config(fresh: str | dict[str, Any]) -> PretrainedConfig:
         path = Path(fresh).expanduser()
         if not path.is_file():
             raise MissingError(f"there is no file {path}", do="set model.fresh to a config.json")
-        try:
-            values = json.loads(path.read_text())
-        except ValueError as error:
-            raise UsageError(
-                f"{path} is not JSON", have=error, do="correct the file that model.fresh names"
-            ) from error
+        values = _json_object(path, "model.fresh")
     else:
         values = fresh
     values = dict(values)
@@ -184,3 +180,21 @@ def save_model_assets(
         origin = Path(hf_config.name_or_path)
         for source in sorted(origin.glob("*.py")):
             shutil.copyfile(source, directory / source.name)
+
+
+def _json_object(path: Path, setting: str) -> dict[str, Any]:
+    """What the JSON file holds, which the setting named; raises `UsageError` where that is no object."""
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise UsageError(
+            f"{path} is not JSON", have=error, do=f"correct the file that {setting} names"
+        ) from error
+    if not isinstance(values, dict):
+        raise UsageError(
+            f"{path} is not a model's configuration",
+            have=f"JSON of type {type(values).__name__}",
+            want="an object with model_type",
+            do=f"correct the file that {setting} names",
+        )
+    return values

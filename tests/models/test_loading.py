@@ -65,9 +65,10 @@ def test_no_config(config, error, message):
         read_model_config(ModelConfig(**config))
 
 
-def test_a_config_that_is_not_json(tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UsageError, match="not JSON"):
+@pytest.mark.parametrize(("text", "message"), [("{", "not JSON"), ("[]", "type list")])
+def test_a_config_that_is_not_json(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UsageError, match=message):
         read_model_config(ModelConfig(fresh=str(tmp_path / "config.json")))
 
 
