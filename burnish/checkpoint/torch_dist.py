@@ -125,7 +125,7 @@ def _both_halves(piece: Piece) -> Piece:
 
 
 def _is_whole(piece: Piece, naming: Naming, canonical: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether the parameter has the dims of its kind and is made of tensors of the model, and of padding at most."""
+    """Whether the parameter has the dims of its kind and is made of whole tensors of the model, and of padding at most."""
     name, shape = piece.name, piece.shape
     is_vector = "norm" in name or name.endswith(".bias")
     if len(shape) != (1 if is_vector else 2):
@@ -135,4 +135,6 @@ def _is_whole(piece: Piece, naming: Naming, canonical: Mapping[str, tuple[int, .
         return False
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         return shape[0] >= naming.vocabulary
-    return sum(region.box.elements for region in regions) == math.prod(shape)
+    elements = sum(region.box.elements for region in regions)
+    tensors = {region.name: math.prod(region.shape) for region in regions}
+    return elements == math.prod(shape) == sum(tensors.values())

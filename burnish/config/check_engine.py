@@ -24,6 +24,7 @@ _MEGATRON_ONLY = (
     "virtual_stages",
     "expert_parallel",
     "expert_tensor_parallel",
+    "layers",
 )
 
 
@@ -65,7 +66,15 @@ def _foreign(
 
 
 def _beyond_megatron(config: RunConfig) -> Iterator[Problem]:
-    """What is done by the torch engine alone."""
+    """What is done by the torch engine alone, or not in this precision."""
+    precision = config.engine.precision
+    if config.engine.layers == "transformer_engine" and precision != "bf16":
+        yield Problem(
+            "TransformerEngine multiplies fp32 matrices in tf32",
+            have=f"engine.layers: transformer_engine, engine.precision: {precision}",
+            want="engine.precision bf16",
+            do="set engine.precision=bf16, or engine.layers=torch",
+        )
     asked = {
         f"optim.kind: {config.optim.kind}": config.optim.kind != "adamw",
         "model.lora": config.model.adapter is not None,

@@ -41,6 +41,7 @@ MAY_CHANGE = frozenset(
         "engine.virtual_stages",
         "engine.expert_parallel",
         "engine.expert_tensor_parallel",
+        "engine.layers",
         "engine.reshard_after_forward",
         "engine.reduce_each_microbatch",
         "engine.logprob_chunk",

@@ -74,7 +74,7 @@ class EngineConfig(Section):
     sequence_parallel: int = Field(1, ge=1)
     """Ulysses: so many processes share the tokens of a micro-batch, each of which may have as many times `batch.tokens_per_device`. Divides the attention heads."""
     tensor_parallel: int = Field(1, ge=1)
-    """So many neighbouring processes share the matrices of each layer and the vocabulary. Divides the attention heads and the key heads."""
+    """So many neighbouring processes share the matrices of each layer and the vocabulary. Divides the attention heads and the key heads; megatron: or is a multiple of the key heads."""
     megatron_sequence_parallel: bool = True
     """megatron, with `tensor_parallel`: between matrices each of the neighbours has a part of the tokens, which saves memory. Mixtures of experts need it."""
     pipeline_parallel: int = Field(1, ge=1)
@@ -85,6 +85,8 @@ class EngineConfig(Section):
     """megatron, mixtures of experts: so many processes share the experts of a layer, each of which has whole ones. Divides the experts."""
     expert_tensor_parallel: int | None = Field(None, ge=1)
     """megatron, mixtures of experts: so many processes share the matrices of each expert; `tensor_parallel` when not given."""
+    layers: Literal["auto", "torch", "transformer_engine"] = "auto"
+    """megatron: whose matrices, norms and experts. auto: TransformerEngine's where it is installed, on CUDA in bf16; else torch's."""
     reshard_after_forward: bool = True
     """Free each layer's gathered weights between forward and backward: less memory, one more gather."""
     reduce_each_microbatch: bool = True

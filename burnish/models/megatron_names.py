@@ -11,13 +11,14 @@ experts that are kept transposed in one parameter (Megatron's legacy grouped exp
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
 from burnish.errors import IncompatibleError
 from burnish.models.names import Region
-from burnish.parallel.boxes import Box, whole
+from burnish.parallel.boxes import Box, intersect, whole
 
 Shape = tuple[int, ...]
 
@@ -136,6 +137,19 @@ def regions_of(
     raise _unknown(parameter)
 
 
+def stacked(parts: Iterable[tuple[Region, ...]]) -> tuple[Region, ...]:
+    """What lies in a parameter whose first dim numbers parts, of which `regions_of` tells."""
+    return tuple(
+        replace(
+            region,
+            box=Box((number, *region.box.offsets), (1, *region.box.sizes)),
+            dims=tuple(dim + 1 for dim in region.dims),
+        )
+        for number, regions in enumerate(parts)
+        for region in regions
+    )
+
+
 def _outside_layers(
     parameter: str, shape: Shape, naming: Naming, tensor: Seat
 ) -> tuple[Region, ...]:
@@ -166,16 +180,27 @@ def _of_vocabulary(
 def _by_group(
     parameter: str, shape: Shape, prefix: str, kind: str, naming: Naming, tensor: Seat
 ) -> tuple[Region, ...]:
-    """q, k and v: for each group of this rank the queries of its heads, then its keys, then its values."""
-    each = naming.groups // tensor.ranks
-    queries, dim = naming.heads // naming.groups * naming.head_dim, naming.head_dim
+    """q, k and v: for each group the queries of its heads, then its keys, then its values; of all that an equal run of rows.
+
+    Where there are more ranks than groups, a rank's rows begin and end within one.
+    """
+    dim, own = naming.head_dim, Box((tensor.rank * shape[0],), (shape[0],))
+    queries = naming.heads // naming.groups * dim
+    each = queries + 2 * dim
+    groups = range(
+        own.offsets[0] // each, min(-(-(own.offsets[0] + shape[0]) // each), naming.groups)
+    )
     found = []
     for letter, first, rows in (("q", 0, queries), ("k", queries, dim), ("v", queries + dim, dim)):
-        for number in range(each):
-            band = (number * (queries + 2 * dim) + first, rows)
-            start = (tensor.rank * each + number) * rows
-            name = f"{prefix}.{letter}_proj.{kind}"
-            found.append(_band(name, parameter, shape, band, start, naming.groups * rows))
+        name = f"{prefix}.{letter}_proj.{kind}"
+        for number in groups:
+            start = number * each + first
+            common = intersect(own, Box((start,), (rows,)))
+            if common is None:
+                continue
+            (at,), (count,) = common.offsets, common.sizes
+            band, of_tensor = (at - own.offsets[0], count), number * rows + at - start
+            found.append(_band(name, parameter, shape, band, of_tensor, naming.groups * rows))
     return tuple(found)
 
 

@@ -1,7 +1,7 @@
 """What one decoder layer of the Megatron engine holds of a token while it runs forward and backward.
 
 Written as `burnish.planning.activations` writes those of the torch engine, whose attention it shares: Megatron's
-linear layers, its gated MLP, its token dispatcher, and our norm, rotation and core attention between them. Tokens are
+linear layers, its gated MLP, its token dispatcher, and our norm, rotation, core attention and experts between them. Tokens are
 taken to be spread evenly over experts. Left out: TransformerEngine's fused layers.
 """
 
@@ -77,9 +77,20 @@ class _MegatronWriter(LayerWriter):
         self._tape.add([source], {f"{name}/part": self._whole}, [source], product=True)
         self._tape.add([f"{name}/part"], {name: self._hidden})
 
-    def _attention(self, source: str) -> None:
+    def _projected(self, source: str) -> float:
+        """Queries, keys and values in one tensor; what of it are keys that this rank needs."""
         layer, mixed = self._layer, self._query + 2 * self._key
-        self._wide(source, "mixed", mixed)
+        if layer.key_heads >= self._tensor:
+            self._wide(source, "mixed", mixed)
+            return self._key
+        # Ranks compute parts of heads, and take whole ones from each other.
+        whole = mixed * self._tensor
+        self._wide(source, "part", mixed)
+        self._tape.add(["part"], {"mixed": whole}, scratch=whole, scratch_backward=whole)
+        return self._key * self._tensor / layer.key_heads
+
+    def _attention(self, source: str) -> None:
+        layer, key = self._layer, self._projected(source)
         self._tape.add(["mixed"], {"query": self._query})
         normed = self._family.query_norms == "head"
         given = ("query", "mixed", "mixed")
@@ -87,18 +98,18 @@ class _MegatronWriter(LayerWriter):
             sums = _FP32 / self._tensor
             made = {"query/n": self._query, "query/r": sums * layer.heads}
             self._tape.add(["query"], made, ["query", "query/r"])
-            made = {"key/n": self._key, "key/r": sums * layer.key_heads}
+            made = {"key/n": key, "key/r": sums * layer.key_heads}
             self._tape.add(["mixed"], made, ["mixed", "key/r"])
             given = ("query/n", "key/n", "mixed")
         if self._attends_again:
-            inside = 2 * (self._query + 2 * self._key) + self._query
+            inside = 2 * (self._query + 2 * key) + self._query
             scratch = 2 * inside * (_FP32 / self._bytes if self._cpu else 1)
             made = {"taken": self._query}
             self._tape.add(given, made, sorted(set(given)), scratch_backward=scratch, product=True)
             self._summed("taken", "o", 0)
             return
         self._tape.add([given[0]], {"query/t": self._query})
-        self._tape.add([given[1]], {"key/t": self._key})
+        self._tape.add([given[1]], {"key/t": key})
         self._summed(self._attend(("query/t", "key/t", "mixed")), "o", 0)
 
     def _gated(self, source: str, size: float) -> str:
@@ -130,7 +141,9 @@ class _MegatronWriter(LayerWriter):
         if several:
             there = self._passed(there, "sorted", rows, 2)
         tape.add([there], {"fc1": 2 * inner}, [there], product=True)
-        tape.add([self._gated("fc1", inner), "probs"], {"scaled": inner}, ["inner", "probs"])
+        tape.add(["fc1"], {"acted": inner}, ["fc1"])
+        tape.add(["acted", "fc1"], {"inner": inner}, ["acted", "fc1"])
+        tape.add(["inner", "probs"], {"scaled": inner}, ["inner", "probs"])
         tape.add(["scaled"], {"out": rows}, ["scaled"], product=True)
         back = "out"
         if several:

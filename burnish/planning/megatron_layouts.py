@@ -65,8 +65,9 @@ def _of_experts(shape: ModelShape, tensor: int, stage: int) -> Iterator[dict[str
 
 def _divides(tensor: int, sequence: int, layer: Layer) -> bool:
     """Whether heads and columns of a layer can be shared by so many."""
-    heads = layer.heads % (tensor * sequence) == 0 and layer.key_heads % tensor == 0
-    return heads and (layer.experts > 0 or layer.intermediate % tensor == 0)
+    keys = layer.key_heads % tensor == 0 or tensor % layer.key_heads == 0
+    heads = layer.heads % (tensor * sequence) == 0 and (layer.query + 2 * layer.key) % tensor == 0
+    return keys and heads and (layer.experts > 0 or layer.intermediate % tensor == 0)
 
 
 def _divisors(number: int) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from tiny import save_tiny
+from transformer_engine_names import use_stand_ins
 from transformers import AutoConfig
 
 from burnish.checkpoint import pickled
@@ -40,6 +41,12 @@ SAVED: dict[str, tuple[str, int, dict[str, Any], dict[str, Any] | None]] = {
     "numbered experts": ("qwen3_moe", 1, {}, {"singleton_local_shards": True}),
     "stacked layers and experts": ("mixtral", 1, {}, None),
     "stacked layers, cut matrices": ("qwen2", 2, {"tensor_parallel": 2}, None),
+    "TransformerEngine's names": (
+        "qwen3_moe",
+        2,
+        {"tensor_parallel": 2, "layers": "transformer_engine"},
+        None,
+    ),
     "two stages": ("qwen2", 2, {"pipeline_parallel": 2}, None),
 }
 """Models, processes, settings, and what Megatron is told of how to save."""
@@ -49,6 +56,7 @@ def save_rank(
     layout: Layout,
     saved: list[tuple[Path, Path, dict[str, Any], dict[str, Any] | None]],
 ) -> None:
+    use_stand_ins()
     for model, target, settings, metadata in saved:
         config = EngineConfig(kind="megatron", precision="fp32", **settings)
         hf_config = AutoConfig.from_pretrained(model)
@@ -60,10 +68,33 @@ def save_rank(
 
             state: dict[str, Any] = {"iteration": 7}
             for chunk in engine._chunks:
+                use_megatron_experts(chunk)
                 state |= chunk.sharded_state_dict(metadata=metadata)
                 state |= like_moments(chunk.sharded_state_dict(metadata=metadata))
             dist_checkpointing.save(state, str(target))
         engine.close()
+
+
+def use_megatron_experts(chunk: Any) -> None:
+    """Put Megatron's own experts, with the same weights, in the place of ours, which have no part in its checkpoints."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    for layer in chunk.decoder.layers:
+        ours = getattr(layer.mlp, "experts", None)
+        if ours is None:
+            continue
+        groups = chunk.pg_collection
+        count = layer.mlp.num_local_experts
+        theirs = SequentialMLP(count, chunk.config, submodules, pg_collection=groups)
+        for name in ("linear_fc1", "linear_fc2"):
+            held = list(getattr(ours, name).parameters())  # one of all experts, or of each its own
+            matrices = held[0] if len(held) < count else held
+            for expert, matrix in zip(theirs.local_experts, matrices, strict=True):
+                getattr(expert, name).weight.data.copy_(matrix)
+        layer.mlp.experts = theirs
 
 
 def like_moments(state: dict[str, Any]) -> dict[str, Any]:

@@ -80,6 +80,7 @@ def test_experts_divide_the_processes_of_a_stage() -> None:
         ("torch", "engine.pipeline_parallel", "2"),
         ("torch", "engine.megatron_sequence_parallel", "false"),
         ("torch", "engine.expert_tensor_parallel", "1"),
+        ("torch", "engine.layers", "torch"),
     ],
 )
 def test_an_engine_refuses_what_only_the_other_has(kind: str, setting: str, value: str) -> None:
@@ -88,6 +89,14 @@ def test_an_engine_refuses_what_only_the_other_has(kind: str, setting: str, valu
     assert setting in message
     assert f"engine.kind: {kind}" in message
     assert f"engine.kind={other}" in message
+
+
+def test_transformer_engines_layers_are_refused_for_what_is_to_be_exact() -> None:
+    asked = ["engine.kind=megatron", "engine.layers=transformer_engine"]
+    check(config_of(*asked), "sft", world=1)
+    message = refused("sft", *asked, "engine.precision=fp32", world=1)
+    assert "engine.precision: fp32" in message
+    assert "engine.layers=torch" in message
 
 
 def test_a_micro_batch_is_as_long_as_its_processes_are_many() -> None:

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.engines.base import Part
 from burnish.engines.megatron.engine import MegatronEngine
+from burnish.engines.megatron.layers import transformer_engine
 from burnish.models.sources import SafetensorsSource
 from burnish.parallel.layout import Layout
 
@@ -56,6 +57,30 @@ def test_trains_like_the_torch_engine(
         assert_relative(found["logprobs"][number][0], outputs[0], tolerance, f"example {number}")
     assert {shard.tensor.device for part in Part for shard in engine.shards(part)} == {device}
     engine.close()
+
+
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformer_engines_layers_train_like_torchs(
+    tmp_path: Path, alone: Layout, device: torch.device, family: str, recomputed: str
+) -> None:
+    """In bf16, both loaded and read by the checkpoint's names."""
+    if device.type != "cuda" or transformer_engine.TEGroupedLinear is None:
+        pytest.skip("needs CUDA and transformer_engine")
+    path = save_tiny(tmp_path / family, family, torch.float32)
+    found = {}
+    for layers in ("torch", "transformer_engine"):
+        settings = {"layers": layers, "activation_checkpointing": recomputed}
+        engine = megatron(alone, path, device, "bf16", **settings)
+        found[layers] = train(engine, make_examples(VOCAB), 2)
+        found[layers]["names"] = {shard.spec for shard in engine.shards(Part.WEIGHTS)}
+        engine.close()
+    wanted, found = found["torch"], found["transformer_engine"]
+    assert found["names"] == wanted["names"]
+    for kind in ("losses", "norms"):
+        assert found[kind] == pytest.approx(wanted[kind], rel=3e-2), kind
+    for number, outputs in wanted["logprobs"].items():
+        assert_relative(found["logprobs"][number][0], outputs[0], 3e-2, f"example {number}")
 
 
 def test_parking_frees_the_device_and_changes_no_bit(

@@ -12,8 +12,9 @@ from transformers import PretrainedConfig
 
 from burnish.errors import IncompatibleError
 from burnish.models.building import build_on_meta
-from burnish.models.megatron_names import Naming, Seat, regions_of
+from burnish.models.megatron_names import Naming, Seat, regions_of, stacked
 from burnish.models.names import model_shards, tensor_specs
+from burnish.parallel.boxes import Box, whole
 
 PADDED = 128
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
@@ -88,7 +89,7 @@ def blocks(
             yield mine, f"block_sparse_moe.experts.{expert}", ("w1", "w3", "w2")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])  # 4: more than groups of heads
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_of_all_ranks_are_the_checkpoint(family: str, ranks: int) -> None:
     """Name for name, shape for shape, value for value; padding is nobody's."""
@@ -109,6 +110,22 @@ def test_parameters_of_all_ranks_are_the_checkpoint(family: str, ranks: int) -> 
     assert {name: tuple(tensor.shape) for name, tensor in built.items()} == specs
     for name, tensor in built.items():
         assert torch.equal(tensor, held[name]), name
+
+
+def test_experts_of_one_parameter_are_boxes_of_it() -> None:
+    """Gate above up of one expert after the other, in a parameter that a rank shares with another."""
+    naming = Naming.of(tiny_config("qwen3_moe"))
+    names = [f"decoder.layers.0.mlp.experts.local_experts.{n}.linear_fc1.weight" for n in (2, 3)]
+    parts = [regions_of(name, (24, 32), naming, Seat(), Seat(1, 2)) for name in names]
+    found = {region.name: region for region in stacked(parts)}
+    up = found["model.layers.0.mlp.experts.3.up_proj.weight"]
+    assert (up.box.offsets, up.box.sizes, up.dims) == ((1, 12, 0), (1, 12, 32), (1, 2))
+    assert (up.shape, up.start) == ((24, 32), (12, 0))
+    held = torch.arange(2 * 24 * 32).view(2, 24, 32)
+    shard = up.shard_of(held, whole((2, 24, 32)))
+    assert shard is not None
+    assert shard.box == Box((12, 0), (12, 32))
+    assert torch.equal(shard.tensor, held[1, 12:])
 
 
 def test_experts_are_cut_by_their_own_seat() -> None:

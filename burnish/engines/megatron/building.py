@@ -1,8 +1,7 @@
 """From a Hugging Face configuration to Megatron's model: its configuration, its layers, this rank's stages.
 
-Layers are Megatron's own, from a spec whose attention, norm and router are ours
-(`burnish.engines.megatron.attention`, `.routers`). Weights are left undefined: they come from a source.
-Left out: TransformerEngine's layers.
+Layers are Megatron's own, from a spec whose attention and router are ours (`burnish.engines.megatron.attention`,
+`.routers`) and whose matrices, norms and experts are those of `.layers`. Weights are left undefined: they come from a source.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -41,8 +38,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from burnish.config.schema import EngineConfig
 from burnish.engines.base import compute_dtype
-from burnish.engines.megatron.attention import PackedAttention, RMSNorm
+from burnish.engines.megatron.attention import PackedAttention
 from burnish.engines.megatron.families import Architecture, Experts
+from burnish.engines.megatron.layers import LayerModules, layer_modules
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import PackedGPT
 from burnish.engines.megatron.replay import RoutedLayer
@@ -68,10 +66,10 @@ def build_stages(
     To be called inside `burnish.engines.megatron.calls.megatron_called`.
     """
     shape = Architecture.of(hf_config)
-    transformer = transformer_config(shape, config)
+    transformer, modules = transformer_config(shape, config), layer_modules(config, device)
     rotary = LlamaRotaryEmbedding(hf_config).to(device)
     return [
-        _stage(shape, transformer, mesh, index, rotary=rotary, chunk=config.logprob_chunk)
+        _stage(shape, transformer, modules, mesh, index, rotary=rotary, chunk=config.logprob_chunk)
         for index in range(config.virtual_stages)
     ]
 
@@ -152,6 +150,7 @@ def pipeline_layout(layers: int, config: EngineConfig) -> list[list[str]] | None
 def _stage(
     shape: Architecture,
     transformer: TransformerConfig,
+    modules: LayerModules,
     mesh: MegatronMesh,
     index: int,
     **options: Any,
@@ -163,7 +162,7 @@ def _stage(
     last = pipeline.rank() == pipeline.size() - 1 and index == (virtual or 1) - 1
     stage = PackedGPT(
         transformer,
-        block_spec(shape, transformer, vp_stage, pipeline.rank()),
+        block_spec(shape, transformer, modules, vp_stage, pipeline.rank()),
         vocab_size=-(-shape.vocabulary // tensor) * tensor,
         max_sequence_length=0,  # of learned positions, of which there are none
         pre_process=pipeline.rank() == 0 and index == 0,
@@ -181,69 +180,64 @@ def _stage(
 
 
 def _mark_cut(stage: PackedGPT) -> None:
-    """Say which weights differ between tensor ranks; Megatron does so only where it initializes them itself, and counts the others once."""
+    """Say which weights differ between tensor ranks; Megatron's own linear layers do so only where they initialize them themselves, and it counts the others once.
+
+    Experts' are reduced over the experts' own groups, which Megatron thinks are the others' where no expert is divided.
+    """
+    linear = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding
     for module in stage.modules():
-        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
-            dim = 0
-        elif isinstance(module, RowParallelLinear):
-            dim = 1
-        else:
-            continue
-        if module.weight is None:
-            continue
-        set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
-        if getattr(module, "is_expert", False):
-            # Reduced over the experts' own groups, which Megatron thinks are the others' where no expert is divided.
-            module.weight.allreduce = False
+        if isinstance(module, linear) and module.weight is not None:
+            module.weight.tensor_model_parallel = True
+        if isinstance(module, MoELayer):
+            for weight in module.experts.parameters():
+                weight.tensor_model_parallel = True
+                weight.allreduce = False
 
 
 def block_spec(
-    shape: Architecture, transformer: TransformerConfig, vp_stage: int | None, pp_rank: int
+    shape: Architecture,
+    transformer: TransformerConfig,
+    modules: LayerModules,
+    vp_stage: int | None,
+    pp_rank: int,
 ) -> TransformerBlockSubmodules:
     """The layers of one stage."""
     first = get_transformer_layer_offset(transformer, vp_stage, pp_rank)
     count = get_num_layers_to_build(transformer, vp_stage, pp_rank)
     return TransformerBlockSubmodules(
-        layer_specs=[_layer(shape, layer) for layer in range(first, first + count)],
-        layer_norm=RMSNorm,
+        layer_specs=[_layer(shape, layer, modules) for layer in range(first, first + count)],
+        layer_norm=modules.norm,
     )
 
 
-def _layer(shape: Architecture, layer: int) -> ModuleSpec:
-    qk_norm = RMSNorm if shape.family.qk_norm else IdentityOp
+def _layer(shape: Architecture, layer: int, modules: LayerModules) -> ModuleSpec:
+    qk_norm = modules.norm if shape.family.qk_norm else IdentityOp
+    routers = () if shape.experts is None else shape.experts.layers
+    mixture = bool(routers) and routers[layer]
     attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
+        linear_qkv=modules.column,
         core_attention=partial(PackedAttention, sliding_window=shape.windows[layer]),
-        linear_proj=RowParallelLinear,
+        linear_proj=modules.row,
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
     )
-    routers = () if shape.experts is None else shape.experts.layers
-    mixture = bool(routers) and routers[layer]
+    mlp = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
+    experts = MoESubmodules(experts=modules.experts, router=PlainRouter)
     return ModuleSpec(
         module=RoutedLayer if mixture else TransformerLayer,
         params={"router": sum(routers[:layer])} if mixture else {},
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=modules.block_norm,
             self_attention=ModuleSpec(
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=attention,
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=_mixture() if mixture else ModuleSpec(module=MLP, submodules=_mlp()),
+            pre_mlp_layernorm=modules.norm if mixture else modules.block_norm,
+            mlp=ModuleSpec(module=MoELayer, submodules=experts)
+            if mixture
+            else ModuleSpec(module=MLP, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
         ),
-    )
-
-
-def _mlp() -> MLPSubmodules:
-    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-
-
-def _mixture() -> ModuleSpec:
-    experts = ModuleSpec(module=SequentialMLP, submodules=_mlp())
-    return ModuleSpec(
-        module=MoELayer, submodules=MoESubmodules(experts=experts, router=PlainRouter)
     )

@@ -18,16 +18,17 @@ from burnish.models.routing import require_routers
 
 @dataclass(frozen=True, slots=True)
 class _Division:
-    """A setting, and what of the model it has to divide."""
+    """A setting, and what of the model it has to divide; with `repeats` it may be a multiple instead, and ranks have the same."""
 
     setting: str
     ranks: int
     count: int
     what: str
+    repeats: bool = False
 
     def problem(self) -> UsageError | None:
         """What is wrong, if anything."""
-        if self.count % self.ranks == 0:
+        if self.count % self.ranks == 0 or (self.repeats and self.ranks % self.count == 0):
             return None
         fitting = [str(each) for each in range(1, self.count + 1) if self.count % each == 0]
         shown = fitting if len(fitting) <= 8 else [*fitting[:4], "...", *fitting[-4:]]
@@ -55,7 +56,9 @@ def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
 def _divisions(shape: Architecture, config: EngineConfig) -> Iterator[_Division]:
     tensor, name = config.tensor_parallel, "engine.tensor_parallel"
     yield _Division(name, tensor, shape.heads, "attention heads")
-    yield _Division(name, tensor, shape.key_heads, "key heads")
+    yield _Division(name, tensor, shape.key_heads, "key heads", repeats=True)
+    fused = (shape.heads + 2 * shape.key_heads) * shape.head_dim
+    yield _Division(name, tensor, fused, "rows of queries, keys and values")
     yield _Division(name, tensor, shape.width, "intermediate columns")
     each = f"attention heads on each of {tensor} tensor ranks" if tensor > 1 else "attention heads"
     sequence = config.sequence_parallel

@@ -24,13 +24,14 @@ from transformers import PretrainedConfig
 
 from burnish.engines.adamw import SLOTS
 from burnish.engines.megatron.flat_ranges import boxes_in_range
-from burnish.models.megatron_names import Naming, Seat, regions_of
+from burnish.models.megatron_names import Naming, Seat, regions_of, stacked
 from burnish.models.names import Region
-from burnish.parallel.boxes import Box
+from burnish.parallel.boxes import whole
 from burnish.parallel.shards import Shard, ShardSource, TensorSpec
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_OF_EXPERTS = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d*)")
+# A matrix of all experts that the rank has, or with TransformerEngine of the one with this number among them.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,14 +66,9 @@ class MegatronShards:
         self._parameters: dict[str, nn.Parameter] = {}
         self._regions: dict[str, tuple[Region, ...]] = {}
         for chunk in map(_unwrapped, self._chunks):
-            groups = chunk.pg_collection
-            tensor = _seat(groups.tp)
-            expert = _seat(groups.expt_tp)
             for local, parameter in chunk.named_parameters():
-                name = _name_in_model(local, chunk)
-                shape = tuple(parameter.shape)
-                self._parameters[name] = parameter
-                self._regions[name] = regions_of(name, shape, naming, tensor, expert)
+                name, regions = _described(local, tuple(parameter.shape), chunk, naming)
+                self._parameters[name], self._regions[name] = parameter, regions
         self._optimizers = list(optimizers)
         self._ranges = list(self._stepped())
 
@@ -93,10 +89,9 @@ class MegatronShards:
     def model(self) -> Iterator[Shard]:
         """The weights that the model computes with, in their dtype: all that this rank has, which others may have as well."""
         for name, parameter in self._parameters.items():
-            for region in self._regions[name]:
-                held = parameter.detach()[region.box.slices]
-                box = Box(region.start, region.box.sizes)
-                yield Shard(TensorSpec(region.name, region.shape, held.dtype), box, held)
+            held, box = parameter.detach(), whole(tuple(parameter.shape))
+            shards = (region.shard_of(held, box) for region in self._regions[name])
+            yield from (shard for shard in shards if shard is not None)
 
     def fill(self, source: ShardSource) -> None:
         """Fill what is trained, and let the model's weights follow. Collective.
@@ -155,15 +150,23 @@ def _seat(group: torch.distributed.ProcessGroup) -> Seat:
     return Seat(group.rank(), group.size())
 
 
-def _name_in_model(name: str, chunk: Any) -> str:
-    """A parameter's name with layers counted over all stages and experts over all ranks."""
+def _described(
+    name: str, shape: tuple[int, ...], chunk: Any, naming: Naming
+) -> tuple[str, tuple[Region, ...]]:
+    """A parameter's name with layers counted over all stages, and the checkpoint tensors in it."""
+    seats = _seat(chunk.pg_collection.tp), _seat(chunk.pg_collection.expt_tp)
     layer = _LAYER.fullmatch(name)
     if layer is None:
-        return name
+        return name, regions_of(name, shape, naming, *seats)
     module, rest = chunk.decoder.layers[int(layer[1])], layer[2]
     prefix = f"decoder.layers.{module.layer_number - 1}"
-    of_expert = _EXPERT.fullmatch(rest)
-    if of_expert is None:
-        return f"{prefix}.{rest}"
-    expert = module.mlp.local_expert_indices[int(of_expert[1])]
-    return f"{prefix}.mlp.experts.local_experts.{expert}.{of_expert[2]}"
+    name = f"{prefix}.{rest}"
+    of_experts = _OF_EXPERTS.fullmatch(rest)
+    if of_experts is None:
+        return name, regions_of(name, shape, naming, *seats)
+    matrix, number = of_experts.groups()
+    experts = module.mlp.local_expert_indices
+    of_each = [f"{prefix}.mlp.experts.local_experts.{expert}.{matrix}" for expert in experts]
+    if number:
+        return name, regions_of(of_each[int(number)], shape, naming, *seats)
+    return name, stacked(regions_of(each, shape[1:], naming, *seats) for each in of_each)

@@ -119,7 +119,6 @@ def test_other_heads_than_of_a_vocabulary_or_a_value_are_refused() -> None:
     ("family", "settings", "said"),
     [
         ("qwen3", {"tensor_parallel": 3}, "engine.tensor_parallel: 3, 4 attention heads"),
-        ("qwen3", {"tensor_parallel": 4}, "engine.tensor_parallel: 4, 2 key heads"),
         (
             "qwen3",
             {"tensor_parallel": 2, "sequence_parallel": 4},
@@ -141,6 +140,23 @@ def test_degrees_that_do_not_fit_the_model_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=said):
         require_fitting(tiny_config(family), EngineConfig(kind="megatron", **settings))
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "tensor"), [(12, 4, 6), (6, 3, 2)])
+def test_key_heads_that_neither_divide_the_tensor_ranks_nor_are_divided_are_refused(
+    heads: int, key_heads: int, tensor: int
+) -> None:
+    shape = tiny_config("qwen3", num_attention_heads=heads, num_key_value_heads=key_heads)
+    said = f"engine.tensor_parallel: {tensor}, {key_heads} key heads"
+    with pytest.raises(UsageError, match=said) as caught:
+        require_fitting(shape, EngineConfig(kind="megatron", tensor_parallel=tensor))
+    assert "engine.tensor_parallel to one of 1" in str(caught.value)
+
+
+def test_heads_that_no_rank_can_have_a_part_of_are_refused() -> None:
+    shape = tiny_config("qwen3", num_attention_heads=8, num_key_value_heads=1, head_dim=6)
+    with pytest.raises(UsageError, match="8, 60 rows of queries, keys and values"):
+        require_fitting(shape, EngineConfig(kind="megatron", tensor_parallel=8))
 
 
 def test_more_tensor_ranks_than_the_vocabulary_has_rows_for_are_refused() -> None:

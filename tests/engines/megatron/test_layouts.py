@@ -24,6 +24,7 @@ from contracts.engine import (
 from distributed import run_ranks
 from tiny import VOCAB, save_tiny
 from torch import Tensor
+from transformer_engine_names import use_stand_ins
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from burnish.config.schema import EngineConfig, OptimConfig
@@ -47,6 +48,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep 2": (2, {"expert_parallel": 2}),
     "etp 1 x tp 2": (2, {"tensor_parallel": 2, "expert_tensor_parallel": 1}),
     "etp 2": (2, {"expert_tensor_parallel": 2}),
+    "tp 4": (4, {"tensor_parallel": 4}),  # twice as many as there are key heads
     "tp 2 x pp 2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "dp 2 x tp 2": (4, {"tensor_parallel": 2}),
     "dp 2 x pp 2": (4, {"pipeline_parallel": 2}),
@@ -54,6 +56,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep 2 x etp 2": (4, {"tensor_parallel": 2, "expert_parallel": 2}),
     "ep 2 x tp 2": (4, {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}),
     "ep 2 x pp 2": (4, {"expert_parallel": 2, "pipeline_parallel": 2}),
+    # Of parameters with the names of TransformerEngine's layers.
+    "te": (1, {"layers": "transformer_engine"}),
+    "te, tp 2": (2, {"layers": "transformer_engine", "tensor_parallel": 2}),
+    "te, ep 2": (2, {"layers": "transformer_engine", "expert_parallel": 2}),
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Of other seeds AdamW makes whole steps of gradients that are nearly 0, of which rounding decides.
@@ -102,6 +108,7 @@ def some_cases() -> list[Case]:
 def train_rank(
     layout: Layout, cases: Sequence[tuple[Path, Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
+    use_stand_ins()
     found = []
     for path, settings in cases:
         config = EngineConfig(

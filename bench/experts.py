@@ -1,0 +1,124 @@
+"""The experts of a mixture in two grouped products, beside Megatron-Core's own where its kernels for CUDA are not installed.
+
+    python -m bench.experts [--json] [--rounds N] [--sizes 8x64 64x64 8x1024 32x1024] [--rows 1024] [--threads 1] [--clock cpu|wall]
+
+Both sides have the same weights, the same rows, shared out unevenly among the experts, and the same router's probabilities.
+`burnish.engines.megatron.experts.GroupedExperts` is ours, Megatron's `SequentialMLP` the peer. A round is forward, backward
+and the gradients' way into the fp32 buffers where Megatron adds up micro-batches. Sizes are experts x width of the
+hidden state; an expert's hidden layer is half as wide. The two take turns; the ratio is the median over rounds of the peer's time over ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bench.logprobs import CLOCKS
+from bench.machine import Result, interleaved, ratio, report
+from burnish.config.schema import EngineConfig
+from burnish.engines.megatron.calls import megatron_called
+from burnish.engines.megatron.experts import GroupedExperts
+from burnish.engines.megatron.mesh import MegatronMesh
+from burnish.parallel.processes import process_group
+
+
+def both_sides(
+    count: int, hidden: int, dtype: torch.dtype, mesh: MegatronMesh
+) -> tuple[nn.Module, nn.Module]:
+    """Ours and Megatron's, with the same weights and buffers for their gradients."""
+    with megatron_called():
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+        from megatron.core.transformer.mlp import MLPSubmodules
+        from megatron.core.transformer.moe.experts import SequentialMLP
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=hidden,
+            num_attention_heads=1,
+            num_moe_experts=count,
+            moe_ffn_hidden_size=hidden // 2,
+            ffn_hidden_size=hidden // 2,
+            gated_linear_unit=True,
+            activation_func=functional.silu,
+            add_bias_linear=False,
+            params_dtype=dtype,
+            bf16=dtype is torch.bfloat16,
+            perform_initialization=False,
+        )
+        ours = GroupedExperts(count, config, pg_collection=mesh.groups)
+        theirs: Any = SequentialMLP(count, config, linear, pg_collection=mesh.groups)
+    with torch.no_grad():
+        for name in ("linear_fc1", "linear_fc2"):
+            stacked = getattr(ours, name).weight.normal_(0, hidden**-0.5)
+            for number, expert in enumerate(theirs.local_experts):
+                getattr(expert, name).weight.copy_(stacked[number])
+    for parameter in (*ours.parameters(), *theirs.parameters()):
+        parameter.main_grad = torch.zeros(parameter.shape)  # as Megatron names them
+    return ours, theirs
+
+
+def step(side: nn.Module, rows: Tensor, counts: Tensor, probabilities: Tensor) -> None:
+    """A micro-batch, as Megatron's data parallelism runs it."""
+    output, _ = side(rows, counts, probabilities)
+    output.backward(rows.detach())
+    for parameter in side.parameters():
+        if parameter.grad is not None:
+            parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+            parameter.grad = None
+
+
+def measure(
+    size: str, dtype: torch.dtype, options: argparse.Namespace, mesh: MegatronMesh
+) -> Result:
+    """One size in one dtype."""
+    count, hidden = map(int, size.split("x"))
+    ours, theirs = both_sides(count, hidden, dtype, mesh)
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(0, count, (options.rows,), generator=generator)
+    counts = torch.bincount(chosen, minlength=count)
+    rows = torch.randn(options.rows, hidden, generator=generator).to(dtype).requires_grad_()
+    probabilities = torch.rand(options.rows, generator=generator).to(dtype).requires_grad_()
+    sides = {
+        "ours": lambda: step(ours, rows, counts, probabilities),
+        "peer": lambda: step(theirs, rows, counts, probabilities),
+    }
+    seconds = interleaved(sides, options.rounds, CLOCKS[options.clock])
+    mine, peer = (1e3 * median(seconds[name]) for name in sides)
+    name = f"experts/{size}/{str(dtype).removeprefix('torch.')}"
+    return Result(name, mine, peer, None, "ms", ratio(seconds["peer"], seconds["ours"]), 1.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--sizes", nargs="+", default=["8x64", "64x64", "8x1024", "32x1024"])
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=CLOCKS, default="cpu")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    device = torch.device("cpu")
+    with process_group(device, 60.0):
+        mesh = MegatronMesh.of(EngineConfig(kind="megatron"), device)
+        dtypes = (torch.float32, torch.bfloat16)
+        results = [
+            measure(size, dtype, options, mesh) for dtype in dtypes for size in options.sizes
+        ]
+        mesh.close()
+    report(results, options.json)
+
+
+if __name__ == "__main__":
+    main()

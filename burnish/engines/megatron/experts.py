@@ -1,0 +1,122 @@
+"""The experts of a mixture as two grouped products, a module of Megatron's layer spec.
+
+Megatron's own grouped experts need packages that exist for CUDA alone; without them it runs one expert
+after the other. Here the matrices of all experts that a rank has lie in one parameter each, every
+expert's rows are multiplied in one call of torch, and gradients of weights are added up where Megatron wants them, so
+that those of a layer are nowhere a second time. Ranks that share an expert's matrices exchange rows in Megatron's
+token dispatcher, before and behind this module. Left out: biases, activations other than SiLU, quantized experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+_ALIGNED = 16
+"""Bytes; grouped products want rows and columns to begin at multiples of it."""
+
+
+class GroupedExperts(MegatronModule):
+    """The experts [E] of a layer that this rank has, each a gated MLP, or this rank's part of each."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config)
+        experts, hidden, dtype = num_local_experts, config.hidden_size, config.params_dtype
+        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        self.linear_fc1 = GroupedLinear((experts, 2 * width, hidden), dtype)
+        self.linear_fc2 = GroupedLinear((experts, hidden, width), dtype)
+
+    def forward(self, rows: Tensor, counts: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
+        """Output [R, H] of rows [R, H], sorted by expert, times the router's probabilities [R]; and no bias.
+
+        `counts` [E]: rows of each expert, int64, on the host or the device.
+        """
+        gate, up = self.linear_fc1(rows, counts).chunk(2, dim=-1)
+        inner = functional.silu(gate) * up * probabilities[:, None]
+        return self.linear_fc2(inner.to(rows.dtype), counts), None
+
+
+class GroupedLinear(nn.Module):
+    """A matrix [O, I] for each expert, in one undefined parameter [E, O, I]; no bias."""
+
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """[R, O] of rows [R, I], of which the first `counts[0]` are the first expert's, and so on."""
+        product: Tensor = _GroupedProduct.apply(rows, self.weight, counts)  # type: ignore[no-untyped-call]
+        return product
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """rows · weightᵀ for each expert; the weight's gradient goes to its `main_grad`, where Megatron has one."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, counts)
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        return grouped_product(rows, weight.transpose(1, 2), counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        rows, weight, counts = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        of_rows = grouped_product(gradient, weight, counts)
+        if ctx.main_grad is not None:
+            add_outer_products(ctx.main_grad, gradient, rows, counts)
+            return of_rows, None, None
+        of_weight = torch.zeros_like(weight)
+        add_outer_products(of_weight, gradient, rows, counts)
+        return of_rows, of_weight, None
+
+
+def grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """[R, O] of rows [R, I] and matrices [E, I, O]: the first `counts[0]` rows times the first matrix, and so on."""
+    if _is_aligned(rows, matrices[0]):
+        return functional.grouped_mm(rows, matrices, offs=_ends(counts, rows.device))
+    each = zip(torch.split(rows, counts.tolist()), matrices, strict=True)
+    return torch.cat([own @ matrix for own, matrix in each])
+
+
+def add_outer_products(sums: Tensor, left: Tensor, right: Tensor, counts: Tensor) -> None:
+    """Add leftᵀ · right of each expert's rows, of [R, O] and [R, I], to sums [E, O, I].
+
+    On a host torch would do one after the other too, and want room for all of them.
+    """
+    if left.is_cuda and _is_aligned(left, right):
+        sums.add_(functional.grouped_mm(left.t(), right, offs=_ends(counts, left.device)))
+        return
+    sizes = counts.tolist()
+    pairs = zip(torch.split(left, sizes), torch.split(right, sizes), strict=True)
+    for total, (ours, theirs) in zip(sums, pairs, strict=True):
+        total.add_(ours.t() @ theirs)
+
+
+def _ends(counts: Tensor, device: torch.device) -> Tensor:
+    """Where each expert's rows end, as grouped products take it."""
+    return counts.cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
+
+
+def _is_aligned(*factors: Tensor) -> bool:
+    """Whether matrices, none of them empty, can be taken by a grouped product."""
+    return all(
+        matrix.numel() > 0 and size * matrix.element_size() % _ALIGNED == 0
+        for matrix in factors
+        for size in matrix.shape[1:]
+    )

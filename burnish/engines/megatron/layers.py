@@ -1,0 +1,83 @@
+"""What Megatron's layers are built of: torch's modules, or TransformerEngine's where it is installed and can be used.
+
+TransformerEngine has kernels for CUDA that compute a norm and the matrix behind it in one step, and the experts of
+a layer in one product. It multiplies fp32 matrices in tf32 (its common/gemm/cublaslt_gemm.cu), so it serves bf16 only.
+Attention is ours with both (`burnish.engines.megatron.attention`): TransformerEngine's does not know shared prefixes.
+Left out: its fp8 and fp4; Apex's layers, among which Megatron finds no RMSNorm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from burnish.config.schema import EngineConfig
+from burnish.engines.megatron.attention import RMSNorm
+from burnish.engines.megatron.experts import GroupedExperts
+from burnish.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerModules:
+    """Classes that a layer spec names, all with the signatures of Megatron's own."""
+
+    norm: Any
+    """RMSNorm."""
+    block_norm: Any
+    """The same before a block that begins with `column`; nothing, where that has it."""
+    column: Any
+    """The linear layer that a block begins with, whose outputs tensor ranks divide."""
+    row: Any
+    """The one that it ends with, whose inputs they divide."""
+    experts: ModuleSpec
+    """All experts of a layer."""
+
+
+def layer_modules(config: EngineConfig, device: torch.device) -> LayerModules:
+    """Those that `engine.layers` asks for. Raises `UsageError` where TransformerEngine is asked for and cannot be used."""
+    is_installed = transformer_engine.TEGroupedLinear is not None
+    usable = is_installed and device.type == "cuda"
+    if config.layers == "transformer_engine" and not usable:
+        raise UsageError(
+            "TransformerEngine's layers are asked for, and cannot be used",
+            have=f"device {device}, transformer_engine {'installed' if is_installed else 'not installed, or too old'}",
+            want="CUDA, and transformer_engine 1.9 or newer",
+            do='pip install --no-build-isolation "transformer_engine[pytorch]", or set engine.layers=torch',
+        )
+    wanted = config.layers == "transformer_engine" or (
+        config.layers == "auto" and config.precision == "bf16"
+    )
+    return _of_transformer_engine() if wanted and usable else _of_torch()
+
+
+def _of_torch() -> LayerModules:
+    return LayerModules(
+        norm=RMSNorm,
+        block_norm=RMSNorm,
+        column=ColumnParallelLinear,
+        row=RowParallelLinear,
+        experts=ModuleSpec(module=GroupedExperts),
+    )
+
+
+def _of_transformer_engine() -> LayerModules:
+    modules = transformer_engine
+    grouped = MLPSubmodules(
+        linear_fc1=modules.TEColumnParallelGroupedLinear,
+        linear_fc2=modules.TERowParallelGroupedLinear,
+    )
+    return LayerModules(
+        norm=modules.TENorm,
+        block_norm=IdentityOp,
+        column=modules.TELayerNormColumnParallelLinear,
+        row=modules.TERowParallelLinear,
+        experts=ModuleSpec(module=TEGroupedMLP, submodules=grouped),
+    )

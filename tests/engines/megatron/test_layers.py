@@ -1,0 +1,62 @@
+"""Whose modules layers are built of, and what is said where those that are asked for cannot be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from burnish.config.schema import EngineConfig
+from burnish.engines.megatron import layers
+from burnish.engines.megatron.experts import GroupedExperts
+from burnish.engines.megatron.layers import layer_modules
+from burnish.errors import UsageError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def engine(asked: str, precision: str = "bf16") -> EngineConfig:
+    return EngineConfig(kind="megatron", layers=asked, precision=precision)
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A TransformerEngine, of which Megatron's classes have but their names."""
+    names = ("TELayerNormColumnParallelLinear", "TERowParallelLinear", "TENorm", "TEGroupedLinear")
+    names += ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
+    found = SimpleNamespace(**{name: type(name, (), {}) for name in names})
+    monkeypatch.setattr(layers, "transformer_engine", found)
+    return found
+
+
+@pytest.mark.parametrize("asked", ["auto", "torch"])
+def test_where_there_is_none_they_are_of_torch(asked: str) -> None:
+    for device in (CPU, CUDA):
+        assert layer_modules(engine(asked), device).experts.module is GroupedExperts
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_what_is_not_installed_is_refused_with_the_command(device: torch.device) -> None:
+    with pytest.raises(UsageError, match=f"device {device}.*not installed") as caught:
+        layer_modules(engine("transformer_engine"), device)
+    assert "pip install" in str(caught.value)
+    assert "engine.layers=torch" in str(caught.value)
+
+
+def test_where_there_is_one_it_is_used_on_cuda_in_bf16(transformer_engine: SimpleNamespace) -> None:
+    for asked in ("auto", "transformer_engine"):
+        chosen = layer_modules(engine(asked), CUDA)
+        assert chosen.column is transformer_engine.TELayerNormColumnParallelLinear
+        assert chosen.experts.submodules.linear_fc2 is transformer_engine.TERowParallelGroupedLinear
+    for config, device in (
+        (engine("torch"), CUDA),
+        (engine("auto", "fp32"), CUDA),
+        (engine("auto"), CPU),
+    ):
+        assert layer_modules(config, device).experts.module is GroupedExperts
+
+
+def test_it_is_refused_where_there_is_no_cuda(transformer_engine: SimpleNamespace) -> None:
+    with pytest.raises(UsageError, match="device cpu, transformer_engine installed"):
+        layer_modules(engine("transformer_engine"), CPU)
