@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from distributed import run_ranks
 from engines_for_tests import CPU, OPTIM, make_engine
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from burnish.config.schema import EngineConfig, LoraConfig
@@ -122,6 +124,20 @@ def test_bf16_compute_keeps_fp32_state_and_stays_close(tmp_path: Path) -> None:
             assert kinds == {torch.float32}
 
 
+class Operations(TorchDispatchMode):
+    """Counts torch's operations by name, collectives among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def count_collectives(
     layout: Layout, path: Path, settings: dict[str, Any]
 ) -> list[tuple[int, int, int]]:
@@ -131,12 +147,11 @@ def count_collectives(
         examples = make_examples(VOCAB, [5] * 4 * layout.data_size)
         batch = cut(examples, layout, 4 // number)
         engine.forward_backward(batch, loss)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with Operations() as called:
             engine.forward_backward(batch, loss)
-        events = profile.key_averages()
         scattered, reduced = (
-            sum(e.count for e in events if e.key.startswith(f"c10d::{name}"))
-            for name in ("_reduce_scatter_base", "allreduce")
+            sum(count for name, count in called.counts.items() if name.startswith(f"c10d::{kind}"))
+            for kind in ("_reduce_scatter_base", "allreduce")
         )
         counts.append((len(batch.microbatches), scattered, reduced))
     return counts

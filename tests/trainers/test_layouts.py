@@ -43,11 +43,22 @@ def make_engine(
     return TorchEngine(hf_config, config, optim or OptimConfig(), layout=layout, device=CPU)
 
 
-@pytest.mark.timeout(600)
-def test_every_pair_of_layouts(tmp_path: Path) -> None:
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
     """With tied embeddings, and layers with experts and without."""
-    path = save_tiny(tmp_path / "m", "qwen3_moe", torch.float32, tie_word_embeddings=True)
-    require_every_pair(make_engine, path, tmp_path, LAYOUTS)
+    return save_tiny(tmp_path / "m", "qwen3_moe", torch.float32, tie_word_embeddings=True)
+
+
+@pytest.mark.timeout(600)
+def test_every_layout_is_saved_and_loaded(mixture: Path, tmp_path: Path) -> None:
+    """Each by two others, of which one has another number of processes."""
+    require_every_pair(make_engine, mixture, tmp_path, LAYOUTS, each=[1, 5])
+
+
+@pytest.mark.contract
+@pytest.mark.timeout(3600)
+def test_every_pair_of_layouts(mixture: Path, tmp_path: Path) -> None:
+    require_every_pair(make_engine, mixture, tmp_path, LAYOUTS)
 
 
 @pytest.mark.parametrize(
