@@ -1,243 +1,368 @@
-"""SFT and GRPO steps of a Qwen3-shaped model on one accelerator, beside TRL: tokens/s and MFU.
+"""Training and generating on one accelerator: MFU beside TRL and plain transformers, memory beside the plan, what offload costs.
 
-    python -m bench.gpu [--json] [--rounds N] [--size 0.6b] [--cases sft sft-varied grpo]
+    python -m bench.gpu [--cases NAME ...] [--peers trl transformers] [--rounds N] [--tiny]
 
-Fresh weights in the shape of Qwen3-0.6B (28 layers, 151,936 words, tied embeddings), bf16 compute, AdamW. SFT: 32
-sequences of 1,024 tokens per step, or, `varied`, evenly spread over an eighth of that to all of it. GRPO: 16 prompts of
-128 tokens, 8 samples of 256 tokens each, one update, no KL. TRL (`bench.trl_sft`, `bench.trl_grpo`) runs in its own
-process, without gradient checkpointing, with fp32 and with bf16 weights; the ratio is against the faster.
-Sides take turns on the same device; a step is timed from an idle device to an idle device. Ratios are medians over
-rounds, after one round to warm up.
+Fresh weights in the shapes of Qwen3-0.6B and 1.7B (28 layers, 151,936 words, tied embeddings), bf16 compute, AdamW.
 
-MFU counts the model's operations: three forward passes over the tokens trained on and, in GRPO, one over
-the same tokens for making them; padding and recomputation count for nothing. `--size 5m` with a few short
-sequences shows on a CPU that it runs.
+  sft-SIZE-4k, -32k   updates with so many tokens packed into a micro-batch, sequences of 1,024
+  grpo                0.6B: 16 prompts of 128 tokens, 8 samples of 256 each, one update, no KL
+  generate            0.6B: the built-in generator beside transformers' generate
+  offload             0.6B, 32k: with `engine.activation_offload`, beside without
+  megatron            0.6B: `engine.kind: megatron` beside the torch engine
+
+Every side runs alone on the device, one after the other, because each is to have all its memory: what it says holds
+for a device that nobody else uses. TRL (`bench.trl_sft`, `bench.trl_grpo`) and transformers (`bench.hf_step`) run in processes
+of their own, with fp32 and with bf16 weights, of which the faster counts. A step is timed from an idle device to an
+idle device; figures are medians over rounds after one to warm up. A case takes a few minutes, so a
+command that has to be short names some.
+
+MFU counts the model's operations: three forward passes over the tokens trained on and, in GRPO, one over the same
+tokens for making them; padding and recomputation count for nothing. Memory is what torch's allocator had given out at the most,
+beside what `burnish plan` says of the same configuration. The table is Markdown, for `docs/benchmarks.md`. `--tiny` runs all of it in
+small shapes, on a CPU too, where memory is that of the whole process and no figure means anything.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
-import sys
+import gc
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
+from bench.generate import Sides
+from bench.gpu_world import LR, GrpoWork, SftWork, grpo_config, sft_config
 from bench.grpo import ByFirstToken, Ours
-from bench.machine import Result, ratio, report
+from bench.machine import interleaved, machine
 from bench.peers import Peer
 from bench.sft_ranks import Sft, clock
-from bench.words import model_config, sentence, write_prompts, write_tokenizer
+from bench.words import model_config
 from burnish.config.schema import RunConfig
 from burnish.launch.run import launch
 from burnish.models.counting import count_flops
-from burnish.parallel.device import peak_flops
+from burnish.parallel.device import peak_flops, peak_memory, reset_peak_memory
 from burnish.parallel.layout import Layout
+from burnish.planning.devices import parse_devices
+from burnish.planning.layouts import Planner
+from burnish.planning.shape import ModelShape
+from burnish.planning.workload import Command, Workload
 from burnish.rewards.pool import RewardPool
+from burnish.rollout.base import Sampling
 
-LR = 1e-5
-CASES = ("sft", "sft-varied", "grpo")
+PEERS = ("trl", "transformers")
 PEER_WEIGHTS = ("float32", "bfloat16")
-Step = Callable[[], tuple[float, list[int]]]
-"""One step of ours: its seconds, and the tokens of each sequence trained on or, in GRPO, of each completion."""
+SFT = {
+    "sft-0.6b-4k": SftWork("0.6b", 1024, 4096, 8),
+    "sft-0.6b-32k": SftWork("0.6b", 1024, 32768),
+    "sft-1.7b-4k": SftWork("1.7b", 1024, 4096, 8),
+    "sft-1.7b-32k": SftWork("1.7b", 1024, 32768, recomputes=True),
+}
+GRPO = GrpoWork("0.6b", 16, 8, 128, 256, 32, 8192)
+TINY_SFT = SftWork("5m", 32, 64)
+TINY_GRPO = GrpoWork("5m", 2, 4, 6, 8, 8, 128)
+_DEVICES = "1xH100-80G"
+# What a plan is made for; bytes do not depend on which accelerator it is.
 
 
 @dataclass(frozen=True)
-class Work:
-    """How much goes into a step."""
+class Row:
+    """One line of the table."""
 
-    examples: int
-    """SFT: sequences."""
-    sequence: int
-    """SFT: tokens of the longest."""
-    sft_rows: int
-    """SFT: sequences in one pass of TRL's."""
-    prompts: int
-    """GRPO: prompts."""
-    samples: int
-    """GRPO: completions of each."""
-    prompt: int
-    """GRPO: tokens of a prompt."""
-    response: int
-    """GRPO: tokens of a completion."""
-    grpo_rows: int
-    """GRPO: sequences in one pass of TRL's."""
-    tokens_per_device: int
-    """Tokens in one pass of ours."""
+    case: str
+    """What ran."""
+    figure: str
+    """What was measured, and its unit."""
+    ours: float
+    """Of Burnish."""
+    beside: str = ""
+    """Whose figure the other is; nothing where there is none."""
+    theirs: float | None = None
+    """None where it ran out of memory."""
+
+    def __str__(self) -> str:
+        without = "out of memory" if self.beside else ""
+        theirs = without if self.theirs is None else f"{self.theirs:.4g}"
+        share = "" if not self.theirs else f"{self.ours / self.theirs:.2f}"
+        cells = (self.case, self.figure, f"{self.ours:.4g}", self.beside, theirs, share)
+        return f"| {' | '.join(cells)} |"
 
 
-WORK = {
-    "0.6b": Work(32, 1024, 8, 16, 8, 128, 256, 32, 8192),
-    "5m": Work(4, 32, 2, 2, 4, 6, 8, 8, 128),
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for."""
+
+    peers: Sequence[str]
+    """Of `PEERS`."""
+    rounds: int
+    """Timed steps of each side."""
+    tiny: bool
+    """Whether all shapes are small."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step of ours took."""
+
+    seconds: float
+    """Of one step, median."""
+    peak: int
+    """Bytes at the most, in all rounds."""
+    device: torch.device
+    """Where."""
+
+
+def sft(case: str, settings: Settings) -> Iterator[Row]:
+    """Tokens per second and MFU beside both peers, memory beside the plan."""
+    work = TINY_SFT if settings.tiny else SFT[case]
+    with tempfile.TemporaryDirectory() as directory:
+        config = sft_config(Path(directory), work)
+        ours = _sft(config, settings.rounds)
+        yield from _planned(case, work.size, config, "sft", {"update": ours.peak})
+        for name in settings.peers:
+            seconds = _fastest(_sft_peers(name, config, work), {}, settings.rounds)
+            yield from _rates(case, work.size, work.lengths, ours, (name, seconds))
+        if not settings.peers:
+            yield from _rates(case, work.size, work.lengths, ours, ("", None))
+
+
+def grpo(case: str, settings: Settings) -> Iterator[Row]:
+    """Generated tokens per second of a whole step and MFU beside TRL, memory of each phase beside the plan."""
+    work = TINY_GRPO if settings.tiny else GRPO
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config = grpo_config(directory, work)
+        pool = stack.enter_context(RewardPool(config.reward))
+
+        def run(layout: Layout, device: torch.device) -> tuple[Taken, dict[str, int]]:
+            marks = _Marks(device)
+            rule = ByFirstToken(work.response, work.response)
+            trained = Ours(config, rule, layout, device, pool, marks)
+            taken = _timed(trained.step, settings.rounds, device)
+            trained.engine.close()
+            return taken, marks.peaks(("rollout", "update", "publish"))
+
+        ours, peaks = launch(run, config.distributed)
+        _give_back()
+        yield from _planned(case, work.size, config, "rl", peaks)
+        theirs: tuple[str, float | None] = ("", None)
+        if "trl" in settings.peers:
+            question = {"lengths": [work.response] * work.completions}
+            theirs = "trl", _fastest(_grpo_peers(config, work), question, settings.rounds)
+        flops = count_flops(Qwen3Config(**model_config(work.size)))
+        lengths = [work.prompt + work.response] * work.completions
+        operations = flops.training(lengths) + flops.forward(lengths)
+        share = operations / peak_flops(ours.device, torch.bfloat16)
+        made = float(work.completions * work.response)
+        done = {"generated tokens/s of a step": made, "MFU": share}
+        yield from _per_second(case, done, ours, theirs)
+
+
+def generate(case: str, settings: Settings) -> Iterator[Row]:
+    """Tokens per second of the built-in generator, of 128 completions at once."""
+    size, length = ("5m", 8) if settings.tiny else ("0.6b", 256)
+    name = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    config = Qwen3Config(**model_config(size))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().to(name)
+    sides = Sides(model, Sampling(length), [], 128)
+    runs = {"ours": sides.ours, "peer": sides.peer}
+    seconds = {side: median(s) for side, s in interleaved(runs, settings.rounds).items()}
+    ours, theirs = (sides.made[side] / seconds[side] for side in runs)
+    yield Row(case, "tokens/s", ours, "transformers", theirs)
+
+
+def offload(case: str, settings: Settings) -> Iterator[Row]:
+    """What it costs and saves to keep activations on the host."""
+    work = TINY_SFT if settings.tiny else SFT["sft-0.6b-32k"]
+    moved = replace(work, engine={"activation_offload": True})
+    taken = []
+    for each in (moved, work):
+        with tempfile.TemporaryDirectory() as directory:
+            taken.append(_sft(sft_config(Path(directory), each), settings.rounds))
+    yield Row(case, "s per step", taken[0].seconds, "without", taken[1].seconds)
+    yield Row(case, "GB at the most", taken[0].peak / 1e9, "without", taken[1].peak / 1e9)
+
+
+def megatron(case: str, settings: Settings) -> Iterator[Row]:
+    """The other engine, with the same tokens in a micro-batch."""
+    works = [TINY_SFT] if settings.tiny else [SFT["sft-0.6b-4k"], SFT["sft-0.6b-32k"]]
+    for work in works:
+        taken = []
+        for kind in ("megatron", "torch"):
+            with tempfile.TemporaryDirectory() as directory:
+                config = sft_config(Path(directory), replace(work, engine={"kind": kind}))
+                taken.append(_sft(config, settings.rounds))
+        theirs = ("the torch engine", taken[1].seconds)
+        yield from _rates(f"{case}-{work.packed}", work.size, work.lengths, taken[0], theirs)
+
+
+CASES: dict[str, Callable[[str, Settings], Iterator[Row]]] = {
+    **dict.fromkeys(SFT, sft),
+    "grpo": grpo,
+    "generate": generate,
+    "offload": offload,
+    "megatron": megatron,
 }
 
 
-def write_world(directory: Path, size: str, case: str) -> RunConfig:
-    """Weights, tokenizer and data on disk, and our configuration of them."""
-    work, model, rows = WORK[size], directory / "model", directory / "rows.jsonl"
-    shape = model_config(size)
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(model)
-    write_tokenizer(model, shape["vocab_size"])
-    if case == "grpo":
-        write_prompts(rows, 64 * work.prompts, work.prompt)
+class _Marks:
+    """A clock that also notes the most memory since it was read last; `bench.grpo` reads it between the phases of a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._now = device, clock(device)
+        self._peaks: list[int] = []
+
+    def __call__(self) -> float:
+        now = self._now()
+        self._peaks.append(peak_memory(self._device))
+        reset_peak_memory(self._device)
+        return now
+
+    def peaks(self, phases: Sequence[str]) -> dict[str, int]:
+        """Of each phase in all steps but the first, each of which read the clock before and after all of its phases."""
+        reads = len(phases) + 1
+        return {
+            phase: max(self._peaks[place::reads][1:]) for place, phase in enumerate(phases, start=1)
+        }
+
+
+def _sft(config: RunConfig, rounds: int) -> Taken:
+    def run(layout: Layout, device: torch.device) -> Taken:
+        trained = Sft(config, layout, device)
+        taken = _timed(trained.step, rounds, device)
+        trained.close()
+        return taken
+
+    taken = launch(run, config.distributed)
+    _give_back()
+    return taken
+
+
+def _timed(step: Callable[[], tuple[float, list[int]]], rounds: int, device: torch.device) -> Taken:
+    step()
+    reset_peak_memory(device)
+    seconds = [step()[0] for _ in range(rounds)]
+    return Taken(median(seconds), peak_memory(device), device)
+
+
+def _give_back() -> None:
+    """The device's memory that nobody uses any more, for who comes next."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _rates(
+    case: str, size: str, lengths: Sequence[int], ours: Taken, theirs: tuple[str, float | None]
+) -> Iterator[Row]:
+    """Tokens and operations of an update on sequences of these lengths, per second."""
+    operations = count_flops(Qwen3Config(**model_config(size))).training(lengths)
+    share = operations / peak_flops(ours.device, torch.bfloat16)
+    yield from _per_second(case, {"tokens/s": float(sum(lengths)), "MFU": share}, ours, theirs)
+
+
+def _per_second(
+    case: str, done: Mapping[str, float], ours: Taken, theirs: tuple[str, float | None]
+) -> Iterator[Row]:
+    """What a step does, by figure, over the seconds of both sides."""
+    name, seconds = theirs
+    for figure, amount in done.items():
+        rate = None if seconds is None else amount / seconds
+        yield Row(case, figure, amount / ours.seconds, name, rate)
+
+
+def _planned(
+    case: str, size: str, config: RunConfig, command: Command, peaks: Mapping[str, int]
+) -> Iterator[Row]:
+    """The bytes of each phase beside those of the plan."""
+    shape, work = ModelShape.of(model_config(size)), Workload.of(config, command)
+    phases = Planner(shape, config, work, parse_devices(_DEVICES)).as_configured().phases
+    for phase, peak in peaks.items():
+        plan = sum(phases[phase].values()) - phases[phase].get("host", 0.0)
+        yield Row(case, f"GB at the most, {phase}", peak / 1e9, "planned", plan / 1e9)
+
+
+def _fastest(
+    peers: Mapping[str, Callable[[], Peer]], question: dict[str, Any], rounds: int
+) -> float | None:
+    """Seconds per step of the setting that takes least; None where none has memory enough."""
+    found = []
+    for start in peers.values():
+        try:
+            with start() as peer:
+                seconds = [peer.ask(question)["seconds"] for _ in range(rounds + 1)]
+            found.append(median(seconds[1:]))
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+    return min(found, default=None)
+
+
+def _sft_peers(name: str, config: RunConfig, work: SftWork) -> dict[str, Callable[[], Peer]]:
+    own = {
+        "model": config.model.path,
+        "lr": LR,
+        "rows": work.rows,
+        "checkpointing": work.recomputes,
+    }
+    if name == "trl":
+        module = "bench.trl_sft"
+        own |= {"texts": config.data.train[0], "examples": len(work.lengths)}
+        own |= {"packing": None, "seed": 0}
     else:
-        rng, lengths = random.Random(0), sft_lengths(work, varied=case == "sft-varied")
-        texts = [{"text": sentence(rng, length - 1)} for length in 16 * lengths]
-        rows.write_text("".join(json.dumps(text) + "\n" for text in texts))
-    return RunConfig.model_validate(
-        {
-            "model": {"path": str(model)},
-            "data": {"train": [str(rows)]},
-            "batch": {
-                "prompts": work.prompts,
-                "examples": work.examples,
-                "tokens_per_device": work.tokens_per_device,
-            },
-            "rollout": {"n": work.samples, "max_response_length": work.response},
-            "reward": {"functions": [{"function": "bench.words:even_share"}]},
-            "optim": {"lr": LR},
-        }
-    )
+        module = "bench.hf_step"
+        own |= {"length": work.sequence, "passes": work.microbatches}
+    return _by_weights("trl" if name == "trl" else None, module, own)
 
 
-def sft_lengths(work: Work, varied: bool) -> list[int]:
-    """Tokens of each sequence of a step, its end token included, in an order that mixes short and long."""
-    if not varied:
-        return [work.sequence] * work.examples
-    shortest = work.sequence // 8
-    spread = [
-        shortest + (work.sequence - shortest) * i // (work.examples - 1)
-        for i in range(work.examples)
-    ]
-    random.Random(0).shuffle(spread)
-    return spread
+def _grpo_peers(config: RunConfig, work: GrpoWork) -> dict[str, Callable[[], Peer]]:
+    own = {
+        "model": config.model.path,
+        "lr": LR,
+        "seed": 0,
+        "prompts": config.data.train[0],
+        "prompts_per_step": work.prompts,
+        "samples": work.samples,
+        "max_tokens": work.response,
+        "rows": work.rows,
+        "clock": "wall",
+    }
+    return _by_weights("trl", "bench.trl_grpo", own)
 
 
-def measure(case: str, size: str, rounds: int) -> list[Result]:
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config = write_world(directory, size, case)
-        peers = {
-            weights: stack.enter_context(_peer(case, config, WORK[size], weights))
-            for weights in PEER_WEIGHTS
-        }
-        pool = stack.enter_context(RewardPool(config.reward))
+def _by_weights(
+    environment: str | None, module: str, own: Mapping[str, Any]
+) -> dict[str, Callable[[], Peer]]:
+    def started(weights: str) -> Callable[[], Peer]:
+        settings = {**own, "weights_dtype": weights}
+        return lambda: Peer(environment, module, settings, torch.get_num_threads())
 
-        def run(layout: Layout, device: torch.device) -> list[Result]:
-            step = _ours(case, config, WORK[size], pool, layout, device)
-            mine, theirs = _in_turns(step, peers, rounds)
-            return list(_results(f"{case}/{size}", case, size, (mine, theirs), device))
-
-        return launch(run, config.distributed)
-
-
-def _peer(case: str, config: RunConfig, work: Work, weights: str) -> Peer:
-    common = {"model": config.model.path, "lr": LR, "seed": 0, "weights_dtype": weights}
-    rows = config.data.train[0]
-    if case == "grpo":
-        own: dict[str, Any] = {
-            "prompts": rows,
-            "prompts_per_step": work.prompts,
-            "samples": work.samples,
-            "max_tokens": work.response,
-            "rows": work.grpo_rows,
-            "clock": "wall",
-        }
-        return Peer("trl", "bench.trl_grpo", common | own, torch.get_num_threads())
-    own = {"texts": rows, "examples": work.examples, "rows": work.sft_rows, "packing": None}
-    return Peer("trl", "bench.trl_sft", common | own, torch.get_num_threads())
-
-
-def _ours(
-    case: str,
-    config: RunConfig,
-    work: Work,
-    pool: RewardPool,
-    layout: Layout,
-    device: torch.device,
-) -> Step:
-    if case == "grpo":
-        rule = ByFirstToken(work.response, work.response)
-        return Ours(config, rule, layout, device, pool, clock(device)).step
-    return Sft(config, layout, device).step
-
-
-def _in_turns(
-    step: Step, peers: dict[str, Peer], rounds: int
-) -> tuple[list[float], dict[str, list[float]]]:
-    """Seconds of our steps, and of the peers' by their setting, round by round."""
-    mine: list[float] = []
-    theirs: dict[str, list[float]] = {setting: [] for setting in peers}
-    for number in range(rounds + 1):
-        seconds, lengths = step()
-        answers = {s: peer.ask({"lengths": lengths}) for s, peer in peers.items()}
-        for setting, answer in answers.items():
-            if answer["tokens"] != sum(lengths):
-                raise RuntimeError(f"{setting}: {answer['tokens']} tokens, ours {sum(lengths)}")
-        if number:
-            mine.append(seconds)
-            for setting, answer in answers.items():
-                theirs[setting].append(answer["seconds"])
-    return mine, theirs
-
-
-def _results(
-    name: str,
-    case: str,
-    size: str,
-    seconds: tuple[list[float], dict[str, list[float]]],
-    device: torch.device,
-) -> Sequence[Result]:
-    """Tokens per second (in GRPO: generated ones, of the whole step) and MFU."""
-    mine, theirs = seconds
-    for setting, of_peer in theirs.items():
-        line = f"TRL, {setting}: {median(of_peer):.3f} s, ratio {ratio(of_peer, mine):.2f}"
-        print(f"  {line}; ours {median(mine):.3f} s", file=sys.stderr)
-    best = min(theirs, key=lambda setting: median(theirs[setting]))
-    work, flops = WORK[size], count_flops(Qwen3Config(**model_config(size)))
-    if case == "grpo":
-        completions = work.prompts * work.samples
-        lengths = [work.prompt + work.response] * completions
-        tokens, operations = completions * work.response, flops.training(lengths)
-        operations += flops.forward(lengths)
-    else:
-        lengths = sft_lengths(work, varied=case == "sft-varied")
-        tokens, operations = sum(lengths), flops.training(lengths)
-    ours, peer = 1 / median(mine), 1 / median(theirs[best])
-    found = ratio(theirs[best], mine)
-    share = operations / peak_flops(device, torch.bfloat16)
-    return [
-        Result(f"{name} tokens/s", ours * tokens, peer * tokens, None, "tokens/s", found, 1.0),
-        Result(f"{name} MFU", ours * share, peer * share, 1.0, "of peak", found, 1.0),
-    ]
+    return {weights: started(weights) for weights in PEER_WEIGHTS}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line"
-    )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--size", choices=WORK, default="0.6b")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
     arguments = parser.parse_args()
-    results = [
-        result
-        for case in arguments.cases
-        for result in measure(case, arguments.size, arguments.rounds)
-    ]
-    report(results, arguments.json)
+    settings = Settings(arguments.peers, arguments.rounds, arguments.tiny)
+    print(", ".join(f"{name} {value}" for name, value in machine().items()), end="\n\n")
+    print("| case | figure | Burnish | beside | theirs | ratio |\n|---|---|---|---|---|---|")
+    for case in arguments.cases:
+        for row in CASES[case](case, settings):
+            print(row, flush=True)
+        _give_back()
 
 
 if __name__ == "__main__":

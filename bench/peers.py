@@ -19,6 +19,7 @@ import time
 import venv
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,7 +38,9 @@ _LOG_TAIL = 3000
 
 
 def peer_python(name: str) -> Path:
-    """The interpreter of the peer's environment, which is made when it is not there."""
+    """Our own interpreter where that has the peer; else that of the peer's environment, which is made when it is not there."""
+    if find_spec(name) is not None:
+        return Path(sys.executable)
     directory = ENVIRONMENTS / name
     python = directory / "bin" / "python"
     ready = directory / ".installed"
@@ -102,7 +105,11 @@ class Peer:
         return answer
 
     def __enter__(self) -> Self:
-        self.receive()
+        try:
+            self.receive()
+        except RuntimeError:
+            self.close()
+            raise
         return self
 
     def __exit__(
@@ -117,12 +124,15 @@ class Peer:
     def close(self) -> None:
         """End the process: its stdin ends, then it does."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=20)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._process.stdout.close()
         self._log.close()
         self._scratch.cleanup()
 

@@ -133,7 +133,7 @@ def lengths(rounds: int, threads: int) -> list[Result]:
         config = stack.enter_context(world("30m", texts, examples))
         common: dict[str, Any] = {"model": config.model.path, "texts": config.data.train[0]}
         common |= {"lr": LR, "seed": 0}
-        packed = {"examples": 12, "rows": 4, "packing": LONGEST}
+        packed = {"examples": 12, "rows": 4, "packing": LONGEST, "checkpointing": False}
         sides = {
             f"{name}, {weights}": stack.enter_context(
                 Peer("trl", module, common | own | {"weights_dtype": weights}, threads)

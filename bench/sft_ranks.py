@@ -46,6 +46,10 @@ class Sft:
         self._engine.optim_step(self._config.optim.lr)
         return clock(self._device)() - start, [len(example.token_ids) for example in examples]
 
+    def close(self) -> None:
+        """Free the model and the optimizer."""
+        self._engine.close()
+
 
 def clock(device: torch.device) -> Callable[[], float]:
     """Seconds on the wall when the device has done what it was given."""

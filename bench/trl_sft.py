@@ -3,7 +3,7 @@
 Settings: `model` and `texts` (paths), `examples` (sequences per step), `rows` (sequences per forward and backward
 pass), `lr`, `seed`, `weights_dtype` (of the model and so of AdamW: float32 computes in bf16 by
 autocast, bfloat16 is bf16 throughout), `packing` (None: a sequence is a text, padded to the longest of its pass;
-else texts are packed into sequences of at most so many tokens). A question's answer has `seconds`, and `tokens` trained on.
+else texts are packed into sequences of at most so many tokens), `checkpointing` (of gradients). A question's answer has `seconds`, and `tokens` trained on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.turns import TakeTurns, arguments  # noqa: E402
 
 def trainer(settings: dict[str, Any]) -> SFTTrainer:
     config = SFTConfig(
-        gradient_checkpointing=False,
+        gradient_checkpointing=settings["checkpointing"],
         max_length=settings["packing"],
         packing=settings["packing"] is not None,
         **arguments(settings),

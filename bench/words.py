@@ -34,6 +34,15 @@ SIZES: dict[str, dict[str, int]] = {
         "vocab_size": 151936,
         "max_position_embeddings": 40960,
     },
+    "1.7b": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+    },
 }
 """Shapes; where they do not say otherwise 6 layers of 64-wide heads and 4096 words. Two heads to a key head where they do not say otherwise, tied embeddings in all."""
 

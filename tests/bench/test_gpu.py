@@ -1,0 +1,34 @@
+"""The benchmark for accelerators in small shapes, where there is none: all that it would do there, and no figure that means anything."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CASES = ("sft-0.6b-4k", "grpo", "generate", "offload", "megatron")
+
+
+def test_every_case_runs_and_gives_its_lines() -> None:
+    arguments = ["--tiny", "--rounds", "1", "--peers", "--cases", *CASES]
+    command = [sys.executable, "-m", "bench.gpu", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line.strip("| ").split("|") for line in done.stdout.splitlines() if line[:1] == "|"]
+    rows = [[cell.strip() for cell in cells] for cells in lines[2:]]
+    assert lines[0][0].strip() == "case"
+    assert [(row[0], row[1]) for row in rows] == [
+        ("sft-0.6b-4k", "GB at the most, update"),
+        ("sft-0.6b-4k", "tokens/s"),
+        ("sft-0.6b-4k", "MFU"),
+        ("grpo", "GB at the most, rollout"),
+        ("grpo", "GB at the most, update"),
+        ("grpo", "GB at the most, publish"),
+        ("grpo", "generated tokens/s of a step"),
+        ("grpo", "MFU"),
+        ("generate", "tokens/s"),
+        ("offload", "s per step"),
+        ("offload", "GB at the most"),
+        ("megatron-64", "tokens/s"),
+        ("megatron-64", "MFU"),
+    ]
+    assert all(float(row[2]) > 0 for row in rows)
