@@ -32,8 +32,8 @@ def lora(work):
     return work
 
 
-def save_base(directory, seed):
-    settings = dict(FRESH)
+def save_base(directory, seed, **changes):
+    settings = FRESH | changes
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -74,6 +74,33 @@ def test_on_other_numbers_of_processes_it_continues(lora):
         if name.startswith("exp_avg"):
             error = (grown[name] - tensor).norm() / tensor.norm().clamp_min(1e-30)
             assert error < 1e-3, name
+
+
+def test_experts_continue_on_more_processes_and_are_pefts(lora):
+    mixture = {"num_local_experts": 4, "num_experts_per_tok": 2, "model_type": "mixtral"}
+    save_base(lora / "mixture", 0, **mixture)
+    targets = "model.lora.targets=[v_proj,experts.gate_up_proj,experts.down_proj]"
+    argv = ["sft", "sft-lora.yaml", "model.path=mixture", targets]
+    alone = weights(done(lora, *argv, "name=mixed"))
+    done(lora, *argv, "name=mixed_grown", "steps=3")
+    run = done(lora, *argv, "name=mixed_grown", world=2)
+    grown = weights(run)
+    assert alone.keys() == grown.keys()
+    for name in (name for name in alone if name.startswith("exp_avg")):
+        assert (grown[name] - alone[name]).norm() <= 1e-3 * alone[name].norm(), name
+    code, output = burnish(lora, "ckpt", "export", "runs/mixed_grown", "merged_mixture", "--merged", "--dtype", "fp32")  # fmt: skip
+    assert code == 0, output
+    base = AutoModelForCausalLM.from_pretrained(lora / "mixture", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, run / "checkpoints/step-00000006/model").eval()
+    merged = AutoModelForCausalLM.from_pretrained(lora / "merged_mixture", dtype=torch.float32)
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        wanted, found = loaded(ids).logits, merged.eval()(ids).logits
+        with loaded.disable_adapter():
+            assert (loaded(ids).logits - wanted).abs().max() > 1e-4
+    assert (
+        found - wanted
+    ).norm() <= 1e-2 * wanted.norm()  # the adapter is in bf16, what is merged is exact
 
 
 def test_what_it_learned_is_in_pefts_adapter_and_in_the_merged_model(lora):
