@@ -1,7 +1,7 @@
-"""Stand-ins for TransformerEngine's layers, for machines without it: its parameters' names, shapes and marks, computed by torch.
+"""Stand-ins for TransformerEngine's layers and Apex's kernel, for machines without: names, shapes and marks of theirs, computed by torch.
 
-What they show is that a model with these names is built, trained, saved and loaded rightly. What
-TransformerEngine itself computes only `tests/gpu` can show.
+What they show is that a model with these names is built, trained, saved and loaded rightly, and that Megatron finds
+gradients that were added by a kernel. What TransformerEngine and Apex themselves compute only `tests/gpu` can show.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from burnish.engines.megatron.layers import (
     ModuleSpec,
     RowParallelLinear,
     TEGroupedMLP,
+    linear,
 )
 from burnish.models.fused import rms_norm
 
@@ -101,8 +102,17 @@ STAND_INS = LayerModules(
         module=TEGroupedMLP,
         submodules=MLPSubmodules(linear_fc1=GroupedColumnLinear, linear_fc2=GroupedRowLinear),
     ),
+    adds_gradients=True,
 )
 """In the places of TransformerEngine's."""
+
+
+class Kernel:
+    """In the place of Apex's `fused_weight_gradient_mlp_cuda`."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(rows: Tensor, gradient: Tensor, total: Tensor) -> None:
+        total.add_(gradient.t() @ rows)
 
 
 def use_stand_ins() -> None:
@@ -113,3 +123,5 @@ def use_stand_ins() -> None:
         return STAND_INS if config.layers == "transformer_engine" else real(config, device)
 
     building.layer_modules = layer_modules
+    linear.fused_weight_gradient_mlp_cuda = Kernel
+    linear._grad_accum_fusion_available = True

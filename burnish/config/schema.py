@@ -86,7 +86,7 @@ class EngineConfig(Section):
     expert_tensor_parallel: int | None = Field(None, ge=1)
     """megatron, mixtures of experts: so many processes share the matrices of each expert; `tensor_parallel` when not given."""
     layers: Literal["auto", "torch", "transformer_engine"] = "auto"
-    """megatron: whose matrices, norms and experts. auto: TransformerEngine's where it is installed, on CUDA in bf16; else torch's."""
+    """megatron: whose matrices, norms and experts. auto: TransformerEngine's where it is installed, on CUDA in bf16; else torch's. Where Apex is installed, these add gradients by its kernel, unless torch is asked for."""
     reshard_after_forward: bool = True
     """Free each layer's gathered weights between forward and backward: less memory, one more gather."""
     reduce_each_microbatch: bool = True

@@ -39,14 +39,15 @@ def shrunk(
 ) -> PretrainedConfig:
     """A copy of 16-wide heads, as small as so many ranks can share.
 
-    It has two key heads, or as many as `tensor` and `sequence` ranks need, two layers, or one for each of
+    It has two key heads, or as many as `tensor` and `sequence` ranks need, or all where the model has fewer, two layers, or one for each of
     `stages`, and four experts, or the next multiple of the `experts` ranks that divide them. Widths are
     multiples of `tensor`.
     """
     config = copy.deepcopy(hf_config)
     heads = config.num_attention_heads
-    sharing = heads // (getattr(config, "num_key_value_heads", None) or heads)
-    key_heads = max(KEY_HEADS, tensor * sequence // math.gcd(sequence, sharing))
+    own = getattr(config, "num_key_value_heads", None) or heads
+    sharing = heads // own
+    key_heads = min(own, max(KEY_HEADS, tensor * sequence // math.gcd(sequence, sharing)))
     config.num_attention_heads = key_heads * sharing
     if getattr(config, "num_key_value_heads", None):
         config.num_key_value_heads = key_heads

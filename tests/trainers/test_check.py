@@ -474,6 +474,14 @@ def test_a_shrunken_model_can_be_cut_as_the_whole_one(
     require_megatron_fitting(material(config)[-1], config.engine)
 
 
+def test_a_shrunken_model_has_no_more_key_heads_than_the_whole_one() -> None:
+    """Where tensor ranks share them, they do in the small one."""
+    config = tiny_config("qwen3", num_attention_heads=16, num_key_value_heads=2)
+    small = shrunk(config, tensor=4)
+    assert (small.num_attention_heads, small.num_key_value_heads) == (16, 2)
+    require_megatron_fitting(small, EngineConfig(kind="megatron", tensor_parallel=4))
+
+
 def test_as_a_command(root: Path) -> None:
     done(root, "check", "sft.yaml", world=2)
     code, output = burnish(root, "check", "rl.yaml", "--processes", "2", "engine.replicas=2")

@@ -66,7 +66,8 @@ def build_stages(
     To be called inside `burnish.engines.megatron.calls.megatron_called`.
     """
     shape = Architecture.of(hf_config)
-    transformer, modules = transformer_config(shape, config), layer_modules(config, device)
+    modules = layer_modules(config, device)
+    transformer = transformer_config(shape, config, adds_gradients=modules.adds_gradients)
     rotary = LlamaRotaryEmbedding(hf_config).to(device)
     return [
         _stage(shape, transformer, modules, mesh, index, rotary=rotary, chunk=config.logprob_chunk)
@@ -74,8 +75,10 @@ def build_stages(
     ]
 
 
-def transformer_config(shape: Architecture, config: EngineConfig) -> TransformerConfig:
-    """Megatron's configuration of a model of this shape, cut as the settings say."""
+def transformer_config(
+    shape: Architecture, config: EngineConfig, *, adds_gradients: bool
+) -> TransformerConfig:
+    """Megatron's configuration of a model of this shape, cut as the settings say; `adds_gradients` as in `LayerModules`."""
     dtype = compute_dtype(config)
     return TransformerConfig(
         num_layers=shape.layers,
@@ -112,6 +115,7 @@ def transformer_config(shape: Architecture, config: EngineConfig) -> Transformer
         cuda_graph_scope=[],
         # Losses are sums that are divided already: gradients are added up, over micro-batches and ranks.
         calculate_per_token_loss=True,
+        gradient_accumulation_fusion=adds_gradients,
         **_RECOMPUTE[config.activation_checkpointing],
         **({} if shape.experts is None else _of_experts(shape.experts, config)),
     )

@@ -3,16 +3,18 @@
 TransformerEngine has kernels for CUDA that compute a norm and the matrix behind it in one step, and the experts of
 a layer in one product. It multiplies fp32 matrices in tf32 (its common/gemm/cublaslt_gemm.cu), so it serves bf16 only.
 Attention is ours with both (`burnish.engines.megatron.attention`): TransformerEngine's does not know shared prefixes.
-Left out: its fp8 and fp4; Apex's layers, among which Megatron finds no RMSNorm.
+Apex has a kernel that adds the gradient of a matrix to that of the micro-batches before, in fp32. Left out: TransformerEngine's fp8
+and fp4; Apex's layers, among which Megatron finds no RMSNorm.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core.extensions import transformer_engine
+from megatron.core.tensor_parallel import layers as linear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -39,23 +41,24 @@ class LayerModules:
     """The one that it ends with, whose inputs they divide."""
     experts: ModuleSpec
     """All experts of a layer."""
+    adds_gradients: bool = False
+    """Whether linear layers add the gradients of their weights to Megatron's buffers themselves, by Apex's kernel."""
 
 
 def layer_modules(config: EngineConfig, device: torch.device) -> LayerModules:
     """Those that `engine.layers` asks for. Raises `UsageError` where TransformerEngine is asked for and cannot be used."""
     is_installed = transformer_engine.TEGroupedLinear is not None
-    usable = is_installed and device.type == "cuda"
-    if config.layers == "transformer_engine" and not usable:
+    if config.layers == "transformer_engine" and not (is_installed and device.type == "cuda"):
         raise UsageError(
             "TransformerEngine's layers are asked for, and cannot be used",
             have=f"device {device}, transformer_engine {'installed' if is_installed else 'not installed, or too old'}",
             want="CUDA, and transformer_engine 1.9 or newer",
             do='pip install --no-build-isolation "transformer_engine[pytorch]", or set engine.layers=torch',
         )
-    wanted = config.layers == "transformer_engine" or (
-        config.layers == "auto" and config.precision == "bf16"
-    )
-    return _of_transformer_engine() if wanted and usable else _of_torch()
+    if config.layers == "torch" or config.precision != "bf16" or device.type != "cuda":
+        return _of_torch()
+    modules = _of_transformer_engine() if is_installed else _of_torch()
+    return replace(modules, adds_gradients=linear._grad_accum_fusion_available)
 
 
 def _of_torch() -> LayerModules:

@@ -57,6 +57,17 @@ def test_where_there_is_one_it_is_used_on_cuda_in_bf16(transformer_engine: Simpl
         assert layer_modules(config, device).experts.module is GroupedExperts
 
 
+@pytest.mark.parametrize("asked", ["auto", "transformer_engine", "torch"])
+def test_gradients_are_added_by_apex_where_it_is_installed(
+    transformer_engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    assert not layer_modules(engine(asked), CUDA).adds_gradients
+    monkeypatch.setattr(layers.linear, "_grad_accum_fusion_available", True)
+    assert layer_modules(engine(asked), CUDA).adds_gradients == (asked != "torch")
+    assert not layer_modules(engine("auto", "fp32"), CUDA).adds_gradients
+    assert not layer_modules(engine("auto"), CPU).adds_gradients
+
+
 def test_it_is_refused_where_there_is_no_cuda(transformer_engine: SimpleNamespace) -> None:
     with pytest.raises(UsageError, match="device cpu, transformer_engine installed"):
         layer_modules(engine("transformer_engine"), CPU)
