@@ -201,6 +201,9 @@ def _megatron_cases() -> Iterator[Case]:
     yield _small("qwen3", "bf16", "none", 2, kind)
     yield _small("qwen3", "bf16", "none", 2, tensor)
     yield _small("llama", "fp32", "full", 2, tensor | {"engine.megatron_sequence_parallel": False})
+    fewer = {"num_hidden_layers": 3, "num_key_value_heads": 2}  # than there are tensor ranks
+    more = kind | {"engine.tensor_parallel": 4}
+    yield Case("qwen3", "bf16", "none", 1024, 4, model=fewer, more=more)
     yield _small("llama", "bf16", "none", 2, kind | {"engine.sequence_parallel": 2})
     for more in (pipeline, pipeline | {"engine.virtual_stages": 2}):
         yield Case("qwen3", "bf16", "none", 1024, 2, 4, more=more)
