@@ -20,7 +20,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 contract: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m contract tests/engines
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m contract
 
 faults: $(STAMP)
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/campaigns.py
