@@ -8,22 +8,17 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import cut, loss, make_examples, train
+from engines_for_tests import CPU, make_engine
 from tiny import VOCAB, save_tiny
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig
 
-from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.engines.activation_offload import ActivationOffload
-from burnish.engines.base import Part
-from burnish.engines.torch_engine import TorchEngine
-from burnish.models.sources import SafetensorsSource
 from burnish.parallel.arena import Arena
 from burnish.parallel.layout import Layout
 from burnish.parallel.processes import process_group
 
-CPU = torch.device("cpu")
 WIDTH = 24
 
 
@@ -241,14 +236,6 @@ def test_a_tensor_that_was_changed_and_saved_again_is_saved_as_it_is_then(arena:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {f: save_tiny(root / f, f, torch.float32) for f in ("qwen3", "gemma3_text", "qwen3_moe")}
-
-
-def make_engine(layout: Layout, path: Path, **settings: Any) -> TorchEngine:
-    config = EngineConfig(logprob_chunk=5, **settings)
-    hf_config = AutoConfig.from_pretrained(path)
-    engine = TorchEngine(hf_config, config, OptimConfig(), layout=layout, device=CPU)
-    engine.load(SafetensorsSource(path), Part.WEIGHTS)
-    return engine
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapters_for_tests import RandomAdapter
 from contracts.engine import (
-    BETAS,
     CLIP,
     LR,
     STEPS,
@@ -28,11 +28,12 @@ from contracts.engine import (
     whole,
 )
 from distributed import run_ranks
+from engines_for_tests import CPU, OPTIM, make_engine
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
+from burnish.config.schema import EngineConfig, LoraConfig
 from burnish.engines.base import LossFn, Part
 from burnish.engines.fitting import require_fitting
 from burnish.engines.tensor_parallel import share_matrices
@@ -42,15 +43,12 @@ from burnish.models.building import build_on_meta
 from burnish.models.lora import Adapter
 from burnish.models.names import model_shards, regions
 from burnish.models.scorer import Scorer
-from burnish.models.sources import FreshSource, SafetensorsSource
+from burnish.models.sources import FreshSource
 from burnish.models.value_head import value_config
 from burnish.parallel.layout import Layout
 from burnish.records import Example, MicroBatch, TokenOutputs
 from burnish.tracking.metrics import Stats
-from burnish.trainers.check import RandomAdapter
 
-CPU = torch.device("cpu")
-OPTIM = OptimConfig(betas=BETAS, weight_decay=0.1)
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "1": (1, {}),
     "fsdp 2": (2, {}),
@@ -98,24 +96,12 @@ def examples() -> list[Example]:
     return [replace(made[0], token_ids=shared), *made[1:]]
 
 
-def make_engine(
-    layout: Layout, path: Path, settings: Mapping[str, Any], lora: LoraConfig | None = None
-) -> TorchEngine:
-    config = EngineConfig(precision="fp32", max_grad_norm=CLIP, logprob_chunk=5, **settings)
-    hf_config = AutoConfig.from_pretrained(path)
-    engine = TorchEngine(hf_config, config, OPTIM, layout=layout, device=CPU, lora=lora)
-    engine.load(SafetensorsSource(path), Part.FROZEN if lora else Part.WEIGHTS)
-    if lora:
-        engine.load(RandomAdapter(1), Part.WEIGHTS)
-    return engine
-
-
 def train_rank(
     layout: Layout, cases: Sequence[tuple[Path, Mapping[str, Any], LoraConfig | None]]
 ) -> list[dict[str, Any]]:
     found = []
     for path, settings, lora in cases:
-        engine = make_engine(layout, path, settings, lora)
+        engine = make_engine(layout, path, lora=lora, **settings)
         found.append(train(engine, examples(), PER_MICRO[layout.world]))
         engine.close()
     return found
@@ -126,7 +112,7 @@ def oracle(path: Path, lora: LoraConfig | None = None) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     parts = Adapter(model, lora).weights if lora else regions(model)
     if lora:
-        RandomAdapter(1).fill(model_shards(model, parts=parts))
+        RandomAdapter().fill(model_shards(model, parts=parts))
     wanted = train_by_hand(model, examples())
     return wanted | {
         kind: {s.spec.name: s.tensor for s in model_shards(model, tensors, parts=parts)}
@@ -241,7 +227,7 @@ def idle_rank(
     """With one sequence for all ranks: loss, norm, whether a poisoned step is skipped, and the steps taken."""
     found = []
     for settings in layouts:
-        engine = make_engine(layout, path, settings)
+        engine = make_engine(layout, path, **settings)
         batch = cut(examples()[:1], engine.layout, 1)
         value = engine.forward_backward(batch, loss).values_by_name()["loss"]
         norm = engine.optim_step(LR).values_by_name()["grad_norm"]

@@ -18,16 +18,14 @@ from contracts.engine import (
 )
 from contracts.engine import whole as whole_of
 from distributed import run_ranks
+from engines_for_tests import make_engine
 from safetensors.torch import load_file
 from tiny import VOCAB, save_tiny
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from burnish.config.schema import EngineConfig, OptimConfig
-from burnish.engines.base import Part
+from burnish.config.schema import OptimConfig
 from burnish.engines.muon import Muon, orthogonalized
-from burnish.engines.torch_engine import TorchEngine
-from burnish.models.sources import SafetensorsSource
 from burnish.parallel.boxes import whole
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard, TensorSpec
@@ -75,11 +73,7 @@ def test_orthogonalizing_keeps_directions_and_evens_out_sizes() -> None:
 
 
 def train_rank(layout: Layout, path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    config = EngineConfig(precision="fp32", max_grad_norm=CLIP, **settings)
-    hf_config = AutoConfig.from_pretrained(path)
-    engine = TorchEngine(hf_config, config, OPTIM, layout=layout, device=torch.device("cpu"))
-    engine.load(SafetensorsSource(path), Part.WEIGHTS)
-    return train(engine, make_examples(VOCAB), 2)
+    return train(make_engine(layout, path, OPTIM, **settings), make_examples(VOCAB), 2)
 
 
 def weights_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
