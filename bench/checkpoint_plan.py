@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from burnish.checkpoint.blocks import Stored, plan_files
+from burnish.checkpoint.disks import Disks
 from burnish.checkpoint.write import WritePlan
 from burnish.parallel.box_table import BoxTable
 from burnish.parallel.device import peak_memory, reset_peak_memory, used_memory
@@ -50,5 +51,5 @@ def plan(ranks: int, tensors: int) -> tuple[float, int]:
     reset_peak_memory(CPU)
     before, begun = used_memory(CPU), perf_counter()
     files, _ = plan_files(stored)
-    WritePlan.of(files, have, Layout(0, ranks))
+    WritePlan.of(files, have, Layout(0, ranks), Disks.one(ranks))
     return perf_counter() - begun, peak_memory(CPU) - before

@@ -53,12 +53,14 @@ class Trouble:
 
     moment: str = ""
     fault: str = "kill"
+    matches: Callable[[str, str], bool] | None = None
     came: int = 0
     lock: Lock = field(default_factory=Lock)
 
     def meet(self, done: str, name: str) -> None:
         """Have it come, if this is the moment."""
-        if not self.moment or not MOMENTS[self.moment](done, name):
+        matches = self.matches or MOMENTS.get(self.moment)
+        if matches is None or not matches(done, name):
             return
         with self.lock:
             self.came += 1

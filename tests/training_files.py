@@ -212,11 +212,16 @@ def done(root: Path, *argv: str, world: int = 1) -> Path:
 
 
 def ranks(
-    root: Path, argv: Sequence[str], world: int, audit: tuple[str, str] | None = None
+    root: Path | Sequence[Path],
+    argv: Sequence[str],
+    world: int,
+    at: At | None = None,
+    audit: tuple[str, str] | None = None,
 ) -> list[Command]:
-    """Start a command in `world` processes that find each other as ranks started by hand do."""
+    """Start a command in `world` processes that find each other as ranks started by hand do; each in a `root` of its own where so many are given, `at` for the first."""
+    roots = [root] * world if isinstance(root, Path) else root
     if world == 1:
-        return [Command(root, argv, audit=audit)]
+        return [Command(roots[0], argv, at=at, audit=audit)]
     shared = {
         "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
@@ -225,7 +230,11 @@ def ranks(
     local = {"LOCAL_WORLD_SIZE": str(world)}
     return [
         Command(
-            root, argv, shared | local | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, audit=audit
+            roots[rank],
+            argv,
+            shared | local | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            at if rank == 0 else None,
+            audit,
         )
         for rank in range(world)
     ]

@@ -18,16 +18,14 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from burnish.checkpoint.committed import INFLIGHT, TRASH, open_step, step_name
 from burnish.checkpoint.companion import Companion
 from burnish.checkpoint.contents import Assets, Contents
 from burnish.checkpoint.save import check_new
 from burnish.checkpoint.saver import Saved, Saver
 from burnish.checkpoint.staging import Memory, stage
 from burnish.checkpoint.writer import Answer, Job, Meeting
-from burnish.errors import BurnishError, CorruptError
-from burnish.files.durable import discard, naming_failures
-from burnish.files.removals import Removals
+from burnish.errors import BurnishError
+from burnish.files.durable import naming_failures
 from burnish.parallel.collectives import agree, gather_objects
 from burnish.parallel.environment import place_of
 
@@ -82,7 +80,7 @@ class BackgroundSaver:
         if self._step is not None:
             raise ValueError(f"step {self._step} is still being saved")
         with agree(self._saver.layout), naming_failures(f"step {step} could not be copied"):
-            if self._saver.layout.is_main:
+            if self._saver.leads:
                 check_new(self._saver.root, step, self._saver.storage)
             staged = stage(contents, self._memory, self._kept_assets(contents))
         job = Job(step, staged, self._meeting())
@@ -155,24 +153,20 @@ class BackgroundSaver:
 
         A writer that waits for one that is dead, or hangs, is killed, and is started again.
         """
-        layout, storage, root = self._saver.layout, self._saver.storage, self._saver.root
+        layout, saver = self._saver.layout, self._saver
         if told[layout.rank] is None or not self._writer.is_alive():
             self._writer.kill()
             self._writer = self._start_writer()
-        committed = False
         with agree(layout):  # all writers have ended
             pass
-        if layout.is_main:
-            with suppress(CorruptError, OSError):
-                committed = bool(open_step(root / step_name(step), storage))
-            removals = Removals(root)
-            with removals.trying():
-                for entry in storage.entries(root):
-                    if entry.name.startswith(f"{INFLIGHT}{step:08d}."):
-                        discard(storage, root / entry.name, root / TRASH)
-            if (left := removals.error()) is not None:
-                _log.error("%s", left)
-        return gather_objects(committed, layout)[0]
+        held = not saver.leads
+        if saver.leads:
+            with suppress(OSError):
+                held = saver.holds(step)
+        committed = all(gather_objects(held, layout))
+        if saver.leads and (left := saver.discard(step, portion=not committed)) is not None:
+            _log.error("%s", left)
+        return committed
 
     def _kept_assets(self, contents: Contents) -> dict[str, Assets]:
         """What rank 0 writes beside the tensors of each model, from the first save on."""

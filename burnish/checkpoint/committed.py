@@ -34,8 +34,8 @@ from burnish.files.durable import read_whole
 from burnish.files.storage import LocalStorage, Source
 from burnish.files.strict_json import parse_json
 
-INFLIGHT = ".inflight-"
-"""Starts the names of directories that are being written."""
+INFLIGHT, PORTION = ".inflight-", ".portion-"
+"""Start the names of directories that are being written, and of what one of several disks has of a step."""
 TRASH, QUARANTINE = "trash", "quarantine"
 """Where directories go by rename before they are removed, and where steps go that could not be resumed from."""
 
@@ -104,7 +104,7 @@ def open_step(path: PurePath, storage: Source) -> Committed:
     the manifest, and `IncompatibleError` for another format.
     """
     _check_directory(path, storage)
-    sizes = dict(_files(path, "", storage))
+    sizes = dict(files_below(path, "", storage))
     commit = _commit(path, storage)
     manifest = _manifest(path, commit, storage)
     for name in sorted((sizes.keys() - {COMMIT, MANIFEST}) ^ manifest.files.keys()):
@@ -197,7 +197,8 @@ def _opened(root: PurePath, storage: Source) -> tuple[list[Committed], dict[str,
     return found, errors
 
 
-def _read(path: PurePath, name: str, limit: int, storage: Source) -> bytes:
+def read_small(path: PurePath, name: str, limit: int, storage: Source) -> bytes:
+    """One of the small files of the step at `path`. Raises `CorruptError` where it is missing or longer than `limit` bytes."""
     try:
         return read_whole(storage, path / name, limit)
     except FileNotFoundError as error:
@@ -211,7 +212,7 @@ def _read(path: PurePath, name: str, limit: int, storage: Source) -> bytes:
 
 
 def _commit(path: PurePath, storage: Source) -> Commit:
-    commit = parse_commit(_read(path, COMMIT, COMMIT_LIMIT, storage), f"{path / COMMIT}")
+    commit = parse_commit(read_small(path, COMMIT, COMMIT_LIMIT, storage), f"{path / COMMIT}")
     if path.name != step_name(commit.step):
         raise CorruptError(
             f"{path / COMMIT} seals another step",
@@ -223,7 +224,7 @@ def _commit(path: PurePath, storage: Source) -> Commit:
 
 
 def _manifest(path: PurePath, commit: Commit, storage: Source) -> Manifest:
-    data = _read(path, MANIFEST, MANIFEST_LIMIT, storage)
+    data = read_small(path, MANIFEST, MANIFEST_LIMIT, storage)
     return parse_manifest(data, commit, f"{path / MANIFEST}")
 
 
@@ -247,11 +248,12 @@ def _check_directory(path: PurePath, storage: Source) -> None:
         )
 
 
-def _files(path: PurePath, prefix: str, storage: Source) -> Iterator[tuple[str, int]]:
+def files_below(path: PurePath, prefix: str, storage: Source) -> Iterator[tuple[str, int]]:
+    """All files below a directory with their sizes, by path, which begins with `prefix`. Raises `CorruptError` for anything else."""
     for entry in storage.entries(path):
         name = f"{prefix}{entry.name}"
         if entry.kind == "directory":
-            yield from _files(path / entry.name, f"{name}/", storage)
+            yield from files_below(path / entry.name, f"{name}/", storage)
         elif entry.kind == "file":
             yield name, entry.size
         else:
@@ -263,7 +265,7 @@ def _files(path: PurePath, prefix: str, storage: Source) -> Iterator[tuple[str, 
 
 
 def _state(path: PurePath, manifest: Manifest, storage: Source) -> Mapping[str, Any]:
-    data = _read(path, STATE, STATE_LIMIT, storage)
+    data = read_small(path, STATE, STATE_LIMIT, storage)
     record = manifest.files.get(STATE)
     if record is None or record != record_of(data, record.block_bytes):
         raise CorruptError(f"{path / STATE} is not what was committed", do=ANOTHER_STEP)

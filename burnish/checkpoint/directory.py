@@ -12,18 +12,26 @@ from typing import Self
 
 from burnish.checkpoint.background import BackgroundSaver, Finished
 from burnish.checkpoint.contents import Contents
+from burnish.checkpoint.disks import find_disks
 from burnish.checkpoint.leftovers import clear
-from burnish.checkpoint.mirror import Mirror
-from burnish.checkpoint.resuming import Load, OnDisk, OnMirror, Resumed, Resuming, Side
+from burnish.checkpoint.mirror import Mirror, clear_unfinished
+from burnish.checkpoint.resuming import (
+    Load,
+    OnDisk,
+    OnMirror,
+    Resumed,
+    Resuming,
+    Side,
+    require_meeting,
+)
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.saver import Saver
-from burnish.checkpoint.shared import require_shared
 from burnish.checkpoint.uploader import Progress, Uploader
 from burnish.config.places import CHECKPOINTS, mirror_url, run_directory
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError
 from burnish.files.durable import make_dirs_durably, naming_failures
-from burnish.files.lease import Lease
+from burnish.files.lease import Lease, Token
 from burnish.files.removals import Removals
 from burnish.files.storage import LocalStorage, Storage
 from burnish.parallel.arena import Arena
@@ -48,7 +56,9 @@ class Checkpoints:
 
     `retention` says which steps are kept; `reserve_bytes` of the disk stay free. Entering clears
     what a killed run left half written, as far as the disk lets go of it; raises `BurnishError` when
-    another run holds the directory, and when it is not one for all ranks.
+    another run holds the directory, and when it is not one for all ranks and no mirror is to be
+    where their disks meet. Where it is, each disk gets a portion of a step, and a step is committed
+    when the mirror has all of it; see `meets_on_mirror`.
     With `background_timeout`, in seconds, every rank has a process beside it for `begin_save`, and
     these wait so long for each other.
     """
@@ -71,6 +81,7 @@ class Checkpoints:
         self._background: BackgroundSaver | None = None
         self._mirror: Mirror | None = None
         self._uploader: Uploader | None = None
+        self._lease: Lease | None = None
         self._held = ExitStack()
 
     @classmethod
@@ -86,24 +97,40 @@ class Checkpoints:
         )
 
     def __enter__(self) -> Self:
-        """Take the lease and clear leftovers."""
-        held: tuple[int, ...] = ()
+        """Take the lease and clear leftovers, on each disk."""
+        lease = self._root / _LEASE
         try:
-            with agree(self._layout), naming_failures(f"{self._root} cannot be used"):
+            token = None
+            with agree(self._layout):
                 if self._layout.is_main:
-                    make_dirs_durably(self._storage, self._root, above=_OWN_LEVELS)
-                    lease = self._held.enter_context(Lease(self._root / _LEASE))
-                    self._saver = replace(self._saver, token=lease.token)
-                    self._clear()
-                    held = (lease.fileno(),)
-            require_shared(self._root / _LEASE, self._saver.token, self._layout)
+                    token = self._take(lease)
+            meets = self._saver.retention.mirror is not None
+            disks = find_disks(
+                lease, token, lambda: self._take(lease), self._layout, may_differ=meets
+            )
+            self._saver = replace(self._saver, disks=disks)
             with agree(self._layout), naming_failures(f"{self._root} cannot be used"):
                 if self._background_timeout is not None:
+                    held = (self._lease.fileno(),) if self._lease is not None else ()
                     self._background = BackgroundSaver(self._saver, self._background_timeout, held)
         except BaseException:
             self._close()
             raise
         return self
+
+    def _take(self, path: Path) -> Token:
+        """Have this disk for this run alone, and free of leftovers."""
+        with naming_failures(f"{self._root} cannot be used"):
+            make_dirs_durably(self._storage, self._root, above=_OWN_LEVELS)
+            self._lease = self._held.enter_context(Lease(path))
+            self._saver = replace(self._saver, token=self._lease.token)
+            self._clear()
+            return self._lease.token
+
+    @property
+    def meets_on_mirror(self) -> bool:
+        """Whether the ranks have several disks, so that a step is committed on the mirror, and nowhere before."""
+        return self._saver.planner.disks.are_several
 
     def _clear(self) -> None:
         removals = Removals(self._root)
@@ -125,7 +152,7 @@ class Checkpoints:
         self._held.close()
 
     def save(self, step: int, contents: Contents) -> Path:
-        """Commit a step and remove those that need no longer be kept; returns its directory.
+        """Commit a step and remove those that need no longer be kept; returns its directory, or this rank's portion's.
 
         An error on any rank is raised on every rank and leaves earlier steps untouched; where an
         older step could not be removed, the log has an error and nothing is raised. Whoever uses
@@ -168,16 +195,34 @@ class Checkpoints:
 
     def resume(self, load: Load, arena: Arena | None = None) -> Resumed | None:
         """Load the newest step that can be, of this directory and its mirror, by way of `arena`; see `Resuming.resume`."""
-        sides: list[Side] = [OnDisk(self._root, self._storage)]
-        if self._mirror is not None:
-            sides.append(OnMirror(self._mirror))
+        here = OnDisk(self._root, self._storage)
+        there = None if self._mirror is None else OnMirror(self._mirror)
+        sides: list[Side] = [here] if there is None else [here, there]
+        if self.meets_on_mirror and there is not None:
+            require_meeting(here, there, self._layout, leads=self._saver.leads)
+            self._clear_mirror(there)
+            sides = [there]
         return Resuming(sides, self._layout, arena).resume(load)
+
+    def _clear_mirror(self, there: OnMirror) -> None:
+        """Remove what was never committed, as long as no disk sends anything; what would come late is not begun with."""
+        with agree(self._layout):
+            if self._layout.is_main and self._mirror is not None:
+                clear_unfinished(self._mirror, there.source)
+                if self._mirror.remote.may_change_late:
+                    raise BurnishError(
+                        f"a removal from {self._mirror.remote} hangs, and could come over what is sent later",
+                        want="a service that answers",
+                        do="start the same command again",
+                    )
 
     def mirror_to(self, mirror: Mirror | None) -> None:
         """From here on, resume from this mirror as well, and bring it in line after every save."""
         self._mirror = mirror
-        if mirror is not None and self._layout.is_main:
-            self._uploader = Uploader(mirror)
+        disks = self._saver.planner.disks
+        if mirror is not None and self._saver.leads:
+            disk = disks.of_rank[self._layout.rank] if disks.are_several else None
+            self._uploader = Uploader(replace(mirror, disk=disk))
 
     def settle_mirror(
         self, seconds: float, stopped: Callable[[], bool], show: Callable[[Progress], None]
@@ -204,12 +249,14 @@ class Checkpoints:
                 done = not self._uploader.hear(_LOOK_SECONDS)
                 error = self._uploader.error
                 show(self._uploader.progress)
-            done, error = gather_objects((done, error), self._layout)[0]
-            if done and type(error) is not BurnishError:  # nor what another try would not change
+            told = gather_objects((done, error), self._layout)
+            failed = [error for done, error in told if done and error is not None]
+            lasting = [error for error in failed if type(error) is not BurnishError]
+            if lasting or (not failed and all(done for done, _ in told)):
                 self._let_go()
-                return error
+                return next(iter(lasting), None)  # another try would not change it
             if any_rank(stopped() or time.monotonic() > deadline, self._layout):
-                return error or left
-            if done and self._uploader is not None:
+                return next((error for _, error in told if error is not None), left)
+            if failed and self._uploader is not None:
                 time.sleep(max(0.0, min(_PAUSE_SECONDS, deadline - time.monotonic())))
                 self._uploader.begin()

@@ -1,15 +1,8 @@
 """Bringing a mirror in line with a run's directory: what is missing goes up, what outlived its use goes.
 
 What has to be done is seen from both sides each time and remembered nowhere, so a machine that dies
-in the middle of it leaves nothing but work for the next. A step's files go up first, several at a
-time, then its manifest, then its COMMIT, with which it begins to exist.
-
-**Verifying.** Every file is read back after it was sent, and every block compared with the hash that was
-computed when it left the training processes' memory; the same is done with a file that is already
-there, which is then not sent again. An ETag would cost less and prove less: it is no hash of the
-content for uploads in parts or with encryption by key, other services have others, and HDFS has none
-that a client without Java can ask for. Only then may the local step go, so the price of reading is
-paid once, and while training goes on.
+in the middle of it leaves nothing but work for the next. How a step goes up: `burnish.checkpoint.upload`.
+Left out: steps of which several disks have a portion each (`burnish.checkpoint.portion_sync`).
 
 No torch here: this runs in a process of its own (`burnish.checkpoint.uploader`).
 """
@@ -20,27 +13,18 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Container, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
-from burnish.checkpoint.committed import Committed, open_step, read_commit, step_paths
-from burnish.checkpoint.manifest import (
-    COMMIT,
-    COMMIT_LIMIT,
-    MANIFEST,
-    MANIFEST_LIMIT,
-    Commit,
-    FileRecord,
-    block_hash,
-)
+from burnish.checkpoint.committed import open_step, read_commit, step_paths
+from burnish.checkpoint.manifest import Commit
 from burnish.checkpoint.mirrored import write_mirrored
 from burnish.checkpoint.pins import read_pins
 from burnish.checkpoint.remote_steps import RemoteSteps
 from burnish.checkpoint.retention import Facts, Retention
-from burnish.checkpoint.verify import verify
+from burnish.checkpoint.upload import Moved, upload
 from burnish.config.places import CHECKPOINTS
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
 from burnish.files.durable import naming_failures
@@ -54,13 +38,8 @@ ENVIRONMENT_LIMIT = 1 << 20
 
 _KEPT = ("rollouts", "tensorboard")
 _CHANGING = ("config.yaml", "metrics.jsonl", "report.html", f"{CHECKPOINTS}/pins.json")
-_FILES_AT_ONCE = 4
-_TRIES = 3
 
 _log = logging.getLogger(__name__)
-
-Moved = Callable[[int], None]
-"""Hears of bytes that were sent or read back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +54,8 @@ class Mirror:
     """Which steps stay on the mirror; None: all."""
     start: str
     """Names this start of the run; while the mirror names another, nothing is changed there."""
+    disk: int | None = None
+    """Which of several disks that meet there `directory` lies on; None where it is the only one."""
 
     @property
     def root(self) -> Path:
@@ -235,14 +216,22 @@ class Sync:
             write_mirrored(self._mirror.root, str(self._mirror.remote), settled, self._storage)
 
     def _retain(self) -> None:
-        """Remove from the mirror what its retention does not keep, and what was never finished."""
+        """Remove from the mirror what its retention does not keep, and what was never finished, where no other disk may be at it."""
         there = self._there
         there.refresh()
         gone = self._outlived(self._remote)
-        paths = [path for step, path in step_paths(there.root, there).items() if step in gone]
-        for path in [*paths, *there.unfinished()]:
+        for path in [path for step, path in step_paths(there.root, there).items() if step in gone]:
             self._mirror.check()
             there.remove(path)
+        if self._mirror.disk is None:
+            clear_unfinished(self._mirror, there)
+
+
+def clear_unfinished(mirror: Mirror, there: RemoteSteps) -> None:
+    """Remove from the mirror what earlier starts sent and did not seal; nobody may be sending."""
+    for path in there.unfinished():
+        mirror.check()
+        there.remove(path)
 
 
 def _commits(paths: Mapping[int, PurePath], source: Source) -> dict[int, Commit]:
@@ -263,78 +252,6 @@ def _pins(root: Path, storage: Source) -> dict[int, str] | None:
     except CorruptError as error:
         _log.warning("nothing is removed from the mirror: %s", error)
         return None
-
-
-def upload(step: Committed, there: RemoteSteps, check: Callable[[], None], moved: Moved) -> None:
-    """Make a committed step of this machine one of the mirror; returns when all of it was read back.
-
-    What an interrupted upload left is compared and kept; another step of this number, and files that
-    are not of this one, go first. `check` is called before anything that makes or unmakes a step.
-    Raises `CorruptError` for a step that is damaged here, `BurnishError` for faults that do not pass.
-    """
-    path = Path(step.path)
-    remote = there.remote.below(path.name)
-    commit, manifest = (path / COMMIT).read_bytes(), (path / MANIFEST).read_bytes()
-    sizes = {file.name: file.size for file in remote.files()}
-    if COMMIT in sizes:
-        if remote.read(COMMIT, COMMIT_LIMIT) == commit:
-            return
-        check()
-        remote.remove(COMMIT)
-    for name in sizes.keys() - step.manifest.files.keys() - {COMMIT}:
-        remote.remove(name)
-
-    def send(name: str) -> None:
-        check()
-        _send_file(step, name, remote, sizes.get(name), moved)
-
-    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        sending = [pool.submit(send, name) for name in step.manifest.files]
-        try:
-            for each in sending:
-                each.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    _put_checked(remote, MANIFEST, manifest)
-    check()
-    _put_checked(remote, COMMIT, commit)
-
-
-def _send_file(step: Committed, name: str, remote: Remote, there: int | None, moved: Moved) -> None:
-    """Send a file until what is read back is what was committed; nothing where it is there already."""
-    record = step.manifest.files[name]
-    if there == record.size and is_intact(remote, name, record, moved):
-        moved(record.size)
-        return
-    for _ in range(_TRIES):
-        remote.put_file(name, Path(step.path) / name, moved)
-        if is_intact(remote, name, record, moved):
-            return
-    for damage in verify(step.path):
-        raise damage
-    raise BurnishError(
-        f"{remote.url.below(name)} is not what was sent, {_TRIES} times",
-        have="a file of which a block read back has another hash",
-        want="the bytes that were committed",
-        do="see that the service is in order",
-    )
-
-
-def is_intact(remote: Remote, name: str, record: FileRecord, moved: Moved) -> bool:
-    """Whether a file's blocks, read back, have the hashes that they had when they were committed."""
-    buffer = memoryview(bytearray(min(record.block_bytes, record.size)))
-    for number, wanted in enumerate(record.blocks):
-        start = number * record.block_bytes
-        block = buffer[: min(record.block_bytes, record.size - start)]
-        try:
-            remote.read_into(name, block, start)
-        except CorruptError:  # it ends before
-            return False
-        if block_hash(block) != wanted:
-            return False
-        moved(len(block))
-    return True
 
 
 def send_outputs(directory: Path, remote: Remote, sent: dict[str, tuple[int, int]]) -> None:
@@ -363,15 +280,3 @@ def _put_copy(remote: Remote, name: str, source: Path) -> None:
     """Put what a file has now, though it may grow meanwhile."""
     with tempfile.TemporaryDirectory(prefix="burnish-") as directory:
         remote.put_file(name, Path(shutil.copyfile(source, Path(directory) / source.name)))
-
-
-def _put_checked(remote: Remote, name: str, data: bytes) -> None:
-    """Put a small file and read it back."""
-    remote.put(name, data)
-    if remote.read(name, MANIFEST_LIMIT) != data:
-        raise BurnishError(
-            f"{remote.url.below(name)} is not what was sent",
-            have="other bytes, when it was read back",
-            want=f"the {len(data)} bytes that were sent",
-            do="see that the service is in order, and that nobody else writes there",
-        )

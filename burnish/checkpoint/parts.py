@@ -136,6 +136,19 @@ def owners(block: Ints, rank: Ints, size: Ints, blocks: int, world: int) -> Ints
     return np.array(found, np.int64)
 
 
+def owners_by_disk(
+    block: Ints, rank: Ints, size: Ints, disk_of_block: Ints, disk_of_rank: Ints
+) -> Ints:
+    """The same where a block may be a rank's only that has its disk, by disk."""
+    found = np.empty_like(disk_of_block)
+    for disk in np.unique(disk_of_block):
+        blocks, ranks = (np.flatnonzero(of == disk) for of in (disk_of_block, disk_of_rank))
+        rows = (disk_of_block[block] == disk) & (disk_of_rank[rank] == disk)
+        within = (np.searchsorted(blocks, block[rows]), np.searchsorted(ranks, rank[rows]))
+        found[blocks] = ranks[owners(*within, size[rows], len(blocks), len(ranks))]
+    return found
+
+
 def slots_of(owner: Ints) -> Ints:
     """Per block, its index among the blocks of its owner."""
     order = np.argsort(owner, kind="stable")

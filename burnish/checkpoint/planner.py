@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from burnish.checkpoint.blocks import Stored, plan_files
+from burnish.checkpoint.disks import Disks
 from burnish.checkpoint.dtypes import dtype_name
 from burnish.checkpoint.tensor_sets import key_parts
 from burnish.checkpoint.write import WritePlan
@@ -24,18 +25,15 @@ class SavePlan:
     indices: Mapping[str, bytes]
     """The index files that belong to them, by path."""
 
-    @property
-    def size(self) -> int:
-        """Bytes of the tensor files."""
-        return sum(file.size for file in self.writing.files)
-
 
 class Planner:
-    """Plans the saves of the ranks of a layout."""
+    """Plans the saves of the ranks of a layout, to one disk where no others are named."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, disks: Disks | None = None) -> None:
         self.layout = layout
         """This process among those that save together."""
+        self.disks = disks or Disks.one(layout.world)
+        """Where they write to."""
         self._pieces = ""
         self._plan: SavePlan | None = None
 
@@ -54,7 +52,7 @@ class Planner:
         if self._plan is None or set(known) != {self._plan.writing.digest}:
             have = gather_pieces(pieces, self.layout)
             files, indices = plan_files(_stored(have, roles))
-            plan = SavePlan(WritePlan.of(files, have, self.layout), indices)
+            plan = SavePlan(WritePlan.of(files, have, self.layout, self.disks), indices)
             same_on_all_ranks(plan.writing.digest, "the plan of the save", self.layout)
             self._pieces, self._plan = pieces.digest(), plan
         return self._plan

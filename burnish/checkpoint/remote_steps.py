@@ -23,6 +23,9 @@ from burnish.files.urls import Url
 DAMAGED = "DAMAGED"
 """In place of COMMIT in a step that could not be resumed from, and says why."""
 
+PORTIONS = "portions"
+"""The directory beside the steps where disks that share a step say which files of it they have sent."""
+
 _NO_HOST = "*"
 """In the place of a host where the URL has none; no host is called so."""
 _READS_AT_ONCE = 8
@@ -150,9 +153,11 @@ class RemoteSteps:
             raise EOFError(f"the file is too short: {error.have}") from error
 
     def unfinished(self) -> list[RemotePath]:
-        """What has a step's name and was never sealed, as last listed."""
+        """What has a step's name and was never sealed, as last listed, and what was said of it."""
         damaged = self.damaged()
-        return [self.root / name for name in self._unsealed() if name not in damaged]
+        names = [name for name in self._unsealed() if name not in damaged]
+        is_told = any(name.startswith(f"{PORTIONS}/") for name in self._sizes(""))
+        return [self.root / name for name in [*names, *([PORTIONS] if is_told else [])]]
 
     def damaged(self) -> list[str]:
         """Names of the steps that were marked as damaged, as last listed."""

@@ -23,11 +23,11 @@ from burnish.checkpoint.committed import (
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.mirror import Mirror
 from burnish.checkpoint.remote_steps import DAMAGED
-from burnish.errors import BurnishError, CorruptError
+from burnish.errors import BurnishError, CorruptError, IncompatibleError, UsageError
 from burnish.files.durable import move_aside, naming_failures
 from burnish.files.storage import Source, Storage
 from burnish.parallel.arena import Arena
-from burnish.parallel.collectives import agree, gather_objects, same_on_all_ranks
+from burnish.parallel.collectives import agree, from_main, gather_objects, same_on_all_ranks
 from burnish.parallel.layout import Layout
 
 _log = logging.getLogger(__name__)
@@ -114,9 +114,44 @@ class OnMirror:
         self.source.mark_damaged(path, str(error))
         return f"{path / DAMAGED}"
 
+    def check_seen(self, rank: int) -> None:
+        """Raise `UsageError` where this rank does not see there what rank 0 wrote when it began."""
+        try:
+            self._check()
+        except IncompatibleError as error:
+            raise UsageError(
+                f"{self.root} is not one place for all ranks",
+                have=f"rank {rank} finds {error.have}",
+                want=error.want,
+                do="set checkpoint.mirror to a URL that is the same place for all machines",
+            ) from error
+
     def aside(self) -> list[str]:
         """The steps with that file."""
         return [str(self.root / name / DAMAGED) for name in self.source.damaged()]
+
+
+def require_meeting(here: OnDisk, there: OnMirror, layout: Layout, *, leads: bool) -> None:
+    """Refuse a mirror that not all disks see, and a step that one disk alone has and that is newer than all of the mirror's. Collective.
+
+    Such a step would be passed over. `leads` where the disk is this rank's to speak for.
+    """
+    found = -1
+    with agree(layout), naming_failures(f"{there.root} cannot be read"):
+        if leads:
+            there.check_seen(layout.rank)
+        if layout.is_main:
+            found = max(there.paths(), default=-1)
+    newest = from_main(found, layout)
+    with agree(layout), naming_failures(f"{here.root} cannot be read"):
+        paths = here.paths() if leads else {}
+        if paths and max(paths) > newest:
+            raise UsageError(
+                f"{paths[max(paths)]} is on a disk that not all ranks share, and not on {there.root}",
+                have=f"step {newest} as the newest there" if newest >= 0 else "no step there",
+                want="all steps where the disks meet",
+                do="start the command on that machine alone until the mirror has the step, or move the step away",
+            )
 
 
 class Resuming:

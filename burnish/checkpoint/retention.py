@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 from burnish.checkpoint.committed import TRASH, open_step, read_commit, step_paths
 from burnish.checkpoint.mirrored import read_mirrored
 from burnish.checkpoint.pins import holding_pins
+from burnish.checkpoint.portions import portion_paths
 from burnish.checkpoint.room import Waiting
 from burnish.config.schema import CheckpointConfig
 from burnish.errors import CorruptError, IncompatibleError, UsageError
@@ -123,7 +124,7 @@ class Retention:
         return [step for step in gone if step not in awaited]
 
     def waiting(self, root: Path, storage: Storage) -> Waiting | None:
-        """The steps below `root` that have outlived their use and stay for the mirror's sake; None without a mirror.
+        """The steps below `root` that have outlived their use and stay for the mirror's sake, and those of portions; None without a mirror.
 
         Nobody's pins are asked for: it is for a message.
         """
@@ -131,7 +132,8 @@ class Retention:
             return None
         awaited = self._awaited(root, storage)
         outlived = self.outlived(self.facts(root, storage))
-        return Waiting(self.mirror, [step for step in outlived if step in awaited])
+        portions = portion_paths(root, storage).values()
+        return Waiting(self.mirror, sorted({*portions, *awaited.intersection(outlived)}))
 
     def apply(self, root: Path, storage: Storage) -> list[int]:
         """Remove what has outlived its use below `root`; returns those steps.

@@ -1,7 +1,8 @@
 """Writing one step: what goes into it, and the moment at which it exists.
 
 Everything is written into a directory that has not the name of a step; manifest and COMMIT come
-last, then one rename. Left out: how tensors become blocks (`burnish.checkpoint.write`), when to
+last, then one rename. Where there are several disks the same is done on each with the files that it
+gets, and what is named is a portion, no step. Left out: how tensors become blocks (`burnish.checkpoint.write`), when to
 save and what to keep (`burnish.checkpoint.directory`).
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from burnish import __version__
 from burnish.checkpoint.blocks import PlannedFile
-from burnish.checkpoint.committed import INFLIGHT, TRASH, step_name
+from burnish.checkpoint.committed import INFLIGHT, PORTION, TRASH, step_name
 from burnish.checkpoint.contents import Assets, Contents, ModelContents
+from burnish.checkpoint.disks import Disks
 from burnish.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -34,6 +36,7 @@ from burnish.checkpoint.manifest import (
     sha256,
 )
 from burnish.checkpoint.planner import Planner
+from burnish.checkpoint.portions import SEAL
 from burnish.checkpoint.split import residual, rounded
 from burnish.checkpoint.tensor_sets import MODEL, RESIDUAL, prefix_of
 from burnish.checkpoint.write import BlockHashes, BlockWriter, WritePlan
@@ -42,7 +45,7 @@ from burnish.files.durable import discard, naming_failures, write_durably
 from burnish.files.storage import Storage
 from burnish.files.strict_json import encode_json
 from burnish.parallel.arena import Arena
-from burnish.parallel.collectives import agree, gather_objects
+from burnish.parallel.collectives import agree, from_main, gather_objects
 from burnish.parallel.pieces import PieceTable
 from burnish.parallel.plan import Move
 from burnish.parallel.shards import Piece, Shard
@@ -81,6 +84,56 @@ def _copy(elements: Tensor, into: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class _Place:
+    """Where this rank's disk gets what it has of a step, and under which names."""
+
+    inflight: Path
+    """The directory while it is written."""
+    final: Path
+    """The same when it is sealed."""
+    seal: str
+    """The name of COMMIT in it."""
+    disk: int | None
+    """The disk, on its leader; None on the other ranks, which make and name nothing."""
+
+    @classmethod
+    def of(cls, root: Path, step: int, name: str, disks: Disks, rank: int) -> _Place:
+        inflight = root / f"{INFLIGHT}{step:08d}.{name}"
+        disk = disks.of_rank[rank] if rank in disks.leaders else None
+        if disks.are_several:
+            return cls(inflight, root / f"{PORTION}{step:08d}.{name}", SEAL, disk)
+        return cls(inflight, root / step_name(step), COMMIT, disk)
+
+    def discard(self, storage: Storage) -> None:
+        """Remove what is no step, as far as the disk lets go of it."""
+        for path in (self.inflight, self.final):
+            if self.disk is not None and path.name.startswith((INFLIGHT, PORTION)):
+                with suppress(OSError):
+                    discard(storage, path, path.parent / TRASH)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sealed:
+    """The manifest of a step, and its COMMIT, as they are written."""
+
+    manifest: bytes
+    commit: bytes
+
+    @classmethod
+    def of(cls, manifest: Manifest, *, healthy: bool) -> _Sealed:
+        encoded = manifest.encode()
+        commit = Commit(
+            version=__version__,
+            uuid=manifest.uuid,
+            step=manifest.step,
+            manifest_sha256=sha256(encoded),
+            total_bytes=manifest.total_bytes,
+            healthy=healthy,
+        )
+        return cls(encoded, commit.encode())
+
+
+@dataclass(frozen=True, slots=True)
 class _Told:
     """What ranks tell each other before a save."""
 
@@ -102,12 +155,13 @@ def save_step(
 ) -> Path:
     """Write and commit a step below `root`; returns its directory. Collective, among the planner's ranks.
 
-    `require_room` is called on rank 0 with the bytes that are needed, before anything is written, and
+    Where these have several disks, this rank's portion is what is written, and is returned. On the leader of
+    a disk `require_room` is called with the bytes that are needed there, before anything is written, and
     `fence` before the step is sealed. An error on any rank, what these raise included, is raised on
     every rank, and leaves what was committed before untouched. Raises `BurnishError` when the step
     exists or writing fails.
     """
-    layout = planner.layout
+    layout, disks = planner.layout, planner.disks
     with agree(layout):
         held = list(_held(contents))
         pieces = PieceTable.of(each.piece for each in held)
@@ -122,37 +176,41 @@ def save_step(
     told = gather_objects(mine, layout)
     _check_same_step(told)
     plan = planner.plan(pieces, contents.models, [theirs.plan for theirs in told])
-    name, small = told[0].uuid, dict(plan.indices)
-    inflight = root / f"{INFLIGHT}{step:08d}.{name}"
+    place = _Place.of(root, step, told[0].uuid, disks, layout.rank)
+    empty = Manifest(told[0].uuid, step, layout.world, {})
+    small: dict[str, bytes] = {}
     device = meeting_place([theirs.device for theirs in told], mine.device)
     what = f"step {step} could not be saved"
     arena = contents.arena or Arena(torch.device("cpu"))
-    writer = BlockWriter(inflight, plan.writing, layout, device, arena)
+    writer = BlockWriter(place.inflight, plan.writing, layout, device, arena)
     try:
         with agree(layout), naming_failures(what):
             if layout.is_main:
-                small |= _small_files(contents)
+                small |= {**plan.indices, **_small_files(contents)}
+                _check_manifest(replace(empty, files=_records(plan.writing, {}, small)))
+            if place.disk is not None:
                 check_new(root, step, storage)
-                require_room(plan.size + sum(map(len, small.values())))
-                records = _records(plan.writing, {}, small)
-                _check_manifest(Manifest(name, step, layout.world, records))
-                _lay_out(inflight, plan.writing.files, small, storage)
+                files = plan.writing.files_on(place.disk)
+                require_room(sum(file.size for file in files) + sum(map(len, small.values())))
+                _lay_out(place.inflight, files, small, storage)
         hashes = writer.write(_Elements(held), storage, what)
-        all_hashes = gather_objects(hashes, layout)
-        with agree(layout), naming_failures(what):
+        all_hashes, sealed = gather_objects(hashes, layout), None
+        with agree(layout):
             if layout.is_main:
                 records = _records(plan.writing, _together(plan.writing, all_hashes), small)
-                manifest = Manifest(name, step, layout.world, records)
                 healthy = all(theirs.healthy for theirs in told)
+                sealed = _Sealed.of(replace(empty, files=records), healthy=healthy)
+        if disks.are_several:
+            sealed = from_main(sealed, layout)
+        with agree(layout), naming_failures(what):
+            if place.disk is not None and sealed is not None:
                 if fence is not None:
                     fence()
-                _commit(inflight, root / step_name(step), manifest, healthy, storage)
+                _commit(place, sealed, storage)
     except BaseException:
-        if layout.is_main:
-            with suppress(OSError):
-                discard(storage, inflight, root / TRASH)
+        place.discard(storage)
         raise
-    return root / step_name(step)
+    return place.final
 
 
 def _held(contents: Contents) -> Iterator[_Held]:
@@ -244,7 +302,8 @@ def _lay_out(
     inflight: Path, files: Sequence[PlannedFile], small: Mapping[str, bytes], storage: Storage
 ) -> None:
     """Make the directories, the small files whole, the large ones empty at their final size."""
-    for path in sorted({(inflight / name).parent for name in [*small, *(f.path for f in files)]}):
+    names = [*small, *(file.path for file in files)]
+    for path in sorted({inflight, *((inflight / name).parent for name in names)}):
         storage.make_dirs(path)
     for file in files:
         with storage.create(inflight / file.path, file.size):
@@ -302,23 +361,19 @@ def _misplanned(file: PlannedFile, number: int, what: str) -> BurnishError:
     )
 
 
-def _commit(
-    inflight: Path, final: Path, manifest: Manifest, healthy: bool, storage: Storage
-) -> None:
+def _commit(place: _Place, sealed: _Sealed, storage: Storage) -> None:
     """Seal the directory and give it its name. Before the rename the step does not exist; after it, it is whole."""
-    for path in sorted({p for name in manifest.files for p in (inflight / name).parents}):
-        if path.is_relative_to(inflight):
-            storage.sync_dir(path)
-    encoded = manifest.encode()
-    write_durably(storage, inflight / MANIFEST, encoded)
-    commit = Commit(
-        version=__version__,
-        uuid=manifest.uuid,
-        step=manifest.step,
-        manifest_sha256=sha256(encoded),
-        total_bytes=manifest.total_bytes,
-        healthy=healthy,
-    )
-    write_durably(storage, inflight / COMMIT, commit.encode())
-    storage.rename(inflight, final)
-    storage.sync_dir(final.parent)
+    for path in _directories(place.inflight, storage):
+        storage.sync_dir(path)
+    write_durably(storage, place.inflight / MANIFEST, sealed.manifest)
+    write_durably(storage, place.inflight / place.seal, sealed.commit)
+    storage.rename(place.inflight, place.final)
+    storage.sync_dir(place.final.parent)
+
+
+def _directories(path: Path, storage: Storage) -> Iterator[Path]:
+    """A directory and all below it."""
+    yield path
+    for entry in storage.entries(path):
+        if entry.kind == "directory":
+            yield from _directories(path / entry.name, storage)

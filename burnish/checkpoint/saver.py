@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from burnish.checkpoint.committed import INFLIGHT, PORTION, TRASH, open_step, step_name
 from burnish.checkpoint.contents import Contents
+from burnish.checkpoint.disks import Disks
 from burnish.checkpoint.planner import Planner
+from burnish.checkpoint.portions import portion_paths
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.room import require_room
 from burnish.checkpoint.save import save_step
+from burnish.errors import CorruptError
+from burnish.files.durable import discard
 from burnish.files.lease import Token
-from burnish.files.removals import NotRemovedError
+from burnish.files.removals import NotRemovedError, Removals
 from burnish.files.storage import Storage
 from burnish.parallel.collectives import agree
 from burnish.parallel.layout import Layout
@@ -24,7 +30,7 @@ class Saved:
     """A step that is committed."""
 
     path: Path
-    """Its directory."""
+    """Its directory, or that of this rank's portion of it."""
     warning: NotRemovedError | None
     """Rank 0: what could not be removed beside it; None where all could."""
 
@@ -44,19 +50,21 @@ class Saver:
     reserve_bytes: int
     """What stays free on the disk."""
     token: Token | None = None
-    """Rank 0: the right to commit below `root`."""
+    """The leader of a disk: the right to commit below `root`."""
+    disks: Disks | None = None
+    """Where the ranks write to; None: to one disk."""
     planner: Planner = field(init=False, compare=False, repr=False)
     """Keeps the plan from save to save, in each process that has this."""
 
     def __post_init__(self) -> None:
         """Begin without a plan."""
-        object.__setattr__(self, "planner", Planner(self.layout))
+        object.__setattr__(self, "planner", Planner(self.layout, self.disks))
 
     def save(self, step: int, contents: Contents, fence: Callable[[], None] | None = None) -> Saved:
         """Commit a step and remove those that need no longer be kept. Collective.
 
         An error on any rank is raised on every rank and leaves earlier steps untouched. `fence`
-        is called on rank 0 before the step is sealed; what it raises keeps the step from existing.
+        is called on the leader of each disk before the step is sealed; what it raises keeps the step from existing.
         """
 
         def check() -> None:
@@ -72,6 +80,29 @@ class Saver:
         path = save_step(self.root, step, contents, self.planner, self.storage, require, check)
         with agree(self.layout):
             return Saved(path, self.let_go() if self.layout.is_main else None)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank makes and names what is on its disk."""
+        return self.layout.rank in self.planner.disks.leaders
+
+    def holds(self, step: int) -> bool:
+        """Whether this rank's disk has the step, or its portion, sealed."""
+        if self.planner.disks.are_several:
+            return step in portion_paths(self.root, self.storage).values()
+        with suppress(CorruptError):
+            return bool(open_step(self.root / step_name(step), self.storage))
+        return False
+
+    def discard(self, step: int, *, portion: bool) -> NotRemovedError | None:
+        """Remove what a save that ended has left of a step, and its `portion` too; says what could not be removed. For leaders."""
+        starts = (INFLIGHT, PORTION) if portion else (INFLIGHT,)
+        removals = Removals(self.root)
+        with removals.trying():
+            for entry in self.storage.entries(self.root):
+                if entry.name.startswith(tuple(f"{start}{step:08d}." for start in starts)):
+                    discard(self.storage, self.root / entry.name, self.root / TRASH)
+        return removals.error()
 
     def let_go(self) -> NotRemovedError | None:
         """Remove the steps that need no longer be kept; says what could not be removed. For rank 0."""

@@ -1,6 +1,6 @@
-"""The process that keeps a mirror in line while training goes on, and rank 0's end of it.
+"""The process that keeps a mirror in line while training goes on, and the training process's end of it: rank 0's, or the leader's of each disk.
 
-It does one `Sync` after the other, whenever it is asked to. What fails is said loudly, stops nothing,
+It does one `Sync` after the other, and a `PortionSync` with it, whenever it is asked to. What fails is said loudly, stops nothing,
 and is done by the next one: after the next save, and at the end of the run. A sync in which a write hung is
 the last of its process: what that has begun cannot come late, over what was sent since, once it has ended.
 Why it is a process: `burnish.checkpoint.companion`.
@@ -17,8 +17,11 @@ from multiprocessing.connection import Connection
 
 from burnish.checkpoint.companion import Companion, accompany
 from burnish.checkpoint.mirror import Mirror, Seen, Sync
+from burnish.checkpoint.portion_sync import Pause, PortionSync
 from burnish.errors import BurnishError
 
+_SYNC, _NUDGE = "sync", "nudge"
+# What it is sent: what to do, and that it should wait for other disks no longer.
 _WHAT = "the process that copies to the mirror"
 _DO = "correct what it names; the next save, or the same command again, goes on from there"
 _REPORTS = 100
@@ -57,19 +60,25 @@ def serve(pipe: int, parent: int) -> None:
         seen = Seen()
         while True:
             try:
-                connection.recv()
+                while connection.recv() != _SYNC:  # a nudge that came too late for what it was for
+                    pass
             except EOFError:
                 return
-            synced = _synced(mirror, seen, connection.send)
+            synced = _synced(mirror, seen, connection.send, connection.poll)
             connection.send(replace(synced, may_change_late=mirror.remote.may_change_late))
 
 
-def _synced(mirror: Mirror, seen: Seen, tell: Callable[[Progress], None]) -> Synced:
+def _synced(mirror: Mirror, seen: Seen, tell: Callable[[Progress], None], pause: Pause) -> Synced:
     try:
         meter = _Meter(tell)
-        sync = Sync(mirror, meter.moved, seen)
-        meter.total = sync.size()
-        return Synced(tuple(sync.run()), None)
+        sync = None if mirror.disk else Sync(mirror, meter.moved, seen)
+        portions = PortionSync(mirror, meter.moved)
+        meter.total = portions.size() + (0 if sync is None else sync.size())
+        steps = [] if sync is None else sync.run()
+        made = portions.run(pause)
+        if sync is not None and made:
+            Sync(mirror, meter.moved, seen).run()  # of steps that are new there others may go
+        return Synced((*steps, *made), None)
     except BurnishError as error:
         return Synced((), error)
     except Exception as error:  # noqa: BLE001 - told to the training process, which goes on
@@ -98,7 +107,7 @@ class _Meter:
 
 
 class Uploader:
-    """Rank 0's end: asks for syncs and hears how they went. Started when it is first needed."""
+    """The training process's end: asks for syncs and hears how they went. Started when it is first needed."""
 
     def __init__(self, mirror: Mirror) -> None:
         self.mirror = mirror
@@ -114,14 +123,16 @@ class Uploader:
     def begin(self) -> None:
         """Ask for a sync; for another one, where one is under way. Returns at once."""
         self.hear()
+        companion = self._companion
         if self._busy:
+            if companion is not None and not self._again:
+                companion.send(_NUDGE)
             self._again = True
             return
-        companion = self._companion
         if companion is None or not companion.is_alive():
             companion = self._start()
         self.progress = Progress(0, 0)
-        self._busy = companion.send("sync")
+        self._busy = companion.send(_SYNC)
         if not self._busy:
             self._note(Synced((), companion.died()))
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from burnish.checkpoint.block_memory import BlockMemory, buffers, is_plain
 from burnish.checkpoint.blocks import Block, PlannedFile, block_bytes_for, blocks_of
-from burnish.checkpoint.parts import Parts, Place, owners, slots_of
+from burnish.checkpoint.disks import Disks
+from burnish.checkpoint.parts import Parts, Place, owners_by_disk, slots_of
 from burnish.files.closing import Closing
 from burnish.files.durable import naming_failures
 from burnish.files.storage import File, Storage
@@ -52,6 +53,8 @@ class WritePlan:
     """All of the step's."""
     block_bytes: int
     """The size of their blocks."""
+    disks: Sequence[int]
+    """The disk that each file goes to."""
     share: Sequence[Block]
     """The blocks that this rank writes."""
     places: dict[int, Place]
@@ -65,9 +68,13 @@ class WritePlan:
 
     @classmethod
     def of(
-        cls, files: Sequence[PlannedFile], have: Sequence[PieceTable], layout: Layout
+        cls,
+        files: Sequence[PlannedFile],
+        have: Sequence[PieceTable],
+        layout: Layout,
+        disks: Disks,
     ) -> WritePlan:
-        """Plan for pieces that are named by the keys under which tensors are stored. Raises `MissingError` for a tensor that nobody has all of."""
+        """Plan for pieces that are named by the keys under which tensors are stored, and the ranks' disks. Raises `MissingError` for a tensor that nobody has all of."""
         tensors = TensorIndex()
         [held] = tensors.merge(have)
         block_bytes = block_bytes_for(files)
@@ -79,7 +86,10 @@ class WritePlan:
             part
         ]
         rank = cover.held.rank[holder]
-        owner = owners(parts.block[cover.want[part]], rank, size, len(blocks), layout.world)
+        disk_of_file = disks.divide([file.size for file in files])
+        disk_of_block = np.array([disk_of_file[block.file] for block in blocks], np.int64)
+        in_block = parts.block[cover.want[part]]
+        owner = owners_by_disk(in_block, rank, size, disk_of_block, np.array(disks.of_rank))
         moves = cover.moves(owner[parts.block])
         slots = slots_of(owner)
         group_blocks = max(1, _GROUP_BYTES // block_bytes)
@@ -90,12 +100,17 @@ class WritePlan:
         return cls(
             files,
             block_bytes,
+            disk_of_file,
             [blocks[number] for number in mine.tolist()],
             parts.places(own_slots),
             group_blocks,
             schedule(moves, layout.rank, _WAVE_BYTES, group, groups),
             moves.digest(),
         )
+
+    def files_on(self, disk: int) -> list[PlannedFile]:
+        """The files that go to a disk."""
+        return [file for file, of in zip(self.files, self.disks, strict=True) if of == disk]
 
 
 class Elements(Protocol):

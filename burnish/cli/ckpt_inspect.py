@@ -9,6 +9,7 @@ from typing import Any
 
 from burnish.checkpoint.committed import (
     INFLIGHT,
+    PORTION,
     QUARANTINE,
     TRASH,
     Committed,
@@ -61,7 +62,7 @@ def _beside(root: PurePath, source: Source) -> dict[str, list[str]]:
         return {"unfinished": unfinished, QUARANTINE: source.damaged(), TRASH: []}
     names = [entry.name for entry in source.entries(root)]
     return {
-        "unfinished": [name for name in names if name.startswith(INFLIGHT)],
+        "unfinished": [name for name in names if name.startswith((INFLIGHT, PORTION))],
         QUARANTINE: [entry.name for entry in source.entries(root / QUARANTINE)],
         TRASH: [entry.name for entry in source.entries(root / TRASH)],
     }

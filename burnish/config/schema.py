@@ -375,7 +375,7 @@ class CheckpointConfig(Section):
     reserve_gb: float = Field(0.1, ge=0)
     """Disk space that must stay free after a save, in GB."""
     mirror: str | None = None
-    """URL below which the run's directory is copied, as URL/NAME, after every save and while training goes on; resuming looks there as well, and no step goes from the disk before it is there. hdfs://, s3://, gs:// or file://."""
+    """URL below which the run's directory is copied, as URL/NAME, after every save and while training goes on; resuming looks there as well, and no step goes from the disk before it is there. Machines that share no disk need it: their parts of a step meet there. hdfs://, s3://, gs:// or file://."""
     mirror_keep_last: int = Field(0, ge=0)
     """Newest steps to keep on the mirror, besides those that keep_every, keep_best and pins keep there too; 0: all steps."""
     mirror_patience_seconds: float = Field(1800.0, ge=0)

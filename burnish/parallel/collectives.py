@@ -34,6 +34,15 @@ def gather_objects(value: T, layout: Layout) -> list[T]:
     return cast(list[T], values)
 
 
+def from_main(value: T, layout: Layout) -> T:
+    """Rank 0's value, on all ranks. Unlike `gather_objects` it takes the room of one value, however many ranks there are."""
+    if layout.world == 1:
+        return value
+    values: list[T] = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 def any_rank(flag: bool, layout: Layout) -> bool:
     """Whether the flag is set on at least one rank."""
     if layout.world == 1:

@@ -147,12 +147,17 @@ def step_place(step: int, directory: RunDirectory, mirror: Mirror | None) -> Pur
     return path if mirror is None or path.is_dir() else mirror.steps().root / step_name(step)
 
 
-def behind(mirror: Mirror | None, directory: RunDirectory, why: BurnishError) -> BurnishError:
-    """What a run that is done ends with when its mirror has not all of it."""
+def behind(
+    mirror: Mirror | None, directory: RunDirectory, why: BurnishError, *, meets: bool
+) -> BurnishError:
+    """What a run that is done ends with when its mirror has not all of it; where disks meet there, no other place has it."""
+    again = f"keep {directory.root}; the same command again copies the rest"
     return BurnishError(
         f"the run is done, but {mirror and mirror.remote} has not all of it",
         have=why,
-        do=f"keep {directory.root}; the same command again copies the rest",
+        do="start the same command again: it continues from the newest step there"
+        if meets
+        else again,
     )
 
 

@@ -217,7 +217,8 @@ class Run:
             what = "adapter" if self._learners[MAIN].foundation.adapter else "model"
             log.info("done: the %s is %s", what, path / "model")
         if left is not None:
-            raise behind(self.mirror, self.directory, left)
+            meets = self.checkpoints.meets_on_mirror
+            raise behind(self.mirror, self.directory, left, meets=meets)
 
     def write_rollouts(self, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> None:
         """Keep the rollouts of the step under way where the configuration asks for it, the first and the last always."""
@@ -276,15 +277,20 @@ class Run:
         )
 
     def stopped(self, request: StopRequested) -> StoppedError:
-        """Commit what there is, and what to raise then. Collective."""
+        """Commit what there is, and what to raise then. Collective.
+
+        Where a step is committed on the mirror alone, that is waited for as at the end.
+        """
         self.save()
         self._report("stopped")
-        self._settle_mirror(_GRACE_SECONDS)
-        return StoppedError(
-            f"{request}: step {self.position.step} is committed in {self.directory.root}; "
-            "the same command continues from there",
-            signal_number=request.signal_number,
-        )
+        meets = self.checkpoints.meets_on_mirror
+        patience = self.config.checkpoint.mirror_patience_seconds if meets else _GRACE_SECONDS
+        left = self._settle_mirror(patience)
+        place = self.mirror.remote if meets and self.mirror is not None else self.directory.root
+        said = f"step {self.position.step} is committed in {place}; the same command continues from there"
+        if meets and left is not None:
+            said = f"STEP {self.position.step} IS NOT COMMITTED; the same command continues from an older one. {left}"
+        return StoppedError(f"{request}: {said}", signal_number=request.signal_number)
 
     def _settle_mirror(self, seconds: float) -> BurnishError | None:
         """Wait so long for the mirror, or until a signal comes; says why it has not all of the run. Collective."""

@@ -13,11 +13,12 @@ from checkpoints_for_tests import contents_of, fill_and_compare, make_state, sav
 from burnish.checkpoint.committed import committed, newest, open_step, read_commit
 from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.load import CheckpointSource
-from burnish.checkpoint.mirror import Mirror, Seen, Sync, send_outputs, upload
+from burnish.checkpoint.mirror import Mirror, Seen, Sync, send_outputs
 from burnish.checkpoint.mirrored import MIRRORED, read_mirrored
 from burnish.checkpoint.pins import holding_pins
 from burnish.checkpoint.remote_steps import DAMAGED, RemotePath
 from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.upload import upload
 from burnish.checkpoint.verify import verify, verify_quickly
 from burnish.errors import BurnishError, CorruptError
 from burnish.files.patience import Patience
@@ -190,6 +191,7 @@ def test_what_is_damaged_here_does_not_get_there_and_keeps_no_other_back(mirror)
 
 def test_data_without_commit_is_not_listed_and_is_cleared(mirror):
     mirror.remote.put("checkpoints/step-00000007/model/config.json", b"{}")
+    mirror.remote.put("checkpoints/portions/step-00000007/uuid.1", b"{}")
     mirror.remote.put("checkpoints/notes/why.txt", b"by hand")
     steps = mirror.steps()
     assert committed(steps.root, steps) == []

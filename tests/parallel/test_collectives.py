@@ -10,6 +10,7 @@ from burnish.errors import BurnishError, MissingError
 from burnish.parallel.collectives import (
     agree,
     any_rank,
+    from_main,
     gather_objects,
     reduce_stats,
     same_on_all_ranks,
@@ -24,6 +25,7 @@ ALONE = Layout()
 def test_one_process_needs_no_group():
     stats = Stats(loss=Mean(1.0, 2.0))
     assert gather_objects("x", ALONE) == ["x"]
+    assert from_main("x", ALONE) == "x"
     assert any_rank(True, ALONE)
     assert not any_rank(False, ALONE)
     assert reduce_stats(stats, ALONE, CPU) is stats
@@ -41,12 +43,12 @@ def test_one_process_raises_its_own_error():
 
 def _gather_and_flags(layout):
     flags = [any_rank(layout.rank == chosen, layout) for chosen in (0, 2, 7)]
-    return gather_objects({"rank": layout.rank}, layout), flags
+    return gather_objects({"rank": layout.rank}, layout), from_main(layout.rank, layout), flags
 
 
 def test_every_rank_gets_every_value_and_any_flag():
     values = [{"rank": rank} for rank in range(3)]
-    assert run_ranks(_gather_and_flags, 3) == [(values, [True, True, False])] * 3
+    assert run_ranks(_gather_and_flags, 3) == [(values, 0, [True, True, False])] * 3
 
 
 def _stats(rank):

@@ -7,7 +7,7 @@ import shutil
 import signal
 
 import pytest
-from training_files import At, burnish, done, make_files, outcome
+from training_files import At, burnish, done, make_files, outcome, ranks
 
 from burnish.checkpoint.committed import committed
 from burnish.checkpoint.remote_steps import RemoteSteps
@@ -56,6 +56,29 @@ def test_several_processes_that_save_in_the_background(work):
     new_machine(work)
     code, said = burnish(work, *argv, "steps=7")
     assert (code, "resuming step 6 from file://" in said) == (0, True), said
+
+
+def test_machines_that_share_no_disk_go_on_as_if_nothing_had_been(tmp_path):
+    """Each process works in a directory of its own; both are stopped, lost, and go on as others."""
+    peace = outcome(done(make_files(tmp_path), *SFT, "name=peace", world=2))
+    argv = [*SFT, f"checkpoint.mirror=file://{tmp_path}/far"]
+
+    def started(name, at=None):
+        roots = [tmp_path / f"{name}-{rank}" for rank in range(2)]
+        for root in roots:
+            root.mkdir()
+        return ranks([make_files(root) for root in roots], argv, 2, at=at)
+
+    commands = started("one", At("burnish.trainers.sft:make_batch", 4, signal.SIGTERM))
+    assert [command.wait() for command in commands] == [143, 143], commands[0].output
+    stopped = max(far(tmp_path, "run"))
+    assert stopped < 6
+    assert f"step {stopped} is committed in file://{tmp_path}/far/run;" in commands[0].output
+    commands = started("two")
+    assert [command.wait() for command in commands] == [0, 0], commands[0].output
+    assert f"resuming step {stopped} from file://" in commands[0].output
+    assert outcome(tmp_path / "far" / "run") == peace
+    assert not list(tmp_path.glob("*-?/runs/run/checkpoints/*-0*"))
 
 
 def test_all_of_a_run_is_at_its_url(work):
