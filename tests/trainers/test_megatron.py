@@ -88,8 +88,8 @@ def test_supervised_fine_tuning_is_that_of_the_torch_engine(work):
 def test_a_killed_mixture_goes_on_as_if_nothing_had_happened(work):
     fresh = f"model.fresh={json.dumps(MIXTURE)}"
     argv = ["sft", "sft.yaml", fresh, MEGATRON, "engine.expert_parallel=2"]
-    argv += ["checkpoint.save_every=1", "checkpoint.background=true"]
     left_alone = done(work, *argv, "name=left_alone", world=2)
+    argv += ["checkpoint.save_every=1", "checkpoint.background=true"]
     started = ranks(work, [*argv, "name=killed"], 2)
     assert started[0].reached(3), started[0].output
     started[1].send(signal.SIGKILL)
