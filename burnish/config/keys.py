@@ -50,6 +50,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "total_training_steps": "steps",
         "train_batch_size": "batch.prompts",
         "target_modules": "model.lora.targets",
+        "target_parameters": "model.lora.targets",
         "train_files": "data.train",
         "ulysses_sequence_parallel_size": "engine.sequence_parallel",
         "val_files": "data.validation",
