@@ -51,7 +51,8 @@ def test_layers_are_compiled_once_for_all_lengths(tmp_path: Path) -> None:
     path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
     ((graphs, losses),) = run_ranks(count_rank, 1, path, timeout=280)
     assert 0 < graphs[0] <= PIECES + 1
-    assert graphs[-1] <= PIECES + 2, "lengths make it compile again"
+    assert graphs[1] <= 2 * PIECES, "once more for lengths in general"
+    assert set(graphs[1:]) == {graphs[1]}, "lengths make it compile again"
     for mine, plain in losses:
         assert mine == pytest.approx(plain, rel=1e-5)
 
