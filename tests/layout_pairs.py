@@ -39,7 +39,7 @@ def require_every_pair(
     each: Sequence[int] | None = None,
     relative: float = 1e-6,
 ) -> None:
-    """Weights and slots that were saved are loaded bit for bit, and the loss of the next step is that of the first layout.
+    """Weights and slots that were saved are loaded bit for bit, and the loss of the next step is what it would have been where they were saved.
 
     `path` is a directory with the model to begin from, `root` one for checkpoints. With `each` a layout
     loads not from all, but from those that are so many places behind it, in the order given. `relative`
@@ -54,7 +54,6 @@ def require_every_pair(
         name: names if each is None else [names[(at + by) % len(names)] for by in each]
         for at, name in enumerate(names)
     }
-    first = saved[names[0]][0]["loss"]
     for world, of_world in layouts.items():
         told = {name: (settings, writers[name]) for name, settings in of_world.items()}
         ranks = run_ranks(load_rank, world, make, path, root, told, timeout=400)
@@ -63,10 +62,10 @@ def require_every_pair(
                 loaded = [rank[reader][number] for rank in ranks]
                 pair = f"{writer} to {reader}"
                 _require_same(loaded, saved[writer], pair)
-                again = saved[writer][0]["loss"] if reader == writer else first
+                wanted = saved[writer][0]["loss"]
                 tolerance = 1e-6 if reader == writer else relative
                 for rank in loaded:
-                    assert rank["loss"] == pytest.approx(again, rel=tolerance), pair
+                    assert rank["loss"] == pytest.approx(wanted, rel=tolerance), pair
 
 
 def save_rank(

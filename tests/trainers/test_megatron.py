@@ -26,6 +26,15 @@ MIXTURE = FRESH | {
     "mlp_only_layers": [],
 }
 
+KILLED = [
+    [],
+    ["engine.tensor_parallel=2"],
+    ["engine.pipeline_parallel=2"],
+    ["engine.pipeline_parallel=2", "engine.virtual_stages=2"],
+    ["engine.expert_parallel=2"],
+    ["engine.sequence_parallel=2"],
+]
+"""Of two processes; the first with data parallelism alone."""
 REPLAYED = {
     "recompute": ["engine.expert_parallel=2"],
     "rollout": ["engine.expert_parallel=2", "engine.pipeline_parallel=2"],
@@ -86,15 +95,28 @@ def test_supervised_fine_tuning_is_that_of_the_torch_engine(work):
 
 
 def test_a_killed_mixture_goes_on_as_if_nothing_had_happened(work):
-    fresh = f"model.fresh={json.dumps(MIXTURE)}"
-    argv = ["sft", "sft.yaml", fresh, MEGATRON, "engine.expert_parallel=2"]
-    left_alone = done(work, *argv, "name=left_alone", world=2)
-    argv += ["checkpoint.save_every=1", "checkpoint.background=true"]
-    started = ranks(work, [*argv, "name=killed"], 2)
+    argv = ["sft", "sft.yaml", f"model.fresh={json.dumps(MIXTURE)}"]
+    require_unharmed(work, "sft", [*argv, "engine.expert_parallel=2"])
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("degrees", KILLED, ids=lambda degrees: ", ".join(degrees) or "data")
+def test_reinforcement_learning_goes_on_as_if_nothing_had_happened(work, degrees):
+    """Of a mixture with a reference, two updates a step and experts that are replayed, at every kind of layout."""
+    fresh = f"model.fresh={json.dumps(MIXTURE | {'num_hidden_layers': 4})}"
+    name = f"rl_{KILLED.index(degrees)}"
+    require_unharmed(work, name, [*RL, fresh, "algorithm.router_replay=recompute", *degrees])
+
+
+def require_unharmed(work, name, argv):
+    """A run that saves in the background, of which a rank is killed, comes to the end of one that is left alone, bit for bit."""
+    left_alone = done(work, *argv, MEGATRON, f"name=left_alone_{name}", world=2)
+    argv = [*argv, MEGATRON, "checkpoint.save_every=1", "checkpoint.background=true"]
+    started = ranks(work, [*argv, f"name=killed_{name}"], 2)
     assert started[0].reached(3), started[0].output
     started[1].send(signal.SIGKILL)
     assert [each.wait() for each in started] == [1, -signal.SIGKILL]
-    assert outcome(done(work, *argv, "name=killed", world=2)) == outcome(left_alone)
+    assert outcome(done(work, *argv, f"name=killed_{name}", world=2)) == outcome(left_alone)
 
 
 def test_a_signal_in_a_pipeline_leaves_a_checkpoint(work):

@@ -19,6 +19,8 @@ from burnish.engines.torch_engine import TorchEngine
 from burnish.parallel.layout import Layout
 
 CPU = torch.device("cpu")
+EVEN, UNEVEN = 4, 5
+"""Layers, which two stages share evenly or do not."""
 PLAIN_TP: dict[str, Any] = {"tensor_parallel": 2, "megatron_sequence_parallel": False}
 TORCH: dict[int, dict[str, dict[str, Any]]] = {
     1: {"torch 1": {}},
@@ -58,22 +60,22 @@ def make_engine(layout: Layout, path: Path, settings: Mapping[str, Any]) -> Engi
     return made(hf_config, config, OptimConfig(), layout=layout, device=CPU)
 
 
-def save_mixture(directory: Path) -> Path:
-    """With tied embeddings, and layers with experts and without; four of them."""
-    changes = {"tie_word_embeddings": True, "num_hidden_layers": 4}
+def save_mixture(directory: Path, layers: int) -> Path:
+    """With tied embeddings, and layers with experts and without."""
+    changes = {"tie_word_embeddings": True, "num_hidden_layers": layers}
     return save_tiny(directory, "qwen3_moe", torch.float32, **changes)
 
 
-def save_dense(directory: Path) -> Path:
-    """With biases and an output layer of its own, and five layers, which no two stages share evenly."""
-    changes = {"tie_word_embeddings": False, "num_hidden_layers": 5}
+def save_dense(directory: Path, layers: int) -> Path:
+    """With biases and an output layer of its own."""
+    changes = {"tie_word_embeddings": False, "num_hidden_layers": layers}
     return save_tiny(directory, "qwen2", torch.float32, **changes)
 
 
 @pytest.mark.timeout(600)
 def test_every_layout_is_saved_and_loaded(tmp_path: Path) -> None:
     """Of each engine by the other, and by layouts of its own."""
-    path = save_mixture(tmp_path / "m")
+    path = save_mixture(tmp_path / "m", UNEVEN)
     told = layouts({"ep 2": {"expert_parallel": 2}})
     require_every_pair(make_engine, path, tmp_path, told, each=[6])
 
@@ -85,20 +87,22 @@ def test_every_pair_in_bf16(tmp_path: Path) -> None:
         name: {"precision": "bf16", "kind": "torch" if "torch" in name else "megatron", **settings}
         for name, settings in told.items()
     }
-    path = save_mixture(tmp_path / "m")
+    path = save_mixture(tmp_path / "m", EVEN)
     require_every_pair(make_engine, path, tmp_path, {2: in_bf16}, relative=1e-2)
 
 
 @pytest.mark.contract
 @pytest.mark.timeout(3600)
-def test_every_pair_with_a_mixture(tmp_path: Path) -> None:
-    path = save_mixture(tmp_path / "m")
+@pytest.mark.parametrize("layers", [EVEN, UNEVEN])
+def test_every_pair_with_a_mixture(tmp_path: Path, layers: int) -> None:
+    path = save_mixture(tmp_path / "m", layers)
     told = layouts({"ep 2": {"expert_parallel": 2}})
     require_every_pair(make_engine, path, tmp_path, told)
 
 
 @pytest.mark.contract
 @pytest.mark.timeout(3600)
-def test_every_pair_with_a_dense_model(tmp_path: Path) -> None:
-    path = save_dense(tmp_path / "m")
+@pytest.mark.parametrize("layers", [EVEN, UNEVEN])
+def test_every_pair_with_a_dense_model(tmp_path: Path, layers: int) -> None:
+    path = save_dense(tmp_path / "m", layers)
     require_every_pair(make_engine, path, tmp_path, layouts({"tp 2": PLAIN_TP}))

@@ -77,7 +77,7 @@ CROSSED: list[dict[str, Any]] = [
 
 
 def make_engine(layout: Layout, path: Path, settings: Mapping[str, Any]) -> Engine:
-    """Of Megatron unless the settings differ."""
+    """Of either engine, as the settings say."""
     settings = {"precision": "fp32", "max_grad_norm": CLIP, "logprob_chunk": 5, **settings}
     config = EngineConfig(**settings)
     hf_config = AutoConfig.from_pretrained(path)
