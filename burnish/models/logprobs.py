@@ -149,7 +149,7 @@ def _softmax_sums(
             exponentials = z.exp()
             sums[0, piece.rows] = top[:, 0]
             sums[1, piece.rows] = exponentials.sum(dim=-1)
-            sums[2, piece.rows] = torch.linalg.vecdot(exponentials, z)
+            sums[2, piece.rows] = exponentials.mul_(z).sum(dim=-1)
             sums[3, piece.rows] = chosen.masked_fill(column < 0, -torch.inf)[:, 0]
     return sums, logits
 

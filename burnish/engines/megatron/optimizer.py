@@ -104,6 +104,7 @@ class MegatronOptimizer:
 
 
 def _wrapped(stage: PackedGPT, mesh: MegatronMesh) -> DistributedDataParallel:
+    _empty(stage)
     return DistributedDataParallel(
         config=stage.config,
         ddp_config=DistributedDataParallelConfig(
@@ -114,6 +115,19 @@ def _wrapped(stage: PackedGPT, mesh: MegatronMesh) -> DistributedDataParallel:
         module=stage,
         pg_collection=mesh.groups,
     )
+
+
+def _empty(stage: PackedGPT) -> None:
+    """Free the memory of weights that are not loaded yet: Megatron copies them to a buffer of its own, beside one for gradients, and both would be there at a time.
+
+    They stay what they are but for their strides, which are 0.
+    """
+    for parameter in stage.parameters():
+        element = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+        strides = [0] * parameter.dim()
+        parameter.data = element.new_empty(0).set_(
+            element.untyped_storage(), 0, parameter.shape, strides
+        )
 
 
 def _settings(config: EngineConfig, optim: OptimConfig) -> OptimizerConfig:
