@@ -140,6 +140,8 @@ def owners_by_disk(
     block: Ints, rank: Ints, size: Ints, disk_of_block: Ints, disk_of_rank: Ints
 ) -> Ints:
     """The same where a block may be a rank's only that has its disk, by disk."""
+    if not disk_of_rank.any():  # there is one
+        return owners(block, rank, size, len(disk_of_block), len(disk_of_rank))
     found = np.empty_like(disk_of_block)
     for disk in np.unique(disk_of_block):
         blocks, ranks = (np.flatnonzero(of == disk) for of in (disk_of_block, disk_of_rank))
