@@ -216,10 +216,11 @@ class Sync:
             write_mirrored(self._mirror.root, str(self._mirror.remote), settled, self._storage)
 
     def _retain(self) -> None:
-        """Remove from the mirror what its retention does not keep, and what was never finished, where no other disk may be at it."""
+        """Remove from the mirror what its retention does not keep, and what was never finished, but nothing that another disk may be at."""
         there = self._there
         there.refresh()
-        gone = self._outlived(self._remote)
+        told = there.told()
+        gone = {s for s in self._outlived(self._remote) if self._remote[s].uuid not in told}
         for path in [path for step, path in step_paths(there.root, there).items() if step in gone]:
             self._mirror.check()
             there.remove(path)

@@ -3,7 +3,8 @@
 The process beside each disk's leader sends the files that lie there, and then says so by a small object
 beside the steps, `portions/step-N/UUID.DISK`, that names them. That of the first disk waits for the others'
 words; when they name all files of the manifest, and these are there, it puts manifest and COMMIT. The
-others wait for that COMMIT. Then each removes its portion. An object is the word of one writing of the step, by
+others wait for that COMMIT. Then each removes its portion and its word, and while there is a word of a step the mirror's
+retention leaves that there, for somebody has yet to see that it is sealed. An object is the word of one writing of the step, by
 its uuid, so none of an earlier attempt counts; it is put after the files were read back, so a kill before it leaves
 work and one after it leaves nothing to do. No process waits for another on the way: what is late is
 waited for only when all else is done, and no longer than until the next request. No torch here.
@@ -87,7 +88,7 @@ class PortionSync:
     def _is_sent(self, portion: Portion) -> bool:
         """Send its files and say so; False where it is damaged, goes from here meanwhile, or is for the next process to look at."""
         mirror, path = self._mirror, portion.step.path
-        word = f"{portion.name}/{portion.step.commit.uuid}.{mirror.disk or 0}"
+        word = self._word(portion)
         if self._words.stat(word) is not None:
             self._moved(2 * portion.size)
             return True
@@ -120,14 +121,12 @@ class PortionSync:
         is_sealed = False
         with suppress(MissingError):
             is_sealed = there.read(COMMIT, COMMIT_LIMIT) == portion.commit
-        if self._mirror.disk:
+        if is_sealed or self._mirror.disk:
             return is_sealed
-        if not is_sealed:
-            if not self._named(portion) >= portion.step.manifest.files.keys():
-                return False
-            self._require_all(portion, there)
-            seal(there, portion.manifest, portion.commit, self._mirror.check)
-        self._words.remove_below(portion.name)
+        if not self._named(portion) >= portion.step.manifest.files.keys():
+            return False
+        self._require_all(portion, there)
+        seal(there, portion.manifest, portion.commit, self._mirror.check)
         return True
 
     def _require_all(self, portion: Portion, there: Remote) -> None:
@@ -145,6 +144,10 @@ class PortionSync:
                 do="see that nobody else removes or writes files there; they are sent again",
             )
 
+    def _word(self, portion: Portion) -> str:
+        """The object by which this disk says that all of its portion was sent."""
+        return f"{portion.name}/{portion.step.commit.uuid}.{self._mirror.disk or 0}"
+
     def _named(self, portion: Portion) -> set[str]:
         """The files that the disks say they have sent of this writing of a step."""
         found: set[str] = set()
@@ -158,7 +161,8 @@ class PortionSync:
         return found
 
     def _remove(self, portion: Portion) -> None:
-        """The portion is on the mirror, and makes room here."""
+        """The portion is on the mirror, and makes room here; after that nobody needs its word."""
         path = self._mirror.root / portion.step.path.name
         with naming_failures(f"{path} cannot be removed"):
             discard(self._storage, path, self._mirror.root / TRASH)
+        self._words.remove(self._word(portion))

@@ -156,8 +156,12 @@ class RemoteSteps:
         """What has a step's name and was never sealed, as last listed, and what was said of it."""
         damaged = self.damaged()
         names = [name for name in self._unsealed() if name not in damaged]
-        is_told = any(name.startswith(f"{PORTIONS}/") for name in self._sizes(""))
-        return [self.root / name for name in [*names, *([PORTIONS] if is_told else [])]]
+        return [self.root / name for name in [*names, *([PORTIONS] if self.told() else [])]]
+
+    def told(self) -> set[str]:
+        """The uuids of writings of steps of which there is a disk's word, as last listed."""
+        words = [name for name in self._sizes("") if name.startswith(f"{PORTIONS}/")]
+        return {name.rpartition("/")[2].partition(".")[0] for name in words}
 
     def damaged(self) -> list[str]:
         """Names of the steps that were marked as damaged, as last listed."""

@@ -376,6 +376,26 @@ def test_who_lost_the_mirror_seals_nothing(two):
     assert steps_on(disks) == []
 
 
+def save_twice(layout, disks):
+    """Steps that the mirror is not told of."""
+    with disks.open(layout) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, contents_of(*make_state(step), layout))
+
+
+def test_the_mirrors_retention_leaves_what_another_disk_has_not_seen_sealed(tmp_path):
+    disks = where(tmp_path, 0, 1)
+    run_ranks(save_twice, 2, disks)
+    first, second = replace(disks.mirror(0), disk=0, retention=Retention(1)), disks.mirror(1)
+    sync(second, 1)
+    synced = _synced(first, Seen(), lambda progress: None, lambda seconds: True)
+    assert (synced.steps, synced.error) == ((2, 1), None)
+    assert sync(second, 1) == [2, 1]
+    assert [portions_on(disks, rank) for rank in (0, 1)] == [[], []]
+    _synced(first, Seen(), lambda progress: None, lambda seconds: True)
+    assert steps_on(disks) == [2]
+
+
 def test_the_mirrors_retention_counts_what_was_just_sealed(two):
     disks, first, second = two
     sync(second, 1)
