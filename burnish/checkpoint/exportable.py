@@ -15,19 +15,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from burnish.checkpoint.assets import CONFIG, read_assets, with_dtype
 from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.streams import Described, DirectoryTensors, StepTensors
 from burnish.checkpoint.tensor_sets import MAIN, MODEL, prefix_of, roles_in
 from burnish.checkpoint.verify import read_block
-from burnish.config.schema import LoraConfig
+from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, MissingError, few
 from burnish.files.closing import Closing
 from burnish.files.storage import LocalStorage, Source
 from burnish.files.weights import SUFFIX, model_digest
 from burnish.models.building import build_on_meta
+from burnish.models.loading import read_model_config
 from burnish.models.lora import Adapter
 from burnish.models.lora_merge import Change
 from burnish.models.lora_names import (
@@ -188,7 +188,8 @@ def _changes(record: Mapping[str, Any], base: Path, weights: Iterable[str]) -> M
     if not any(map(are_parameters, record["targets"])):
         return {name: Change(layer) for name, layer in adapted_weights(weights).items()}
     lora = LoraConfig(rank=record["rank"], targets=record["targets"])
-    return Adapter(build_on_meta(AutoConfig.from_pretrained(base)), lora).changes
+    hf_config = read_model_config(ModelConfig(path=str(base)))
+    return Adapter(build_on_meta(hf_config), lora).changes
 
 
 def _model_directory(step: Committed, role: str) -> str:

@@ -64,7 +64,10 @@ class Arriving(Generic[Row]):
                 do="look at the loss and gradient norm of the steps before; the weights may hold NaN",
             )
         tokens, sampled = self._tokens.tolist(), self._sampled.tolist()
-        experts = repeat(None) if self._experts is None else iter(self._experts.numpy()[:, None])
+        experts: Iterator[Experts | None] = repeat(None)
+        if self._experts is not None:
+            # Copied, for completions keep them to their end, and what came from the device lies in pinned memory.
+            experts = iter(self._experts.numpy().copy()[:, None])
         numbers = zip(tokens, sampled, self._logprobs.tolist(), experts, strict=False)
         for row, number in zip(self._rows, numbers, strict=True):
             yield row, Token(*number)

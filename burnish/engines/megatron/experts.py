@@ -2,8 +2,8 @@
 
 Megatron's own grouped experts need packages that exist for CUDA alone; without them it runs one expert
 after the other. Here the matrices of all experts that a rank has lie in one parameter each, every
-expert's rows are multiplied in one call of torch, and gradients of weights are added up where Megatron wants them, so
-that those of a layer are nowhere a second time. Ranks that share an expert's matrices exchange rows in Megatron's
+expert's rows are multiplied in one call of torch, and gradients of weights are added up where Megatron wants them: on
+a host one expert's after the other, on CUDA those of a matrix at once. Ranks that share an expert's matrices exchange rows in Megatron's
 token dispatcher, before and behind this module. Left out: biases, activations other than SiLU, quantized experts.
 """
 
