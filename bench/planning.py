@@ -9,7 +9,8 @@ tensors whose values do not matter for memory, one stands for all, the others be
 threads free what was sent whenever they come to it, which the profiler does not see. Where it matters what comes, as
 between the stages of a pipeline and the holders of experts, there are real processes, which send each other hidden
 states by gloo's sends and all-to-all, which copy nothing; the fullest of them counts. `--tracked` asks torch's memory tracker
-instead, for supervised cases. Sequences have mixed lengths in these. `--write` puts the table where the command and
+instead, for supervised cases. Sequences have mixed lengths in these. Of layers of full size there is only that tracker's figure, on
+an accelerator that is not there (`bench.planning_imagined`). `--write` puts the table where the command and
 the tests read it (`burnish/planning/accuracy.json`).
 """
 
@@ -36,6 +37,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, PretrainedConfig
 
 from bench.planning_cases import CASES, MIXED, Case
+from bench.planning_imagined import imagined_peak
 from burnish.algorithms.loss import sft_loss
 from burnish.algorithms.value_loss import value_loss_fn
 from burnish.config.schema import DistributedConfig, LoraConfig, OptimConfig, RunConfig
@@ -212,7 +214,7 @@ def _run(
     how: Callable[[Case, Layout], dict[str, int]],
 ) -> None:
     for case in cases:
-        mine = how(case, layout)
+        mine = imagined_peak(case, layout) if case.size else how(case, layout)
         ranks = [mine] if case.stands_alone else gather_objects(mine, layout)
         peaks = {phase: max(rank[phase] for rank in ranks) for phase in mine}
         gc.collect()
@@ -247,8 +249,9 @@ def tracked_peaks(case: Case, layout: Layout) -> dict[str, int]:
 
 def measure(cases: Sequence[Case], tracked: bool) -> Iterator[tuple[Case, dict[str, int]]]:
     """Bytes by phase, from fresh processes."""
-    alone = [case for case in cases if case.stands_alone]
-    groups = [(0, alone)] if alone else []
+    alone = [case for case in cases if case.stands_alone and not case.size]
+    full = [case for case in cases if case.size]
+    groups = [(0, some) for some in (alone, full) if some]
     for processes in sorted({case.processes for case in cases if not case.stands_alone}):
         some = [c for c in cases if not c.stands_alone and c.processes == processes]
         groups.append((processes, some))
@@ -269,10 +272,15 @@ def measure(cases: Sequence[Case], tracked: bool) -> Iterator[tuple[Case, dict[s
                 yield CASES[name], peaks
 
 
+def planned_for(case: Case) -> dict[str, float]:
+    """Bytes by phase, as the planner says."""
+    return planned(case.settings(), case.command, case.processes, cpu=not case.size)
+
+
 def _planned_anew(row: Measured) -> Measured:
     """The row with what the planner says today."""
     case = CASES[row.case]
-    of_plan = planned(case.settings(), case.command, case.processes)
+    of_plan = planned_for(case)
     return replace(row, planned=int(of_plan[row.phase]))
 
 
@@ -291,7 +299,7 @@ def main() -> None:
         return
     table: list[Measured] = []
     for case, peaks in measure(cases, arguments.tracked):
-        of_plan = planned(case.settings(), case.command, case.processes)
+        of_plan = planned_for(case)
         for phase, bytes_measured in peaks.items():
             row = Measured(case.name, phase, int(of_plan[phase]), int(bytes_measured))
             table.append(row)

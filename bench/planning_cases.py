@@ -32,6 +32,40 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"tie_word_embeddings": True},
 }
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-8B": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "Qwen3-30B-A3B": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    },
+}
+"""Models of full size."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +90,14 @@ class Case:
     """rl: with a generator, log-probs before the update, and a reference."""
     more: dict[str, Any] = field(default_factory=dict)
     """Further settings, by their dotted names."""
+    size: str = ""
+    """One of `SHAPES`, on an accelerator that is not there (`bench.planning_imagined`)."""
 
     @property
     def name(self) -> str:
         """All of it in a few words."""
-        more = [f"{key}={value}" for key, value in self.model.items()]
+        more = [f"as {self.size} on an accelerator"] if self.size else []
+        more += [f"{key}={value}" for key, value in self.model.items()]
         more += [f"{self.microbatches} micro-batches"] if self.microbatches > 1 else []
         more += [f"{key}={value}" for key, value in self.more.items()]
         return ", ".join(
@@ -75,11 +112,12 @@ class Case:
 
     def settings(self) -> dict[str, Any]:
         """The run's configuration."""
-        fresh = {"model_type": self.family, **BASE, **MORE.get(self.family, {}), **self.model}
+        shape = SHAPES[self.size] if self.size else MORE.get(self.family, {})
+        fresh = {"model_type": self.family, **BASE, **shape, **self.model}
         engine = {
             "precision": self.precision,
             "activation_checkpointing": self.checkpointing,
-            "logprob_chunk": 512,
+            "logprob_chunk": 2048 if self.size else 512,
             "max_skipped_steps": 100,
         }
         values: dict[str, Any] = {"model": {"fresh": fresh}, "engine": engine}
@@ -150,6 +188,33 @@ def _cases() -> Iterator[Case]:
     yield from _other_cases()
     yield from _cases_with_less()
     yield from _megatron_cases()
+    yield from _full_cases()
+
+
+def _full_cases() -> Iterator[Case]:
+    """Layers of full size over many devices, some with the whole vocabulary; there are few of them, for all are alike."""
+    yield _full("8B", "none", 8192, 32, 32768)
+    yield _full("30B-A3B", "full", 8192, 64, 32768)
+    yield _full("30B-A3B", "none", 2048, 64, 151936)
+    yield _full("8B", "selective", 4096, 32, 32768, {"engine.sequence_parallel": 4})
+    yield _full("0.6B", "selective", 2048, 1, 151936)
+    yield _full("8B", "full", 2048, 64, 151936, {"engine.replicas": 2})
+
+
+def _full(
+    size: str,
+    checkpointing: str,
+    tokens: int,
+    processes: int,
+    words: int,
+    more: dict[str, Any] | None = None,
+) -> Case:
+    family = "qwen3_moe" if size.endswith("A3B") else "qwen3"
+    model = {"num_hidden_layers": 3, "vocab_size": words}
+    name = f"Qwen3-{size}"
+    return Case(
+        family, "bf16", checkpointing, tokens, processes, model=model, more=more or {}, size=name
+    )
 
 
 def _shared_cases() -> Iterator[Case]:

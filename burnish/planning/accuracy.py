@@ -50,13 +50,15 @@ def measured_table() -> list[Measured]:
     return [Measured(**row) for row in json.loads(TABLE.read_text())]
 
 
-def planned(settings: Mapping[str, Any], command: Command, processes: int) -> dict[str, float]:
-    """Bytes by phase on CPUs, for a configuration whose `model.fresh` is a mapping; without what is away, which no allocator of torch's gives out."""
+def planned(
+    settings: Mapping[str, Any], command: Command, processes: int, *, cpu: bool = True
+) -> dict[str, float]:
+    """Bytes by phase on CPUs or accelerators, for a configuration whose `model.fresh` is a mapping; without what is away, which no allocator of torch's gives out."""
     config = RunConfig.model_validate(settings)
     shape = ModelShape.of(config.model.fresh if isinstance(config.model.fresh, dict) else {})
     width = 2 if config.engine.precision == "bf16" else 4
     layout = Layout.of(config.engine, processes)
-    arithmetic = Arithmetic(width, True, layout.sequence, layout.tensor, config.model.adapter)
+    arithmetic = Arithmetic(width, cpu, layout.sequence, layout.tensor, config.model.adapter)
     work = Workload.of(config, command)
     needs = (
         MegatronNeeds(MegatronModel(shape, arithmetic), config, work, layout)

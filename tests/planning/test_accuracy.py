@@ -27,6 +27,9 @@ MORE_TRACKED = (
     "sft llama fp32, checkpointing none, 1024 tokens, 1 process",
     "sft gemma3_text fp32, checkpointing none, 1024 tokens, 2 processes, num_hidden_layers=3, engine.tensor_parallel=2",
 )
+OF_FULL_SIZE = (
+    "sft qwen3_moe bf16, checkpointing none, 2048 tokens, 64 processes, as Qwen3-30B-A3B on an accelerator, num_hidden_layers=3, vocab_size=151936",
+)
 
 
 def planned_now(*cases):
@@ -34,7 +37,7 @@ def planned_now(*cases):
     program = (
         "import json, sys; from bench.planning_cases import CASES; from burnish.planning.accuracy import planned\n"
         "cases = [CASES[name] for name in sys.argv[1:]]\n"
-        "print(json.dumps({c.name: planned(c.settings(), c.command, c.processes) for c in cases}))"
+        "print(json.dumps({c.name: planned(c.settings(), c.command, c.processes, cpu=not c.size) for c in cases}))"
     )
     command = [sys.executable, "-c", program, *cases]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -82,6 +85,9 @@ def test_the_table_covers_what_it_should():
         "engine.kind=megatron, engine.pipeline_parallel=2",
         "engine.virtual_stages=2",
         "engine.expert_parallel=2",
+        "Qwen3-0.6B on an accelerator",
+        "Qwen3-8B on an accelerator",
+        "Qwen3-30B-A3B on an accelerator",
     )
     assert [each for each in (*families, *settings) if each not in text] == []
     assert {row.phase for row in measured_table()} == {"rollout", "log-probs", "update", "publish"}
@@ -94,6 +100,7 @@ def test_the_table_covers_what_it_should():
         (TRACKED, ["--tracked"]),
         pytest.param(MORE_LIVE, [], marks=pytest.mark.contract),
         pytest.param(MORE_TRACKED, ["--tracked"], marks=pytest.mark.contract),
+        pytest.param(OF_FULL_SIZE, [], marks=pytest.mark.contract),
     ],
 )
 def test_runs_measured_again(tmp_path, cases, how):

@@ -1,0 +1,156 @@
+"""An accelerator that is not there, for `bench.planning`: what a model of full size would take there, without its memory.
+
+torch lets a program register a device of its own. Tensors on this one are fake: they have shapes and no
+elements, while what lies on the host is real. So the engine takes an accelerator's ways (one piece of
+logits, fused norms, attention over variable lengths), FSDP2 finds streams that do nothing, and torch's
+memory tracker counts. What a program would read back from the device is answered: norms are 1, and every
+row has a gradient. Left out: what an allocator rounds up, and the workspaces of kernels.
+
+Registering changes the process for good, so nothing else is measured in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
+from transformers import AutoConfig
+
+from bench.planning_cases import MIXED, Case
+from burnish.algorithms.loss import sft_loss
+from burnish.config.schema import RunConfig
+from burnish.data.batching import make_batch
+from burnish.engines.base import Part
+from burnish.engines.making import make_engine
+from burnish.engines.optimizer import local
+from burnish.models.counting import count_flops
+from burnish.parallel.layout import Layout
+from burnish.records import Example
+
+NAME = "imagined"
+
+
+def imagined_peak(case: Case, layout: Layout) -> dict[str, int]:
+    """Bytes of a supervised update on the device, by torch's memory tracker."""
+    config = RunConfig.model_validate(case.settings())
+    fresh = dict(config.model.fresh) if isinstance(config.model.fresh, dict) else {}
+    hf = AutoConfig.for_model(fresh.pop("model_type"), **fresh)
+    rng = np.random.default_rng(0)
+    lengths = [int(case.together * part) for part in MIXED] * (case.microbatches * case.shares)
+    examples = [Example(rng.integers(3, 2048, n), np.arange(n) > 0) for n in lengths]
+    tracker = MemTracker()
+    with _accelerator() as device:
+        engine = make_engine(hf, config.engine, config.optim, layout=layout, device=device)
+        batch = make_batch(examples, engine.layout, config.microbatch_tokens, count_flops(hf))
+        assert len(batch.microbatches) == case.microbatches
+        tracker.track_external(*(local(s.tensor) for part in Part for s in engine.shards(part)))
+        with tracker:
+            engine.forward_backward(batch, sft_loss)
+            engine.optim_step(1e-5)
+        engine.close()
+    return {"update": int(tracker.get_tracker_snapshot("peak")[device]["Total"])}
+
+
+@contextmanager
+def _accelerator() -> Iterator[torch.device]:
+    """The device, which computes inside the block with the kernels of CUDA: these have forms for fake tensors."""
+    if torch._C._get_privateuse1_backend_name() != NAME:
+        _setup_privateuseone_for_python_backend(NAME, _Backend())
+    attention = mock.patch("burnish.models.attention._has_varlen_kernel", return_value=True)
+    norm = mock.patch("torch.nn.functional.rms_norm", _rms_norm)
+    with attention, norm, _Fakes():
+        yield torch.device(NAME, 0)
+
+
+def _rms_norm(rows: Tensor, shape: Any, weight: Tensor | None, epsilon: float) -> Tensor:
+    """In one kernel, as CUDA has it; for a device of this kind torch composes it of many operations that keep fp32."""
+    normed: Tensor = _Norm.apply(rows, weight)  # type: ignore[no-untyped-call]
+    return normed
+
+
+class _Norm(torch.autograd.Function):
+    """What that kernel takes, without numbers: it keeps its input and one fp32 number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, weight, rows.new_empty(rows.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        rows, weight, _ = ctx.saved_tensors
+        return torch.empty_like(rows), None if weight is None else torch.empty_like(weight)
+
+
+class _Nothing:
+    """A stream, or an event."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def record_event(self, event: object = None) -> _Nothing:
+        return self
+
+    def record(self, stream: object = None) -> _Nothing:
+        return self
+
+
+class _Backend(_DummyBackendModule):
+    """What is asked of `torch.NAME`."""
+
+    Stream = Event = _Nothing
+
+    def current_stream(self, device: object = None) -> _Nothing:
+        return _Nothing()
+
+    def stream(self, stream: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def synchronize(self, device: object = None) -> None: ...
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+
+class _Fakes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operations on the device have no elements; those on the host are left alone."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = (args, kwargs or {})
+        leaves = tree_leaves(given)
+        there = any(isinstance(x, torch.device) and x.type == NAME for x in leaves)
+        if not there and not any(isinstance(x, FakeTensor) for x in leaves):
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 0
+        with self._fake:
+            if func is torch.ops.aten.nonzero.default:
+                return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+            args, kwargs = tree_map_only(Tensor, self._faked, given)
+            return func(*args, **kwargs)
+
+    def _faked(self, tensor: Tensor) -> Tensor:
+        """A fake of it; of another object, for the fakes are remembered by weak references, which keep parameters from changing places."""
+        return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor.detach())
