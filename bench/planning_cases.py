@@ -274,6 +274,7 @@ def _megatron_cases() -> Iterator[Case]:
         yield Case("qwen3", "bf16", "none", 1024, 2, 4, more=more)
     yield _small("qwen2", "fp32", "full", 2, pipeline)
     yield _small("qwen3_moe", "bf16", "none", 1, kind)
+    yield _small("qwen3", "bf16", "none", 1, kind, "rl")
     yield _small("qwen3_moe", "fp32", "none", 2, kind | {"engine.expert_parallel": 2})
 
 
