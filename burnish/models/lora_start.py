@@ -51,6 +51,8 @@ def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
     try:
         _require_plain(dict(values), where)
         found = {ours: values[theirs] for theirs, ours in _UNDERSTOOD.items()}
+        if values.get(_PARAMETERS):  # beside which there may be no layers
+            found["targets"] = found["targets"] or []
         lora = LoraConfig.model_validate({"path": model.lora.path, **found})
         fused = LoraConfig.model_validate({"targets": values.get(_PARAMETERS) or []}).targets
         # PEFT writes the whole names of layers that were asked for as all-linear.

@@ -90,6 +90,13 @@ def test_pefts_adapter_of_experts_is_what_training_starts_from(
         assert torch.equal(shard.tensor, tensor)
 
 
+def test_an_adapter_may_be_of_experts_alone(base: Path, adapter: Path) -> None:
+    """As PEFT saves one of a family for which it knows no layers of its own accord."""
+    content = changed(adapter, target_modules=None, target_parameters=["mlp.experts.down_proj"])
+    model = ModelConfig(path=str(base), lora=LoraConfig(path=str(adapter)))
+    assert with_adapter(model, content).lora.targets == ["experts.down_proj"]
+
+
 def test_without_a_path_nothing_is_read() -> None:
     model = ModelConfig(path="m", lora=LoraConfig(rank=2))
     assert model.adapter == model.lora
