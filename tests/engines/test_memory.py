@@ -109,6 +109,22 @@ def test_initialising_and_loading_take_the_shard_and_a_budget(model, world, part
 
 
 @pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (2, {}),
+        (2, {"tensor_parallel": 2}),
+        (4, {"replicas": 2, "sequence_parallel": 2}),
+        (4, {"sequence_parallel": 2, "tensor_parallel": 2}),
+    ],
+)
+@pytest.mark.contract
+def test_mixtures_and_mixed_layouts_take_the_shard_and_a_budget(experts, world, settings):
+    for shard, beyond in run_ranks(peak_beyond_shard, world, str(experts), False, settings):
+        assert shard > 160e6 / world
+        assert beyond < BUDGET
+
+
+@pytest.mark.parametrize(
     ("world", "settings", "mixture"),
     [
         (2, {"tensor_parallel": 2}, False),
