@@ -253,7 +253,8 @@ class Decoding:
                 self._ended += sequence.append(token, self._stop_rule)
 
     def _index(self, rows: Sequence[int]) -> Tensor:
-        return torch.tensor(rows, device=self._network.device)
+        # Made on the device itself, a tensor from a list would wait for all that is queued there.
+        return torch.tensor(rows).to(self._network.device, non_blocking=True)
 
 
 def _free(slot: _Sequence | None) -> bool:
