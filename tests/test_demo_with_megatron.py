@@ -97,9 +97,8 @@ def test_the_readmes_command_runs_as_it_is_written(demo: Path, begun: str) -> No
     assert_same(demo / "runs/demo/as_written", demo / "runs/demo/torch_again")
 
 
-def learned(demo: Path, *argv: str, world: int = 1) -> dict[str, list[float]]:
-    """The curves of thirty steps of reinforcement learning."""
-    name = f"{len(list((demo / 'runs/demo').iterdir()))}"
+def learned(demo: Path, name: str, *argv: str, world: int = 1) -> dict[str, list[float]]:
+    """The curves of thirty steps of reinforcement learning, as a run of this name."""
     run_to_its_end(demo, "rl", CONFIG, f"name={name}", *THIRTY, *argv, world=world)
     rows = metrics(demo / "runs/demo" / name)
     return {
@@ -118,7 +117,7 @@ def run_to_its_end(demo: Path, *argv: str, world: int = 1) -> None:
 def of_torch(demo: Path) -> dict[str, list[float]]:
     """Of the torch engine, after the demo's fine-tuning."""
     run_to_its_end(demo, "sft", "examples/demo/sft.yaml")
-    return learned(demo)
+    return learned(demo, "of_torch")
 
 
 @pytest.mark.contract
@@ -128,7 +127,8 @@ def test_it_learns_as_with_the_torch_engine(
     demo: Path, of_torch: dict[str, list[float]], layout: str
 ) -> None:
     """The same answers, until rounding makes another one of 1536; from there on the same curve."""
-    found = learned(demo, "engine.kind=megatron", LAYOUTS[layout], world=2)
+    name = layout.replace(" ", "")
+    found = learned(demo, name, "engine.kind=megatron", LAYOUTS[layout], world=2)
     first, last = (sum(found["reward"][part]) / 5 for part in (slice(5), slice(-5, None)))
     assert last > first + 0.08
     assert found["validation"][-1] > found["validation"][0] + 0.08
