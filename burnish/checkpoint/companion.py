@@ -15,7 +15,8 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ _KILL_SECONDS = 10.0
 # How long one that was killed may take to go: the system lets it finish what it has begun on a disk.
 _CODE = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve{arguments!r}"
 _PR_SET_PDEATHSIG = 1
+_LEFT_TO_THE_RUN = (signal.SIGINT, signal.SIGTERM)
+"""What ends a run; whoever sends it to all of its processes wants them to do what the run says."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,11 +56,12 @@ class Companion:
                 module=module,
                 arguments=(theirs.fileno(), os.getpid(), *descriptors),
             )
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), *descriptors, *keep_open),
-            )
+            with _held_back():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), *descriptors, *keep_open),
+                )
         self._pipe = Connection(ours.detach())
 
     def is_alive(self) -> bool:
@@ -115,13 +119,24 @@ class Companion:
         return None
 
 
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """A process that is started inside the block gets the run's signals only after `accompany`, which is after its imports."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RUN)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def accompany(parent: int) -> None:
     """Called by the process itself: leave signals to the parent, and die with it.
 
     Where the system cannot end it with its parent, the end of the pipe tells it to.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # whoever stops the run waits for its companions
+    for number in _LEFT_TO_THE_RUN:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_RUN)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from multiprocessing import Pipe
 
 import pytest
@@ -10,9 +12,15 @@ from burnish.checkpoint.companion import Companion
 from burnish.errors import BurnishError, MissingError
 
 SPEAKER = """
+import time
 from multiprocessing.connection import Connection
 
+from burnish.checkpoint.companion import accompany
+
+time.sleep(0.5)  # as long as imports take
+
 def serve(pipe, parent):
+    accompany(parent)
     with Connection(pipe) as connection:
         connection.send_bytes(b"no pickle")
         connection.send_bytes(b"cno_such_module\\nanything\\n.")
@@ -40,6 +48,19 @@ def test_what_cannot_be_unpickled_is_an_error_and_the_next_answer_is_read(compan
     assert companion.answer(0.0) is None
     assert companion.send("enough")
     assert "exit status 0" in str(companion.answer(60.0))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_whole_run_does_not_end_it_however_early(companion, number):
+    os.kill(companion._process.pid, number)
+    assert isinstance(companion.answer(60.0), BurnishError)
+    os.kill(companion._process.pid, number)
+    companion.answer(60.0)
+    assert companion.answer(60.0) == "understood"
+
+
+def test_the_run_itself_hears_signals_after_starting_it(companion):
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 class Stubborn(Exception):
