@@ -1,9 +1,8 @@
-"""Attention of packed sequences by dense kernels: sequences of like length share a padded block.
+"""Attention of packed sequences by dense kernels: sequences of one length share a block.
 
-Causal attention needs no mask for padding on the right: a real token never looks to its right. So
-sequences whose lengths differ little are laid side by side in a block `[n, L]`, and one call of
-scaled_dot_product_attention per block computes exactly what each sequence alone would give. A
-single sequence, or neighbours of one length, are blocks by a mere change of view.
+Sequences of one length are laid side by side in a block `[n, L]`, and one call of
+scaled_dot_product_attention per block computes exactly what each sequence alone would give. Nothing is
+padded. Sequences that lie in the order of the blocks become blocks by a mere change of view.
 
 Left out: the CUDA kernel that needs no blocks (`burnish.models.attention`).
 """
@@ -14,17 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from burnish.models.rows import select_rows
+from burnish.models.rows import on_device, select_rows
 from burnish.parallel.device import has_matrix_units
-
-_SLACK_FRACTION = 8
-"""A sequence may be shorter than its block by 1/8 of the block's length ..."""
-_SLACK_TOKENS = 8
-"""... or by so many tokens, whichever is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +29,7 @@ class Block:
     count: int
     """Sequences."""
     length: int
-    """Rows per sequence, padding included."""
+    """Rows per sequence."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,82 +37,58 @@ class BlockPlan:
     """How T packed rows become blocks, and back."""
 
     blocks: tuple[Block, ...]
-    """The dense calls, in the order of their padded rows, which they cover."""
+    """The dense calls, in the order of their rows, which they cover."""
     gather: Tensor | None
-    """[P] int64, for each padded row the packed row it copies (padding copies a row of its own sequence). None: the padded rows are the packed rows."""
+    """[T] int64, for each row of the blocks the packed row that it is. None: they lie in one order."""
     scatter: Tensor | None
-    """[T] int64, for each packed row its padded row."""
-    padding: Tensor | None
-    """[pads] int64, the padded rows that are padding."""
+    """[T] int64, for each packed row its row of the blocks."""
 
     def attend(self, rows: Sequence[Tensor], scaling: float, window: int | None) -> Tensor:
         """Causal attention of `[T, heads, head_dim]` queries, keys and values; `[T, heads, head_dim]`."""
-        padded = [self._cut(self._pad(part)) for part in rows]
+        ordered = [self._cut(self._order(part)) for part in rows]
         outputs = []
-        for block, *parts in zip(self.blocks, *padded, strict=True):
+        for block, *parts in zip(self.blocks, *ordered, strict=True):
             dense = [
                 part.view(block.count, block.length, *part.shape[1:]).transpose(1, 2)
                 for part in parts
             ]
             outputs.append(_causal(dense, scaling, window).transpose(1, 2).flatten(0, 1))
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return self._unpad(output)
+        return self._restore(output)
 
-    def _cut(self, padded: Tensor) -> Sequence[Tensor]:
+    def _cut(self, rows: Tensor) -> Sequence[Tensor]:
         """The rows of each block; a cut costs a copy of the gradients."""
         if len(self.blocks) == 1:
-            return (padded,)
-        return torch.split(padded, [block.count * block.length for block in self.blocks])
+            return (rows,)
+        return torch.split(rows, [block.count * block.length for block in self.blocks])
 
-    def _pad(self, packed: Tensor) -> Tensor:
+    def _order(self, packed: Tensor) -> Tensor:
         if self.gather is None or self.scatter is None:
             return packed
         return select_rows(packed, self.gather, self.scatter, None)
 
-    def _unpad(self, padded: Tensor) -> Tensor:
+    def _restore(self, rows: Tensor) -> Tensor:
         if self.gather is None or self.scatter is None:
-            return padded
-        return select_rows(padded, self.scatter, self.gather, self.padding)
+            return rows
+        return select_rows(rows, self.scatter, self.gather, None)
 
 
 def plan_blocks(lengths: Sequence[int], device: torch.device) -> BlockPlan:
-    """Group sequences of like length; the longest come first unless all have one length."""
-    if len(set(lengths)) <= 1:
-        blocks = (Block(len(lengths), lengths[0]),) if lengths else ()
-        return BlockPlan(blocks, None, None, None)
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    blocks_made: list[Block] = []
-    rows: list[Tensor] = []
-    pads: list[Tensor] = []
-    scatter = torch.empty(starts[-1], dtype=torch.int64)
-    position = 0
-    for members in _groups(lengths):
-        height = lengths[members[0]]
-        steps = torch.arange(height)
-        blocks_made.append(Block(len(members), height))
-        for index in members:
-            rows.append(starts[index] + steps.clamp(max=lengths[index] - 1))
-            pads.append(position + steps[lengths[index] :])
-            scatter[starts[index] : starts[index + 1]] = position + steps[: lengths[index]]
-            position += height
-    gather, padding = torch.cat(rows), torch.cat(pads)
-    return BlockPlan(tuple(blocks_made), gather.to(device), scatter.to(device), padding.to(device))
-
-
-def _groups(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of sequences by block, longest sequence first in each."""
-    groups: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if lengths[index] == 0:
-            continue
-        height = lengths[groups[-1][0]] if groups else 0
-        if groups and height - lengths[index] <= max(_SLACK_TOKENS, height // _SLACK_FRACTION):
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return groups
+    """Group sequences by length, the longest first."""
+    numbers = np.asarray(lengths, np.int64)
+    order = np.argsort(-numbers, kind="stable")
+    order = order[numbers[order] > 0]
+    sizes, counts = np.unique(numbers[order], return_counts=True)
+    blocks = tuple(
+        Block(count, size)
+        for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True)
+    )
+    starts = numbers.cumsum() - numbers
+    spans = [np.arange(starts[index], starts[index] + numbers[index]) for index in order]
+    gather = np.concatenate(spans) if spans else np.empty(0, np.int64)
+    if (np.diff(gather) == 1).all():
+        return BlockPlan(blocks, None, None)
+    return BlockPlan(blocks, on_device(gather, device), on_device(np.argsort(gather), device))
 
 
 def _causal(dense: Sequence[Tensor], scaling: float, window: int | None) -> Tensor:

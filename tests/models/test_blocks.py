@@ -77,26 +77,22 @@ def test_half_precision_is_exact_up_to_its_rounding(lengths, window, dtype, unit
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=200))
-def test_padding_is_bounded_and_every_row_is_covered(lengths):
+def test_every_row_is_computed_once_and_nothing_else(lengths):
     plan = plan_blocks(lengths, CPU)
-    rows = sum(block.count * block.length for block in plan.blocks)
-    for block in plan.blocks:
-        assert block.length <= max(lengths)
-    longest = [block.length for block in plan.blocks]
-    assert rows <= sum(max(length * 8 / 7 + 1, length + 8) for length in lengths)
-    assert len(set(longest)) == len(longest)
+    assert sum(block.count * block.length for block in plan.blocks) == sum(lengths)
+    heights = [block.length for block in plan.blocks]
+    assert heights == sorted(set(lengths), reverse=True)
     if plan.gather is None:
-        assert rows == sum(lengths)
+        assert lengths == sorted(lengths, reverse=True)
         return
     assert torch.equal(plan.gather[plan.scatter], torch.arange(sum(lengths)))
-    assert len(plan.padding) == rows - sum(lengths)
-    assert torch.equal(torch.cat([plan.scatter, plan.padding]).sort().values, torch.arange(rows))
+    assert torch.equal(plan.scatter.sort().values, torch.arange(sum(lengths)))
 
 
 @pytest.mark.parametrize("lengths", [[50], [9, 9, 9, 9], [1]])
 def test_one_length_copies_nothing(lengths, monkeypatch):
     plan = plan_blocks(lengths, CPU)
-    assert plan.gather is plan.scatter is plan.padding is None
+    assert plan.gather is plan.scatter is None
     rows = draw(sum(lengths))
     seen = []
 
