@@ -197,6 +197,8 @@ def _full_cases() -> Iterator[Case]:
     yield _full("30B-A3B", "full", 8192, 64, 32768)
     yield _full("30B-A3B", "none", 2048, 64, 151936)
     yield _full("8B", "selective", 4096, 32, 32768, {"engine.sequence_parallel": 4})
+    yield _full("8B", "full", 8192, 4, 32768, {"engine.tensor_parallel": 4})
+    yield _full("8B", "selective", 8192, 64, 151936, {"engine.tensor_parallel": 8})
     yield _full("0.6B", "selective", 2048, 1, 151936)
     yield _full("8B", "full", 2048, 64, 151936, {"engine.replicas": 2})
 

@@ -69,10 +69,17 @@ def _accelerator() -> Iterator[torch.device]:
     """The device, which computes inside the block with the kernels of CUDA: these have forms for fake tensors."""
     if torch._C._get_privateuse1_backend_name() != NAME:
         _setup_privateuseone_for_python_backend(NAME, _Backend())
-    attention = mock.patch("burnish.models.attention._has_varlen_kernel", return_value=True)
+        # One kernel, as CUDA has it; without one torch composes this of operations that hold what they make.
+        torch.library.impl("aten::silu_backward", "PrivateUse1", lambda g, x: torch.empty_like(x))
+    attention = mock.patch("burnish.models.attention._has_varlen_kernel", _has_varlen_kernel)
     norm = mock.patch("torch.nn.functional.rms_norm", _rms_norm)
     with attention, norm, _Fakes():
         yield torch.device(NAME, 0)
+
+
+def _has_varlen_kernel(query: Tensor) -> bool:
+    """It has. (A mock that is to say so would remember the queries of every call, and their graphs.)"""
+    return True
 
 
 def _rms_norm(rows: Tensor, shape: Any, weight: Tensor | None, epsilon: float) -> Tensor:

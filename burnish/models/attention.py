@@ -167,7 +167,7 @@ class PackedLayout:
 
     @cached_property
     def blocks(self) -> BlockPlan:
-        """The right-padded blocks of the portable path; made at its first use."""
+        """The blocks of the portable path; made at its first use."""
         return plan_blocks(self.lengths, self.cu_seqlens.device)
 
     def attend(

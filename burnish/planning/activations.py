@@ -21,8 +21,6 @@ _LINEAR = {name: f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up")} 
     "d/part": "down_proj",
 }
 """The linear layers that make tensors of these names."""
-_PADDING = 1.06
-"""On a CPU attention runs on blocks of sequences of like length, which are a little longer than the sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,16 +183,17 @@ class LayerWriter:
             keeps = [*parts, "out", "lse"]
             self._tape.add(parts, {"out": self._query, "lse": sums}, keeps, product=True)
             return self._returned("out")
-        padded = {f"{p}/padded": s * _PADDING for p, s in zip(parts, sizes, strict=True)}
-        self._tape.add(parts, padded)
-        out = self._query * _PADDING
-        made = {"out": out, "lse": sums * _PADDING}
+        ordered = {f"{p}/ordered": s for p, s in zip(parts, sizes, strict=True)}
+        self._tape.add(parts, ordered)
+        made = {"out": self._query, "lse": sums}
         exact = 0.0
         if self._bytes != _FP32:  # what goes into the backward pass and what comes out of it
-            exact = 2 * (sum(padded.values()) + out) * _FP32 / self._bytes
-        self._tape.add(tuple(padded), made, [*padded, *made], scratch_backward=exact, product=True)
-        self._tape.add(["out"], {"joined": out})
-        self._tape.add(["joined"], {"taken": self._query}, scratch=self._query * _PADDING)
+            exact = 2 * (sum(ordered.values()) + self._query) * _FP32 / self._bytes
+        self._tape.add(
+            tuple(ordered), made, [*ordered, *made], scratch_backward=exact, product=True
+        )
+        self._tape.add(["out"], {"joined": self._query})
+        self._tape.add(["joined"], {"taken": self._query}, scratch=self._query)
         return self._returned("taken")
 
     def _exchanged(self, parts: tuple[str, str, str]) -> tuple[tuple[str, ...], tuple[float, ...]]:
