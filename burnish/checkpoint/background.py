@@ -164,8 +164,9 @@ class BackgroundSaver:
             with suppress(OSError):
                 held = saver.holds(step)
         committed = all(gather_objects(held, layout))
-        if saver.leads and (left := saver.discard(step, portion=not committed)) is not None:
-            _log.error("%s", left)
+        with agree(layout):  # nobody goes on beside what is left of it
+            if saver.leads and (left := saver.discard(step, portion=not committed)) is not None:
+                _log.error("%s", left)
         return committed
 
     def _kept_assets(self, contents: Contents) -> dict[str, Assets]:
