@@ -35,7 +35,7 @@ FEW = [
     "optim.decay_steps=1",
     "engine.precision=fp32",
 ]
-# The schedule of 450 steps, as far as it fits into thirty.
+# The schedule of 500 steps, as far as it fits into thirty.
 THIRTY = ["steps=30", "optim.decay_steps=10", "evaluation.every=10", "engine.precision=fp32"]
 LAYOUTS = {"TP 2": "engine.tensor_parallel=2", "PP 2": "engine.pipeline_parallel=2"}
 
