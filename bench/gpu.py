@@ -47,6 +47,7 @@ from bench.words import model_config
 from burnish.config.schema import RunConfig
 from burnish.launch.run import launch
 from burnish.models.counting import count_flops
+from burnish.models.flops import Passed
 from burnish.parallel.device import peak_flops, peak_memory, reset_peak_memory
 from burnish.parallel.layout import Layout
 from burnish.planning.devices import parse_devices
@@ -157,7 +158,7 @@ def grpo(case: str, settings: Settings) -> Iterator[Row]:
             theirs = "trl", _fastest(_grpo_peers(config, work), question, settings.rounds)
         flops = count_flops(Qwen3Config(**model_config(work.size)))
         lengths = [work.prompt + work.response] * work.completions
-        operations = flops.training(lengths) + flops.forward(lengths)
+        operations = flops.training(Passed.all_of(lengths)) + flops.forward(lengths)
         share = operations / peak_flops(ours.device, torch.bfloat16)
         made = float(work.completions * work.response)
         done = {"generated tokens/s of a step": made, "MFU": share}
@@ -263,7 +264,8 @@ def _rates(
     case: str, size: str, lengths: Sequence[int], ours: Taken, theirs: tuple[str, float | None]
 ) -> Iterator[Row]:
     """Tokens and operations of an update on sequences of these lengths, per second."""
-    operations = count_flops(Qwen3Config(**model_config(size))).training(lengths)
+    flops = count_flops(Qwen3Config(**model_config(size)))
+    operations = flops.training(Passed.all_of(lengths))
     share = operations / peak_flops(ours.device, torch.bfloat16)
     yield from _per_second(case, {"tokens/s": float(sum(lengths)), "MFU": share}, ours, theirs)
 

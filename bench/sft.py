@@ -36,6 +36,7 @@ from bench.words import model_config, sentence, write_tokenizer
 from burnish.config.schema import RunConfig
 from burnish.launch.run import launch
 from burnish.models.counting import count_flops
+from burnish.models.flops import Passed
 from burnish.parallel.layout import Layout
 
 LR = 1e-5
@@ -95,7 +96,7 @@ def products(rounds: int, threads: int) -> list[Result]:
             return interleaved(sides, rounds)
 
         seconds = launch(run, config.distributed)
-    operations = count_flops(shape).training(lengths)
+    operations = count_flops(shape).training(Passed.all_of(lengths))
     limit = [4 * 2 * EDGE**3 / of_round for of_round in seconds["product"]]
     share = {
         side: median(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from burnish.config.schema import EngineConfig
 from burnish.errors import BurnishError
+from burnish.models.flops import Passed
 from burnish.parallel.arena import Arena
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard, ShardSource
@@ -70,6 +71,8 @@ class Engine(Protocol):
 
     skipped_in_a_row: int
     """Steps skipped since the last one taken. Settable, for resuming."""
+    passed: Passed
+    """What `forward_backward` has put through the model, on the ranks together that share tokens with this one. Settable, for counting anew."""
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """Run every micro-batch, add up gradients, return statistics reduced over all ranks.

@@ -29,6 +29,7 @@ from burnish.engines.parking import parked
 from burnish.engines.step_stats import loss_stats, optimizer_stats, skipped_in_a_row
 from burnish.models.building import build_on_meta, materialize
 from burnish.models.cuts import cut_regions
+from burnish.models.flops import Passed
 from burnish.models.liger import liger_kernels, use_kernels
 from burnish.models.lora import Adapter
 from burnish.models.names import model_shards, regions
@@ -68,7 +69,7 @@ class TorchEngine:
         )
         self._config = config
         self._device = device
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row, self.passed = 0, Passed()
         model = self._build(hf_config)
         if kernels := liger_kernels(device):
             use_kernels(model, kernels)
@@ -118,13 +119,15 @@ class TorchEngine:
         for index, (micro, numbers) in enumerate(pairs):
             self._reduce_in_next_backward(last=index == len(pairs) - 1)
             with self._offload.forward_and_backward() if self._offload else nullcontext():
-                outputs = self._score(micro, factors=None if numbers == (-1,) else factors)
+                plan = self._planned(micro)
+                outputs = self._score(micro, plan, factors=None if numbers == (-1,) else factors)
                 value, of_micro = loss(outputs, micro.to(self._device))
                 value.backward()  # type: ignore[no-untyped-call]
             of_routers = outputs.router_loss.sum() * self.layout.sharing
             total += value.detach() + of_routers
             aux += of_routers
             stats = stats.merge(of_micro)
+            self.passed += plan.passed
         of_balance = None if factors is None else aux / self._config.router_aux_loss
         return Stats(loss_stats(stats, total, of_balance, self.layout, self._device) | of_experts)
 
@@ -135,7 +138,10 @@ class TorchEngine:
         """Log-probs and entropies of this rank's micro-batches, without gradients; see `Engine.forward`."""
         self._scorer.eval()
         with nullcontext() if adapter or self._adapter is None else self._adapter.off():
-            return [self._score(micro, record=experts) for micro in batch.microbatches]
+            return [
+                self._score(micro, self._planned(micro), record=experts)
+                for micro in batch.microbatches
+            ]
 
     @torch.no_grad()
     def optim_step(self, lr: float) -> Stats:
@@ -193,16 +199,21 @@ class TorchEngine:
         """Free the model and the optimizer."""
         del self._scorer, self._optimizer, self._adapter, self._offload
 
-    def _score(
-        self, micro: MicroBatch, *, record: bool = False, factors: Tensor | None = None
-    ) -> TokenOutputs:
-        """Log-probs of a micro-batch that lies on the host, where its plan is made without a wait.
-
-        With `record` the outputs have the experts, with `factors` the load-balancing loss.
-        """
-        plan = ScoringPlan.of(
+    def _planned(self, micro: MicroBatch) -> ScoringPlan:
+        """What is computed of a micro-batch that lies on the host, where its plan is made without a wait."""
+        return ScoringPlan.of(
             micro.input_ids, micro.cu_seqlens, micro.loss_mask, self._device, self._division
         )
+
+    def _score(
+        self,
+        micro: MicroBatch,
+        plan: ScoringPlan,
+        *,
+        record: bool = False,
+        factors: Tensor | None = None,
+    ) -> TokenOutputs:
+        """Log-probs of a micro-batch; with `record` the outputs have the experts, with `factors` the load-balancing loss."""
         if micro.experts is not None:
             self._scorer.routers.require_fitting(micro.experts, len(micro.input_ids))
         routing = routing_of(

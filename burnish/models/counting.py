@@ -23,9 +23,11 @@ def count_flops(hf_config: PretrainedConfig) -> ModelFlops:
     """The operations of a model of this configuration, counted from one built without memory."""
     model = build_on_meta(hf_config)
     text = hf_config.get_text_config()
+    head = model.get_output_embeddings()
     return ModelFlops(
         per_token=2.0 * sum(_active_weights(model, text)),
         attention=tuple(_attention_costs(model, text)),
+        head=2.0 * head.weight.numel() if isinstance(head, nn.Linear) else 0.0,
     )
 
 

@@ -5,8 +5,9 @@ operations per element (of the experts, the share that is active); attention cos
 head_dim per pair of a query and a key it sees, half of all pairs under a causal mask, fewer under a
 sliding window. Training costs three forward passes: the backward pass computes two products for
 each one of the forward. Recomputation is not counted: these are the operations of the model, not of
-an implementation (PaLM, arXiv 2204.02311, appendix B). Norms, activations, softmax and embedding
-look-ups are left out. So is where the numbers come from: `burnish.models.counting` reads them off a model,
+an implementation (PaLM, arXiv 2204.02311, appendix B). What is not computed is not counted either: beginnings that
+sequences share, but for the first, and the output layer's for tokens that nobody scores. Norms, activations, softmax
+and embedding look-ups are left out. So is where the numbers come from: `burnish.models.counting` reads them off a model,
 `burnish.planning.shape` off a config.json, without torch.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +35,32 @@ class AttentionCost:
     """Most keys a query sees, itself included; None: all before it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What went through a model."""
+
+    tokens: int = 0
+    """Through the matrices of its layers: a token once, where sequences begin alike (`burnish.models.prefixes`)."""
+    predictions: int = 0
+    """Through the output layer."""
+    attended: tuple[int, ...] = ()
+    """Tokens of each sequence that went through attention, from its first on."""
+
+    @classmethod
+    def all_of(cls, lengths: Iterable[int]) -> Self:
+        """Sequences of these lengths, in tokens, of which all is computed."""
+        each = tuple(lengths)
+        return cls(sum(each), sum(each), each)
+
+    def __add__(self, other: Passed) -> Passed:
+        """Both."""
+        return Passed(
+            self.tokens + other.tokens,
+            self.predictions + other.predictions,
+            self.attended + other.attended,
+        )
+
+
 @dataclass(frozen=True)
 class ModelFlops:
     """The coefficients of a model's cost; made once, then cheap to ask."""
@@ -41,24 +69,31 @@ class ModelFlops:
     """Operations of all weight matrices, output layer included, for one token, forward."""
     attention: tuple[AttentionCost, ...]
     """One entry per attention layer."""
+    head: float = 0.0
+    """Of `per_token` what is the output layer's, and is spared where a token is not scored."""
 
     def each(self, lengths: npt.ArrayLike) -> Floats:
         """Operations of one forward pass over each sequence, by its length in tokens."""
         tokens = np.asarray(lengths, dtype=np.float64)
-        cost = self.per_token * tokens
-        for window, per_pair in self._per_pair.items():
-            cost += per_pair * _pairs(tokens, window)
-        return cost
+        return self.per_token * tokens + self._attention(tokens)
 
     def forward(self, lengths: Iterable[int]) -> float:
         """Operations of one forward pass over sequences of these lengths, in tokens."""
         return float(self.each(list(lengths)).sum())
 
-    def training(self, lengths: Iterable[int], *, frozen: bool = False) -> float:
+    def training(self, passed: Passed, *, frozen: bool = False) -> float:
         """Operations of forward and backward; with `frozen`, of a model whose weights get no gradients (an adapter's)."""
-        lengths = list(lengths)
-        spared = self.per_token * sum(lengths) if frozen else 0.0
-        return 3.0 * self.forward(lengths) - spared
+        products = self.per_token * passed.tokens
+        products -= self.head * (passed.tokens - passed.predictions)
+        attention = self._attention(np.array(passed.attended, dtype=np.float64)).sum()
+        return (2.0 if frozen else 3.0) * products + 3.0 * float(attention)
+
+    def _attention(self, lengths: Floats) -> Floats:
+        """Operations of one forward pass between the tokens of each sequence."""
+        cost = np.zeros_like(lengths)
+        for window, per_pair in self._per_pair.items():
+            cost += per_pair * _pairs(lengths, window)
+        return cost
 
     @cached_property
     def _per_pair(self) -> dict[int | None, int]:

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.errors import IncompatibleError
 from burnish.models.attention import Attends, PackedLayout
+from burnish.models.flops import Passed
 from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
 from burnish.models.prefixes import PrefixTree
 from burnish.models.routing import Routers, Routing, TokenRows
@@ -123,6 +124,8 @@ class ScoringPlan:
     """T."""
     rows: TokenRows
     """Which of this rank's computed tokens each of the T is."""
+    passed: Passed
+    """What is computed of all of it, on all ranks together that share these tokens."""
 
     @classmethod
     def of(
@@ -164,6 +167,7 @@ class ScoringPlan:
             scored=on_device(scored, device),
             total=len(ids),
             rows=TokenRows(tree, tuple(lengths), deal, division.group),
+            passed=Passed(len(tree.computed), len(predicted), packing.lengths),
         )
 
     def spread(self, values: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from burnish.config.schema import EngineConfig
+from burnish.models.flops import Passed
 from burnish.planning.shape import ModelShape
 from burnish.planning.share import Layout
 from burnish.planning.workload import Workload
@@ -92,4 +93,5 @@ class Operations:
     @cached_property
     def _adapted(self) -> float:
         """Forward passes that an adapter's update costs."""
-        return self._shape.flops.training([self._work.length], frozen=True) / self._sequence
+        all_of_one = Passed.all_of([self._work.length])
+        return self._shape.flops.training(all_of_one, frozen=True) / self._sequence

@@ -235,7 +235,7 @@ class ModelShape:
             for layer, count in self.layers
             for _ in range(count)
         )
-        return ModelFlops(2.0 * active, attention)
+        return ModelFlops(2.0 * active, attention, 2.0 * self.outputs * self.hidden)
 
 
 def _field(fields: Mapping[str, Any], name: str, *others: str) -> int:

@@ -105,7 +105,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             run.finish(
                 stats.merge(rollout_stats(generated)),
                 cursor=loader.cursor,
-                work=Work.of(batches, waiting=() if learning else (MAIN,)),
+                work=Work.of(batches),
             )
         run.complete()
 

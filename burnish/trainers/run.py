@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -80,27 +80,17 @@ Validation = Callable[[], dict[str, float]]
 class Work:
     """What a step's updates ran, for its throughput."""
 
-    lengths: tuple[int, ...]
-    """Tokens of each sequence on this rank."""
     tokens: int
     """Tokens over all ranks."""
     imbalance: float
     """The mean of the batches' (see `Batch.imbalance`)."""
-    waiting: Collection[str] = ()
-    """Roles of the models that did not learn from them."""
 
     @classmethod
-    def of(cls, batches: Sequence[Batch], waiting: Collection[str] = ()) -> Work:
+    def of(cls, batches: Sequence[Batch]) -> Work:
         """The work of these batches."""
-        lengths = [
-            length
-            for batch in batches
-            for micro in batch.microbatches
-            for length in micro.cu_seqlens.diff().tolist()
-        ]
         tokens = sum(batch.total_tokens for batch in batches)
         imbalance = sum(batch.imbalance for batch in batches) / max(len(batches), 1)
-        return cls(tuple(lengths), tokens, imbalance, waiting)
+        return cls(tokens, imbalance)
 
 
 class Run:
@@ -367,11 +357,10 @@ class Run:
 
     def _throughput(self, work: Work, timing: Mapping[str, float]) -> dict[str, float]:
         """Tokens per second of the update, over all ranks, how evenly it was shared out, and this rank's MFU."""
-        learned = [each for role, each in self._learners.items() if role not in work.waiting]
         return throughput(
             tokens=work.tokens,
             seconds=timing.get("timing_s/update", 0.0),
-            flops=sum(learner.flops(work.lengths) for learner in learned),
+            flops=sum(learner.take_flops() for learner in self._learners.values()),
             peak_flops_per_s=self._peak,
             imbalance=work.imbalance,
         )

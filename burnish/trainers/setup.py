@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from burnish.engines.base import Engine, Part, compute_dtype
 from burnish.errors import IncompatibleError, UsageError
 from burnish.files.urls import is_url
 from burnish.models.counting import count_flops
-from burnish.models.flops import ModelFlops
+from burnish.models.flops import ModelFlops, Passed
 from burnish.models.loading import (
     generation_config,
     read_model_config,
@@ -78,10 +78,6 @@ class Foundation:
         """Places of the models that give rewards."""
         return tuple(judge.path for judge in self.config.reward.models)
 
-    def training_flops(self, lengths: Iterable[int]) -> float:
-        """Operations of forward and backward over sequences of these lengths."""
-        return self.flops.training(lengths, frozen=self.adapter is not None)
-
     def write_assets(self, directory: Path) -> None:
         """Write what makes a directory of the trained weights a Hugging Face model, or an adapter of PEFT's."""
         if self.adapter is None:
@@ -101,9 +97,11 @@ class Learner:
     foundation: Foundation
     """What it started from."""
 
-    def flops(self, lengths: Iterable[int]) -> float:
-        """Operations of this rank for training on sequences of these lengths, in tokens."""
-        return self.foundation.training_flops(lengths) / self.engine.layout.sharing
+    def take_flops(self) -> float:
+        """Operations of this rank's forward and backward passes since this was last asked."""
+        passed, self.engine.passed = self.engine.passed, Passed()
+        frozen = self.foundation.adapter is not None
+        return self.foundation.flops.training(passed, frozen=frozen) / self.engine.layout.sharing
 
     def contents(self) -> ModelContents:
         """What goes into a checkpoint of it."""

@@ -5,11 +5,12 @@ An implementation's tests call `train_by_hand` for the oracle and `train` for th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -95,6 +96,7 @@ def train(engine: Engine, examples: Sequence[Example], per_micro: int) -> dict[s
         "weights": [(s.spec.name, s.box, s.tensor.clone()) for s in engine.shards(Part.WEIGHTS)],
         "slots": [(s.spec.name, s.box, s.tensor.clone()) for s in engine.shards(Part.TRAINING)],
         "logprobs": _by_example(batch, engine.forward(batch)),
+        "predictions": engine.passed.predictions / engine.layout.sharing,
     }
 
 
@@ -154,6 +156,7 @@ def train_by_hand(model: PreTrainedModel, examples: Sequence[Example]) -> dict[s
         "weights": weights,
         "slots": slots,
         "logprobs": logprobs,
+        "predictions": STEPS * tokens,
     }
 
 
@@ -181,6 +184,26 @@ def whole(
             whole_tensor = built.setdefault(name, torch.full(shapes[name], torch.nan))
             whole_tensor[box.slices] = tensor.float().cpu()
     return built
+
+
+def require_alike(
+    ranks: Sequence[Mapping[str, Any]], wanted: Mapping[str, Any], parts: Sequence[str], what: str
+) -> None:
+    """What `train` gave on all ranks is what `train_by_hand` did, `parts` of which have canonical names: to 1e-5 relative, tensor by tensor."""
+    for found in ranks:
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5), what
+        assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5), what
+        for number, said in found["logprobs"].items():
+            for tensor, by_hand in zip(said, wanted["logprobs"][number], strict=True):
+                assert_relative(tensor, by_hand, 1e-5, f"{what}: sequence {number}")
+    seen = {number for found in ranks for number in found["logprobs"]}
+    assert seen == set(wanted["logprobs"])
+    shapes = {name: shape for found in ranks for name, shape in found["shapes"].items()}
+    for part in parts:
+        built = whole([found[part] for found in ranks], shapes)
+        assert built.keys() == wanted[part].keys()
+        for name, tensor in wanted[part].items():
+            assert_relative(built[name], tensor, 1e-5, f"{what}: {part} of {name}")
 
 
 def assert_relative(found: Tensor, wanted: Tensor, tolerance: float, what: str) -> None:

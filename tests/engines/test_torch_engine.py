@@ -67,6 +67,7 @@ def test_steps_are_those_of_a_plain_model_however_a_batch_is_cut(
         for rank in ranks:
             assert rank["losses"] == pytest.approx(wanted["losses"], rel=2e-6)
             assert rank["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+        assert sum(rank["predictions"] for rank in ranks) == wanted["predictions"]
         merged = {k: v for rank in ranks for k, v in rank["logprobs"].items()}
         assert len(merged) == len(make_examples(VOCAB))
         for number, (logprobs, entropy) in wanted["logprobs"].items():

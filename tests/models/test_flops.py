@@ -1,10 +1,13 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import FAMILIES, MIXTURES, VOCAB, tiny_config, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from burnish.models.counting import count_flops
-from burnish.models.flops import pairs
+from burnish.models.flops import Passed, pairs
+from burnish.models.scorer import Scorer, ScoringPlan
 
 LENGTH = 23
 
@@ -50,6 +53,25 @@ def test_windows_of_layers():
 
 def test_training_is_three_forwards_and_adds_over_sequences():
     flops = count_flops(tiny_config("qwen3"))
-    assert flops.training([5, 9]) == 3 * (flops.forward([5]) + flops.forward([9]))
-    assert flops.training([5, 9], frozen=True) == flops.training([5, 9]) - 14 * flops.per_token
-    assert flops.forward([]) == 0
+    both = Passed.all_of([5, 9])
+    assert flops.training(both) == 3 * (flops.forward([5]) + flops.forward([9]))
+    assert flops.training(both, frozen=True) == flops.training(both) - 14 * flops.per_token
+    assert flops.forward([]) == flops.training(Passed()) == 0
+    assert Passed.all_of([5]) + Passed.all_of([9]) == both
+
+
+def test_training_counts_the_products_that_are_computed():
+    model = tiny_model("llama")
+    mask = torch.tensor([0, 0, 0, 0, 1, 1, 1, *(0, 0, 0, 0, 1, 1), *(0, 0, 1, 1)]).bool()
+    ids = torch.tensor([5, 6, 7, 8, 9, 10, 11, *(5, 6, 7, 8, 9, 12), *(5, 6, 7, 8)])
+    ends = torch.tensor([0, 7, 13, 17], dtype=torch.int32)
+    plan = ScoringPlan.of(ids, ends, mask)
+    # Eight different beginnings; six of those that are scored; the last sequence is the beginning of another.
+    assert plan.passed == Passed(8, 6, (7, 6))
+    scorer = Scorer(model)
+    with FlopCounterMode(display=False) as counter:
+        scorer(plan).logprobs.sum().backward()
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(counted.get(kind, 0) for kind in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    matrices = replace(count_flops(model.config), attention=())
+    assert matrices.training(plan.passed) == products

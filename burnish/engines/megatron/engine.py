@@ -30,6 +30,7 @@ from burnish.engines.megatron.schedule import Schedule
 from burnish.engines.megatron.shards import MegatronShards
 from burnish.engines.parking import parked
 from burnish.engines.step_stats import loss_stats, optimizer_stats, skipped_in_a_row
+from burnish.models.flops import Passed
 from burnish.models.ulysses import Division
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard, ShardSource
@@ -63,7 +64,7 @@ class MegatronEngine:
             pipeline=config.pipeline_parallel,
         )
         self._config, self._device = config, device
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row, self.passed = 0, Passed()
         self.mesh = mesh or MegatronMesh.of(config, device)
         """Its process groups, and host memory."""
         self.arena = self.mesh.arena
@@ -115,7 +116,8 @@ class MegatronEngine:
         with megatron_called():
             for chunk in self._chunks:
                 chunk.train()
-            of_routers = self._schedule.forward_backward(batch, of_micro, factors)
+            of_routers, passed = self._schedule.forward_backward(batch, of_micro, factors)
+        self.passed += passed
         # Of a pipeline the last stage alone has statistics, so its ranks do not count several times.
         counted = replace(self.layout, pipeline=1)
         of_routers *= counted.sharing  # each of which has routers or rows of its own

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from burnish.engines.megatron.replay import Replay
+from burnish.models.flops import Passed
 from burnish.models.routing import Routing
 from burnish.models.scorer import ScoringPlan
 from burnish.models.ulysses import Division
@@ -51,11 +52,13 @@ class Schedule:
     replay: Replay
     """What the routers of a mixture are told."""
 
-    def forward_backward(self, batch: Batch, loss: LossOf, factors: Tensor | None = None) -> Tensor:
+    def forward_backward(
+        self, batch: Batch, loss: LossOf, factors: Tensor | None = None
+    ) -> tuple[Tensor, Passed]:
         """Add the gradients of every micro-batch's loss to what is there. `loss` is called in the last stage, in order.
 
         With `factors` (`ExpertLoad.factors`) also those of the load-balancing loss, filler left out. Returns what
-        this rank's routers have of that, for the rows of this rank: a scalar fp32.
+        this rank's routers have of that, for the rows of this rank: a scalar fp32. And what went through the model.
         """
         planned = [
             self._planned(micro, factors=None if numbers == (-1,) else factors)
@@ -65,7 +68,7 @@ class Schedule:
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for each in planned:
             total += sum(each.routing.losses.values()) if each.routing else 0.0
-        return total
+        return total, sum((each.plan.passed for each in planned), start=Passed())
 
     def forward(
         self, micros: Sequence[MicroBatch], *, record: bool = False
