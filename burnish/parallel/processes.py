@@ -23,7 +23,7 @@ from burnish.errors import BurnishError, UsageError
 from burnish.parallel.environment import Place, place_of
 from burnish.parallel.layout import Layout
 from burnish.parallel.ports import format_address
-from burnish.parallel.watch import naming_failures, watching
+from burnish.parallel.watch import Watch, naming_failures, watching
 
 _BACKENDS = {
     "cpu": "gloo",  # as "cpu:gloo" it is not the group's default, and torch warns when it is destroyed
@@ -60,10 +60,13 @@ def process_group(
     with (
         _meeting(place, timeout) as store,
         watching(layout, place.host, store) as watch,
-        _default_group(backend, store, layout, timeout),
+        _default_group(backend, store, layout, timeout, watch),
         naming_failures(watch, layout.rank),
         _named_timeout(layout, timeout_seconds),
     ):
+        _await_everybody(
+            store, layout, timeout, "joined"
+        )  # one that left would break their joining
         yield layout
 
 
@@ -90,7 +93,7 @@ def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
         yield HashStore()
         return
     store = _connect(place, timeout)
-    _await_everybody(store, layout, timeout)
+    _await_everybody(store, layout, timeout, "here")
     yield store
     with suppress(RuntimeError):  # a rank that leaves much later than rank 0 finds the store closed
         store.set(f"left/{layout.rank}", "")
@@ -113,11 +116,12 @@ def wait_as_all(group: ProcessGroup) -> None:
 
 @contextmanager
 def _default_group(
-    backend: str, store: Store, layout: Layout, timeout: timedelta
+    backend: str, store: Store, layout: Layout, timeout: timedelta, watch: Watch | None
 ) -> Iterator[None]:
-    dist.init_process_group(
-        backend, store=store, rank=layout.rank, world_size=layout.world, timeout=timeout
-    )
+    with naming_failures(watch, layout.rank):
+        dist.init_process_group(
+            backend, store=store, rank=layout.rank, world_size=layout.world, timeout=timeout
+        )
     try:
         yield
     finally:
@@ -146,9 +150,10 @@ def _connect(place: Place, timeout: timedelta) -> Store:
     return PrefixStore(f"burnish/{place.attempt}/{opening}", server)
 
 
-def _await_everybody(store: Store, layout: Layout, timeout: timedelta) -> None:
-    store.set(f"here/{layout.rank}", f"{socket.gethostname()}, pid {os.getpid()}")
-    names = [f"here/{rank}" for rank in range(layout.world)]
+def _await_everybody(store: Store, layout: Layout, timeout: timedelta, point: str) -> None:
+    """Return when all ranks have come to this point of opening the group."""
+    store.set(f"{point}/{layout.rank}", f"{socket.gethostname()}, pid {os.getpid()}")
+    names = [f"{point}/{rank}" for rank in range(layout.world)]
     try:
         store.wait(names, timeout)
     except RuntimeError as error:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from datetime import timedelta
 
 import pytest
@@ -68,6 +69,27 @@ def _sum(layout):
 
 def test_ranks_form_one_group():
     assert run_ranks(_sum, 3) == [(Layout(rank, 3, rank, 3), 6) for rank in range(3)]
+
+
+def _joined(directory):
+    """Which ranks have joined when this one begins; joining takes the last one longest."""
+    join = dist.init_process_group
+
+    def slowly(*args, rank, **kwargs):
+        join(*args, rank=rank, **kwargs)
+        time.sleep(rank / 2)
+        (directory / str(rank)).touch()
+
+    dist.init_process_group = slowly
+    with process_group(CPU, 60):
+        return sorted(path.name for path in directory.iterdir())
+
+
+def test_nobody_begins_before_all_have_joined(tmp_path):
+    """A rank that has nothing to do, or an error to raise, would leave while others still connect to it."""
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=60), wait_for_workers=False)
+    environs = [torchrun_environ(rank, 2, store.port) for rank in range(2)]
+    assert run_processes(_joined, environs, tmp_path) == [["0", "1"]] * 2
 
 
 def _sum_with_environment():
