@@ -15,6 +15,7 @@ from burnish.checkpoint.contents import Contents
 from burnish.checkpoint.disks import find_disks
 from burnish.checkpoint.leftovers import clear
 from burnish.checkpoint.mirror import Mirror, clear_unfinished
+from burnish.checkpoint.planner import Planner
 from burnish.checkpoint.resuming import (
     Load,
     OnDisk,
@@ -76,7 +77,8 @@ class Checkpoints:
         self._root = root
         self._layout = layout
         self._storage = storage or LocalStorage()
-        self._saver = Saver(root, layout, self._storage, retention or Retention(), reserve_bytes)
+        planner, kept = Planner(layout), retention or Retention()
+        self._saver = Saver(root, planner, self._storage, kept, reserve_bytes)
         self._background_timeout = background_timeout
         self._background: BackgroundSaver | None = None
         self._mirror: Mirror | None = None
@@ -108,7 +110,7 @@ class Checkpoints:
             disks = find_disks(
                 lease, token, lambda: self._take(lease), self._layout, may_differ=meets
             )
-            self._saver = replace(self._saver, disks=disks)
+            self._saver = replace(self._saver, planner=Planner(self._layout, disks))
             with agree(self._layout), naming_failures(f"{self._root} cannot be used"):
                 if self._background_timeout is not None:
                     held = (self._lease.fileno(),) if self._lease is not None else ()
@@ -130,7 +132,7 @@ class Checkpoints:
     @property
     def meets_on_mirror(self) -> bool:
         """Whether the ranks have several disks, so that a step is committed on the mirror, and nowhere before."""
-        return self._saver.planner.disks.are_several
+        return self._saver.disks.are_several
 
     def _clear(self) -> None:
         removals = Removals(self._root)
@@ -219,7 +221,7 @@ class Checkpoints:
     def mirror_to(self, mirror: Mirror | None) -> None:
         """From here on, resume from this mirror as well, and bring it in line after every save."""
         self._mirror = mirror
-        disks = self._saver.planner.disks
+        disks = self._saver.disks
         if mirror is not None and self._saver.leads:
             disk = disks.of_rank[self._layout.rank] if disks.are_several else None
             self._uploader = Uploader(replace(mirror, disk=disk))

@@ -127,6 +127,8 @@ class Sync:
             self._facts = self._find_facts(mirror.retention)
             self._pins = _pins(mirror.root, self._storage)
         self._unwanted = self._outlived(self._facts)
+        self.unseen: set[int] = set()
+        """After `run` or `retain`: steps that outlived their use on the mirror, and that another disk has yet to see there."""
 
     def missing(self) -> list[int]:
         """The committed steps that the mirror wants and has not, newest first."""
@@ -157,7 +159,7 @@ class Sync:
                     self._note()
             except CorruptError as error:
                 failed = failed or error
-        self._retain()
+        self.retain()
         if failed is not None:
             raise failed
         return sent
@@ -215,17 +217,19 @@ class Sync:
         with naming_failures(f"{self._mirror.root} cannot be written"):
             write_mirrored(self._mirror.root, str(self._mirror.remote), settled, self._storage)
 
-    def _retain(self) -> None:
+    def retain(self) -> None:
         """Remove from the mirror what its retention does not keep, and what was never finished, but nothing that another disk may be at."""
         there = self._there
         there.refresh()
-        told = there.told()
-        gone = {s for s in self._outlived(self._remote) if self._remote[s].uuid not in told}
+        if self._mirror.disk is None:
+            clear_unfinished(self._mirror, there)
+            there.refresh()
+        outlived, told = self._outlived(self._remote), there.told()
+        self.unseen = {step for step in outlived if self._remote[step].uuid in told}
+        gone = outlived - self.unseen
         for path in [path for step, path in step_paths(there.root, there).items() if step in gone]:
             self._mirror.check()
             there.remove(path)
-        if self._mirror.disk is None:
-            clear_unfinished(self._mirror, there)
 
 
 def clear_unfinished(mirror: Mirror, there: RemoteSteps) -> None:

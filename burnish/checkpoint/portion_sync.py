@@ -29,8 +29,8 @@ from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage
 from burnish.files.strict_json import encode_json, parse_json
 
-_LOOK_SECONDS = 1.0
-# Between two looks at what the other disks have sent.
+LOOK_SECONDS = 1.0
+"""Between two looks at what the other disks have done."""
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class PortionSync:
                 waiting.remove(portion)
                 done.append(portion.step.step)
                 self._remove(portion)
-            if waiting and pause(_LOOK_SECONDS):
+            if waiting and pause(LOOK_SECONDS):
                 break
         if self._failed is not None:
             raise self._failed

@@ -41,8 +41,8 @@ class Saver:
 
     root: Path
     """The run's `checkpoints/`."""
-    layout: Layout
-    """This process among those that save together."""
+    planner: Planner = field(compare=False, repr=False)
+    """Who writes what, and where to; it keeps the plan from save to save, in each process that has this."""
     storage: Storage
     """The disk."""
     retention: Retention
@@ -51,14 +51,16 @@ class Saver:
     """What stays free on the disk."""
     token: Token | None = None
     """The leader of a disk: the right to commit below `root`."""
-    disks: Disks | None = None
-    """Where the ranks write to; None: to one disk."""
-    planner: Planner = field(init=False, compare=False, repr=False)
-    """Keeps the plan from save to save, in each process that has this."""
 
-    def __post_init__(self) -> None:
-        """Begin without a plan."""
-        object.__setattr__(self, "planner", Planner(self.layout, self.disks))
+    @property
+    def layout(self) -> Layout:
+        """This process among those that save together."""
+        return self.planner.layout
+
+    @property
+    def disks(self) -> Disks:
+        """Where these write to."""
+        return self.planner.disks
 
     def save(self, step: int, contents: Contents, fence: Callable[[], None] | None = None) -> Saved:
         """Commit a step and remove those that need no longer be kept. Collective.
@@ -84,11 +86,11 @@ class Saver:
     @property
     def leads(self) -> bool:
         """Whether this rank makes and names what is on its disk."""
-        return self.layout.rank in self.planner.disks.leaders
+        return self.layout.rank in self.disks.leaders
 
     def holds(self, step: int) -> bool:
         """Whether this rank's disk has the step, or its portion, sealed."""
-        if self.planner.disks.are_several:
+        if self.disks.are_several:
             return step in portion_paths(self.root, self.storage).values()
         with suppress(CorruptError):
             return bool(open_step(self.root / step_name(step), self.storage))

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 
 from burnish.checkpoint.companion import Companion, accompany
 from burnish.checkpoint.mirror import Mirror, Seen, Sync
-from burnish.checkpoint.portion_sync import Pause, PortionSync
+from burnish.checkpoint.portion_sync import LOOK_SECONDS, Pause, PortionSync
 from burnish.errors import BurnishError
 
 _SYNC, _NUDGE = "sync", "nudge"
@@ -77,7 +77,9 @@ def _synced(mirror: Mirror, seen: Seen, tell: Callable[[Progress], None], pause:
         steps = [] if sync is None else sync.run()
         made = portions.run(pause)
         if sync is not None and made:
-            Sync(mirror, meter.moved, seen).run()  # of steps that are new there others may go
+            _retain(
+                Sync(mirror, meter.moved, seen), pause
+            )  # of steps that are new there others may go
         return Synced((*steps, *made), None)
     except BurnishError as error:
         return Synced((), error)
@@ -86,6 +88,13 @@ def _synced(mirror: Mirror, seen: Seen, tell: Callable[[Progress], None], pause:
         return Synced(
             (), BurnishError(f"{mirror.remote} could not be brought in line", have=have, do=_DO)
         )
+
+
+def _retain(sync: Sync, pause: Pause) -> None:
+    """Let the mirror's retention see a sync's steps, and wait for other disks that have yet to see some of what it removes."""
+    sync.run()
+    while sync.unseen and not pause(LOOK_SECONDS):
+        sync.retain()
 
 
 class _Meter:

@@ -274,9 +274,16 @@ class Run:
         self.save()
         self._report("stopped")
         meets = self.checkpoints.meets_on_mirror
-        patience = self.config.checkpoint.mirror_patience_seconds if meets else _GRACE_SECONDS
-        left = self._settle_mirror(patience)
         place = self.mirror.remote if meets and self.mirror is not None else self.directory.root
+        patience = self.config.checkpoint.mirror_patience_seconds if meets else _GRACE_SECONDS
+        if meets and self.layout.is_main:
+            log.warning(
+                "waiting at most %.0f seconds for %s, where alone step %d is committed; a second signal ends the run without it",
+                patience,
+                place,
+                self.position.step,
+            )
+        left = self._settle_mirror(patience)
         said = f"step {self.position.step} is committed in {place}; the same command continues from there"
         if meets and left is not None:
             said = f"STEP {self.position.step} IS NOT COMMITTED; the same command continues from an older one. {left}"

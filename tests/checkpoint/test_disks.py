@@ -390,10 +390,36 @@ def test_the_mirrors_retention_leaves_what_another_disk_has_not_seen_sealed(tmp_
     sync(second, 1)
     synced = _synced(first, Seen(), lambda progress: None, lambda seconds: True)
     assert (synced.steps, synced.error) == ((2, 1), None)
+    assert steps_on(disks) == [1, 2]
     assert sync(second, 1) == [2, 1]
     assert [portions_on(disks, rank) for rank in (0, 1)] == [[], []]
     _synced(first, Seen(), lambda progress: None, lambda seconds: True)
     assert steps_on(disks) == [2]
+
+
+def test_the_mirrors_retention_waits_until_all_disks_have_seen_what_it_removes(tmp_path):
+    disks = where(tmp_path, 0, 1)
+    run_ranks(save_twice, 2, disks)
+    first, second = replace(disks.mirror(0), disk=0, retention=Retention(1)), disks.mirror(1)
+    sync(second, 1)
+
+    def pause(seconds):
+        assert steps_on(disks) == [1, 2]
+        return not sync(second, 1)
+
+    assert _synced(first, Seen(), lambda progress: None, pause).error is None
+    assert steps_on(disks) == [2]
+
+
+def test_nobody_asks_for_the_words_of_disks_that_are_no_more(tmp_path):
+    disks = where(tmp_path, 0, 1)
+    run_ranks(save_twice, 2, disks)
+    sync(disks.mirror(1), 1)
+    sync(disks.mirror(0), 0)
+    alone = replace(disks.mirror(0), retention=Retention(1))
+    assert _synced(alone, Seen(), lambda progress: None, lambda seconds: True).error is None
+    assert steps_on(disks) == [2]
+    assert not any("portions" in file.name for file in alone.remote.files())
 
 
 def test_the_mirrors_retention_counts_what_was_just_sealed(two):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import time
 
 import pytest
 from training_files import At, burnish, done, make_files, outcome, ranks
@@ -58,23 +59,43 @@ def test_several_processes_that_save_in_the_background(work):
     assert (code, "resuming step 6 from file://" in said) == (0, True), said
 
 
+STOPPED = At("burnish.trainers.sft:make_batch", 4, signal.SIGTERM)
+
+
+def on_disks_of_their_own(directory, name, at=None):
+    """A run of two processes in directories of that name, which meet on the mirror `far`."""
+    roots = [directory / f"{name}-{rank}" for rank in range(2)]
+    for root in roots:
+        root.mkdir()
+    argv = [*SFT, f"checkpoint.mirror=file://{directory}/far"]
+    return ranks([make_files(root) for root in roots], argv, 2, at=at)
+
+
+def test_a_second_signal_ends_the_waiting_for_a_mirror_where_disks_meet(tmp_path):
+    """Nothing can be said there of what a disk has sent."""
+    words = tmp_path / "far/run/checkpoints/portions"
+    words.parent.mkdir(parents=True)
+    words.touch()
+    commands = on_disks_of_their_own(tmp_path, "one", STOPPED)
+    waiting = f"waiting at most 1800 seconds for file://{tmp_path}/far/run"
+    while waiting not in commands[0].output:
+        assert commands[0].is_running(), commands[0].output
+        time.sleep(0.05)
+    commands[0].send(signal.SIGTERM)
+    assert commands[0].wait() == -signal.SIGTERM, commands[0].output
+    assert commands[1].wait() != 0
+    assert far(tmp_path, "run") == []
+
+
 def test_machines_that_share_no_disk_go_on_as_if_nothing_had_been(tmp_path):
     """Each process works in a directory of its own; both are stopped, lost, and go on as others."""
     peace = outcome(done(make_files(tmp_path), *SFT, "name=peace", world=2))
-    argv = [*SFT, f"checkpoint.mirror=file://{tmp_path}/far"]
-
-    def started(name, at=None):
-        roots = [tmp_path / f"{name}-{rank}" for rank in range(2)]
-        for root in roots:
-            root.mkdir()
-        return ranks([make_files(root) for root in roots], argv, 2, at=at)
-
-    commands = started("one", At("burnish.trainers.sft:make_batch", 4, signal.SIGTERM))
+    commands = on_disks_of_their_own(tmp_path, "one", STOPPED)
     assert [command.wait() for command in commands] == [143, 143], commands[0].output
     stopped = max(far(tmp_path, "run"))
     assert stopped < 6
     assert f"step {stopped} is committed in file://{tmp_path}/far/run;" in commands[0].output
-    commands = started("two")
+    commands = on_disks_of_their_own(tmp_path, "two")
     assert [command.wait() for command in commands] == [0, 0], commands[0].output
     assert f"resuming step {stopped} from file://" in commands[0].output
     assert outcome(tmp_path / "far" / "run") == peace
