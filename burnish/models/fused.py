@@ -36,21 +36,25 @@ def fuse(model: PreTrainedModel) -> None:
 
     Parameters keep their names and identities. Models with code of their own are left as they are.
     """
-    if model.config.model_type not in FUSED_FAMILIES or not _is_of_transformers(model):
+    if model.config.model_type not in FUSED_FAMILIES or not is_of_transformers(model):
         return
-    _replace(model, "RMSNorm", FusedRMSNorm)
+    replace_layers(model, "RMSNorm", FusedRMSNorm)
     if _rotates_whole_heads(model):
-        _replace(model, "Attention", FusedAttention)
+        replace_layers(model, "Attention", FusedAttention)
 
 
-def _replace(model: nn.Module, kind: str, replacement: Callable[[nn.Module], nn.Module]) -> None:
+def replace_layers(
+    model: nn.Module, kind: str, replacement: Callable[[nn.Module], nn.Module]
+) -> None:
+    """Put what `replacement` makes of them in the place of the layers whose class has a name that ends with `kind`."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith(kind):
                 setattr(parent, name, replacement(child))
 
 
-def _is_of_transformers(model: PreTrainedModel) -> bool:
+def is_of_transformers(model: PreTrainedModel) -> bool:
+    """Whether a model's layers are those that transformers has for its family, and no code of its own."""
     return type(model).__module__.startswith("transformers.models.")
 
 

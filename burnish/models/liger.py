@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -20,7 +21,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from burnish.errors import UsageError
-from burnish.models.fused import FusedAttention, FusedRMSNorm, rotate_both
+from burnish.models.fused import (
+    FusedAttention,
+    FusedRMSNorm,
+    is_of_transformers,
+    replace_layers,
+    rotate_both,
+)
 
 Gate = Literal["silu", "gelu_tanh"]
 _ACTIVATIONS: Mapping[str, Gate] = {
@@ -39,6 +46,10 @@ NORM_OFFSETS: Mapping[str, float] = {"gemma3_text": 1.0, "olmo2": 0.0}
 """What is added to the weight of a norm, for the `model_type`s whose norms are transformers'. They multiply in fp32."""
 
 
+Norm = Callable[[Tensor, Tensor, float, float], Tensor]
+"""RMSNorm [..., n] in fp32, from its input, weight [n], ε and what is added to the weight."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """What Liger computes. All of it may write over what it was given, once that is not needed any more."""
@@ -47,8 +58,8 @@ class Kernels:
     """activation(gate) * up, of tensors of one shape."""
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     """Queries [1, heads, T, d] and keys [1, key heads, T, d], at the positions of cosines and sines [1, T, d] fp32."""
-    norm: Callable[[Tensor, Tensor, float, float], Tensor]
-    """RMSNorm [..., n] in fp32, from its input, weight [n], ε and what is added to the weight."""
+    norm: Norm
+    """For the families of `NORM_OFFSETS`."""
 
 
 def liger_kernels(device: torch.device) -> Kernels | None:
@@ -86,18 +97,18 @@ def use_kernels(model: PreTrainedModel, kernels: Kernels) -> None:
 
     Parameters keep their names and identities. Models with code of their own are left as they are.
     """
-    if not type(model).__module__.startswith("transformers.models."):
+    if not is_of_transformers(model):
         return
-    kind = model.config.model_type
-    gate = _ACTIVATIONS.get(_activation(model)) if kind in GATED_FAMILIES else None
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, FusedAttention):
-                child.position = _Position(kernels)
-            elif gate is not None and type(child).__name__.endswith("MLP"):
-                setattr(parent, name, GatedMLP(child, kernels.gated[gate]))
-            elif kind in NORM_OFFSETS and type(child).__name__.endswith("RMSNorm"):
-                setattr(parent, name, LigerRMSNorm(child, kernels, NORM_OFFSETS[kind]))
+    family = model.config.model_type
+    for module in model.modules():
+        if isinstance(module, FusedAttention):
+            module.position = _Position(kernels)
+    gate = _ACTIVATIONS.get(_activation(model)) if family in GATED_FAMILIES else None
+    if gate is not None:
+        replace_layers(model, "MLP", partial(GatedMLP, gated=kernels.gated[gate]))
+    if family in NORM_OFFSETS:
+        norm = partial(LigerRMSNorm, norm=kernels.norm, offset=NORM_OFFSETS[family])
+        replace_layers(model, "RMSNorm", norm)
 
 
 def _activation(model: PreTrainedModel) -> str:
@@ -127,11 +138,11 @@ class GatedMLP(nn.Module):
 class LigerRMSNorm(nn.Module):
     """RMSNorm with the parameter of the module it replaces."""
 
-    def __init__(self, replaced: Any, kernels: Kernels, offset: float) -> None:
+    def __init__(self, replaced: Any, norm: Norm, offset: float) -> None:
         super().__init__()
         self.weight = replaced.weight
         self._epsilon: float = getattr(replaced, "eps", None) or replaced.variance_epsilon
-        self._norm, self._offset = kernels.norm, offset
+        self._norm, self._offset = norm, offset
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Any shape [..., n]."""

@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from burnish.parallel.autograd import uncompiled
 
-_ALIGNED = 8
-"""Grouped products on CUDA want rows of a multiple of 16 bytes."""
+_RANK_MULTIPLE = 8
+"""Grouped products on CUDA want rows of a multiple of 16 bytes, which are so many elements at least."""
 _PARAMETERS = ("gate_up_proj", "down_proj")
 
 
@@ -57,7 +57,7 @@ class _Factors:
         rank = len(a) // experts
         narrow = a.view(experts, rank, -1).transpose(1, 2)
         wide = b.view(len(b), rank, experts).permute(2, 1, 0)
-        if rest := -rank % _ALIGNED:
+        if rest := -rank % _RANK_MULTIPLE:
             narrow = functional.pad(narrow, (0, rest))
             wide = functional.pad(wide, (0, 0, 0, rest))
         return cls(narrow, wide.contiguous())

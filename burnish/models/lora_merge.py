@@ -70,14 +70,14 @@ class Gathered:
         (row, column), (rows, columns) = piece.box.offsets, piece.box.sizes
         names = [factor_name(change.layer, letter) for letter in "AB"]
         a, b = (shapes[name] for name in names)
-        self._rank = a[0] // change.experts
-        self._first = min(each.expert for each, _ in pieces)
-        count = max(each.expert for each, _ in pieces) + 1 - self._first
+        rank, numbers = a[0] // change.experts, [each.expert for each, _ in pieces]
+        self._first = first = min(numbers)
+        self._count = count = max(numbers) + 1 - first
         boxes = (
-            Box((self._first * self._rank, change.column + column), (count * self._rank, columns)),
-            Box((change.row + row, 0, self._first), (rows, self._rank, count)),
+            Box((first * rank, change.column + column), (count * rank, columns)),
+            Box((change.row + row, 0, first), (rows, rank, count)),
         )
-        wholes = (a, (b[0], self._rank, change.experts))
+        wholes = (a, (b[0], rank, change.experts))
         self.shards = tuple(
             Shard(
                 TensorSpec(name, whole, torch.float32),
@@ -91,9 +91,9 @@ class Gathered:
     def merged(self, change: Change, piece: Shard, scale: float) -> MergedShard:
         """One of the pieces with its part of both."""
         a, b = (shard.tensor for shard in self.shards)
-        index = change.expert - self._first
-        own = a[index * self._rank : (index + 1) * self._rank]
-        return MergedShard(piece.spec, piece.box, piece.tensor, own, b[:, :, index], scale)
+        here = Change(change.layer, expert=change.expert - self._first, experts=self._count)
+        factors = here.factors(a, b.flatten(1))
+        return MergedShard(piece.spec, piece.box, piece.tensor, *factors, scale)
 
 
 def gathered(

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-_ALIGNED = 16
-"""Bytes; grouped products want rows and columns to begin at multiples of it."""
+_ALIGNED_BYTES = 16
+"""Grouped products want rows and columns to begin at multiples of it."""
 
 
 class GroupedExperts(MegatronModule):
@@ -116,7 +116,7 @@ def _ends(counts: Tensor, device: torch.device) -> Tensor:
 def _is_aligned(*factors: Tensor) -> bool:
     """Whether matrices, none of them empty, can be taken by a grouped product."""
     return all(
-        matrix.numel() > 0 and size * matrix.element_size() % _ALIGNED == 0
+        matrix.numel() > 0 and size * matrix.element_size() % _ALIGNED_BYTES == 0
         for matrix in factors
         for size in matrix.shape[1:]
     )
