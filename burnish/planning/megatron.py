@@ -216,7 +216,7 @@ class _StageNeeds(Needs):
         for kind in self._stage.counts:
             inner = self.tokens * max(moment.tokens for moment in self._passes[kind].backward)
             beside = waiting - self._of_layer[kind]
-            yield self._at(beside + inner, tied + self._model.bytes * self._model.widest[kind])
+            yield self._at(beside + inner, tied + self._model.bytes * self._made_at_once(kind))
         if self._is_first:
             table = self._model.bytes * self._model.held([shape.root[0]])
             again = 2 * self._hidden
@@ -236,13 +236,26 @@ class _StageNeeds(Needs):
     @property
     def _stepping(self) -> float:
         """Bytes of temporaries of torch's AdamW: of one weight on CPUs, of all that are stepped together elsewhere; and moments that come from the host."""
-        inside = [self._model.widest[kind] for kind in self._stage.counts]
+        inside = [self._largest(kind) for kind in self._stage.counts]
         widest = max(inside + [self._model.held([weight]) for weight in self._outside])
         alone = min(widest, self._stepped)
         wave = min(self._slots_away, max(WAVE, _FP32 * _MOMENTS * alone))
         if self._model.cpu:
             return wave + 2.0 * _FP32 * alone
         return wave + (wave / _MOMENTS if wave else _FP32 * self._stepped)
+
+    def _largest(self, kind: int) -> float:
+        """Elements of this process's largest parameter in a layer, of which the experts' matrices are one."""
+        ranks = self._cut.expert_parallel * self._cut.expert_tensor
+        return max(self._model.widest[kind], self._model.widest_of_experts[kind] / ranks)
+
+    def _made_at_once(self, kind: int) -> float:
+        """Elements of the largest gradient of a layer before it is added to the buffer: of experts on CPUs each one's by itself (`burnish.engines.megatron.experts`)."""
+        if not self._model.cpu:
+            return self._largest(kind)
+        experts, ranks = self._model.kinds[kind].experts or 1, self._cut.expert_tensor
+        of_one = self._model.widest_of_experts[kind] / experts / ranks
+        return max(self._model.widest[kind], of_one)
 
     def _publishing(self) -> Parts:
         others = 1 - 1 / (self._layout.tensor * self._layout.pipeline * self._cut.expert_parallel)

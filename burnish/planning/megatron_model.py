@@ -16,7 +16,7 @@ from itertools import chain, pairwise
 from burnish.planning.activations import Arithmetic
 from burnish.planning.megatron_layer import Cut, megatron_passes
 from burnish.planning.model import Model
-from burnish.planning.shape import Layer, ModelShape, Weight
+from burnish.planning.shape import ModelShape, Weight
 from burnish.planning.tape import Passes
 
 
@@ -86,18 +86,19 @@ class MegatronModel(Model):
 
     @cached_property
     def widest(self) -> list[int]:
-        """Elements of a layer's largest weight on one tensor rank, where every expert has its own."""
-        return [max(self.held([weight]) for weight in _single(layer)) for layer in self.kinds]
+        """Elements of a layer's largest weight on one tensor rank, its experts left out."""
+        return [max(self.held([w]) for w in layer.weights if not w.width) for layer in self.kinds]
+
+    @cached_property
+    def widest_of_experts(self) -> list[int]:
+        """Elements of the larger matrix of all a layer's experts; 0 where it has none."""
+        return [
+            max((w.elements for w in layer.weights if w.width), default=0) for layer in self.kinds
+        ]
 
     def held(self, weights: Iterable[Weight]) -> int:
         """Elements of weights on one tensor rank."""
         return sum(-(-w.elements // self.tensor) if w.shared else w.elements for w in weights)
-
-
-def _single(layer: Layer) -> Iterator[Weight]:
-    """A layer's weights, of experts each one by itself."""
-    for weight in layer.weights:
-        yield Weight(weight.columns // weight.width, weight.width) if weight.width else weight
 
 
 def _stages(order: Sequence[int], ranks: int, virtual: int) -> Iterator[Stage]:

@@ -174,6 +174,13 @@ def test_what_is_recommended_is_a_good_configuration(model, devices, tmp_path):
         assert config.engine == plan.engine
 
 
+def test_the_gradients_of_a_matrix_of_experts_are_made_at_once():
+    """On an accelerator, before they are added to the buffer."""
+    parts = parts_of(MIXTURE | {"vocab_size": 1024}, "update", expert_parallel=8)
+    held = parts["weights"] / 2
+    assert parts["gradients"] - 4 * held == 2 * 128 / 8 * (2 * 768 * 2048)
+
+
 def test_experts_that_are_evened_out_are_counted_by_a_pass():
     values = values_of(MIXTURE)
     evened = values_of(MIXTURE, router_aux_loss=0.001)
