@@ -20,7 +20,7 @@ from burnish.checkpoint.mirrored import read_mirrored
 from burnish.checkpoint.pins import holding_pins
 from burnish.checkpoint.portions import portion_paths
 from burnish.checkpoint.room import Waiting
-from burnish.config.schema import CheckpointConfig
+from burnish.config.keeping import CheckpointConfig
 from burnish.errors import CorruptError, IncompatibleError, UsageError
 from burnish.files.durable import move_aside
 from burnish.files.removals import Removals

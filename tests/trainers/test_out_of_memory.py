@@ -12,7 +12,8 @@ import pytest
 import torch
 from model_shapes import QWEN3_8B
 
-from burnish.config.schema import RunConfig, TrackingConfig
+from burnish.config.keeping import TrackingConfig
+from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError
 from burnish.parallel.layout import Layout
 from burnish.tracking.peaks import Peaks
