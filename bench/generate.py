@@ -20,9 +20,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from bench.machine import Result, interleaved, ratio, report
 from burnish.models.names import model_shards
 from burnish.parallel.layout import Layout
+from burnish.parallel.shards import Publication
 from burnish.records import Request
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin import BuiltinGenerator
+from burnish.rollout.held import HeldModel
 
 PROMPTS, SAMPLES, PROMPT_LENGTH, VOCAB = 16, 8, 24, 4096
 SIZES = {
@@ -60,14 +62,12 @@ class Sides:
         rng = np.random.default_rng(0)
         self.prompts = rng.integers(100, VOCAB, size=(PROMPTS, PROMPT_LENGTH))
         self.generator = BuiltinGenerator(
-            model.config,
+            HeldModel(model.config, device=model.device, dtype=torch.bfloat16),
             layout=Layout(),
-            device=model.device,
-            dtype=torch.bfloat16,
             slots=slots,
             eos_token_ids=eos,
         )
-        self.generator.load_weights(model_shards(model), 0)
+        self.generator.load_weights(Publication(model_shards(model)), 0)
 
     def ours(self) -> None:
         """One round of the built-in generator."""

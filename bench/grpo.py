@@ -45,6 +45,7 @@ from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin import BuiltinGenerator
 from burnish.rollout.decoding import Decoding
+from burnish.rollout.held import HeldModel
 from burnish.rollout.stopping import StopRule
 from burnish.tracking.progress import Progress
 from burnish.trainers.collect import Collector
@@ -107,15 +108,13 @@ class Ours:
         self.engine = make_engine(foundation, config.optim, layout, device)
         self.engine.load(foundation.source, Part.WEIGHTS)
         generator = GivenLengths(
-            foundation.hf_config,
+            HeldModel(foundation.hf_config, device=device, dtype=torch.bfloat16),
             layout=layout,
-            device=device,
-            dtype=torch.bfloat16,
             slots=config.rollout.slots,
             eos_token_ids=foundation.eos_token_ids,
         )
         generator.rule = rule
-        generator.load_weights(self.engine.shards(Part.WEIGHTS), 0)
+        generator.load_weights(self.engine.published(), 0)
         tokenizer = foundation.tokenizer
         self.collector = Collector(
             generator,
@@ -144,7 +143,7 @@ class Ours:
             self.engine.optim_step(config.optim.lr)
         marks.append(self.clock())
         self.step_number += 1
-        self.collector.generator.load_weights(self.engine.shards(Part.WEIGHTS), self.step_number)
+        self.collector.generator.load_weights(self.engine.published(), self.step_number)
         marks.append(self.clock())
         for name, start, end in zip(self.seconds, marks[:-1], marks[1:], strict=True):
             self.seconds[name].append(end - start)

@@ -55,6 +55,7 @@ from burnish.planning.accuracy import TABLE, Measured, measured_table, planned
 from burnish.records import Batch, Example, Request
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin import BuiltinGenerator
+from burnish.rollout.held import HeldModel
 from burnish.trainers.parking import Parking
 
 CPU = torch.device("cpu")
@@ -105,7 +106,10 @@ class Subject:
                     away.append(self._critic)
                 dtype = torch.bfloat16 if config.engine.precision == "bf16" else torch.float32
                 self._generator = BuiltinGenerator(
-                    self._hf, layout=layout, device=CPU, dtype=dtype, slots=256, eos_token_ids=()
+                    HeldModel(self._hf, device=CPU, dtype=dtype, lora=config.model.adapter_beside),
+                    layout=layout,
+                    slots=256,
+                    eos_token_ids=(),
                 )
                 self._publish()
         self._parking = Parking(away if config.engine.park else [])

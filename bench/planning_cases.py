@@ -245,7 +245,8 @@ def _other_cases() -> Iterator[Case]:
         )
     yield _small("qwen3", "fp32", "full", 1, {"optim.kind": "muon"})
     yield _small("qwen3", "bf16", "none", 2, {"engine.reshard_after_forward": False})
-    for more in (adapter, critic, critic | adapter):
+    beside = adapter | {"model.lora.publish": "adapter"}
+    for more in (adapter, beside, critic, critic | adapter):
         yield _small("qwen3", "bf16", "none", 1, more, "rl")
 
 

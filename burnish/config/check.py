@@ -77,8 +77,8 @@ def _of_model(config: RunConfig) -> Iterator[Problem]:
 
 def _of_adapter(model: ModelConfig) -> Iterator[Problem]:
     given = model.lora.model_dump(exclude_defaults=True)
-    if model.lora.path and len(given) > 1:
-        others = [f"model.lora.{name}" for name in given if name != "path"]
+    others = [f"model.lora.{name}" for name in given if name not in ("path", "publish")]
+    if model.lora.path and others:
         yield Problem(
             "model.lora.path brings its own rank, alpha and layers",
             have=f"model.lora.path: {model.lora.path}, and {', '.join(others)}",

@@ -27,6 +27,7 @@ MAY_CHANGE = frozenset(
         "epochs",
         "resume",
         "model.trust_remote_code",
+        "model.lora.publish",
         "engine.kind",
         "engine.max_skipped_steps",
         "engine.activation_checkpointing",

@@ -26,7 +26,7 @@ class LoraConfig(Section):
     """Train a low-rank adapter (arXiv 2106.09685) on the model's linear layers, or its experts, instead of the model."""
 
     path: str | None = None
-    """An adapter to go on from, which brings all that follows: a directory of PEFT's, such as an earlier run's step/model; a path or a URL. Resuming reads it again; `burnish eval` does not."""
+    """An adapter to go on from, which brings rank, alpha, layers and their scale: a directory of PEFT's, such as an earlier run's step/model; a path or a URL. Resuming reads it again; `burnish eval` does not."""
     rank: int = Field(0, ge=0)
     """Width of a new adapter; 0: none, the whole model is trained."""
     alpha: float = Field(32.0, gt=0)
@@ -35,6 +35,8 @@ class LoraConfig(Section):
     """Linear layers by the last part of their names, as q_proj, and fused experts as experts.gate_up_proj and experts.down_proj; all linear layers but the output layer, and no experts, when not given."""
     rslora: bool = False
     """Scale by alpha / √rank instead (arXiv 2312.03732)."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What the generator gets after each step. merged: the whole model, the adapter added to its weights, with which a token takes least time. adapter: A and B alone, few bytes, which it computes with beside the weights, as training does."""
 
 
 class ModelConfig(Section):
@@ -57,6 +59,11 @@ class ModelConfig(Section):
     def adapter(self) -> LoraConfig | None:
         """The adapter that is trained; None where it is the model itself."""
         return self.lora if self.lora.rank or self.lora.path else None
+
+    @property
+    def adapter_beside(self) -> LoraConfig | None:
+        """The adapter that the generator holds beside the model; None where there is none, or it is merged in."""
+        return self.adapter if self.lora.publish == "adapter" else None
 
 
 class EngineConfig(Section):

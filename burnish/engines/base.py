@@ -19,7 +19,7 @@ from burnish.errors import BurnishError
 from burnish.models.flops import Passed
 from burnish.parallel.arena import Arena
 from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Shard, ShardSource
+from burnish.parallel.shards import Publication, Shard, ShardSource
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.metrics import Stats
 
@@ -101,8 +101,8 @@ class Engine(Protocol):
     def shards(self, what: Part) -> Iterator[Shard]:
         """This rank's pieces, in the same order of names on every rank."""
 
-    def published(self) -> Iterator[Shard]:
-        """This rank's pieces of the model as others may use it, to be read only: an adapter is merged in. Collective."""
+    def published(self) -> Publication:
+        """This rank's pieces of the model as others may use it: an adapter is merged in, or beside it (`model.lora.publish`). Collective."""
 
     def load(self, source: ShardSource, what: Part) -> None:
         """Fill this rank's pieces from a source. Collective."""

@@ -37,7 +37,7 @@ from burnish.models.scorer import Scorer, ScoringPlan
 from burnish.models.ulysses import Division
 from burnish.parallel.layout import Layout
 from burnish.parallel.mesh import Mesh
-from burnish.parallel.shards import Shard, ShardSource
+from burnish.parallel.shards import Publication, Shard, ShardSource
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.metrics import Stats
 
@@ -74,6 +74,7 @@ class TorchEngine:
         if kernels := liger_kernels(device):
             use_kernels(model, kernels)
         self._adapter = None if lora is None else Adapter(model, lora, compute_dtype(config))
+        self._merges = lora is not None and lora.publish == "merged"
         self._scorer = Scorer(model, config.logprob_chunk)
         if optim is None:
             self._scorer.requires_grad_(False)
@@ -174,9 +175,11 @@ class TorchEngine:
             return
         yield from trained(self._optimizer).shards()
 
-    def published(self) -> Iterator[Shard]:
+    def published(self) -> Publication:
         """This rank's pieces of the model; see `Engine.published`."""
-        return self._adapter.merged(self.layout) if self._adapter else self.shards(Part.WEIGHTS)
+        if self._adapter is not None and self._merges:
+            return Publication(self._adapter.merged(self.layout))
+        return Publication(self.shards(Part.WEIGHTS), self.shards(Part.FROZEN))
 
     def load(self, source: ShardSource, what: Part) -> None:
         """Fill this rank's pieces from `source`."""

@@ -123,6 +123,26 @@ class Adapter:
                 yield shard
 
 
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to a linear layer: s B A x."""
+
+    a: nn.Linear
+    """A, without a bias."""
+    b: nn.Linear
+    """B, without a bias."""
+    scale: float
+    """s."""
+
+
+def linear_parts(layer: Any) -> tuple[nn.Linear, LowRank | None]:
+    """A linear layer of a model as it is without an adapter, and what that adds to it, if anything."""
+    if not hasattr(layer, "lora_A"):
+        return layer, None
+    factors = layer.lora_A[_NAME], layer.lora_B[_NAME]
+    return layer.base_layer, LowRank(*factors, layer.scaling[_NAME])
+
+
 class FreshAdapter:
     """First values of an adapter, a `ShardSource`: A as PEFT draws it, B zero, so that the model begins as it is without.
 

@@ -53,7 +53,8 @@ def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
         found = {ours: values[theirs] for theirs, ours in _UNDERSTOOD.items()}
         if values.get(_PARAMETERS):  # beside which there may be no layers
             found["targets"] = found["targets"] or []
-        lora = LoraConfig.model_validate({"path": model.lora.path, **found})
+        kept = {"path": model.lora.path, "publish": model.lora.publish}
+        lora = LoraConfig.model_validate(kept | found)
         fused = LoraConfig.model_validate({"targets": values.get(_PARAMETERS) or []}).targets
         # PEFT writes the whole names of layers that were asked for as all-linear.
         targets = [*layer_kinds(lora.targets), *parameter_kinds(fused)]

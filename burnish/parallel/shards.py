@@ -46,6 +46,16 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class Publication:
+    """This process's pieces of a model as others may use it, to be read only, once. Reading them may be collective."""
+
+    changing: Iterable[Shard]
+    """What training changes."""
+    fixed: Iterable[Shard] = ()
+    """What it never changes: whoever has taken it once needs it no more."""
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A shard without its memory: what other ranks and plans need to know of it."""
 

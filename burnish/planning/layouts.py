@@ -121,7 +121,8 @@ class Planner:
         self._width = 2 if config.engine.precision == "bf16" else 4
         adapter = shape.adapter(config.model.adapter)
         self._operations = Operations(shape, work, adapter > 0, self._judges)
-        self._clock = Clock(shape, work, devices, self._width, self._operations, adapter)
+        beside = shape.beside(config.model.adapter)
+        self._clock = Clock(shape, work, devices, self._width, self._operations, adapter, beside)
         self._models: dict[tuple[int, int], tuple[Model, list[Model]]] = {}
         self._of_stages: dict[tuple[int, int], tuple[MegatronModel, list[MegatronModel]]] = {}
 

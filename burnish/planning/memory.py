@@ -162,7 +162,7 @@ class Needs:
         if self._critic:
             parts["critic"] = _total(self._critic._state)
         if self._work.slots:
-            held = self._model.shape.elements + self._ordered
+            held = self._model.shape.elements + self._ordered + self._adapter_beside
             parts["generator"] = float(self._model.bytes * held)
         if self._judges:
             parts["reward models"] = sum(judge._frozen for judge in self._judges)
@@ -364,8 +364,10 @@ class Needs:
         }
 
     def _publishing(self) -> Parts:
-        """What is under way to the generators of other processes and to this one; an adapter and a block of what it is merged into."""
+        """What is under way to the generators of other processes and to this one: the model, or an adapter; where that is merged in, it and a block of what it is merged into."""
         others = 1 - 1 / (self._layout.shards * self._layout.tensor)
+        if self._adapter_beside:
+            return self._sent(self._model.bytes * self._adapter_beside * others)
         passing = self._model.bytes * self._model.shape.elements * others
         widest = max(w.elements for w in self._share.largest_layer.weights)
         merging = _FP32 * (self._adapter + 2 * min(_MERGED, widest))
@@ -396,6 +398,11 @@ class Needs:
     def _adapter(self) -> int:
         """Elements of the adapter."""
         return self._model.shape.adapter(self._model.lora)
+
+    @property
+    def _adapter_beside(self) -> int:
+        """Those of it that the generator holds beside the model, and is sent after each step."""
+        return self._model.shape.beside(self._model.lora)
 
 
 def _total(parts: Parts) -> float:

@@ -224,6 +224,10 @@ class ModelShape:
             return 0
         return sum(w.elements * n for layer, n in self.layers for w in layer.adapter(lora))
 
+    def beside(self, lora: LoraConfig | None) -> int:
+        """Elements of an adapter that generators hold beside the model; 0 where it is merged in."""
+        return self.adapter(lora) if lora is not None and lora.publish == "adapter" else 0
+
     @cached_property
     def flops(self) -> ModelFlops:
         """What its sequences cost."""

@@ -48,6 +48,8 @@ class Clock:
     """What a step computes."""
     adapter: int = 0
     """Elements of the adapter that is trained in the model's place; 0: it is the model."""
+    beside: int = 0
+    """Those of it that generators hold beside the model; 0: all of the model is published."""
 
     def seconds(self, layout: Layout, engine: EngineConfig, microbatches: int) -> dict[str, float]:
         """Of each phase of a step."""
@@ -64,7 +66,8 @@ class Clock:
             found["update"] += update(layout, engine, microbatches, critic=True)
         if self.work.slots:
             cut = layout.shards if engine.kind == "torch" else layout.tensor * layout.pipeline
-            found["publish"] = self._travel(self.width * self.shape.elements, cut)
+            published = self.beside or self.shape.elements
+            found["publish"] = self._travel(self.width * published, cut)
         machines = -(-layout.world // PER_MACHINE)
         saved = self.adapter or self.shape.elements
         saved += self.shape.elements if self.work.critic else 0
@@ -130,7 +133,7 @@ class Clock:
         mine = -(-work.sequences // layout.world)
         slots = min(work.slots, mine)
         cache = sum(2 * layer.key * self.width * n for layer, n in self.shape.layers)
-        bytes_read = self.width * self.shape.elements + slots * cache * (
+        bytes_read = self.width * (self.shape.elements + self.beside) + slots * cache * (
             work.prompt + work.trained / 2
         )
         flops = slots * self.shape.flops.per_token

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from burnish.parallel.shards import Shard
+from burnish.parallel.shards import Publication
 from burnish.records import Completion, Request
 
 Watch = Callable[[int], None]
@@ -52,8 +52,12 @@ class Generator(Protocol):
         `prompt_key`, s, t) alone.
         """
 
-    def load_weights(self, shards: Iterator[Shard], version: int) -> None:
-        """Take the weights that `shards` describe, as `Shard.part` reads them; each rank passes its own pieces. Collective."""
+    def load_weights(self, weights: Publication, version: int) -> None:
+        """Take the weights, as `Shard.part` reads them; each rank passes its own pieces. Collective.
+
+        What training never changes is taken the first time alone, so all that a generator is given has to be
+        of one engine.
+        """
 
     def close(self) -> None:
         """Free what it holds."""

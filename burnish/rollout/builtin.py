@@ -1,30 +1,22 @@
 """The built-in generator: samples from a copy of the model in the training process, on any device.
 
-It holds its own weights in the compute dtype, filled from the engine's shards whatever their
-layout. Keys and values live only during a call of `generate`. Left out: other processes and
-machines (each rank generates its own requests), tensor-parallel models, quantized weights.
+Keys and values live only during a call of `generate`. Left out: other processes and machines (each rank generates
+its own requests), and the copy itself (`burnish.rollout.held`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from transformers import PretrainedConfig
 
 from burnish.errors import UsageError
-from burnish.models.building import build_on_meta, materialize
-from burnish.models.names import model_shards
-from burnish.models.scorer import logit_transform
 from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Shard
-from burnish.parallel.transfer import Transfer
+from burnish.parallel.shards import Publication
 from burnish.records import Completion, Request
 from burnish.rollout.base import Sampling, Watch
-from burnish.rollout.decoding import Decoding, Network
-from burnish.rollout.forward import forward_of
-from burnish.rollout.products import Product
+from burnish.rollout.decoding import Decoding
+from burnish.rollout.held import HeldModel
 from burnish.rollout.stopping import Decode, StopRule
 
 
@@ -36,28 +28,16 @@ class BuiltinGenerator:
 
     def __init__(
         self,
-        hf_config: PretrainedConfig,
+        model: HeldModel,
         *,
         layout: Layout,
-        device: torch.device,
-        dtype: torch.dtype,
         slots: int,
         eos_token_ids: Sequence[int],
         decode: Decode | None = None,
     ) -> None:
-        """Raises `IncompatibleError` for a model that Burnish does not build."""
+        self._model, self._network = model, model.network
         self._layout, self._slots = layout, slots
         self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
-        self._max_positions: int | None = getattr(hf_config, "max_position_embeddings", None)
-        self._transform = logit_transform(hf_config)
-        self._model = build_on_meta(hf_config).requires_grad_(False).eval()
-        for parameter in self._model.parameters():
-            parameter.data = parameter.data.to(dtype)
-        materialize(self._model, device)
-        self._forward = forward_of(self._model)
-        self._head = Product(self._model.get_output_embeddings().weight)
-        self._network = Network(self._forward, self._logits, device, hf_config.num_hidden_layers)
-        self._transfer: Transfer | None = None
         self._version: int | None = None
 
     @torch.inference_mode()
@@ -79,34 +59,26 @@ class BuiltinGenerator:
         decoding = Decoding(self._network, requests, sampling, stop_rule, self._slots)
         return decoding.run(self._version, watch)
 
-    def load_weights(self, shards: Iterator[Shard], version: int) -> None:
+    def load_weights(self, weights: Publication, version: int) -> None:
         """See `Generator.load_weights`. The pieces have to be the same at every call."""
-        have, want = list(shards), list(model_shards(self._model))
-        if self._transfer is None:
-            self._transfer = Transfer(have, want, self._layout)
-        self._transfer.run(have, want)
-        self._forward.refresh()
-        self._head.refresh()
+        self._model.load(weights, self._layout)
         self._version = version
 
     def close(self) -> None:
         """Free the weights; the generator cannot be used afterwards."""
         self._version = None
-        del self._model, self._network, self._forward, self._head
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits as `Scorer` computes them, in memory of their own."""
-        return self._transform.apply_(self._head(hidden).float())
+        del self._model, self._network
 
     def _check_length(self, request: Request, max_tokens: int) -> None:
         length = len(request.token_ids)
         if length == 0:
             raise UsageError(f"prompt {request.prompt_key} is empty", want="at least one token")
-        if self._max_positions is not None and length + max_tokens > self._max_positions:
+        most = self._model.max_positions
+        if most is not None and length + max_tokens > most:
             raise UsageError(
                 f"prompt {request.prompt_key} and its completion may exceed the model's positions",
                 have=f"{length} prompt tokens + {max_tokens} new ones",
-                want=f"at most {self._max_positions} (max_position_embeddings)",
+                want=f"at most {most} (max_position_embeddings)",
                 do="lower max_prompt_length or max_response_length",
             )
 

@@ -8,17 +8,16 @@ transformers' own code. The tests hold both equal. Left out: CUDA graphs and com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from burnish.models.attention import Attends
 from burnish.models.fused import FusedAttention, FusedRMSNorm, norm_rotate, rotate, rotation_of
 from burnish.models.routing import Routers, Routing
-from burnish.rollout.products import Product
+from burnish.rollout.joined import Joined
 
 
 class Forward(Protocol):
@@ -34,7 +33,7 @@ class Forward(Protocol):
         """Hidden states [T, hidden] of `token_ids` [T] at `positions` [T]; `routing` is told which experts they went to."""
 
     def refresh(self) -> None:
-        """Take note that the model's weights have changed."""
+        """Take note that the model's weights have changed, other than those of an adapter."""
 
 
 def forward_of(model: PreTrainedModel) -> Forward:
@@ -125,11 +124,8 @@ class _Block:
             part.out_features // attention.head_dim for part in projections[:2]
         )
         self._head_dim: int = attention.head_dim
-        self._qkv = Product(*_fused(projections))
-        self._gate_up = Product(*_fused((mlp.gate_proj, mlp.up_proj)))
-        self._out, self._down = (
-            Product(part.weight, part.bias) for part in (attention.o_proj, mlp.down_proj)
-        )
+        self._qkv, self._out = Joined(*projections), Joined(attention.o_proj)
+        self._gate_up, self._down = Joined(mlp.gate_proj, mlp.up_proj), Joined(mlp.down_proj)
         self.products = (self._qkv, self._out, self._gate_up, self._down)
         self._act = mlp.act_fn
         self._norm, self._mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
@@ -162,18 +158,3 @@ class _Block:
             (query.weight.expand(self._heads, -1), key.weight.expand(self._kv_heads, -1))
         )
         return norm_rotate(heads, weights, query.variance_epsilon, rotation)
-
-
-def _fused(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """One weight (and bias) for all parts, whose own become views of it."""
-    weight = _concatenated(parts, "weight")
-    return weight, None if parts[0].bias is None else _concatenated(parts, "bias")
-
-
-def _concatenated(parts: Sequence[nn.Linear], name: str) -> Tensor:
-    tensors = [part.get_parameter(name) for part in parts]
-    whole = torch.cat([tensor.detach() for tensor in tensors])
-    views = torch.split(whole, [len(tensor) for tensor in tensors])
-    for part, view in zip(parts, views, strict=True):
-        part.register_parameter(name, nn.Parameter(view, requires_grad=False))
-    return whole

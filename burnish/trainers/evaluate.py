@@ -190,7 +190,8 @@ def _model_of(step: Committed, model: ModelConfig) -> ModelConfig:
     """
     own = str(step.path / "model")
     if model.adapter:
-        lora = LoraConfig(path=own) if model.lora.path else model.lora
+        described = LoraConfig(path=own, publish=model.lora.publish)
+        lora = described if model.lora.path else model.lora
         return model.model_copy(update={"tokenizer": own, "chat_template": None, "lora": lora})
     return model.model_copy(
         update={"path": own, "fresh": None, "tokenizer": None, "chat_template": None}

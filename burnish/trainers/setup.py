@@ -36,6 +36,7 @@ from burnish.parallel.shards import ShardSource
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin import BuiltinGenerator
+from burnish.rollout.held import HeldModel
 from burnish.tracking.progress import Progress
 from burnish.trainers.collect import Collector
 from burnish.trainers.reward_models import Judge
@@ -216,11 +217,15 @@ def make_collector(
 ) -> Collector:
     """Generator and rewards as the configuration says; the generator's weights are not loaded yet."""
     config, tokenizer = foundation.config, foundation.tokenizer
-    generator = BuiltinGenerator(
+    model = HeldModel(
         foundation.hf_config,
-        layout=layout,
         device=device,
         dtype=compute_dtype(config.engine),
+        lora=config.model.adapter_beside,
+    )
+    generator = BuiltinGenerator(
+        model,
+        layout=layout,
         slots=config.rollout.slots,
         eos_token_ids=foundation.eos_token_ids,
         decode=tokenizer.decode,

@@ -107,6 +107,10 @@ def test_a_micro_batch_is_as_long_as_its_processes_are_many() -> None:
     assert "batch.tokens_per_device=51" in message
 
 
+def test_how_an_adapter_is_published_is_no_part_of_it() -> None:
+    check(config_of("model.path=m", "model.lora.path=a", "model.lora.publish=adapter"), "sft")
+
+
 def test_a_reward_model_is_a_reward() -> None:
     check(config_of(*GOOD, "reward.functions=[]", "reward.models=[{path: judge}]"), "rl")
 
@@ -124,6 +128,7 @@ BAD: list[tuple[Command, list[str], list[str]]] = [
     ("eval", ["model.path=null", "data.validation=[v]"], ["exactly one of", "neither"]),
     ("rl", ["model.fresh={a: 1}", "model.tokenizer=t"], ["exactly one of", "both"]),
     ("sft", ["model.path=null", "model.fresh=c.json"], ["model.tokenizer"]),
+    ("rl", ["model.lora.publish=adapter"], ["model.lora.rank: 0", "model.lora.rank=16"]),
     ("sft", ["model.lora.alpha=16"], ["model.lora.rank: 0", "model.lora.rank=16"]),
     ("rl", ["model.lora.rank=4", "model.path=null", "model.fresh=c.json", "model.tokenizer=t"], ["model.lora needs a model", "remove model.lora"]),
     ("sft", ["optim.kind=adamw8bit", "engine.optimizer_offload=true"], ["optim.kind: adamw8bit", "engine.optimizer_offload=false"]),

@@ -37,6 +37,7 @@ def test_the_list_of_what_may_change_names_keys_that_exist() -> None:
         "data.validation=[a]",
         "batch.tokens_per_device=99",
         "rollout.slots=3",
+        "model.lora.publish=adapter",
         "reward.workers=9",
         "reward.timeout_seconds=9",
         "engine.reshard_after_forward=false",

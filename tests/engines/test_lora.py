@@ -226,7 +226,7 @@ def published_rank(
     layout: Layout, path: Path, precision: str, tensor: int = 1, lora: LoraConfig = LORA
 ) -> dict[str, Any]:
     engine = make_engine(layout, path, None, lora=lora, precision=precision, tensor_parallel=tensor)
-    shards = list(engine.published())
+    shards = list(engine.published().changing)
     pieces = [(s.spec.name, s.box, s.part(s.box).clone()) for s in shards]
     # A part of a piece is the same as that part of the whole piece.
     for shard in shards:

@@ -22,8 +22,10 @@ from transformers import PreTrainedModel
 
 from burnish.models.names import model_shards
 from burnish.parallel.layout import Layout
+from burnish.parallel.shards import Publication
 from burnish.rollout.base import Generator, Sampling
 from burnish.rollout.builtin import BuiltinGenerator
+from burnish.rollout.held import HeldModel
 
 
 def builtin(
@@ -37,14 +39,12 @@ def builtin(
 ) -> BuiltinGenerator:
     """A generator on `device`, whose weights come from a model that stays on the CPU."""
     generator = BuiltinGenerator(
-        model.config,
+        HeldModel(model.config, device=device, dtype=dtype),
         layout=Layout(),
-        device=device,
-        dtype=dtype,
         slots=slots,
         eos_token_ids=eos,
     )
-    generator.load_weights(model_shards(model), version)
+    generator.load_weights(Publication(model_shards(model)), version)
     return generator
 
 

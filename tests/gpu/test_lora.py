@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from adapters_for_tests import EXPERTS, LORA, plain_adapted
 from contracts.engine import cut, make_examples, train, train_by_hand
 from engines_for_tests import make_engine
-from tiny import VOCAB, save_tiny
+from generators_for_tests import differences, make_generator
+from tiny import VOCAB, save_tiny, tiny_config
 
 from burnish.config.schema import LoraConfig
 from burnish.parallel.layout import Layout
@@ -53,7 +56,7 @@ def test_merged_and_off(tmp_path: Path, alone: Layout, device: torch.device) -> 
     path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
     engine = make_engine(alone, path, lora=LORA, device=device, precision="fp32")
     merged = plain_adapted(path).merge_and_unload().state_dict()
-    for shard in engine.published():
+    for shard in engine.published().changing:
         assert torch.allclose(shard.part(shard.box).cpu(), merged[shard.spec.name], atol=1e-6)
     batch = cut(make_examples(VOCAB), alone, 2)
     before = [each.logprobs for each in engine.forward(batch, adapter=False)]
@@ -62,3 +65,32 @@ def test_merged_and_off(tmp_path: Path, alone: Layout, device: torch.device) -> 
     after = [each.logprobs for each in engine.forward(batch, adapter=False)]
     assert all(map(torch.equal, before, after))
     assert not torch.equal(engine.forward(batch)[0].logprobs, before[0])
+
+
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "sizes"),
+    [("qwen3", [], {}), ("qwen3_moe", ["q_proj", *EXPERTS], SIZES)],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_generator_computes_with_it_beside_the_weights(
+    tmp_path: Path,
+    alone: Layout,
+    device: torch.device,
+    precision: str,
+    family: str,
+    targets: list[str],
+    sizes: dict[str, Any],
+) -> None:
+    lora = LoraConfig(rank=3, alpha=5.0, targets=targets, publish="adapter")
+    path = save_tiny(tmp_path / "m", family, torch.float32, **sizes)
+    engine = make_engine(alone, path, None, lora=lora, device=device, precision=precision)
+    config = tiny_config(family, **sizes)
+    generator = make_generator(config, alone, precision, lora, device)
+    for version in range(2):
+        generator.load_weights(engine.published(), version)
+        found = np.abs(differences(engine, generator, config))
+        assert found.mean() < (1e-5 if precision == "fp32" else 0.03)
+    assert np.abs(differences(engine, generator, config, adapter=False)).mean() > 0.1

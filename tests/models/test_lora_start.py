@@ -97,6 +97,12 @@ def test_an_adapter_may_be_of_experts_alone(base: Path, adapter: Path) -> None:
     assert with_adapter(model, content).lora.targets == ["experts.down_proj"]
 
 
+def test_how_it_is_published_is_not_its_own_to_say(adapter: Path) -> None:
+    content = (adapter / ADAPTER_CONFIG).read_bytes()
+    model = ModelConfig(path="m", lora=LoraConfig(path=str(adapter), publish="adapter"))
+    assert with_adapter(model, content).lora.publish == "adapter"
+
+
 def test_without_a_path_nothing_is_read() -> None:
     model = ModelConfig(path="m", lora=LoraConfig(rank=2))
     assert model.adapter == model.lora

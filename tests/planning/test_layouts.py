@@ -169,6 +169,24 @@ def test_an_adapter_needs_no_state_for_the_model():
     assert "reference" not in adapter.phases["save"]
 
 
+def test_an_adapter_beside_the_model_is_all_that_travels():
+    def plan(**how):
+        values = RL | {"model": RL["model"] | {"lora": {"rank": 4, **how}}}
+        return planner(values, "rl").as_configured()
+
+    merged, beside = plan(), plan(publish="adapter")
+    shape = ModelShape.of(QWEN3_8B)
+    adapter = shape.adapter(RunConfig.model_validate({"model": {"lora": {"rank": 4}}}).model.lora)
+    held = beside.phases["rollout"]["generator"] - merged.phases["rollout"]["generator"]
+    assert held == 2 * adapter
+    assert "merging" in merged.phases["publish"]
+    assert "merging" not in beside.phases["publish"]
+    assert beside.phases["publish"]["buffers"] == 2 * 2 * adapter * 63 / 64
+    ratio = beside.seconds["publish"] / merged.seconds["publish"]
+    assert ratio == pytest.approx(adapter / shape.elements)
+    assert beside.seconds["rollout"] > merged.seconds["rollout"]
+
+
 MOE = QWEN3_8B | {
     "model_type": "qwen3_moe",
     "num_experts": 64,

@@ -19,12 +19,13 @@ from burnish.models.fused import FUSED_FAMILIES
 from burnish.models.names import model_shards
 from burnish.parallel.boxes import Box
 from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Shard
+from burnish.parallel.shards import Publication, Shard
 from burnish.records import Completion, Request
 from burnish.rollout import decoding
 from burnish.rollout.base import Generator, Sampling
 from burnish.rollout.builtin import BuiltinGenerator
 from burnish.rollout.forward import FusedForward, ModuleForward
+from burnish.rollout.held import HeldModel
 from burnish.rollout.stopping import Decode
 
 CPU = torch.device("cpu")
@@ -40,15 +41,13 @@ def builtin(
     decode: Decode | None = None,
 ) -> BuiltinGenerator:
     generator = BuiltinGenerator(
-        model.config,
+        HeldModel(model.config, device=CPU, dtype=dtype),
         layout=Layout(),
-        device=CPU,
-        dtype=dtype,
         slots=slots,
         eos_token_ids=eos,
         decode=decode,
     )
-    generator.load_weights(model_shards(model), version)
+    generator.load_weights(Publication(model_shards(model)), version)
     return generator
 
 
@@ -94,7 +93,7 @@ class TestForward:
         assert type(generator._network.forward) is FusedForward
         network = generator._network
         generator._network = decoding.Network(
-            ModuleForward(generator._model), network.logits, CPU, network.layers
+            ModuleForward(generator._model._model), network.logits, CPU, network.layers
         )
         assert_same(fused, generator.generate(requests, sampling))
 
@@ -226,17 +225,15 @@ class TestWeights:
         requests, sampling = make_requests(), Sampling(8)
         generator = builtin(first, version=1, dtype=dtype)
         old = generator.generate(requests, sampling)
-        generator.load_weights(model_shards(second), 2)
+        generator.load_weights(Publication(model_shards(second)), 2)
         new = generator.generate(requests, sampling)
         assert_same(new, builtin(second, dtype=dtype).generate(requests, sampling))
         assert (old[0][0].weights_version, new[0][0].weights_version) == (1, 2)
 
     def test_are_needed(self) -> None:
         generator = BuiltinGenerator(
-            tiny_config(),
+            HeldModel(tiny_config(), device=CPU, dtype=torch.float32),
             layout=Layout(),
-            device=CPU,
-            dtype=torch.float32,
             slots=2,
             eos_token_ids=(),
         )
@@ -273,7 +270,10 @@ class TestWeights:
         config = tiny_config("gemma3_text", attn_logit_softcapping=50.0)
         with pytest.raises(IncompatibleError, match="attn_logit_softcapping"):
             BuiltinGenerator(
-                config, layout=Layout(), device=CPU, dtype=torch.float32, slots=2, eos_token_ids=()
+                HeldModel(config, device=CPU, dtype=torch.float32),
+                layout=Layout(),
+                slots=2,
+                eos_token_ids=(),
             )
 
 
@@ -290,8 +290,11 @@ def _generate_from_halves(layout: Layout) -> list[list[Completion]]:
         return Shard(shard.spec, box, shard.tensor[start:stop])
 
     generator = BuiltinGenerator(
-        model.config, layout=layout, device=CPU, dtype=torch.float32, slots=4, eos_token_ids=()
+        HeldModel(model.config, device=CPU, dtype=torch.float32),
+        layout=layout,
+        slots=4,
+        eos_token_ids=(),
     )
-    generator.load_weights(map(half, model_shards(model)), 1)
+    generator.load_weights(Publication(map(half, model_shards(model))), 1)
     requests: list[Request] = make_requests()
     return generator.generate(requests, Sampling(6))

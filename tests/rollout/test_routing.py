@@ -20,16 +20,15 @@ from burnish.records import Completion, Example, Request
 from burnish.rollout import decoding
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin import BuiltinGenerator
+from burnish.rollout.held import HeldModel
 
 CPU = torch.device("cpu")
 
 
 def generator_of(path: Path, family: str, layout: Layout) -> BuiltinGenerator:
     generator = BuiltinGenerator(
-        tiny_config(family),
+        HeldModel(tiny_config(family), device=CPU, dtype=torch.float32),
         layout=layout,
-        device=CPU,
-        dtype=torch.float32,
         slots=4,
         eos_token_ids=(7, 8, 9, 10),
     )

@@ -41,12 +41,14 @@ def save_base(directory, seed, **changes):
     save_char_tokenizer(directory)
 
 
-@pytest.mark.parametrize("kind", ["sft", "rl"])
-def test_interrupted_equals_uninterrupted(lora, kind):
-    config = f"{kind}-lora.yaml"
-    peace = outcome(done(lora, kind, config, f"name={kind}_peace"))
-    done(lora, kind, config, f"name={kind}_war", "steps=3")
-    assert outcome(done(lora, kind, config, f"name={kind}_war")) == peace
+@pytest.mark.parametrize(
+    ("kind", "options"), [("sft", []), ("rl", []), ("rl", ["model.lora.publish=adapter"])]
+)
+def test_interrupted_equals_uninterrupted(lora, kind, options):
+    argv, name = [kind, f"{kind}-lora.yaml", *options], f"{kind}{len(options)}"
+    peace = outcome(done(lora, *argv, f"name={name}_peace"))
+    done(lora, *argv, f"name={name}_war", "steps=3")
+    assert outcome(done(lora, *argv, f"name={name}_war")) == peace
     assert {name for name in peace if name.endswith(".safetensors")} == {
         f"checkpoints/step-00000006/{name}.safetensors"
         for name in (

@@ -33,7 +33,7 @@ from burnish.engines.step_stats import loss_stats, optimizer_stats, skipped_in_a
 from burnish.models.flops import Passed
 from burnish.models.ulysses import Division
 from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Shard, ShardSource
+from burnish.parallel.shards import Publication, Shard, ShardSource
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.metrics import Stats
 
@@ -169,9 +169,9 @@ class MegatronEngine:
             trained(self._optimizer)
             yield from self._shards.slots()
 
-    def published(self) -> Iterator[Shard]:
+    def published(self) -> Publication:
         """This rank's pieces of the model; see `Engine.published`."""
-        return self._shards.model()
+        return Publication(self._shards.model())
 
     def load(self, source: ShardSource, what: Part) -> None:
         """Fill this rank's pieces from `source`."""

@@ -25,6 +25,7 @@ from burnish.parallel.layout import Layout
 from burnish.records import Example
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin import BuiltinGenerator
+from burnish.rollout.held import HeldModel
 
 CPU = torch.device("cpu")
 LAYOUTS: list[dict[str, Any]] = [
@@ -49,7 +50,10 @@ def published_rank(layout: Layout, path: Path, layouts: Sequence[Mapping[str, An
         engine.forward_backward(cut(make_examples(VOCAB), engine.layout, 2), loss)
         engine.optim_step(LR)
         generator = BuiltinGenerator(
-            hf_config, layout=layout, device=CPU, dtype=torch.float32, slots=4, eos_token_ids=()
+            HeldModel(hf_config, device=CPU, dtype=torch.float32),
+            layout=layout,
+            slots=4,
+            eos_token_ids=(),
         )
         generator.load_weights(engine.published(), version=1)
         require_same(engine, generator, count_flops(hf_config), settings)

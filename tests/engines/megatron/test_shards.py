@@ -86,7 +86,7 @@ def filled(
     found = {
         "trained": list(described(engine.shards(Part.WEIGHTS))),
         "slots": list(described(engine.shards(Part.TRAINING))),
-        "model": list(described(engine.published())),
+        "model": list(described(engine.published().changing)),
     }
     engine.close()
     return found

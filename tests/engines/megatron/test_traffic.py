@@ -7,7 +7,7 @@ the disk: of each byte that a rank wrote, whether the rank had the element.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,8 +18,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from engine_states import config, shapes
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from traffic import EXCHANGE, Traffic
 
 from burnish.checkpoint.committed import newest
 from burnish.checkpoint.contents import Contents, ModelContents
@@ -39,30 +38,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp 2": {"pipeline_parallel": 2},
     "ep 2": {"expert_parallel": 2},
 }
-EXCHANGE = "c10d::alltoall_base_"
-"""What waves of blocks travel by."""
-
-
-class Traffic(TorchDispatchMode):
-    """By collective that this rank starts inside the block, the bytes of each that leave it for others."""
-
-    def __init__(self, layout: Layout) -> None:
-        super().__init__()
-        self.layout = layout
-        self.sent: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = func._schema.name
-        if name == EXCHANGE:
-            _, given, _, _, sizes, *_ = args
-            self.sent.append((name, given.nbytes - sizes[self.layout.rank] * given.itemsize))
-        elif name.startswith("c10d::"):
-            # The last list of tensors, or tensor, is what this rank puts in.
-            given = [each for each in args if isinstance(each, Tensor | list)][-1]
-            self.sent.append((name, sum(t.nbytes for t in torch.utils._pytree.tree_leaves(given))))
-        return func(*args, **kwargs or {})
 
 
 class Notes(LocalStorage):
@@ -115,7 +90,7 @@ def saved_rank(layout: Layout, root: Path) -> dict[str, Saved]:
                 list(engine.shards(Part.WEIGHTS)),
                 list(engine.shards(Part.TRAINING)),
             )
-            list(engine.published())
+            list(engine.published().changing)
         model = ModelContents(weights, training, write_assets=lambda directory: None)
         contents = Contents(models={MAIN: model}, state={})
         notes = Notes()
