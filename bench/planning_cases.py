@@ -251,10 +251,11 @@ def _other_cases() -> Iterator[Case]:
 
 
 def _cases_with_less() -> Iterator[Case]:
-    """What leaves the device, and moments of 8 bits. What lies on the host is not of torch's allocator, so this is a device's need."""
+    """What leaves the device, and narrower moments. What lies on the host is not of torch's allocator, so this is a device's need."""
     for checkpointing in ("none", "full"):
         yield Case("qwen3", "bf16", checkpointing, 4096, more={"engine.activation_offload": True})
-    for more in ({"engine.optimizer_offload": True}, {"optim.kind": "adamw8bit"}):
+    offload, narrow = {"engine.optimizer_offload": True}, {"optim.moments": "bf16"}
+    for more in (offload, narrow, {"optim.kind": "adamw8bit"}):
         yield _small("qwen3", "fp32", "full", 1, more)
     yield _small("qwen3", "bf16", "none", 1, {"engine.park": True}, "rl")
 
@@ -267,6 +268,7 @@ def _megatron_cases() -> Iterator[Case]:
     for precision, checkpointing in (("fp32", "none"), ("bf16", "selective"), ("bf16", "full")):
         yield _small("qwen3", precision, checkpointing, 1, kind)
     yield _small("qwen3", "bf16", "none", 2, kind)
+    yield _small("qwen3", "bf16", "full", 1, kind | {"optim.moments": "bf16"})
     yield _small("qwen3", "bf16", "none", 2, tensor)
     yield _small("llama", "fp32", "full", 2, tensor | {"engine.megatron_sequence_parallel": False})
     fewer = {"num_hidden_layers": 3, "num_key_value_heads": 2}  # than there are tensor ranks

@@ -15,10 +15,12 @@ from burnish.config.check_engine import of_engine, of_kind
 from burnish.config.check_training import of_rl, of_sft
 from burnish.config.places import is_remote
 from burnish.config.problems import Problem, refusal
-from burnish.config.schema import ModelConfig, RunConfig
+from burnish.config.schema import ModelConfig, OptimConfig, RunConfig
 
 Command = Literal["sft", "rl", "eval"]
 """What the configuration is for."""
+
+_LARGEST_BETA_IN_BF16 = 0.996
 
 
 def check(config: RunConfig, command: Command, world: int = 1) -> None:
@@ -132,6 +134,26 @@ def _of_optimizer(config: RunConfig) -> Iterator[Problem]:
             have="optim.kind: adamw8bit, engine.optimizer_offload: true",
             want="one of them",
             do="set optim.kind=adamw, or engine.optimizer_offload=false",
+        )
+    if config.optim.moments == "bf16":
+        yield from _of_narrow_moments(config.optim)
+
+
+def _of_narrow_moments(optim: OptimConfig) -> Iterator[Problem]:
+    """bf16 has 8 bits of precision: a number times 0.997 may round to itself, and then never falls."""
+    if optim.kind != "adamw":
+        yield Problem(
+            "optim.moments are those of adamw",
+            have=f"optim.moments: bf16, optim.kind: {optim.kind}",
+            want="one of them",
+            do="set optim.kind=adamw, or optim.moments=fp32",
+        )
+    if max(optim.betas) > _LARGEST_BETA_IN_BF16:
+        yield Problem(
+            "moments in bf16 cannot decay so slowly: rounding undoes each step's decay",
+            have=f"optim.moments: bf16, optim.betas: {list(optim.betas)}",
+            want=f"both of optim.betas at most {_LARGEST_BETA_IN_BF16}",
+            do="set optim.betas=[0.9,0.95], or optim.moments=fp32",
         )
 
 

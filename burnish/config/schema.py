@@ -144,6 +144,8 @@ class OptimConfig(Section):
     """AdamW's decay of first and second moment."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """AdamW's moments between steps, which compute with fp32 either way. bf16: half the memory (arXiv 2412.19437, section 3.3.3), with both of `betas` at most 0.996."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """muon only: decay of the momentum."""
     weight_decay: float = Field(0.0, ge=0)

@@ -17,6 +17,11 @@ SLOTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps per weight, by torch's names."""
 
 
+def moments_dtype(config: OptimConfig) -> torch.dtype:
+    """What AdamW's slots are between steps; in a step they are fp32."""
+    return torch.bfloat16 if config.moments == "bf16" else torch.float32
+
+
 class ShardedAdamW:
     """AdamW (arXiv 1711.05101, algorithm 2) on this rank's parts of weights.
 
@@ -30,9 +35,9 @@ class ShardedAdamW:
         config: OptimConfig,
         arena: Arena | None = None,
     ) -> None:
-        """`weights` are local tensors by name; weight decay applies to those in `decayed`.
+        """`weights` are local fp32 tensors by name; weight decay applies to those in `decayed`.
 
-        With `arena` the slots rest there, and come to the device for a step, some at a time.
+        Slots that rest in `arena` or in bf16 come to the device in fp32 for a step, some at a time.
         """
         self._weights = dict(weights)
         held = {name: tensor for name, tensor in weights.items() if tensor.numel() > 0}
@@ -45,15 +50,15 @@ class ShardedAdamW:
         self._adamw = torch.optim.AdamW(
             groups, lr=0.0, betas=config.betas, eps=config.eps, fused=True
         )
-        self._steps = 0
+        self._steps, dtype = 0, moments_dtype(config)
         for tensor in held.values():
             self._adamw.state[tensor] = {
                 "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
-                **{slot: resting_zeros(tensor, arena) for slot in SLOTS},
+                **{slot: resting_zeros(tensor, arena, dtype) for slot in SLOTS},
             }
-        self._on_host = arena is not None
+        self._rests = arena is not None or dtype is not torch.float32
         sizes = {name: len(SLOTS) * tensor.nbytes for name, tensor in held.items()}
-        self._waves = waves(sizes.items()) if arena else [list(weights)]
+        self._waves = waves(sizes.items()) if self._rests else [list(weights)]
 
     @property
     def steps(self) -> int:
@@ -87,13 +92,13 @@ class ShardedAdamW:
                 for tensor in wave.values():
                     tensor.grad = None
         self._steps += 1
-        if self._on_host:
+        if self._rests:
             for device in {tensor.device for tensor in self._weights.values()}:
                 synchronize(device)
 
     def _beside(self, wave: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """The slots of these weights are beside them inside the block."""
         held = [tensor for tensor in wave.values() if tensor.numel() > 0]
-        if not (self._on_host and held):
+        if not (self._rests and held):
             return nullcontext()
         return on_device([self._adamw.state[tensor] for tensor in held], SLOTS, held[0].device)

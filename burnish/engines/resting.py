@@ -1,6 +1,7 @@
-"""Optimizer slots that rest on the host: they come to the device for a step, some at a time, so that kernels and bits stay the same.
+"""Optimizer slots that rest on the host, in bf16, or both: for a step they come to the device in fp32, some at a time.
 
-Where they rest is `burnish.parallel.arena`. Left out: what steps them.
+So the kernels are those of slots that are always there, and the bits too where fp32 rests. What bf16 costs is one
+rounding, to nearest, after each step. Where slots rest on the host is `burnish.parallel.arena`. Left out: what steps them.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ from torch import Tensor
 from burnish.parallel.arena import Arena
 
 WAVE = 256 << 20
-"""Bytes of slots that are on the device at one time, or one weight's."""
+"""Bytes of slots that are on the device in fp32 at one time, or one weight's."""
 
 Weight = TypeVar("Weight")
 
 
-def resting_zeros(tensor: Tensor, arena: Arena | None) -> Tensor:
-    """Zeros like the tensor: beside it, or in the arena."""
+def resting_zeros(
+    tensor: Tensor, arena: Arena | None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Zeros in the shape of a tensor: beside it, or in the arena."""
     if arena is None:
-        return torch.zeros_like(tensor)
-    return arena.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape).zero_()
+        return torch.zeros_like(tensor, dtype=dtype)
+    return arena.take(tensor.numel() * dtype.itemsize).view(dtype).view(tensor.shape).zero_()
 
 
 def waves(weights: Iterable[tuple[Weight, int]]) -> list[list[Weight]]:
-    """Weights, given with the bytes of their slots, in order: as many together as have these in a wave."""
+    """Weights, given with the bytes of their slots in fp32, in order: as many together as have these in a wave."""
     found: list[list[Weight]] = []
     size = WAVE
     for weight, own in weights:
@@ -44,13 +47,13 @@ def waves(weights: Iterable[tuple[Weight, int]]) -> list[list[Weight]]:
 def on_device(
     states: Iterable[dict[str, Tensor]], slots: Sequence[str], device: torch.device
 ) -> Iterator[None]:
-    """These slots of some weights' states are on `device` inside the block, and rest again after it.
+    """These slots of some weights' states are on `device` in fp32 inside the block, and rest again after it.
 
     Copies are asynchronous on CUDA: `burnish.parallel.device.synchronize` before the host looks at them.
     """
     resting = [(state, slot, state[slot]) for state in states for slot in slots]
-    for state, slot, host in resting:
-        state[slot] = host.to(device, non_blocking=True, copy=True)
+    for state, slot, rested in resting:
+        state[slot] = rested.to(device, torch.float32, non_blocking=True, copy=True)
     yield
-    for state, slot, host in resting:
-        state[slot] = host.copy_(state[slot], non_blocking=True)
+    for state, slot, rested in resting:
+        state[slot] = rested.copy_(state[slot], non_blocking=True)

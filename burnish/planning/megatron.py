@@ -91,8 +91,8 @@ class _StageNeeds(Needs):
     def staging(self) -> float:
         """Bytes of host memory that a save in the background copies: fp32 weights and moments."""
         critic = self._critic.staging() if self._critic else 0.0
-        own = _FP32 * (1 + _MOMENTS) * self._stepped * int(self._config.checkpoint.background)
-        return own + critic
+        own = _FP32 * self._stepped + self._moments
+        return own * int(self._config.checkpoint.background) + critic
 
     @cached_property
     def _held(self) -> tuple[float, float]:
@@ -135,8 +135,8 @@ class _StageNeeds(Needs):
 
     @property
     def _moments(self) -> float:
-        """Bytes of the optimizer's moments."""
-        return _FP32 * _MOMENTS * self._stepped
+        """Bytes of the optimizer's moments between steps."""
+        return self._slots.width * _MOMENTS * self._stepped
 
     @property
     def _slots_away(self) -> float:
@@ -235,11 +235,12 @@ class _StageNeeds(Needs):
 
     @property
     def _stepping(self) -> float:
-        """Bytes of temporaries of torch's AdamW: of one weight on CPUs, of all that are stepped together elsewhere; and moments that come from the host."""
+        """Bytes of temporaries of torch's AdamW: of one weight on CPUs, of all that are stepped together elsewhere; and moments that come from where they rest."""
         inside = [self._largest(kind) for kind in self._stage.counts]
         widest = max(inside + [self._model.held([weight]) for weight in self._outside])
         alone = min(widest, self._stepped)
-        wave = min(self._slots_away, max(WAVE, _FP32 * _MOMENTS * alone))
+        fp32 = _FP32 * _MOMENTS * self._stepped if self._slots.rests else 0.0
+        wave = min(fp32, max(WAVE, _FP32 * _MOMENTS * alone))
         if self._model.cpu:
             return wave + 2.0 * _FP32 * alone
         return wave + (wave / _MOMENTS if wave else _FP32 * self._stepped)

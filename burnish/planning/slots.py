@@ -19,7 +19,7 @@ _MOMENTS = 2
 _SENT = 64 << 20
 """Bytes that Muon sends at one time, and receives as much."""
 WAVE = 256 << 20
-"""Bytes of AdamW's slots that are on the device at one time where they rest on the host, or one weight's."""
+"""Bytes of AdamW's slots that are on the device in fp32 at one time where they rest on the host or in bf16, or one weight's."""
 _CHUNK = 10 * _FP32 << 22
 """Bytes of temporaries while 2^22 elements with moments of 8 bits are updated."""
 
@@ -31,6 +31,10 @@ class Slots:
         self._share, self._lora, self._kind = share, lora, config.optim.kind
         self.offloaded = config.engine.optimizer_offload
         """Whether it rests on the host."""
+        self.width = _BF16 if config.optim.moments == "bf16" else _FP32
+        """Bytes of a number of AdamW's between steps."""
+        self.rests = self.offloaded or self.width != _FP32
+        """Whether AdamW's comes to the device in fp32 for a step."""
 
     @cached_property
     def held(self) -> int:
@@ -45,9 +49,9 @@ class Slots:
     def steps(self) -> Iterator[dict[str, float]]:
         """What moments of a step need beside weights, gradients and what rests on the device."""
         weights, muon = list(self._weights()), self._kind == "muon"
-        if self.offloaded:
+        if self.rests:
             slots = [
-                (self._of(weight, inside), n)
+                (_MOMENTS * _FP32 * self._share.held([weight]), n)
                 for weight, inside, n in weights
                 if not (muon and inside and weight.columns > 1)
             ]
@@ -93,7 +97,7 @@ class Slots:
         """Bytes of one weight's slots."""
         held = self._share.held([weight])
         if weight.columns == 1 or self._kind == "adamw":
-            return _MOMENTS * _FP32 * held
+            return _MOMENTS * self.width * held
         if self._kind == "muon":
             return _FP32 * held * (1 if inside else _MOMENTS)
         layout = self._share.layout

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -99,6 +100,19 @@ def test_transformer_engines_layers_are_refused_for_what_is_to_be_exact() -> Non
     assert "engine.layers=torch" in message
 
 
+@pytest.mark.parametrize("beta", [0.9, 0.995, 0.996, 0.997, 0.999])
+def test_decays_are_refused_that_rounding_to_bf16_may_undo(beta: float) -> None:
+    """Every positive number that is not too small for bf16's full precision has to fall."""
+    numbers = torch.arange(0x0080, 0x7F80, dtype=torch.int16).view(torch.bfloat16)
+    stands = bool(torch.any((numbers.float() * beta).bfloat16() == numbers))
+    for betas in (f"[{beta},0.9]", f"[0.9,{beta}]"):
+        asked = ["optim.moments=bf16", f"optim.betas={betas}"]
+        if stands:
+            assert f"optim.betas: {betas.replace(',', ', ')}" in refused("sft", *asked)
+        else:
+            check(config_of(*asked), "sft")
+
+
 def test_a_micro_batch_is_as_long_as_its_processes_are_many() -> None:
     lengths = ["data.max_length=100", "batch.tokens_per_device=50"]
     check(config_of(*lengths, "engine.sequence_parallel=2"), "sft", world=2)
@@ -132,6 +146,8 @@ BAD: list[tuple[Command, list[str], list[str]]] = [
     ("sft", ["model.lora.alpha=16"], ["model.lora.rank: 0", "model.lora.rank=16"]),
     ("rl", ["model.lora.rank=4", "model.path=null", "model.fresh=c.json", "model.tokenizer=t"], ["model.lora needs a model", "remove model.lora"]),
     ("sft", ["optim.kind=adamw8bit", "engine.optimizer_offload=true"], ["optim.kind: adamw8bit", "engine.optimizer_offload=false"]),
+    ("sft", ["optim.moments=bf16", "optim.betas=[0.9,0.997]"], ["optim.betas: [0.9, 0.997]", "at most 0.996", "optim.betas=[0.9,0.95]"]),
+    ("sft", ["optim.moments=bf16", "optim.betas=[0.9,0.95]", "optim.kind=muon"], ["optim.kind: muon", "optim.moments=fp32"]),
     ("sft", ["model.lora.path=a", "model.lora.rank=4"], ["model.lora.path: a, and model.lora.rank", "remove model.lora.rank"]),
     ("sft", ["data.train=[]"], ["data.train: []", "data.train=[FILE]"]),
     ("rl", ["data.train=[]"], ["data.train: []"]),

@@ -27,7 +27,7 @@ from burnish.parallel.mesh import Mesh
 CASES: dict[str, tuple[OptimConfig, LoraConfig | None]] = {
     "adamw": (OptimConfig(weight_decay=0.1), None),
     "muon": (OptimConfig(kind="muon", weight_decay=0.1), None),
-    "adapter": (OptimConfig(), LoraConfig(rank=2)),
+    "adapter": (OptimConfig(moments="bf16"), LoraConfig(rank=2)),
 }
 
 

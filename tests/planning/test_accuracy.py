@@ -78,6 +78,7 @@ def test_the_table_covers_what_it_should():
         "algorithm.advantage=gae",
         "optim.kind=muon",
         "optim.kind=adamw8bit",
+        "optim.moments=bf16",
         "engine.activation_offload=True",
         "engine.optimizer_offload=True",
         "engine.park=True",

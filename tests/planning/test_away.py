@@ -47,15 +47,17 @@ def configured(*args, **kwargs):
     return plan(*args, **kwargs)[0].as_configured()
 
 
-def slots(kind, *, offload=False, model=MODEL, shards=1, lora=None):
-    values = {"optim": {"kind": kind}, "engine": {"optimizer_offload": offload}}
+def slots(kind, *, offload=False, model=MODEL, shards=1, lora=None, moments="fp32"):
+    optim = {"kind": kind, "moments": moments}
+    values = {"optim": optim, "engine": {"optimizer_offload": offload}}
     share = Share(ModelShape.of(model), Layout(1, shards))
     return Slots(share, RunConfig.model_validate(values), lora)
 
 
 def test_slots_of_each_kind():
-    """AdamW has 8 bytes a number; Muon 4 of a matrix of a layer."""
+    """AdamW has 8 bytes a number, or 4; Muon 4 of a matrix of a layer."""
     assert slots("adamw").bytes == 8 * ALL
+    assert slots("adamw", moments="bf16").bytes == 4 * ALL
     assert slots("muon").bytes == 8 * ALL - 4 * 3 * 640
     # 8 bits: n bytes, and 4 for each row, whose 8 or 16 numbers share a scale, twice
     attention, mlp = 4 * (64 + 4 * 8), 2 * (128 + 4 * 16) + (128 + 4 * 8)
@@ -82,6 +84,9 @@ def test_a_step_brings_256_mib_of_slots_or_one_weights():
     assert list(slots("adamw", offload=True, model=most).steps()) == [{"optimizer step": 2**28}]
     table = 8 * 151936 * 4096
     assert list(slots("adamw", offload=True, model=LARGE).steps()) == [{"optimizer step": table}]
+    for offload in (False, True):  # in fp32, wherever they rest
+        narrow = slots("adamw", offload=offload, model=most, moments="bf16")
+        assert list(narrow.steps()) == [{"optimizer step": 2**28}]
     adamw, muon = slots("muon", offload=True).steps()
     assert adamw == {"optimizer step": 8 * (ALL - 3 * 640)}
     assert muon == {"muon": 2 * 2 * 3 * 640, "optimizer step": 4 * 128}

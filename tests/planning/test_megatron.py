@@ -76,11 +76,25 @@ def test_moments_on_the_host_leave_the_fp32_weights_on_the_device():
     assert "optimizer" not in plain.host
 
 
-def test_moments_come_from_the_host_some_at_a_time():
-    """Those of the widest weight at once, its temporaries beside them."""
+def test_moments_in_bf16_are_half_as_large_wherever_they_rest():
+    stepped = ModelShape.of(MODEL).elements / 64
+    optim = {"optim": {"moments": "bf16"}, "checkpoint": {"background": True}}
+    here = planner(values_of() | optim).as_configured()
+    assert here.phases["save"]["optimizer"] == pytest.approx((4 + 2 * 2) * stepped)
+    assert here.host["saving"] == pytest.approx((4 + 2 * 2) * stepped)
+    away = planner(values_of(optimizer_offload=True) | optim).as_configured()
+    assert away.phases["save"]["optimizer"] == pytest.approx(4 * stepped)
+    assert away.host["optimizer"] == pytest.approx(2 * 2 * stepped)
+
+
+@pytest.mark.parametrize("rests", ["on the host", "in bf16"])
+def test_resting_moments_come_some_at_a_time(rests):
+    """Those of the widest weight at once, in fp32, its temporaries beside them."""
     short = {"batch": {"examples": 64, "tokens_per_device": 64}}
     short["data"] = {"train": ["t.jsonl"], "max_length": 64}
-    values = values_of(optimizer_offload=True, activation_checkpointing="full") | short
+    on_host = rests == "on the host"
+    values = values_of(optimizer_offload=on_host, activation_checkpointing="full") | short
+    values["optim"] = {"moments": "fp32" if on_host else "bf16"}
     parts = planner(values, "1xB200-180G").as_configured().phases["update"]
     assert parts["optimizer step"] == 12 * 151936 * 4096
 

@@ -1,8 +1,9 @@
 """What a Megatron engine steps: AdamW by Megatron's distributed optimizer, over gradients that its DDP adds up.
 
 Main weights and moments are fp32, each data-parallel rank having a flat range of them; gradients
-are reduced in fp32, as sums. With `engine.optimizer_offload` the moments rest on the host, and come to the
-device for their step, some at a time. Left out: Megatron's other optimizers, and the precision-aware one.
+are reduced in fp32, as sums. Moments that rest on the host (`engine.optimizer_offload`) or in bf16 (`optim.moments`) come
+to the device in fp32 for their step, some at a time. Left out: Megatron's other optimizers, and its settings for
+narrower state: those have TransformerEngine's FusedAdam do the same arithmetic, on fp32 copies of all moments at a time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.engines.adamw import moments_dtype
 from burnish.engines.base import compute_dtype
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import PackedGPT
@@ -51,7 +53,9 @@ class MegatronOptimizer:
         self.parts = [o for o in self._chained.chained_optimizers if not o.is_stub_optimizer]
         """Of which it is made: one for experts, one for all else, as far as this rank has any."""
         with agree(layout):  # a rank may have no room in the arena
-            prepare_slots(self.parts, mesh.arena if config.optimizer_offload else None)
+            arena, dtype = mesh.arena if config.optimizer_offload else None, moments_dtype(optim)
+            prepare_slots(self.parts, arena, dtype)
+        self._rests = config.optimizer_offload or dtype is not torch.float32
         self._steps = 0
         self.zero_grad()
 
@@ -81,7 +85,7 @@ class MegatronOptimizer:
             for group in self._chained.param_groups:
                 group["lr"] = lr
                 group["weight_decay"] = self._optim.weight_decay * group["wd_mult"]
-            if self._config.optimizer_offload:
+            if self._rests:
                 step_in_waves(self.parts, self._steps)
             self._chained.step_with_ready_grads()  # and brings the weights to the model
             self._steps += 1

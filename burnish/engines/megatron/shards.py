@@ -80,7 +80,7 @@ class MegatronShards:
             yield from self._pieces(part, part.main.detach())
 
     def slots(self) -> Iterator[Shard]:
-        """The optimizer's moments, `exp_avg/<weight>` and so on, fp32."""
+        """The optimizer's moments, `exp_avg/<weight>` and so on, in the dtype in which they rest."""
         for slot in SLOTS:
             for part in self._ranges:
                 state = part.optimizer.state[part.main]

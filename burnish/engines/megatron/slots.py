@@ -1,4 +1,4 @@
-"""The state of Megatron's inner optimizers: moments that exist from the start and may rest on the host, and how many steps were taken.
+"""The state of Megatron's inner optimizers: moments that exist from the start and may rest on the host or in bf16, and how many steps were taken.
 
 torch's AdamW counts steps beside each weight, the fused ones of TransformerEngine and Apex in each
 group of weights; here that is one number. Left out: fp32 weights that rest on the host, for Megatron wants
@@ -18,17 +18,20 @@ from burnish.parallel.arena import Arena
 from burnish.parallel.device import synchronize
 
 
-def prepare_slots(optimizers: Sequence[DistributedOptimizer], arena: Arena | None) -> None:
+def prepare_slots(
+    optimizers: Sequence[DistributedOptimizer], arena: Arena | None, dtype: torch.dtype
+) -> None:
     """Make moments of zeros, so that they can be loaded and saved before the first step; in the arena where there is one."""
     for inner in (optimizer.optimizer for optimizer in optimizers):
         for group in inner.param_groups:
             for weight in group["params"]:
-                inner.state[weight] |= {slot: resting_zeros(weight.data, arena) for slot in SLOTS}
+                zeros = {slot: resting_zeros(weight.data, arena, dtype) for slot in SLOTS}
+                inner.state[weight] |= zeros
     set_steps(optimizers, 0)
 
 
 def step_in_waves(optimizers: Sequence[DistributedOptimizer], steps: int) -> None:
-    """Step every weight, whose moments rest on the host, after so many `steps`; no weight has a gradient any more.
+    """Step every weight, whose moments rest, after so many `steps`; no weight has a gradient any more.
 
     One weight's step does not depend on the others', so the result is that of a single step of all.
     """

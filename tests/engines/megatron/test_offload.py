@@ -1,4 +1,4 @@
-"""Megatron's moments on the host: the same numbers in every bit, described where they lie."""
+"""Megatron's moments on the host, in fp32 and in bf16: the same numbers in every bit as beside the weights, described where they lie."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ from burnish.parallel.layout import Layout
 
 CPU = torch.device("cpu")
 OPTIM = OptimConfig(betas=BETAS, weight_decay=0.1)
-CASES: list[tuple[str, dict[str, Any]]] = [
-    ("dense", {"precision": "bf16"}),
-    ("dense", {"tensor_parallel": 2}),
-    ("dense", {"pipeline_parallel": 2, "virtual_stages": 2}),
-    ("mixture", {"expert_parallel": 2}),
+NARROW = OPTIM.model_copy(update={"moments": "bf16"})
+CASES: list[tuple[str, dict[str, Any], OptimConfig]] = [
+    ("dense", {"precision": "bf16"}, NARROW),
+    ("dense", {"tensor_parallel": 2}, OPTIM),
+    ("dense", {"pipeline_parallel": 2, "virtual_stages": 2}, OPTIM),
+    ("mixture", {"expert_parallel": 2}, NARROW),
 ]
 
 
 def steps_of(
-    layout: Layout, path: Path, settings: dict[str, Any]
+    layout: Layout, path: Path, settings: dict[str, Any], optim: OptimConfig
 ) -> tuple[list[tuple[str, Tensor]], int]:
     """What three steps, between which the engine is parked, leave of weights and moments; the bytes in the arena."""
     given = {"precision": "fp32", **settings}
     config = EngineConfig(kind="megatron", max_grad_norm=CLIP, **given)
     hf_config = AutoConfig.from_pretrained(path)
-    engine = MegatronEngine(hf_config, config, OPTIM, layout=layout, device=CPU)
+    engine = MegatronEngine(hf_config, config, optim, layout=layout, device=CPU)
     engine.load(SafetensorsSource(path), Part.WEIGHTS)
     batch = cut(make_examples(VOCAB), engine.layout, 3)
     for _ in range(3):
@@ -62,13 +63,15 @@ def steps_of(
 
 def compare_rank(layout: Layout, paths: dict[str, Path]) -> None:
     resting.WAVE = 5_000  # so that a step takes several
-    for kind, settings in CASES:
-        plain, nothing = steps_of(layout, paths[kind], settings)
-        moved, used = steps_of(layout, paths[kind], settings | {"optimizer_offload": True})
+    for kind, settings, optim in CASES:
+        plain, nothing = steps_of(layout, paths[kind], settings, optim)
+        moved, used = steps_of(layout, paths[kind], settings | {"optimizer_offload": True}, optim)
         assert nothing == 0
         assert used >= sum(t.nbytes for name, t in moved if name.startswith("exp_avg")), settings
         for (name, mine), (other, theirs) in zip(moved, plain, strict=True):
             assert name == other
+            is_narrow = name.startswith("exp_avg") and optim is NARROW
+            assert theirs.dtype is (torch.bfloat16 if is_narrow else torch.float32), name
             assert torch.equal(mine, theirs), (settings, name)
 
 

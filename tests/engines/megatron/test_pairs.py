@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from layout_pairs import Layouts, require_every_pair
 from tiny import save_tiny
 from transformers import AutoConfig
 
+from burnish.checkpoint.committed import newest
 from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.engines.base import Engine
 from burnish.engines.megatron.engine import MegatronEngine
@@ -53,11 +55,16 @@ def layouts(more: dict[str, dict[str, Any]]) -> Layouts:
     }
 
 
-def make_engine(layout: Layout, path: Path, settings: Mapping[str, Any]) -> Engine:
+def make_engine(
+    layout: Layout,
+    path: Path,
+    settings: Mapping[str, Any],
+    moments: Literal["fp32", "bf16"] = "fp32",
+) -> Engine:
     config = EngineConfig(**{"precision": "fp32", "logprob_chunk": 5, **settings})
     made = MegatronEngine if config.kind == "megatron" else TorchEngine
     hf_config = AutoConfig.from_pretrained(path)
-    return made(hf_config, config, OptimConfig(), layout=layout, device=CPU)
+    return made(hf_config, config, OptimConfig(moments=moments), layout=layout, device=CPU)
 
 
 def save_mixture(directory: Path, layers: int) -> Path:
@@ -81,14 +88,20 @@ def test_every_layout_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_every_pair_in_bf16(tmp_path: Path) -> None:
-    """The fp32 weights of the optimizer are saved, and the bf16 ones made of them."""
+    """The fp32 weights of the optimizer are saved, and the bf16 ones made of them; its moments are bf16 on disk as well."""
     told = {"torch fsdp 2": {}, "ep 2": {"expert_parallel": 2}, "pp 2": {"pipeline_parallel": 2}}
     in_bf16 = {
         name: {"precision": "bf16", "kind": "torch" if "torch" in name else "megatron", **settings}
         for name, settings in told.items()
     }
     path = save_mixture(tmp_path / "m", EVEN)
-    require_every_pair(make_engine, path, tmp_path, {2: in_bf16}, relative=1e-2)
+    make = partial(make_engine, moments="bf16")
+    require_every_pair(make, path, tmp_path, {2: in_bf16}, relative=1e-2)
+    for name in in_bf16:
+        step = newest(tmp_path / name)
+        assert step is not None
+        file = step.manifest.files["training/exp_avg.safetensors"]
+        assert file.size < 1.1 * step.manifest.files["training/residual.safetensors"].size
 
 
 @pytest.mark.contract
