@@ -23,6 +23,7 @@ from burnish.config.schema import RunConfig
 from burnish.errors import MissingError, UsageError
 from burnish.files.remote import Remote
 from burnish.parallel.environment import place_of
+from burnish.tracking.rundir import RunDirectory
 
 log = logging.getLogger("burnish")
 
@@ -95,11 +96,11 @@ def _require_own_directory(config: RunConfig) -> None:
     url = mirror_url(config)
     if url is not None:
         Remote(url).connect()
-    directory = run_directory(config)
-    recorded = directory / "config.yaml"
-    if recorded.is_file():
-        require_same_run(directory, load_config(recorded).config, config)
-    require_may_resume(directory, [path.name for path in committed_steps(directory)], config)
+    directory = RunDirectory(run_directory(config))
+    steps = [path.name for path in committed_steps(directory.root)]
+    if (steps or directory.begun) and directory.config.is_file():
+        require_same_run(directory.root, load_config(directory.config).config, config)
+    require_may_resume(directory.root, steps, config)
 
 
 def _start(config: RunConfig, command: Command, run_dir: Path | None) -> Mapping[str, float]:

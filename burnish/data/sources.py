@@ -250,7 +250,7 @@ def _broken_line(file: Path) -> UsageError | None:
                 value = json.loads(line.decode("utf-8-sig"))
                 problem = None if isinstance(value, dict) else f"a JSON {type(value).__name__}"
             except json.JSONDecodeError as error:
-                problem = f"{error.msg} at column {error.pos + 1}"
+                problem = f"{error.msg.removesuffix(' at')} at column {error.pos + 1}"
             except UnicodeDecodeError as error:
                 problem = f"not UTF-8 at byte {error.start + 1}"
             if problem is not None:

@@ -1,7 +1,8 @@
-"""A step's rollouts in numbers, by the names that users of this field chart."""
+"""A step's rollouts in numbers, by the names that users of this field chart, and what failed in words."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -9,6 +10,32 @@ import numpy as np
 
 from burnish.records import Rollout
 from burnish.tracking.metrics import Max, Mean, Stats, Sum
+
+log = logging.getLogger("burnish")
+
+
+class Complaints:
+    """Warns of reward functions that fail: of each kind of failure once in a process, with its text.
+
+    A function that fails for every rollout would otherwise show as a reward of 0 that never moves.
+    """
+
+    def __init__(self) -> None:
+        self._heard: set[str] = set()
+
+    def hear(self, rollouts: Sequence[Rollout]) -> None:
+        """Warn of what failed for some of these rollouts as nothing did before: another function, or with another kind of error."""
+        failed = [rollout.reward_error for rollout in rollouts if rollout.reward_error is not None]
+        for error in failed:
+            kind = ":".join(error.split(":", 2)[:2])
+            if kind not in self._heard:
+                self._heard.add(kind)
+                log.warning(
+                    "reward functions failed for %d of %d completions, which count as reward.on_error: %s",
+                    len(failed),
+                    len(rollouts),
+                    error,
+                )
 
 
 def rollout_stats(rollouts: Sequence[Rollout]) -> Stats:

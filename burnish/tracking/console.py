@@ -35,7 +35,7 @@ class _Field:
 
 
 def _compact(value: float) -> str:
-    """About three digits: 0.8123 -> 0.812, 12345 -> 12.3k, 0.00012 -> 1.2e-04."""
+    """About three digits: 0.8123 -> 0.812, 12345 -> 12.3k, 0.00012 -> 1.2e-4."""
     size = abs(value)
     if not math.isfinite(value):
         return str(value)
@@ -43,12 +43,13 @@ def _compact(value: float) -> str:
         if size >= limit:
             return f"{value / divisor:.3g}{unit}"
     if 0 < size < 0.01:
-        return f"{value:.1e}"
+        return _scientific(value)
     return f"{value:.3f}" if size < 10 else f"{value:.1f}" if size < 100 else f"{value:.0f}"
 
 
 def _scientific(value: float) -> str:
-    return f"{value:.1e}"
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
 def _whole(value: float) -> str:
@@ -61,16 +62,17 @@ def _seconds(value: float) -> str:
 
 _FIELDS = (
     _Field("reward", ("reward/mean",), _compact, 6),
-    _Field("loss", ("actor/pg_loss", "actor/loss", "train/loss"), _compact, 6),
+    _Field("errors", ("reward/errors",), _whole, 1),
+    _Field("loss", ("actor/pg_loss", "actor/loss", "train/loss"), _compact, 7),
     _Field("kl", ("actor/kl_loss", "actor/ppo_kl"), _compact, 7),
     _Field("ent", ("actor/entropy",), _compact, 5),
     _Field("grad", ("actor/grad_norm", "train/grad_norm"), _compact, 5),
-    _Field("lr", ("actor/lr", "train/lr"), _scientific, 7),
+    _Field("lr", ("actor/lr", "train/lr"), _scientific, 6),
     _Field("len", ("response_length/mean",), _whole, 4),
     _Field("tok/s", ("perf/tokens_per_s",), _compact, 5),
     _Field("", ("timing_s/step",), _seconds, 6),
 )
-_DROPPED_FIRST = ("ent", "kl", "len", "lr", "tok/s", "eta", "grad")
+_DROPPED_FIRST = ("val/reward", "ent", "kl", "len", "lr", "tok/s", "eta", "grad")
 """Labels, in the order in which they go where the line is too long."""
 
 
@@ -98,7 +100,7 @@ class ConsoleTracker:
         *,
         total_steps: int | None = None,
         stream: TextIO | None = None,
-        width: int = 118,
+        width: int = 120,
     ) -> None:
         self._total = total_steps
         self._console = Console(file=stream, highlight=False)
@@ -117,7 +119,7 @@ class ConsoleTracker:
         parts = {"step": _labelled("step", self._position(step), "bold cyan")}
         for field in _FIELDS:
             name = next((name for name in field.names if name in values), None)
-            if name is not None:
+            if name is not None and (field.label != "errors" or values[name]):
                 parts[field.label] = _shown(field, values[name])
         parts |= self._time_left(step, values) | _validation(values)
         for label in _DROPPED_FIRST:
@@ -147,7 +149,8 @@ def _labelled(label: str, text: str, style: str = "") -> Text:
 
 
 def _shown(field: _Field, value: float) -> Text:
-    style = "bold red" if not math.isfinite(value) else "green" if field.label == "reward" else ""
+    bad = field.label == "errors" or not math.isfinite(value)
+    style = "bold red" if bad else "green" if field.label == "reward" else ""
     return _labelled(field.label, f"{field.form(value):>{field.columns}}", style)
 
 

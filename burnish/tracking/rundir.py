@@ -72,6 +72,11 @@ class RunDirectory:
         """The self-contained report."""
         return self.root / "report.html"
 
+    @property
+    def begun(self) -> bool:
+        """Whether a run has come as far as its first line of metrics. One that failed before has left nothing to protect."""
+        return self.metrics.exists()
+
     def create(self) -> None:
         """Make the directory where it is missing. Raises `OSError` when that cannot be."""
         self.root.mkdir(parents=True, exist_ok=True)

@@ -54,12 +54,17 @@ def mirror_of(config: RunConfig, directory: Path, layout: Layout) -> Mirror | No
 
 
 def require_own_directory(directory: RunDirectory, config: RunConfig, trainer: str) -> None:
-    """Refuse the directory of another command or configuration, and one with steps where `resume` is never."""
-    _require_trainer(directory.root, directory.read_environment().get(TRAINER, trainer), trainer)
-    if directory.config.exists():
-        require_same_run(directory.root, load_config(directory.config).config, config)
-    steps = step_paths(directory.checkpoints, LocalStorage()).values()
-    require_may_resume(directory.root, [path.name for path in steps], config)
+    """Refuse the directory of another command or configuration, and one with steps where `resume` is never.
+
+    What a start has left that failed before it did anything is no run yet: another configuration may take it.
+    """
+    steps = [path.name for path in step_paths(directory.checkpoints, LocalStorage()).values()]
+    if steps or directory.begun:
+        found = directory.read_environment().get(TRAINER, trainer)
+        _require_trainer(directory.root, found, trainer)
+        if directory.config.exists():
+            require_same_run(directory.root, load_config(directory.config).config, config)
+    require_may_resume(directory.root, steps, config)
 
 
 def claim(
@@ -101,8 +106,9 @@ def _require_own_mirror(
                 do="give this run a name of its own with name=NAME, or another mirror",
             )
         return None
-    _require_same(mirror.remote, theirs, config, trainer)
     mine = directory.read_environment().get(RUN)
+    if names or theirs.get(RUN) != mine:
+        _require_same(mirror.remote, theirs, config, trainer)
     if directory.config.exists() and theirs.get(RUN) != mine:
         raise IncompatibleError(
             f"{mirror.remote} is the mirror of another run than {directory.root} is",

@@ -6,7 +6,7 @@ Left out: what becomes of the rollouts (`burnish.trainers.rl`, `burnish.trainers
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from burnish.data.balance import share_evenly
 from burnish.parallel.collectives import gather_objects
 from burnish.parallel.layout import Layout
 from burnish.records import Completion, Prompt, Request, Rollout
+from burnish.rewards.overview import Complaints
 from burnish.rollout.base import Generator, Sampling
 from burnish.tracking.progress import Progress
 from burnish.trainers.reward_models import Judge
@@ -41,6 +42,8 @@ class Collector:
     """Shows how many completions are done."""
     judge: Judge = list
     """Adds what reward models say, of which there are none otherwise."""
+    complaints: Complaints = field(default_factory=Complaints)
+    """Hears of what reward functions fail at."""
 
     def collect(
         self, prompts: Sequence[Prompt], first_key: int, samples: int, sampling: Sampling
@@ -72,6 +75,7 @@ class Collector:
             for number, group in zip(numbers, theirs, strict=True)
         }
         ordered = [rollout for number in range(len(prompts)) for rollout in by_prompt[number]]
+        self.complaints.hear(ordered)
         judged = iter(self.judge(ordered))
         return [[next(judged) for _ in by_prompt[number]] for number in range(len(prompts))]
 

@@ -384,7 +384,7 @@ def open_run(
     that holds steps where `resume` is never, and ranks that were given different configurations. A
     directory that is refused stays as it is.
     """
-    with catch_signals() as stopper:
+    with catch_signals(silent=not layout.is_main) as stopper:
         run = Run(config, layout, device, stopper)
         same_on_all_ranks(dump_yaml(config), "the configuration", layout)
         with run.checkpoints, closing(run):

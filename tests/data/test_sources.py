@@ -95,6 +95,7 @@ def test_reading_is_silent_and_asks_no_network(write, monkeypatch, capfd, caplog
         ('{"x": 1}\n{"x": 2\n{"x": 3}\n', 2, '{"x": 2'),
         ('{"x": 1}\n\n{"x": 2}\n{"x": ', 4, '{"x":'),
         ("oops\n", 1, "oops"),
+        ('{"x": "1\n', 1, '{"x": "1'),
         ('{"x": 1}\n3\n', 2, "3"),
         ('"a"\n"b"\n', 1, "a"),
     ],
@@ -105,6 +106,7 @@ def test_a_broken_line_is_named(write, text, line, excerpt):
     with pytest.raises(UsageError, match=f"bad.jsonl, line {line} is broken") as caught:
         load_rows([good, bad])
     assert excerpt in str(caught.value.have)
+    assert "at at" not in str(caught.value)
 
 
 def test_a_broken_line_behind_the_first_chunk_is_named(write):

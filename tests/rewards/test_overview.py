@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
 
-from burnish.rewards.overview import rollout_stats
+from burnish.rewards.overview import Complaints, rollout_stats
 
 
 def test_statistics_of_a_step(make_rollout) -> None:
@@ -41,3 +42,20 @@ def test_a_prompt_met_twice_has_two_groups(make_rollout) -> None:
 
 def test_of_nothing() -> None:
     assert rollout_stats([]) == {}
+
+
+def test_each_kind_of_failure_is_said_once(make_rollout, caplog) -> None:
+    fine, broken = make_rollout(), make_rollout(sample=1)
+    broken = replace(broken, reward_error="judge: ValueError: out for lunch (judge.py:3)")
+    again = replace(broken, reward_error="judge: ValueError: out for dinner (judge.py:3)")
+    other = replace(broken, reward_error="judge: returned nan")
+    complaints = Complaints()
+    with caplog.at_level(logging.WARNING, "burnish"):
+        complaints.hear([fine, fine])
+        complaints.hear([fine, broken, again])
+        complaints.hear([again, other])
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "2 of 3 completions" in first
+    assert "out for lunch (judge.py:3)" in first
+    assert "2 of 2 completions" in second
+    assert "returned nan" in second

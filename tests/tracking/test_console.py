@@ -42,13 +42,26 @@ class TestConsoleTracker(TrackerContract):
 def test_a_step_of_reinforcement_learning() -> None:
     (line,) = lines({12: RL}, total_steps=500)
     assert line == (
-        "step  12/500  reward  0.812  loss -1.2e-03  grad 0.830  lr 1.0e-06  len  132"
+        "step  12/500  reward  0.812  loss -1.2e-3  kl  1.2e-5  grad 0.830  lr 1.0e-6  len  132"
         "  tok/s 12.3k   3.42s  eta 27m49s"
     )
 
 
+def test_lines_stand_under_each_other_however_small_a_number_is() -> None:
+    first, second = lines({12: RL, 13: RL | {"actor/pg_loss": 0.018}}, total_steps=500)
+    labels = ("loss", "kl", "grad", "lr", "len", "tok/s", "eta")
+    assert [first.index(label) for label in labels] == [second.index(label) for label in labels]
+
+
+def test_errors_of_reward_functions_are_shown_where_there_are_any() -> None:
+    (line,) = lines({3: {"reward/mean": 0.5, "reward/errors": 0.0}})
+    assert line == "step 3  reward  0.500"
+    (line,) = lines({3: {"reward/mean": 0.5, "reward/errors": 17.0}})
+    assert line == "step 3  reward  0.500  errors 17"
+
+
 def test_a_step_shows_what_it_has() -> None:
-    assert lines({3: {"actor/loss": 2.5, "other/thing": 1.0}}) == ["step 3  loss  2.500"]
+    assert lines({3: {"actor/loss": 2.5, "other/thing": 1.0}}) == ["step 3  loss   2.500"]
     assert lines({0: {"val/mean@1": 0.25}}) == ["step 0  val/mean@1 0.250"]
     assert lines({0: {}}) == ["step 0"]
 
@@ -75,7 +88,7 @@ def test_nothing_is_left_after_the_last_step() -> None:
 
 def test_numbers_that_are_not_finite_are_shown() -> None:
     (line,) = lines({1: {"actor/loss": math.nan, "actor/grad_norm": math.inf}})
-    assert line == "step 1  loss    nan  grad   inf"
+    assert line == "step 1  loss     nan  grad   inf"
 
 
 def test_only_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,19 @@ def test_a_directory_that_is_refused_stays_as_it_is(
     assert contents(tmp_path / "run") == before
 
 
+def test_a_start_that_failed_before_anything_leaves_its_directory_to_a_corrected_one(
+    tmp_path: Path,
+) -> None:
+    open_and_close(config_in(tmp_path, seed=3))
+    open_and_close(config_in(tmp_path, seed=4), "rl")
+    assert "seed: 4" in (tmp_path / "run/config.yaml").read_text()
+    (tmp_path / "run/metrics.jsonl").write_text("")
+    with pytest.raises(IncompatibleError, match="another kind"):
+        open_and_close(config_in(tmp_path, seed=4))
+    with pytest.raises(IncompatibleError, match="seed"):
+        open_and_close(config_in(tmp_path, seed=5), "rl")
+
+
 def test_never_resuming_refuses_a_directory_with_steps_and_no_other(tmp_path: Path) -> None:
     never = config_in(tmp_path, resume="never")
     open_and_close(never)
