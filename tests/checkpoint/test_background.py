@@ -174,12 +174,18 @@ def test_a_writer_that_is_killed_is_started_again(tmp_path):
 
 
 def test_a_disk_that_hangs_is_not_waited_for(tmp_path):
-    with opened(
-        tmp_path, storage=OnceHangingStorage(tmp_path / "hung"), timeout=20.0
-    ) as checkpoints:
+    """Patience is short only while the disk hangs, so that no writer has to be quick."""
+    hung = tmp_path / "hung"
+    with opened(tmp_path, storage=OnceHangingStorage(hung)) as checkpoints:
+        patience = checkpoints._background._timeout
         checkpoints.begin_save(1, contents_of(*make_state(1)))
+        while not hung.exists():
+            time.sleep(0.01)
+        checkpoints._background._timeout = 1.0
         finished = checkpoints.finished(wait=True)
+        checkpoints._background._timeout = patience
         assert "hangs" in str(finished.error)
+        assert "written for 1 seconds" in str(finished.error)
         assert (steps_in(tmp_path), leftovers(tmp_path)) == ([], [])
         checkpoints.begin_save(2, contents_of(*make_state(2)))
         assert checkpoints.finished(wait=True).error is None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 
 import pytest
@@ -13,7 +14,14 @@ needs_math = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """math-verify gives up after 5 seconds by the wall, which on a busy machine may come before the first answer."""
+    monkeypatch.setattr(signal, "alarm", lambda seconds: 0)
+
+
 @needs_math
+@pytest.mark.usefixtures("_patient")
 @pytest.mark.parametrize(
     ("completion", "truth", "want"),
     [
