@@ -75,6 +75,7 @@ def test_the_table_covers_what_it_should():
         "engine.reshard_after_forward=False",
         "engine.reduce_each_microbatch=False",
         "model.lora.rank=16",
+        "model.lora.publish=adapter",
         "algorithm.advantage=gae",
         "optim.kind=muon",
         "optim.kind=adamw8bit",
