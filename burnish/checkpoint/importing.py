@@ -20,6 +20,7 @@ from burnish.checkpoint.assets import CONFIG, read_assets, with_dtype
 from burnish.checkpoint.committed import INFLIGHT
 from burnish.checkpoint.contents import Assets, Contents, ModelContents
 from burnish.checkpoint.dtypes import BY_NAME
+from burnish.checkpoint.manifest import IMPORTED
 from burnish.checkpoint.planner import Planner
 from burnish.checkpoint.room import require_room
 from burnish.checkpoint.save import all_finite, check_new, save_step
@@ -107,7 +108,7 @@ def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:
     origin = {"kind": foreign.kind, "source": str(foreign.source.absolute())}
     return Contents(
         models={MAIN: ModelContents(weights, [], Assets(assets))},
-        state={"step": step, "imported": origin, "training": "absent"},
+        state={"step": step, IMPORTED: origin, "training": "absent"},
         healthy=all_finite(weights),
     )
 

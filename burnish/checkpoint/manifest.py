@@ -30,6 +30,8 @@ MAX_BLOCK_BYTES = 64 << 20
 """Larger blocks are refused, so that a reader's memory is bounded."""
 COMMIT, MANIFEST, STATE = "COMMIT", "manifest.json", "state.json"
 """Names in a step's directory."""
+IMPORTED = "imported"
+"""Key of state.json in a step of weights that something else trained: where they are from."""
 COMMIT_LIMIT, MANIFEST_LIMIT, STATE_LIMIT = 64 << 10, 32 << 20, 1 << 20
 """Most bytes that the three may have."""
 MAX_FILES = 1 << 16

@@ -196,7 +196,8 @@ class Resuming:
         """Before loading, which may take long: what it is of, and what was newer and is not."""
         if self._layout.is_main:
             reasons = "; ".join(each.partition("\n")[0] for each in skipped)
-            _log.warning(
+            _log.log(
+                logging.WARNING if skipped else logging.INFO,
                 "resuming step %d from %s%s",
                 step.step,
                 step.path,

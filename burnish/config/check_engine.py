@@ -95,7 +95,7 @@ def _of_layout(config: RunConfig, world: int) -> Iterator[Problem]:
             "the processes cannot be divided into groups that share a micro-batch",
             have=f"{_degrees(engine)}, {world} processes",
             want="a number of processes that their product divides",
-            do=f"make the product {near(sharing, world)}, or start another number of processes",
+            do=f"make the product {near(sharing, world)}, or start {sharing} processes or a multiple: torchrun --nproc-per-node {sharing} -m burnish ...",
         )
     elif world // sharing % replicas:
         yield Problem(

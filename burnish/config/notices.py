@@ -16,8 +16,16 @@ _WIDE_CLIP = 0.1
 
 def notices(config: RunConfig, command: Command) -> Iterator[str]:
     """What to say of `command` with this configuration."""
+    if command != "eval":
+        yield from _of_validation(config)
     if command == "rl" and config.algorithm.policy_loss == "gspo":
         yield from _of_gspo(config)
+
+
+def _of_validation(config: RunConfig) -> Iterator[str]:
+    if config.data.validation and not config.evaluation.every:
+        when = "before the first step only" if config.evaluation.before else "never"
+        yield f"data.validation is measured {when}; evaluation.every=N does it every N steps and after the last"
 
 
 def _of_gspo(config: RunConfig) -> Iterator[str]:

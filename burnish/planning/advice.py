@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError
 from burnish.planning.devices import Devices
@@ -40,13 +42,10 @@ def _remedies(part: str, plan: Plan, config: RunConfig) -> list[str]:
         return [*(full if engine.activation_checkpointing != "full" else []), *away, tokens]
     if part == "logits":
         if plan.fullest == "rollout":
-            return [f"rollout.slots={max(1, config.rollout.slots // 2)}"]
+            return [_fewer_slots(plan, config)]
         return [f"engine.logprob_chunk={max(1, engine.logprob_chunk // 4)}"]
     if part in ("kv cache", "activations"):
-        return [
-            f"rollout.slots={max(1, config.rollout.slots // 2)}",
-            "a shorter rollout.max_response_length",
-        ]
+        return [_fewer_slots(plan, config), "a shorter rollout.max_response_length"]
     waiting = not engine.reduce_each_microbatch and plan.microbatches > 1 < plan.layout.shards
     if part == "gradients" and waiting:
         return ["engine.reduce_each_microbatch=true", *fewer_copies]
@@ -64,6 +63,16 @@ def _remedies(part: str, plan: Plan, config: RunConfig) -> list[str]:
         "more devices",
         *([] if config.model.adapter or megatron else ["model.lora.rank=16"]),
     ]
+
+
+def _fewer_slots(plan: Plan, config: RunConfig) -> str:
+    """Half as many as are in use, or as few as fit: each has keys, values and logits of its own."""
+    rollout, parts = config.rollout, plan.phases[plan.fullest]
+    mine = -(-config.batch.prompts * rollout.n // plan.layout.world)
+    slots = min(rollout.slots, mine)
+    each = (parts["kv cache"] + parts["logits"]) / slots
+    fitting = slots - math.ceil((plan.need - plan.usable) / each)
+    return f"rollout.slots={max(1, min(slots // 2, fitting))}"
 
 
 def _away(part: str, plan: Plan, config: RunConfig) -> list[str]:

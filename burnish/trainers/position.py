@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from burnish.checkpoint.committed import Committed
-from burnish.checkpoint.manifest import STATE
+from burnish.checkpoint.manifest import IMPORTED, STATE
 from burnish.checkpoint.tensor_sets import MAIN
 from burnish.config.schema import RunConfig
 from burnish.engines.base import Engine
@@ -75,6 +75,13 @@ def counts(engine: Engine) -> dict[str, int]:
 
 def position_of(step: Committed) -> Position:
     """The position in a step's state.json. Raises `IncompatibleError` for anything that a trainer does not write there."""
+    if IMPORTED in step.state:
+        raise IncompatibleError(
+            f"{step.path} was imported and has no training state to continue",
+            have="weights alone",
+            want="a step that training wrote",
+            do=f"begin a run from it: model.path={step.path / 'model'}, and another name=NAME",
+        )
     kinds = {field.name: str(field.type) for field in fields(Position)}
     values: dict[str, Any] = {"roles": {}}
     values |= {name: each for name, each in step.state.items() if name in kinds}

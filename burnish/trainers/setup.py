@@ -170,6 +170,14 @@ def prompt_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -
     positions = getattr(foundation.hf_config, "max_position_embeddings", None)
     if positions is not None:
         room["the model's max_position_embeddings"] = positions
+    for name, most in room.items():
+        if response >= most:
+            raise UsageError(
+                "rollout.max_response_length leaves no room for a prompt",
+                have=f"{response} of {name}: {most}",
+                want=f"less than {most}",
+                do=f"lower rollout.max_response_length, or raise {name}",
+            )
     limits = {
         f"{name} - rollout.max_response_length": most - response for name, most in room.items()
     }

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -324,7 +326,7 @@ def test_a_refusal_names_what_helps():
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
-        ({"rollout": {"n": 8, "max_response_length": 30000, "slots": 512}}, "rollout.slots=256"),
+        ({"rollout": {"n": 8, "max_response_length": 30000, "slots": 512}}, "rollout.slots=1,"),
         (
             {
                 "engine": {"replicas": 8, "activation_checkpointing": "full"},
@@ -345,6 +347,22 @@ def test_advice_is_for_what_takes_most(changes, remedy):
     values = RL | changes
     plan = planner(values, "rl", "8xA100-40G").as_configured()
     assert remedy in advice(plan, RunConfig.model_validate(values))
+
+
+@pytest.mark.parametrize("slots", [64, 512])
+def test_the_slots_that_are_advised_fit_and_one_more_does_not(slots):
+    """Of 512 sequences on 8 devices no device generates more than 64 at one time."""
+
+    def rollout(slots):
+        values = RL | {"engine": {"park": True}}
+        values |= {"rollout": {"n": 8, "max_response_length": 16000, "slots": slots}}
+        plan = planner(values, "rl", "8xA100-40G").as_configured().within("rollout")
+        return plan, RunConfig.model_validate(values)
+
+    found = re.match(r"rollout\.slots=(\d+),", advice(*rollout(slots)))
+    assert 1 < int(found[1]) < 32
+    assert rollout(int(found[1]))[0].fits
+    assert not rollout(int(found[1]) + 1)[0].fits
 
 
 @pytest.mark.parametrize("layers", [36, 80])

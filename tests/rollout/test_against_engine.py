@@ -9,7 +9,8 @@ import pytest
 import torch
 from engines_for_tests import CPU, make_engine
 from generators_for_tests import differences, make_generator
-from tiny import FAMILIES, save_tiny, tiny_config
+from tiny import FAMILIES, VOCAB, save_tiny, tiny_config
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from burnish.parallel.processes import process_group
 
@@ -25,3 +26,14 @@ def test_raw_logprobs_are_those_of_the_engine(tmp_path: Path, family: str, preci
         found = np.abs(differences(engine, generator, config))
         assert found.max() < (1e-5 if precision == "fp32" else 0.3)
         assert found.mean() < (1e-6 if precision == "fp32" else 0.03)
+
+
+def test_a_family_that_calls_its_parts_by_other_names(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCAB, n_positions=128, n_embd=32, n_layer=2, n_head=4)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "m")
+    with process_group(CPU, 60) as layout:
+        engine = make_engine(layout, tmp_path / "m", None, precision="fp32")
+        generator = make_generator(config, engine.layout)
+        generator.load_weights(engine.published(), version=0)
+        assert np.abs(differences(engine, generator, config)).max() < 1e-5

@@ -37,7 +37,7 @@ def subject(trainer: str = "sft", **model: object) -> OutOfMemory:
     [
         ("update", "engine.activation_checkpointing=full"),
         ("save", "model.lora.rank=16"),
-        ("rollout", "rollout.slots=128"),
+        ("rollout", "rollout.slots="),
     ],
 )
 def test_the_setting_that_would_have_helped(phase: str, remedy: str, tmp_path: Path) -> None:

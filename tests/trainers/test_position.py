@@ -44,6 +44,12 @@ def test_anything_else_is_refused_by_name(name, value):
         read(**{name: value})
 
 
+def test_an_imported_step_says_how_to_begin_from_it():
+    with pytest.raises(IncompatibleError, match="has no training state") as refused:
+        read(imported={"kind": "huggingface", "source": "/models/x"}, training="absent")
+    assert "model.path=step-00000007/model" in refused.value.do
+
+
 def test_what_stands_beside_the_position_is_taken_and_may_be_absent():
     assert read(config_digest="ab", weights_version=7) == POSITION
 
