@@ -351,11 +351,11 @@ def test_memory_does_not_depend_on_the_size(bucket: Remote) -> None:
 
 def test_an_interrupt_ends_a_copy_at_once(bucket: Remote, s3_server: S3Server) -> None:
     bucket.put("file", bytes(2 * PIECE))
-    s3_server.proxy.faults.append(Fault("silence", 100, "GET", "file", seconds=30))
+    s3_server.proxy.faults.append(Fault("silence", 100, "GET", "file", seconds=1000))
     process = start(str(bucket.url))
     until(lambda: any(each.fault == "silence" for each in s3_server.proxy.asked))
     process.send_signal(signal.SIGINT)
-    assert process.wait(10) != 0
+    assert process.wait(100) != 0
     process.stdout.close()
 
 
