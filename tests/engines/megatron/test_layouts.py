@@ -1,6 +1,6 @@
 """Every Megatron layout × kind of model × recomputation against one plain transformers process, in fp32.
 
-The suite runs a part in which every layout meets every kind of model; `make contract` runs all.
+The suite runs a part (`some_cases`); `make contract` runs all.
 """
 
 from __future__ import annotations
@@ -92,16 +92,18 @@ ALL_CASES: list[Case] = [
 ]
 
 
+KINDS_MET = {1: 3, 2: 2, 4: 1}
+"""How many kinds of model a layout meets in the suite, by its processes."""
+
+
 def some_cases() -> list[Case]:
-    """On one and two processes every layout with every kind of model, on four each layout with one; each way to recompute in turn."""
-    pairs = [
-        (name, kind)
-        for i, name in enumerate(LAYOUTS)
-        for j, kind in enumerate(MODELS)
-        if LAYOUTS[name][0] < 4 or "ep" in name or (i + j) % len(MODELS) == 0
-    ]
-    kept = [pair for pair in pairs if has_meaning(*pair)]
-    return [(*pair, RECOMPUTED[i % len(RECOMPUTED)]) for i, pair in enumerate(kept)]
+    """Every layout, with so many kinds of model as it meets in the suite, of those that have a meaning; each way to recompute in turn."""
+    pairs = []
+    for i, (name, (world, _)) in enumerate(LAYOUTS.items()):
+        kinds = [kind for kind in MODELS if has_meaning(name, kind)]
+        met = range(min(KINDS_MET[world], len(kinds)))
+        pairs += [(name, kinds[(i + number) % len(kinds)]) for number in met]
+    return [(*pair, RECOMPUTED[i % len(RECOMPUTED)]) for i, pair in enumerate(pairs)]
 
 
 def train_rank(
@@ -185,6 +187,16 @@ def test_every_layout_trains_like_one_plain_model(
 ) -> None:
     cases = [case for case in some_cases() if LAYOUTS[case[0]][0] == world]
     check_cases(models, oracles, cases, timeout=280)
+
+
+def test_what_meets_in_what_the_suite_runs() -> None:
+    """Every layout, every kind of model and every way to recompute, each kind at layouts of two and of four processes."""
+    some = some_cases()
+    assert set(some) <= set(ALL_CASES)
+    assert {name for name, *_ in some} == set(LAYOUTS)
+    assert {case[1:] for case in some} == set(product(MODELS, RECOMPUTED))
+    met = {(LAYOUTS[name][0], kind) for name, kind, _ in some}
+    assert met == set(product(KINDS_MET, MODELS))
 
 
 @pytest.mark.contract
