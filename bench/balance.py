@@ -13,7 +13,6 @@ as met from 0.9999 on, because ours stops at one part in 10,000. The peer withou
 
 from __future__ import annotations
 
-import argparse
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from statistics import mean, median
 
 import numpy as np
 
-from bench.machine import Result, interleaved, ratio, report
+from bench.machine import Result, command_line, interleaved, ratio, report
 from burnish.data.partition import Bins, Integers, Items, divide
 
 
@@ -172,13 +171,7 @@ def compare(name: str, case: Case, rounds: int) -> list[Result]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line"
-    )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = command_line(__doc__, rounds=3)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     arguments = parser.parse_args()
     results = [

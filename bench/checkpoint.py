@@ -31,7 +31,7 @@ from statistics import median
 from typing import Any
 
 from bench.checkpoint_plan import plan
-from bench.machine import Result, ratio, report
+from bench.machine import Result, command_line, ratio, report
 from bench.peers import Peer
 
 CASES = ("memory", "save", "load", "reshard", "block", "plan")
@@ -202,15 +202,9 @@ def measure_plan(rounds: int) -> list[Result]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line"
-    )
+    parser = command_line(__doc__, rounds=3)
     parser.add_argument("--sizes", nargs="+", type=float, default=[0.1, 0.5, 1.0])
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--without", nargs="*", choices=["verl"], default=[])
     parser.add_argument("--threads", type=int, default=2, help="over all processes of a side")

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.logprobs import CLOCKS
-from bench.machine import Result, interleaved, ratio, report
+from bench.machine import Result, command_line, interleaved, ratio, report
+from bench.peers import CLOCKS
 from burnish.config.schema import EngineConfig
 from burnish.engines.megatron.calls import megatron_called
 from burnish.engines.megatron.experts import GroupedExperts
@@ -96,17 +96,9 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line"
-    )
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = command_line(__doc__, rounds=7, threads=1, clock="cpu")
     parser.add_argument("--sizes", nargs="+", default=["8x64", "64x64", "8x1024", "32x1024"])
     parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--clock", choices=CLOCKS, default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device("cpu")

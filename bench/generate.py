@@ -10,14 +10,13 @@ tokens up to the end count. Ratios are medians over rounds of tokens/s against t
 
 from __future__ import annotations
 
-import argparse
 from statistics import median
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from bench.machine import Result, interleaved, ratio, report
+from bench.machine import Result, command_line, interleaved, ratio, report
 from burnish.models.names import model_shards
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Publication
@@ -107,14 +106,7 @@ def measure(name: str, sides: Sides, rounds: int, goal: float) -> Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line"
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser = command_line(__doc__, rounds=5, threads=torch.get_num_threads())
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["5m"])
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

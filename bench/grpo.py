@@ -18,7 +18,6 @@ files, checkpoints), as TRL's is timed without its logging.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from bench.machine import Result, ratio, report
+from bench.machine import Result, command_line, ratio, report
 from bench.peers import CLOCKS, Clock, Peer
 from bench.words import model_config, write_prompts, write_tokenizer
 from burnish.algorithms.loss import policy_loss_fn
@@ -227,15 +226,7 @@ def _in_turns(name: str, ours: Ours, peers: dict[str, Peer], rounds: int, goal: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line"
-    )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser = command_line(__doc__, rounds=7, threads=torch.get_num_threads(), clock="wall")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     arguments = parser.parse_args()
     results = [

@@ -13,7 +13,6 @@ written to runs/bench/learning.csv. Takes long, so `make bench` leaves it out.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import subprocess
 import sys
@@ -25,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bench.machine import Result, report
+from bench.machine import Result, command_line, report
 from bench.peers import ROOT, Peer
 from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
@@ -113,15 +112,9 @@ def write_curves(curves: Mapping[str, Curve]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line"
-    )
+    parser = command_line(__doc__, threads=torch.get_num_threads())
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     config = load_config(ROOT / CONFIG).config
     if not config.model.path or not (ROOT / config.model.path).is_dir():

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from bench.machine import Result, report
+from bench.machine import Result, command_line, report
 from bench.words import model_config
 from burnish.config.schema import DistributedConfig, EngineConfig
 from burnish.engines.base import Part
@@ -107,12 +107,7 @@ def measure(directory: Path, processes: int) -> Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line"
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

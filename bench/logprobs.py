@@ -16,18 +16,17 @@ fp32 at one time on a CPU, the gradients, of which that of the weight is summed 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter, process_time
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from bench.machine import Result, interleaved, ratio, report
+from bench.machine import Result, command_line, interleaved, ratio, report
+from bench.peers import CLOCKS
 from burnish.models.logprobs import LogprobOptions, token_logprobs
 
 HIDDEN = 1024
@@ -36,7 +35,6 @@ CACHED = 1 << 21
 COPIES = 4
 NUMBERS = 16
 """fp32 numbers for each token: targets, four sums, log-prob, entropy, what is saved and the gradients of these."""
-CLOCKS = {"wall": perf_counter, "cpu": process_time}
 Pass = Callable[[], object]
 
 
@@ -126,18 +124,10 @@ def measure(inputs: Inputs, rounds: int, clock: Callable[[], float]) -> list[Res
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line"
-    )
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = command_line(__doc__, rounds=7, threads=2, clock="wall")
     parser.add_argument("--vocabularies", nargs="+", type=int, default=[4096, 32768, 152064])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--chunk", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     results: list[Result] = []

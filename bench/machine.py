@@ -1,7 +1,8 @@
-"""What every benchmark shares: the machine in words, interleaved rounds, and how results are printed."""
+"""What every benchmark shares: its command line, the machine in words, interleaved rounds, and how results are printed."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -13,6 +14,8 @@ from statistics import median
 from time import perf_counter
 
 import torch
+
+from bench.peers import CLOCKS
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,28 @@ class Result:
     """The peer's time over ours (ours over the limit where the limit is the measure)."""
     goal: float
     """ratio ≥ goal is what we want."""
+
+
+def command_line(
+    documentation: str | None,
+    *,
+    rounds: int | None = None,
+    threads: int | None = None,
+    clock: str | None = None,
+) -> argparse.ArgumentParser:
+    """A parser with what programs have in common: `--json`, and those of `--rounds`, `--threads` and `--clock` that a default is given for."""
+    parser = argparse.ArgumentParser(
+        description=documentation, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
+    for name, default in (("--rounds", rounds), ("--threads", threads)):
+        if default is not None:
+            parser.add_argument(name, type=int, default=default)
+    if clock is not None:
+        parser.add_argument("--clock", choices=CLOCKS, default=clock)
+    return parser
 
 
 def machine() -> dict[str, object]:

@@ -14,7 +14,6 @@ All take turns within each round, and ratios are medians over rounds of the same
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -29,7 +28,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.checkpoint import ask_all, started
-from bench.machine import Result, interleaved, ratio, report
+from bench.machine import Result, command_line, interleaved, ratio, report
 from bench.peers import Peer
 from bench.sft_ranks import Sft
 from bench.words import model_config, sentence, write_tokenizer
@@ -219,14 +218,7 @@ CASES: dict[str, Callable[[int, int], list[Result]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line"
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser = command_line(__doc__, rounds=5, threads=torch.get_num_threads())
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     arguments = parser.parse_args()
     results = [

@@ -20,9 +20,7 @@ from bench.words import model_config, write_prompts, write_tokenizer  # noqa: E4
 SOURCES = {path.stem: path.read_text() for path in (ROOT / "bench").glob("*.py")}
 PEERS = {name for name, text in SOURCES.items() if "Turns()" in text}
 """Those that answer another program's questions."""
-PROGRAMS = sorted(
-    name for name, text in SOURCES.items() if "ArgumentParser" in text and name not in PEERS
-)
+PROGRAMS = sorted(name for name, text in SOURCES.items() if ".parse_args()" in text)
 STARTED = """
 import runpy, sys
 for name in sys.argv[1:]:
