@@ -65,7 +65,8 @@ def require_every_pair(
                 wanted = saved[writer][0]["loss"]
                 tolerance = 1e-6 if reader == writer else relative
                 for rank in loaded:
-                    assert rank["loss"] == pytest.approx(wanted, rel=tolerance), pair
+                    told = f"{pair}: {rank['loss']}, not {wanted}"
+                    assert rank["loss"] == pytest.approx(wanted, rel=tolerance), told
 
 
 def save_rank(

@@ -221,15 +221,15 @@ class Sync:
         """Remove from the mirror what its retention does not keep, and what was never finished, but nothing that another disk may be at."""
         there = self._there
         there.refresh()
-        if self._mirror.disk is None:
-            clear_unfinished(self._mirror, there)
-            there.refresh()
-        outlived, told = self._outlived(self._remote), there.told()
+        alone, outlived = self._mirror.disk is None, self._outlived(self._remote)
+        told = set[str]() if alone else there.told()
         self.unseen = {step for step in outlived if self._remote[step].uuid in told}
         gone = outlived - self.unseen
         for path in [path for step, path in step_paths(there.root, there).items() if step in gone]:
             self._mirror.check()
             there.remove(path)
+        if alone:
+            clear_unfinished(self._mirror, there)
 
 
 def clear_unfinished(mirror: Mirror, there: RemoteSteps) -> None:

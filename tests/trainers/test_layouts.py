@@ -62,16 +62,20 @@ def test_every_pair_of_layouts(mixture: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "slot"), [("muon", "momentum_buffer"), ("adamw8bit", "exp_avg_scale")]
+    ("kind", "slot", "relative"),
+    [
+        ("muon", "momentum_buffer", 1e-6),
+        ("adamw8bit", "exp_avg_scale", 1e-4),  # its loss is 0.0065 by then, of logits up to 15
+    ],
 )
 def test_the_state_of_other_optimizers_through_pairs_of_layouts(
-    tmp_path: Path, kind: Literal["muon", "adamw8bit"], slot: str
+    tmp_path: Path, kind: Literal["muon", "adamw8bit"], slot: str, relative: float
 ) -> None:
     """Half a row is a block of those that have 8 bits."""
     shapes = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128}
     path = save_tiny(tmp_path / "m", "qwen3", torch.float32, num_hidden_layers=1, **shapes)
     make = partial(make_engine, optim=OptimConfig(kind=kind))
-    require_every_pair(make, path, tmp_path, SOME, relative=1e-4)
+    require_every_pair(make, path, tmp_path, SOME, relative=relative)
     step = newest(tmp_path / "tp 2")
     assert step is not None
     assert f"training/{slot}.safetensors" in step.manifest.files

@@ -36,7 +36,8 @@ class _Division:
             f"{self.setting} does not divide the model's {self.what}",
             have=f"{self.setting}: {self.ranks}, {self.count} {self.what}",
             want=f"as many {self.what} on every process",
-            do=f"set {self.setting} to one of {', '.join(shown)}",
+            do=f"set {self.setting} to one of {', '.join(shown)}"
+            + (f", or to a multiple of {self.count}" if self.repeats else ""),
         )
 
 

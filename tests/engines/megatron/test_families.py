@@ -151,6 +151,7 @@ def test_key_heads_that_neither_divide_the_tensor_ranks_nor_are_divided_are_refu
     with pytest.raises(UsageError, match=said) as caught:
         require_fitting(shape, EngineConfig(kind="megatron", tensor_parallel=tensor))
     assert "engine.tensor_parallel to one of 1" in str(caught.value)
+    assert f", or to a multiple of {key_heads}" in str(caught.value)
 
 
 def test_heads_that_no_rank_can_have_a_part_of_are_refused() -> None:
