@@ -32,11 +32,16 @@ FEW = [
     "batch.prompts=8",
     "rollout.n=2",
     "optim.warmup_steps=1",
-    "optim.decay_steps=1",
     "engine.precision=fp32",
 ]
-# The schedule of 500 steps, as far as it fits into thirty.
-THIRTY = ["steps=30", "optim.decay_steps=10", "evaluation.every=10", "engine.precision=fp32"]
+THIRTY = [
+    "steps=30",
+    "optim.lr=2.5e-4",  # enough for thirty steps to show
+    "optim.schedule=wsd",
+    "optim.decay_steps=10",
+    "evaluation.every=10",
+    "engine.precision=fp32",
+]
 LAYOUTS = {"TP 2": "engine.tensor_parallel=2", "PP 2": "engine.pipeline_parallel=2"}
 
 
