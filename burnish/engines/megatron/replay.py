@@ -9,6 +9,7 @@ step go to each expert (`burnish.engines.expert_load`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,16 @@ class Replay:
     """Where this rank stands: pipeline ranks have other routers, tensor ranks other rows."""
     device: torch.device
 
+    def require(self, micros: Iterable[MicroBatch], *, record: bool = False) -> None:
+        """Raise `IncompatibleError` for prescribed experts that cannot be of this model, or where there are none to `record`."""
+        if record:
+            self._experts()
+        for micro in micros:
+            if micro.experts is not None:
+                experts = self._experts()
+                want = (len(micro.input_ids), sum(experts.layers), experts.chosen)
+                require_recorded(micro.experts, want, experts.count)
+
     def routing_of(
         self, micro: MicroBatch, rows: TokenRows, *, record: bool, factors: Tensor | None = None
     ) -> Routing | None:
@@ -78,14 +89,11 @@ class Replay:
 
         They send tokens to its experts where it has any; with `record` they write down where tokens go; with
         `factors` (`ExpertLoad.factors`) they add the load-balancing loss of this rank's rows.
-        Raises `IncompatibleError` for experts that cannot be of this model.
         """
         if micro.experts is None and factors is None and not record:
             return None
-        experts, routing = self._experts(), Routing()
+        routing = Routing()
         if micro.experts is not None:
-            want = (len(micro.input_ids), sum(experts.layers), experts.chosen)
-            require_recorded(micro.experts, want, experts.count)
             all_rows = rows.rows_of(micro.experts).to(self.device, non_blocking=True)
             routing.prescribed = self._own(all_rows)
         if factors is not None:
@@ -97,15 +105,15 @@ class Replay:
         own = len(rows) // self.groups.tp.size()
         return rows.narrow(0, self.groups.tp.rank() * own, own)
 
-    def record(self, routing: Routing, rows: TokenRows) -> Tensor:
-        """The experts [T, L, k] of all tokens and routers, as `Routing.record` gives them. Collective among those that share the micro-batch."""
+    def record(self, chosen: Mapping[int, Tensor], rows: TokenRows) -> Tensor:
+        """The experts [T, L, k] of all tokens and routers, from what this rank's routers chose, as `Routing.record` gives them. Collective among those that share the micro-batch."""
         experts, tensor = self._experts(), self.groups.tp
         own = rows.deal.rows // tensor.size()
         kind = index_dtype(experts.count)
         shape = (own, sum(experts.layers), experts.chosen)
         found = torch.zeros(shape, dtype=kind, device=self.device)
-        for number, chosen in routing.chosen.items():
-            found[:, number] = chosen.to(kind)
+        for number, of_router in chosen.items():
+            found[:, number] = of_router.to(kind)
         in_bytes = found.view(torch.uint8)  # since not every backend sends int16
         if self.groups.pp.size() > 1:  # each router is in one stage, and zero elsewhere
             dist.all_reduce(in_bytes, group=self.groups.pp)

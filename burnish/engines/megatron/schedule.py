@@ -1,14 +1,17 @@
 """Micro-batches through the pipeline, by Megatron's own schedules.
 
-Every rank that shares a micro-batch calls this with the same micro-batches. Losses are computed in the last
+Every rank that shares a micro-batch calls this with the same micro-batches. Each is planned when this rank's first
+stage comes to it, so those that nothing has begun with take no memory on the device. Losses are computed in the last
 stage alone, which is where log-probs are. Left out: what is done with gradients
 (`burnish.engines.megatron.optimizer`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from burnish.engines.megatron.replay import Replay
 from burnish.models.flops import Passed
-from burnish.models.routing import Routing
+from burnish.models.routing import Routing, TokenRows
 from burnish.models.scorer import ScoringPlan
 from burnish.models.ulysses import Division
 from burnish.records import Batch, MicroBatch, TokenOutputs
@@ -60,15 +63,22 @@ class Schedule:
         With `factors` (`ExpertLoad.factors`) also those of the load-balancing loss, filler left out. Returns what
         this rank's routers have of that, for the rows of this rank: a scalar fp32. And what went through the model.
         """
-        planned = [
-            self._planned(micro, factors=None if numbers == (-1,) else factors)
-            for micro, numbers in zip(batch.microbatches, batch.examples, strict=True)
-        ]
-        self._run(planned, loss, forward_only=False)
+        self.replay.require(batch.microbatches)
+        passed: list[Passed] = []
+        of_routers: list[dict[int, Tensor]] = []
+
+        def planned() -> Iterator[_Planned]:
+            for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
+                made = self._planned(micro, factors=None if numbers == (-1,) else factors)
+                passed.append(made.plan.passed)
+                of_routers.append(made.routing.losses if made.routing else {})
+                yield made
+
+        self._run(planned(), len(batch.microbatches), loss, forward_only=False)
         total = torch.zeros((), dtype=torch.float32, device=self.device)
-        for each in planned:
-            total += sum(each.routing.losses.values()) if each.routing else 0.0
-        return total, sum((each.plan.passed for each in planned), start=Passed())
+        for losses in of_routers:
+            total += sum(losses.values())
+        return total, sum(passed, start=Passed())
 
     def forward(
         self, micros: Sequence[MicroBatch], *, record: bool = False
@@ -77,24 +87,31 @@ class Schedule:
 
         With `record` also where tokens went, in all stages alike: the experts [T, L, k] of each micro-batch.
         """
+        self.replay.require(micros, record=record)
         found: list[TokenOutputs] = []
 
         def keep(outputs: TokenOutputs, micro: MicroBatch) -> Tensor:
             found.append(outputs)
             return torch.zeros((), device=self.device)
 
-        planned = [self._planned(micro, record=record) for micro in micros]
+        recorded: list[tuple[dict[int, Tensor], TokenRows]] = []
+
+        def planned() -> Iterator[_Planned]:
+            for micro in micros:
+                made = self._planned(micro, record=record)
+                if record and made.routing is not None:
+                    recorded.append((made.routing.chosen, made.plan.rows))
+                yield made
+
         with torch.no_grad():
-            self._run(planned, keep, forward_only=True)
-            experts = [
-                self.replay.record(each.routing, each.plan.rows)
-                for each in planned
-                if record and each.routing is not None
-            ]
+            self._run(planned(), len(micros), keep, forward_only=True)
+            experts = [self.replay.record(*each) for each in recorded]
         return found, experts
 
-    def _run(self, planned: list[_Planned], loss: LossOf, *, forward_only: bool) -> None:
-        planned = planned + [self._filler()] * (-len(planned) % self.rounds)
+    def _run(
+        self, planned: Iterator[_Planned], count: int, loss: LossOf, *, forward_only: bool
+    ) -> None:
+        fillers = [self._filler()] * (-count % self.rounds)
 
         def stage_step(batches: Iterator[_Planned], chunk: Any) -> tuple[Any, Any]:
             batch = next(batches)
@@ -104,9 +121,9 @@ class Schedule:
         run = get_forward_backward_func()
         run(
             forward_step_func=stage_step,
-            data_iterator=[iter(planned) for _ in self.chunks],
+            data_iterator=_dealt(chain(planned, fillers), len(self.chunks)),
             model=list(self.chunks),
-            num_microbatches=len(planned),
+            num_microbatches=count + len(fillers),
             # Of no meaning: each exchange says the shape of what comes.
             seq_length=1,
             micro_batch_size=1,
@@ -126,6 +143,26 @@ class Schedule:
         ids, ends = torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1], dtype=torch.int32)
         plan = ScoringPlan.of(ids, ends, None, self.device, self.division)
         return _Planned(plan, 1.0, None, None)
+
+
+def _dealt(planned: Iterable[_Planned], readers: int) -> list[Iterator[_Planned]]:
+    """Iterators that each give all of these: one is made for whoever asks first, and forgotten when the last has it."""
+    source, waiting = iter(planned), [deque[_Planned]() for _ in range(readers)]
+
+    def of(own: deque[_Planned]) -> Iterator[_Planned]:
+        while own or _deal(source, waiting):
+            yield own.popleft()
+
+    return [of(own) for own in waiting]
+
+
+def _deal(source: Iterator[_Planned], waiting: Sequence[deque[_Planned]]) -> bool:
+    """Give the next one to all; whether there was one."""
+    for made in source:
+        for each in waiting:
+            each.append(made)
+        return True
+    return False
 
 
 _NO_TOKENS = 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +25,7 @@ from burnish.engines.megatron.building import build_stages
 from burnish.engines.megatron.calls import megatron_called
 from burnish.engines.megatron.engine import MegatronEngine
 from burnish.engines.megatron.mesh import MegatronMesh
+from burnish.engines.megatron.schedule import Schedule
 from burnish.errors import BurnishError
 from burnish.models.sources import SafetensorsSource
 from burnish.parallel.layout import Layout
@@ -139,6 +142,42 @@ def parked_rank(layout: Layout, path: Path, layouts: Sequence[Mapping[str, Any]]
 def test_parking_changes_no_bit_and_a_frozen_engine_shares_the_groups(model: Path) -> None:
     for rank in run_ranks(parked_rank, 2, model, LAYOUTS):
         assert rank == [(True, True, True)] * len(LAYOUTS)
+
+
+def planned_rank(layout: Layout, path: Path, layouts: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Of each layout: how many micro-batches there are, and how many were planned and not forgotten when another one was, training and asking."""
+    found, plan = [], Schedule._planned
+    for settings in layouts:
+        engine = make_engine(layout, path, settings)
+        batch, most = cut(2 * make_examples(VOCAB), engine.layout, 1), []
+        for verb in (partial(engine.forward_backward, loss=loss), engine.forward):
+            made: list[weakref.ref[Tensor]] = []
+            known = [0]
+
+            def planned(self: Schedule, *args: Any, **options: Any) -> Any:
+                known.append(sum(each() is not None for each in made))  # noqa: B023
+                one = plan(self, *args, **options)
+                made.append(weakref.ref(one.plan.input_ids))  # noqa: B023
+                return one
+
+            with mock.patch.object(Schedule, "_planned", planned):
+                verb(batch)
+            assert len(made) == len(batch.microbatches)
+            most.append(max(known))
+        found.append((len(batch.microbatches), *most))
+        engine.close()
+    return found
+
+
+def test_a_micro_batch_is_planned_when_its_turn_comes(model: Path) -> None:
+    """Beside those whose backward pass is still to come."""
+    ((many, *alone),) = run_ranks(planned_rank, 1, model, [{}])[0]
+    assert many == 12
+    assert max(alone) <= 1
+    for rank in run_ranks(planned_rank, 2, model, LAYOUTS):
+        for many, training, asking in rank:
+            assert training <= many / 2, rank
+            assert asking <= 2, rank
 
 
 def losses_rank(layout: Layout, path: Path, precision: str) -> tuple[list[float], set[Any]]:
