@@ -61,6 +61,6 @@ def test_the_sinks_of_a_run_together(tmp_path: Path) -> None:
     trackers: Tracker = Trackers(sinks)
     trackers.log(1, {"train/loss": 2.0})
     trackers.close()
-    assert stream.getvalue() == "step 1  loss  2.000\n"
+    assert stream.getvalue() == "step 1  loss   2.000\n"
     assert read_metrics(run.metrics) == [{"step": 1, "train/loss": 2.0}]
     assert len(list(run.tensorboard.iterdir())) == 1
