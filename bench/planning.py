@@ -3,12 +3,12 @@
     python -m bench.planning [--write] [--cases NAME ...]
 
 Every case is a small model on the CPU. Measured are all bytes that torch's allocator gave out and has not got
-back (its own report to the profiler), at their highest in each phase, in the second step or, between processes, in that of the second to fourth
-in which it is least (of the Megatron engine, whose state is there from the start, also in the first); the plan is that of `burnish plan` for the same settings. Where several processes exchange nothing but
-tensors whose values do not matter for memory, one stands for all, the others being torch's fake process group: gloo's
-threads free what was sent whenever they come to it, which the profiler does not see. Where it matters what comes, as
-between the stages of a pipeline and the holders of experts, there are real processes, which send each other hidden
-states by gloo's sends and all-to-all, which copy nothing; the fullest of them counts. `--tracked` asks torch's memory tracker
+back (`bench.planning_meter`), at their highest in each phase, in the second step or, between processes, in that of the second and third
+in which it is least, for gloo's threads free what was sent whenever they come to it (of the Megatron engine, whose state is there from the start, also in
+the first). The plan is that of `burnish plan` for the same settings, on a CPU with or without matrix units, as this one is. Where several processes exchange
+nothing but tensors whose values do not matter, one stands for all, the others being torch's fake process group, which takes nothing for itself. Where it
+matters what comes, as in reinforcement learning, between the stages of a pipeline and the holders of experts, there are real processes; the fullest of them counts.
+After the last step of reinforcement learning a save is measured, with the host memory that it takes (`bench.planning_saves`). `--tracked` asks torch's memory tracker
 instead, for supervised cases. Sequences have mixed lengths in these. Of layers of full size there is only that tracker's figure, on
 an accelerator that is not there (`bench.planning_imagined`). `--write` puts the table where the command and
 the tests read it (`burnish/planning/accuracy.json`).
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,14 +32,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, PretrainedConfig
 
 from bench.planning_cases import CASES, MIXED, Case
 from bench.planning_imagined import imagined_peak
+from bench.planning_meter import Meter
+from bench.planning_saves import Saves
 from burnish.algorithms.loss import sft_loss
 from burnish.algorithms.value_loss import value_loss_fn
+from burnish.checkpoint.tensor_sets import MAIN
 from burnish.config.schema import DistributedConfig, LoraConfig, OptimConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.engines.base import Engine, Part
@@ -50,6 +52,7 @@ from burnish.models.lora import FreshAdapter
 from burnish.models.sources import FreshSource
 from burnish.models.value_head import value_config
 from burnish.parallel.collectives import gather_objects
+from burnish.parallel.device import has_matrix_units
 from burnish.parallel.layout import Layout
 from burnish.planning.accuracy import TABLE, Measured, measured_table, planned
 from burnish.records import Batch, Example, Request
@@ -59,26 +62,7 @@ from burnish.rollout.held import HeldModel
 from burnish.trainers.parking import Parking
 
 CPU = torch.device("cpu")
-STEPS = 4
-
-
-class Meter:
-    """Bytes that are allocated, at their highest in every phase."""
-
-    def __init__(self) -> None:
-        self._left = 0
-        self.peaks: dict[str, list[int]] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Measure a block. All that it allocates or frees has to have been allocated in such blocks."""
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            yield
-        events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
-        events.sort(key=lambda event: event.start_ns())
-        running = np.cumsum([self._left, *(event.nbytes() for event in events)])
-        self.peaks.setdefault(name, []).append(int(running.max()))
-        self._left = int(running[-1])
+STEPS = 3
 
 
 class Subject:
@@ -128,6 +112,15 @@ class Subject:
     def tensors(self) -> list[Tensor]:
         """Weights and slots of the trained model."""
         return [shard.tensor for part in Part for shard in self._engine.shards(part)]
+
+    def save(self) -> None:
+        """Commit a step."""
+        critic = {"critic": self._critic} if self._critic else {}
+        saves = Saves(self._layout, background=self._config.checkpoint.background)
+        with self._meter.phase("save"):
+            size = saves.save({MAIN: self._engine, **critic})
+        self._meter.add("save", size)
+        saves.close()
 
     def close(self) -> None:
         """Give back what engines hold, process groups included."""
@@ -233,10 +226,13 @@ def peaks_of(case: Case, layout: Layout) -> dict[str, int]:
     subject = Subject(case, layout, meter)
     for _step in range(2 if case.stands_alone else STEPS):
         subject.step()
+    if case.saves:
+        subject.save()
     subject.close()
     meant = meter.peaks.keys() - {"setup", "parking"}
     first = 0 if case.is_megatron else 1
-    return {name: min(values[first:]) for name, values in meter.peaks.items() if name in meant}
+    peaks = {name: values for name, values in meter.peaks.items() if name in meant}
+    return {name: min(values[first:] or values) for name, values in peaks.items()}
 
 
 def tracked_peaks(case: Case, layout: Layout) -> dict[str, int]:
@@ -276,15 +272,21 @@ def measure(cases: Sequence[Case], tracked: bool) -> Iterator[tuple[Case, dict[s
                 yield CASES[name], peaks
 
 
-def planned_for(case: Case) -> dict[str, float]:
+def planned_for(case: Case, *, exact_cache: bool) -> dict[str, float]:
     """Bytes by phase, as the planner says."""
-    return planned(case.settings(), case.command, case.processes, cpu=not case.size)
+    return planned(
+        case.settings(),
+        case.command,
+        case.processes,
+        cpu=not case.size,
+        exact_cache=exact_cache and not case.size,
+    )
 
 
 def _planned_anew(row: Measured) -> Measured:
     """The row with what the planner says today."""
     case = CASES[row.case]
-    of_plan = planned_for(case)
+    of_plan = planned_for(case, exact_cache=row.exact_cache)
     return replace(row, planned=int(of_plan[row.phase]))
 
 
@@ -303,9 +305,10 @@ def main() -> None:
         return
     table: list[Measured] = []
     for case, peaks in measure(cases, arguments.tracked):
-        of_plan = planned_for(case)
+        exact_cache = not (case.size or has_matrix_units(CPU))
+        of_plan = planned_for(case, exact_cache=exact_cache)
         for phase, bytes_measured in peaks.items():
-            row = Measured(case.name, phase, int(of_plan[phase]), int(bytes_measured))
+            row = Measured(case.name, phase, int(of_plan[phase]), bytes_measured, exact_cache)
             table.append(row)
             print(f"{row.error:+6.1%} of {row.measured / 1e6:6.1f} MB  {phase:9}  {case.name}")
     worst = max(table, key=lambda row: abs(row.error))

@@ -147,6 +147,11 @@ class Case:
         return self.command == "sft" and not others
 
     @property
+    def saves(self) -> bool:
+        """Whether a save is measured: all that it copies lies on the device."""
+        return self.command == "rl" and not self.is_megatron and "engine.park" not in self.more
+
+    @property
     def is_megatron(self) -> bool:
         """Whether the engine is Megatron's."""
         return self.more.get("engine.kind") == "megatron"
@@ -184,11 +189,28 @@ def _cases() -> Iterator[Case]:
     yield Case("qwen3", "bf16", "full", 256, 4, 3, more={"engine.replicas": 2})
     yield Case("qwen3", "fp32", "none", 1024, command="rl")
     yield Case("qwen3", "bf16", "selective", 2048, command="rl")
+    yield from _rl_cases()
     yield from _shared_cases()
     yield from _other_cases()
     yield from _cases_with_less()
     yield from _megatron_cases()
     yield from _full_cases()
+
+
+def _rl_cases() -> Iterator[Case]:
+    """Reinforcement learning of several processes, and a save in the background."""
+    tensor, sequence = {"engine.tensor_parallel": 2}, {"engine.sequence_parallel": 2}
+    background = {"checkpoint.background": True}
+    yield _small("qwen3", "bf16", "none", 1, background, "rl")
+    for more in (background, tensor, sequence, {"model.lora.rank": 16}):
+        yield _small("qwen3", "bf16", "none", 2, more, "rl")
+    yield _small("qwen3", "fp32", "none", 2, {"engine.replicas": 2}, "rl")
+    yield _small("qwen3_moe", "bf16", "full", 2, {}, "rl")
+    yield _small("qwen3", "fp32", "none", 2, {"algorithm.advantage": "gae"}, "rl")
+    words = {"num_hidden_layers": 3, "vocab_size": 16384}  # fewer tokens than gathered parameters
+    yield Case("llama", "fp32", "none", 64, 2, model=words, command="rl")
+    yield _small("qwen3", "bf16", "none", 4, {}, "rl")
+    yield _small("qwen3", "fp32", "selective", 4, sequence | tensor, "rl")
 
 
 def _full_cases() -> Iterator[Case]:

@@ -34,6 +34,8 @@ class Measured:
     """Bytes that the planner says."""
     measured: int
     """Bytes that were allocated."""
+    exact_cache: bool = False
+    """Whether they were on a CPU without matrix units, where keys and values are kept in fp32."""
 
     @property
     def error(self) -> float:
@@ -51,14 +53,23 @@ def measured_table() -> list[Measured]:
 
 
 def planned(
-    settings: Mapping[str, Any], command: Command, processes: int, *, cpu: bool = True
+    settings: Mapping[str, Any],
+    command: Command,
+    processes: int,
+    *,
+    cpu: bool = True,
+    exact_cache: bool = False,
 ) -> dict[str, float]:
-    """Bytes by phase on CPUs or accelerators, for a configuration whose `model.fresh` is a mapping; without what is away, which no allocator of torch's gives out."""
+    """Bytes by phase on CPUs or accelerators, for a configuration whose `model.fresh` is a mapping; without what is away, which no allocator of torch's gives out.
+
+    `exact_cache` as in `Arithmetic`: it is for whoever plans to say which CPUs are meant.
+    """
     config = RunConfig.model_validate(settings)
     shape = ModelShape.of(config.model.fresh if isinstance(config.model.fresh, dict) else {})
     width = 2 if config.engine.precision == "bf16" else 4
     layout = Layout.of(config.engine, processes)
-    arithmetic = Arithmetic(width, cpu, layout.sequence, layout.tensor, config.model.adapter)
+    lora = config.model.adapter
+    arithmetic = Arithmetic(width, cpu, layout.sequence, layout.tensor, lora, exact_cache)
     work = Workload.of(config, command)
     needs = (
         MegatronNeeds(MegatronModel(shape, arithmetic), config, work, layout)

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from burnish.planning.model import Model
 
 _FP32 = 4
+_SUMMED_ROWS = 2048
+"""Rows of the output layer whose gradient is added up at one time."""
+_CPU_PIECE = 2 << 20
+"""Bytes of a chunk that a CPU takes to fp32 at one time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +26,25 @@ class Logits:
 
     @property
     def forward(self) -> float:
-        """A chunk of logits beside the one before it, and its fp32 passes."""
-        exact = 0 if self.model.cpu else (3 if self._several else 2) * _FP32
-        return self._chunk * (self.model.bytes * (2 if self._several else 1) + exact)
+        """A chunk of logits and its fp32 passes, beside those of the chunk before it."""
+        return self._chunk * self.model.bytes + self._exact(3 if self._several else 2)
 
     @property
     def backward(self) -> float:
-        """The same, and the gradient of the output layer that is added up in fp32."""
+        """The same, and the gradient of the output layer, which several chunks add up in fp32, some rows at a time."""
         width, head = self.model.bytes, self._weights
-        exact = 0 if self.model.cpu else 2 * _FP32
+        logits = width * self._chunk
         if not self._several:
-            return self._chunk * (width + exact) + width * head
-        summing = self._chunk * (width + exact) + (_FP32 + width) * head
-        return max(summing, self._chunk * 2 * width + _FP32 * head)
+            return logits + max(self._exact(2), self._exact(1) + width * head)
+        rows = min(1.0, _SUMMED_ROWS / self._words) * head
+        summing = logits + max(self._exact(3), self._exact(1) + width * rows)
+        converted = self._exact(1) + (width * head if width != _FP32 else 0.0)
+        return _FP32 * head + max(summing, converted)
+
+    def _exact(self, copies: int) -> float:
+        """Bytes of so many fp32 copies of a chunk, of which a CPU has a small piece at a time."""
+        size = _FP32 * self._chunk
+        return copies * (min(size, _CPU_PIECE) if self.model.cpu else size)
 
     @property
     def gradient(self) -> float:

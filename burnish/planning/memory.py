@@ -17,6 +17,7 @@ from functools import cached_property
 from burnish.config.schema import RunConfig
 from burnish.planning.logits import Logits
 from burnish.planning.model import Model
+from burnish.planning.saving import buffers
 from burnish.planning.shape import Layer
 from burnish.planning.share import Layout, Share
 from burnish.planning.slots import Slots
@@ -31,8 +32,6 @@ _FP32 = 4
 _BF16 = 2
 _WAVE = 64 * _MIB
 """Publishing sends at most so much at one time, and receives as much."""
-_SAVING = 64 * _MIB
-"""Saving has 32 MiB of blocks in memory, and several processes send and receive 16 MiB each at one time."""
 _MERGED = 1 << 20
 """Elements of a weight that an adapter is merged into at one time."""
 _PREFILL_TOKENS = 8192
@@ -56,6 +55,7 @@ class Needs:
         self._checkpointing = engine.activation_checkpointing
         self._regathers = engine.reshard_after_forward and layout.shards > 1
         self._reduces_each = engine.reduce_each_microbatch and layout.shards > 1
+        self._copies = int(model.cpu and layout.shards > 1)  # gloo has a collective's tensors twice
         self._trained = model.lora is None
         self._share = Share(model.shape, layout)
         self._slots = Slots(self._share, config, model.lora)
@@ -221,22 +221,31 @@ class Needs:
         }
 
     def _scoring(self) -> Parts:
-        """A forward pass of which nothing is kept; the critic's comes first and leaves its root gathered."""
-        model, tokens, scored = self._model, self.tokens, self._scored
+        """The fullest moment of a forward pass of which nothing is kept; the critic's comes first and leaves its root gathered."""
         if self._critic and not self._work.scorings:
             return self._critic._scoring()
-        gathered = self._share.root + (self._critic._share.root if self._critic else 0)
-        gathered += (
-            3 * self._share.whole(self._share.largest_layer.weights)
-            if self._regathers
-            else self._share.gathered_layers
-        )
+        return max(self._scorings(), key=_total)
+
+    def _scorings(self) -> Iterator[Parts]:
+        """A layer runs, then the output layer; or parameters are gathered, and nothing is computed."""
+        model, width, state = self._model, self._model.bytes, self.tokens * self._model.hidden
+        root = self._share.root + (self._critic._share.root if self._critic else 0)
+        gathered = float(width * (root + self._layers_there))
         inference = max(passes.inference for _, _, passes in model.layers)
-        return {
-            "gathered": float(model.bytes * gathered),
-            "activations": tokens * (inference + model.hidden) + scored * model.hidden,
-            "logits": self._logits.forward,
-        }
+        yield {"gathered": gathered, "activations": self.tokens * inference + state}
+        chosen = self._scored * model.hidden
+        logits = self._logits.forward
+        yield {"gathered": gathered, "activations": state + chosen, "logits": logits}
+        for beside in self._gatherings():
+            yield {"gathered": float(width * (root + beside)), "activations": state}
+
+    def _gatherings(self) -> Iterator[int]:
+        """Elements beside the root's while parameters are gathered: what came is there until the next has come, and is copied out."""
+        if self._layout.shards == 1:
+            return
+        layer = self._share.whole(self._share.largest_layer.weights)
+        yield self._share.root + (1 + self._copies) * layer  # as the first layer comes
+        yield self._layers_there + self._copies * layer
 
     def _updates(self) -> Iterator[Parts]:
         """The moments of the policy's update, and of the critic's, during which the policy's root is left as the scoring left it."""
@@ -249,6 +258,8 @@ class Needs:
     def _update(self) -> Iterator[Parts]:
         """The moments of forward, backward and optimizer step that can be the fullest."""
         share, trained, earlier = self._share, int(self._trained), self._earlier
+        for beside in self._gatherings():
+            yield self._moment(gathered=share.root + beside, gradients=earlier)
         last = self.tokens * self._model.hidden + 4 * self._scored * self._model.hidden
         yield self._moment(
             gathered=share.root + self._layers_there,
@@ -262,7 +273,7 @@ class Needs:
         kept = earlier if self._reduces_each else 0.0
         layers, others = max(_FP32 * trained * share.layers, kept), max(self._others, kept)
         size = share.whole(share.largest_layer.weights)
-        yield self._moment(gathered=0, gradients=layers, reducing=share.root)
+        yield from self._reducing_root(layers)
         yield self._moment(
             gathered=share.root, gradients=self._logits.gradient + others, reducing=size
         )
@@ -270,6 +281,16 @@ class Needs:
         yield self._moment(gathered=0, gradients=_FP32 * trained * (share.all + largest))
         for parts in self._slots.steps():
             yield self._moment(gathered=0, gradients=_FP32 * trained * share.all) | parts
+
+    def _reducing_root(self, layers: float) -> Iterator[Parts]:
+        """The end of the backward pass, beside so many bytes of the layers' gradients: what is sent is filled, then sent."""
+        root, kept = self._share.root, 0.0
+        if self._layout.shards > 1:
+            whole = (_FP32 + self._model.bytes) * root * int(self._trained)
+            yield self._moment(gathered=0, gradients=layers + whole)
+            # FSDP2 has the last gradient of a group until the group is reduced.
+            kept = 0.0 if self._share.shape.tied else self._logits.gradient
+        yield self._moment(gathered=0, gradients=layers + kept, reducing=root)
 
     def _backward(self, layer: Layer, moment: Moment, earlier: float) -> Iterator[Parts]:
         """A layer's moment where it runs backward first, last, and last but one; `earlier` are bytes of gradients of micro-batches before."""
@@ -352,7 +373,8 @@ class Needs:
         """One moment of the update; `gathered` and `reducing` count elements, the others bytes."""
         if self._trained:
             # FSDP2 reduces from an fp32 copy, into the gradient; alone it divides into a third one.
-            copies = 3 if self._layout.shards == 1 else 1 + 1 / self._layout.shards
+            shards = self._layout.shards
+            copies = 3 if shards == 1 else 1 + self._copies + 1 / shards
             gradients += _FP32 * reducing * copies
         else:
             gradients += _FP32 * self._adapter
@@ -380,7 +402,9 @@ class Needs:
 
     def _saving(self) -> Parts:
         """Blocks on their way to the disk; on a CPU also what is copied for a save in the background."""
-        parts: Parts = {"buffers": float(_SAVING)}
+        elements = self._model.shape.elements if self._trained else self._adapter
+        elements += self._critic._model.shape.elements if self._critic else 0
+        parts: Parts = {"buffers": buffers(elements, self._layout)}
         if self._model.cpu and (staging := self.staging()):
             parts["staging"] = staging
         return parts

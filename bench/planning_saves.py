@@ -1,0 +1,60 @@
+"""Saving of what `bench.planning` measures, with the host memory that a save takes beside torch's allocator.
+
+In a run that memory is the engine's arena, and, for a save in the background, what the state is copied to and what the process
+beside the rank takes. Here one process does both one after the other: the copy is there while its blocks are put together.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from burnish.checkpoint.contents import Contents, ModelContents
+from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.staging import Memory, stage
+from burnish.engines.base import Engine, Part
+from burnish.parallel.arena import Arena
+from burnish.parallel.collectives import from_main
+from burnish.parallel.layout import Layout
+
+
+class Saves:
+    """Commits steps to a directory that goes with it."""
+
+    def __init__(self, layout: Layout, *, background: bool) -> None:
+        self._background, self._step, self._held = background, 0, ExitStack()
+        mine = self._held.enter_context(tempfile.TemporaryDirectory())
+        self._checkpoints = Checkpoints(Path(from_main(mine, layout)), layout)
+
+    def save(self, engines: Mapping[str, Engine]) -> int:
+        """Commit a step of engines by role; bytes of the host that this took. Collective."""
+        arena, self._step = Arena(torch.device("cpu")), self._step + 1
+        contents = Contents({role: _contents(engine) for role, engine in engines.items()}, {})
+        if not self._background:
+            self._checkpoints.save(self._step, replace(contents, arena=arena))
+            return arena.held
+        memory = Memory.make()
+        assets = {role: model.write_assets for role, model in contents.models.items()}
+        staged = stage(contents, memory, assets)
+        copied = staged.contents(memory.take(staged.size))
+        self._checkpoints.save(self._step, replace(copied, arena=arena))
+        memory.close()
+        return arena.held + staged.size
+
+    def close(self) -> None:
+        """Remove the steps."""
+        self._held.close()
+
+
+def _contents(engine: Engine) -> ModelContents:
+    shards = {part: list(engine.shards(part)) for part in (Part.WEIGHTS, Part.TRAINING)}
+    return ModelContents(shards[Part.WEIGHTS], shards[Part.TRAINING], _write_assets)
+
+
+def _write_assets(directory: Path) -> None:
+    (directory / "config.json").write_text("{}")
