@@ -135,7 +135,7 @@ def evaluate(config: RunConfig, run_directory: Path | None = None) -> dict[str, 
 def _evaluate(
     config: RunConfig, step: Committed | None, layout: Layout, device: torch.device
 ) -> dict[str, float]:
-    with catch_signals() as stopper:
+    with catch_signals(silent=not layout.is_main) as stopper:
         try:
             foundation = lay_foundation(config)
             progress = Progress(config.tracking.progress and layout.is_main)
