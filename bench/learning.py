@@ -3,7 +3,7 @@
     python -m bench.learning [--json] [--steps N] [--seeds 0 1 2] [--threads N]
 
 Needs the model that the demo's first stage leaves (`make demo`). The second stage's configuration,
-`examples/demo/rl.yaml`, with a constant learning rate and no entropy bonus, which TRL lacks, is run by `burnish rl` and, with the same
+`examples/demo/rl.yaml`, with a constant learning rate and no entropy bonus, is run by `burnish rl` and, with the same
 hyperparameters, by TRL's GRPOTrainer, for `--steps` steps. Curves are mean rewards per step,
 smoothed by a moving average of `WINDOW` steps. The band is TRL's lowest to highest seed, wider on
 either side by two standard errors of one smoothed reward, as sampling alone makes. The figure is the
