@@ -143,15 +143,20 @@ def _softmax_sums(
         del logits  # before the next are made
         logits = hidden[rows] @ weight.T
         for piece in _pieces(rows, logits):
-            z = _transformed(logits[piece.local], options, exact)[0]
-            top, column = z.amax(dim=-1, keepdim=True), columns[piece.rows, None]
-            chosen = z.sub_(top).gather(1, column.clamp(min=0))
-            exponentials = z.exp()
-            sums[0, piece.rows] = top[:, 0]
-            sums[1, piece.rows] = exponentials.sum(dim=-1)
-            sums[2, piece.rows] = exponentials.mul_(z).sum(dim=-1)
-            sums[3, piece.rows] = chosen.masked_fill(column < 0, -torch.inf)[:, 0]
+            sums[:, piece.rows] = _sums_of(logits[piece.local], columns[piece.rows], options, exact)
     return sums, logits
+
+
+def _sums_of(
+    logits: Tensor, columns: Tensor, options: LogprobOptions, exact: torch.dtype
+) -> Tensor:
+    """`_softmax_sums` of some rows [n, V], as [4, n]. What it takes in fp32 is gone before the next rows."""
+    z = _transformed(logits, options, exact)[0]
+    top, column = z.amax(dim=-1, keepdim=True), columns[:, None]
+    chosen = z.sub_(top).gather(1, column.clamp(min=0)).masked_fill(column < 0, -torch.inf)
+    exponentials = z.exp()
+    total = exponentials.sum(dim=-1)
+    return torch.stack([top[:, 0], total, exponentials.mul_(z).sum(dim=-1), chosen[:, 0]])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,8 +189,8 @@ def _gradients(
     for rows in reversed(chunks):
         logits = last.pop() if last else few.hidden[rows] @ weight.T
         for piece in _pieces(rows, logits):
-            gradient = _logit_gradient(logits[piece.local], few, piece.rows, options)
-            logits[piece.local] = gradient
+            # Without a name for either: one would outlive the loop.
+            logits[piece.local] = _logit_gradient(logits[piece.local], few, piece.rows, options)
         torch.mm(logits, weight, out=hidden_gradient[rows])
         if total is not None:
             for some in _slices(len(total), _SUMMED_ROWS):

@@ -26,8 +26,8 @@ class Logits:
 
     @property
     def forward(self) -> float:
-        """A chunk of logits and its fp32 passes, beside those of the chunk before it."""
-        return self._chunk * self.model.bytes + self._exact(3 if self._several else 2)
+        """A chunk of logits and its fp32 passes."""
+        return self._chunk * self.model.bytes + self._exact(2)
 
     @property
     def backward(self) -> float:
@@ -35,10 +35,10 @@ class Logits:
         width, head = self.model.bytes, self._weights
         logits = width * self._chunk
         if not self._several:
-            return logits + max(self._exact(2), self._exact(1) + width * head)
+            return logits + max(self._exact(2), width * head)
         rows = min(1.0, _SUMMED_ROWS / self._words) * head
-        summing = logits + max(self._exact(3), self._exact(1) + width * rows)
-        converted = self._exact(1) + (width * head if width != _FP32 else 0.0)
+        summing = logits + max(self._exact(2), width * rows)
+        converted = width * head if width != _FP32 else 0.0
         return _FP32 * head + max(summing, converted)
 
     def _exact(self, copies: int) -> float:
