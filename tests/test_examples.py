@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,7 @@ def test_the_demo_holds_its_questions_out(tmp_path: Path) -> None:
     )
     prompts = {row["prompt"] for row in train}
     assert len(prompts) == 872
+    assert min(Counter(row["answer"] for row in train).values()) == 30
     assert len(held_out) == 128
     assert not prompts & {row["prompt"] for row in held_out}
     assert set(questions) <= {row["prompt"] for row in held_out}

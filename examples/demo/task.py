@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 CHARACTERS = "0123456789+="
 HELD_OUT = 128
+RARELY = 30
+"""Training examples of each answer at least; 0+0+0 alone makes 0, and what nobody ever answers cannot be reinforced."""
 
 
 def write_tokenizer(directory: Path) -> None:
@@ -30,13 +32,17 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def write_data(directory: Path, seed: int = 0) -> None:
-    """Every sum of three digits, shuffled: the last `HELD_OUT` are never trained on."""
+    """Every sum of three digits, shuffled: the last `HELD_OUT` are never trained on, and the others of rare answers several times."""
     sums = list(itertools.product(range(10), repeat=3))
     random.Random(seed).shuffle(sums)
     rows = []
     for a, b, c in sums:
         answer = str(a + b + c)
         rows.append({"prompt": f"{a}+{b}+{c}=", "completion": answer, "answer": answer})
-    for name, part in (("train", rows[:-HELD_OUT]), ("validation", rows[-HELD_OUT:])):
+    train, held_out = rows[:-HELD_OUT], rows[-HELD_OUT:]
+    for answer in sorted({row["answer"] for row in train}, key=int):
+        same = [row for row in train if row["answer"] == answer]
+        train += (same * RARELY)[: max(0, RARELY - len(same))]
+    for name, part in (("train", train), ("validation", held_out)):
         lines = "".join(json.dumps(row) + "\n" for row in part)
         (directory / f"{name}.jsonl").write_text(lines)
