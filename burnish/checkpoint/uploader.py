@@ -77,9 +77,8 @@ def _synced(mirror: Mirror, seen: Seen, tell: Callable[[Progress], None], pause:
         steps = [] if sync is None else sync.run()
         made = portions.run(pause)
         if sync is not None and made:
-            _retain(
-                Sync(mirror, meter.moved, seen), pause
-            )  # of steps that are new there others may go
+            # Steps that are new there may let others go.
+            _retain(Sync(mirror, meter.moved, seen), pause)
         return Synced((*steps, *made), None)
     except BurnishError as error:
         return Synced((), error)

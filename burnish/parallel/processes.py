@@ -64,9 +64,8 @@ def process_group(
         naming_failures(watch, layout.rank),
         _named_timeout(layout, timeout_seconds),
     ):
-        _await_everybody(
-            store, layout, timeout, "joined"
-        )  # one that left would break their joining
+        # A rank that left now would break the joining of the others.
+        _await_everybody(store, layout, timeout, "joined")
         yield layout
 
 

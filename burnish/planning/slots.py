@@ -20,8 +20,10 @@ _SENT = 64 << 20
 """Bytes that Muon sends at one time, and receives as much."""
 WAVE = 256 << 20
 """Bytes of AdamW's slots that are on the device in fp32 at one time where they rest on the host or in bf16, or one weight's."""
-_CHUNK = 10 * _FP32 << 22
-"""Bytes of temporaries while 2^22 elements with moments of 8 bits are updated."""
+_CHUNK = 1 << 22
+"""Elements with moments of 8 bits that are updated at one time."""
+_TEMPORARIES = 10 * _FP32
+"""Bytes of temporaries of each."""
 
 
 class Slots:
@@ -60,7 +62,7 @@ class Slots:
             yield {"optimizer step": float(wave)}
         if self._kind == "adamw8bit":
             largest = max(self._share.held([w]) for w, _, _ in weights if w.columns > 1)
-            yield {"optimizer step": float(min(_CHUNK, 10 * _FP32 * largest))}
+            yield {"optimizer step": float(_TEMPORARIES * min(_CHUNK, largest))}
         if muon and self._lora is None:
             yield self._orthogonalizing()
 

@@ -8,12 +8,15 @@ matrices several processes share.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from burnish.config.schema import LoraConfig
 from burnish.models.building import build_on_meta, materialize
+from burnish.models.logprobs import LogitTransform
 from burnish.models.lora import Adapter
 from burnish.models.names import model_shards, regions
 from burnish.models.scorer import logit_transform
@@ -42,7 +45,6 @@ class HeldModel:
         """
         self.max_positions: int | None = getattr(hf_config, "max_position_embeddings", None)
         """Most tokens of a sequence, where the model has a limit."""
-        self._transform = logit_transform(hf_config)
         self._model = build_on_meta(hf_config)
         adapter = None if lora is None else Adapter(self._model, lora)
         self._fixed = None if adapter is None else adapter.base
@@ -53,7 +55,8 @@ class HeldModel:
         materialize(self._model, device)
         self._forward = forward_of(self._model)
         self._head = Product(self._model.get_output_embeddings().weight)
-        self.network = Network(self._forward, self._logits, device, hf_config.num_hidden_layers)
+        logits = partial(_logits, self._head, logit_transform(hf_config))
+        self.network = Network(self._forward, logits, device, hf_config.num_hidden_layers)
         """What decoding needs of it."""
         self._transfer: Transfer | None = None
         self._has_fixed = False
@@ -77,6 +80,7 @@ class HeldModel:
         self._forward.refresh()
         self._head.refresh()
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits as `Scorer` computes them, in memory of their own."""
-        return self._transform.apply_(self._head(hidden).float())
+
+def _logits(head: Product, transform: LogitTransform, hidden: Tensor) -> Tensor:
+    """fp32 logits as `Scorer` computes them, in memory of their own."""
+    return transform.apply_(head(hidden).float())

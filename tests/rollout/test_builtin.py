@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -258,6 +260,20 @@ class TestWeights:
         generator.close()
         with pytest.raises(UsageError, match="the generator has no weights"):
             generator.generate(make_requests(), Sampling(2))
+
+    @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3_text"])
+    def test_frees_the_weights_when_it_is_closed(self, family: str) -> None:
+        """At once: not only when cycles are next collected."""
+        generator = builtin(tiny_model(family))
+        generator.generate(make_requests(), Sampling(2))
+        weights = [weakref.ref(weight) for weight in generator._model._model.parameters()]
+        gc.collect()
+        gc.disable()
+        try:
+            generator.close()
+            assert [weight() for weight in weights] == [None] * len(weights)
+        finally:
+            gc.enable()
 
     def test_layers_without_keys_and_values_are_refused(self) -> None:
         generator = builtin(tiny_model())

@@ -146,23 +146,23 @@ class Schedule:
 
 
 def _dealt(planned: Iterable[_Planned], readers: int) -> list[Iterator[_Planned]]:
-    """Iterators that each give all of these: one is made for whoever asks first, and forgotten when the last has it."""
+    """Iterators that each give all of these: one is made for whoever asks first, and forgotten when the last has it.
+
+    `itertools.tee` does the same, but forgets in blocks of 57.
+    """
     source, waiting = iter(planned), [deque[_Planned]() for _ in range(readers)]
 
     def of(own: deque[_Planned]) -> Iterator[_Planned]:
-        while own or _deal(source, waiting):
+        while True:
+            if not own:
+                made = next(source, None)
+                if made is None:
+                    return
+                for each in waiting:
+                    each.append(made)
             yield own.popleft()
 
     return [of(own) for own in waiting]
-
-
-def _deal(source: Iterator[_Planned], waiting: Sequence[deque[_Planned]]) -> bool:
-    """Give the next one to all; whether there was one."""
-    for made in source:
-        for each in waiting:
-            each.append(made)
-        return True
-    return False
 
 
 _NO_TOKENS = 0
