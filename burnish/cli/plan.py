@@ -89,7 +89,7 @@ def fit(config: RunConfig, command: Literal["sft", "rl"], devices: Devices | Non
     plan = planner.as_configured()
     if not plan.fits:
         raise refuse(plan, config, devices)
-    return in_short(plan, devices)
+    return in_short(plan, planner, devices)
 
 
 def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Devices) -> Planner:

@@ -22,11 +22,11 @@ def plan_text(plans: Sequence[Plan], planner: Planner, devices: Devices) -> str:
     return "\n".join(_lines(plans, planner, devices))
 
 
-def in_short(plan: Plan, devices: Devices) -> str:
-    """One line: the fullest phase, and what there is."""
+def in_short(plan: Plan, planner: Planner, devices: Devices) -> str:
+    """One line: the fullest phase, what there is, and the time of a step whose sequences are as long as they may be."""
     return (
         f"{bytes_text(plan.need)} of {bytes_text(plan.usable)} on each of {devices}, "
-        f"most in {plan.fullest}; {_duration(plan.step_seconds)} a step"
+        f"most in {plan.fullest}; {_duration(plan.step_seconds)} a step of {_sequences(planner)}"
     )
 
 
@@ -58,10 +58,9 @@ def as_json(plans: Sequence[Plan], devices: Devices) -> dict[str, Any]:
 
 
 def _lines(plans: Sequence[Plan], planner: Planner, devices: Devices) -> Iterator[str]:
-    shape, work = planner.shape, planner.work
-    kind = "reinforcement learning" if work.slots else "supervised fine-tuning"
-    yield f"{_parameters(shape.elements)} parameters on {devices}"
-    yield f"{kind}: {count_text(work.sequences, 'sequence')} of {work.length} tokens a step"
+    kind = "reinforcement learning" if planner.work.slots else "supervised fine-tuning"
+    yield f"{_parameters(planner.shape.elements)} parameters on {devices}"
+    yield f"{kind}: {_sequences(planner)} a step"
     fitting = [plan for plan in plans if plan.fits]
     if fitting:
         best = fitting[0]
@@ -78,6 +77,10 @@ def _lines(plans: Sequence[Plan], planner: Planner, devices: Devices) -> Iterato
     yield "\nAssumed:\n"
     yield from (f"  {each}" for each in ASSUMPTIONS)
     yield f"\n{_accuracy()}"
+
+
+def _sequences(planner: Planner) -> str:
+    return f"{count_text(planner.work.sequences, 'sequence')} of {planner.work.length} tokens"
 
 
 def _phases(plan: Plan) -> Iterator[str]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from burnish.cli.inputs import committed_steps, require_inputs
+from burnish.cli.output import print_text
 from burnish.cli.plan import devices_of, fit
 from burnish.cli.summary import summary
 from burnish.config.check import Command, check
@@ -58,16 +59,18 @@ def run(
         for notice in said:
             log.warning("%s", notice)
         numbers = _start(config, command, run_dir)
-        if layout.is_main:
-            _print(numbers)
+        if numbers and layout.is_main:
+            print_text(_table(numbers))
     elif layout.is_main:
         memory = None if command == "eval" else fit(config, command, target)
-        print(f"burnish {command} is ready to run\n")
-        print(summary(config, command, world, run_dir, memory))
-        for notice in said:
-            print(f"\nnote: {notice}")
         again = shlex.join(["burnish", command, path, *overrides])
-        print(f"\nNothing was loaded or written. To run it:\n\n  {again}")
+        paragraphs = (
+            f"burnish {command} is ready to run",
+            summary(config, command, world, run_dir, memory),
+            *(f"note: {notice}" for notice in said),
+            f"Nothing was loaded or written. To run it:\n\n  {again}",
+        )
+        print_text("\n\n".join(paragraphs))
 
 
 def _config_file(path: str, run_dir: Path | None) -> Path:
@@ -120,7 +123,6 @@ def _start(config: RunConfig, command: Command, run_dir: Path | None) -> Mapping
     return {}
 
 
-def _print(numbers: Mapping[str, float]) -> None:
+def _table(numbers: Mapping[str, float]) -> str:
     width = max(map(len, numbers), default=0)
-    for name, value in sorted(numbers.items()):
-        print(f"{name:<{width}}  {value:.6g}")
+    return "\n".join(f"{name:<{width}}  {value:.6g}" for name, value in sorted(numbers.items()))

@@ -103,7 +103,8 @@ def require_same_run(run_dir: PurePath, recorded: RunConfig, config: RunConfig) 
         f"{run_dir} belongs to another configuration\n{_table(found)}",
         have=f"a run that differs in {', '.join(each.key for each in found)}",
         want="the configuration that began this run",
-        do="give this run a name of its own with name=NAME, or restore the settings above",
+        do="restore the settings above, or give this run a name of its own with name=NAME; "
+        "model.path=RUN_DIR/checkpoints/STEP/model lets it begin with what the other learned",
     )
 
 

@@ -13,7 +13,7 @@ from burnish.planning.devices import NETWORK, PER_MACHINE, Devices
 from burnish.planning.operations import Operations
 from burnish.planning.shape import ModelShape
 from burnish.planning.share import Layout
-from burnish.planning.workload import Workload
+from burnish.planning.workload import ASSUMED_PROMPT, Workload
 
 _FP32 = 4
 _EFFICIENCY = 0.4
@@ -21,7 +21,8 @@ _BANDWIDTH = 0.6
 _LINKS = 0.7
 _DISK = 2e9
 ASSUMPTIONS = (
-    "every sequence as long as it may be; no two sequences share a prompt",
+    "every sequence as long as it may be: without data.max_length a whole batch.tokens_per_device, "
+    f"without data.max_prompt_length {ASSUMED_PROMPT} tokens and the completion's; no two sequences share a prompt",
     f"matrix products at {_EFFICIENCY:.0%} of the device's peak, decoding at {_BANDWIDTH:.0%} of its memory's speed",
     f"links at {_LINKS:.0%} of theirs, {NETWORK / 1e9:.0f} GB/s between machines of {PER_MACHINE} devices, "
     "communication hidden behind arithmetic where that takes longer",

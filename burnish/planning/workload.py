@@ -10,7 +10,7 @@ from burnish.config.schema import RunConfig
 Command = Literal["sft", "rl"]
 """What kind of run."""
 
-_ASSUMED_PROMPT = 512
+ASSUMED_PROMPT = 512
 """Tokens of a prompt where `data.max_prompt_length` is not set."""
 
 
@@ -55,7 +55,7 @@ class Workload:
         compared = 0 if algorithm.kl.coef == 0 else 2 if algorithm.kl.place == "reward" else 1
         return cls(
             sequences=config.batch.prompts * rollout.n,
-            prompt=config.data.max_prompt_length or _ASSUMED_PROMPT,
+            prompt=config.data.max_prompt_length or ASSUMED_PROMPT,
             trained=rollout.max_response_length,
             updates=updates,
             reference=compared > 0,
