@@ -209,8 +209,10 @@ class Needs:
         mine = -(-work.sequences // self._layout.world)
         slots = min(work.slots, mine)
         token = sum(2.0 * layer.key * model.bytes * n for layer, n, _ in model.layers)
-        read = min(_PREFILL_TOKENS, -(-mine // work.samples) * work.prompt)
+        prompts = -(-mine // work.samples) * work.prompt
+        read = min(_PREFILL_TOKENS, prompts)
         reading = read * (token + max(passes.inference for _, _, passes in model.layers))
+        reading += min(read, prompts - read) * token  # those read before, not all of them started
         wide = 3 * _FP32 + (0 if not work.nucleus else 2 * _FP32 if model.cpu else 4 * _FP32)
         drawing = slots * model.shape.vocabulary * wide
         kept = token * _FP32 / model.bytes if model.exact_cache else token

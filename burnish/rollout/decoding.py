@@ -1,7 +1,7 @@
 """One call of the built-in generator: which completion runs in which slot, until all have ended.
 
 Waiting completions enter slots in order, as soon as slots are free. Prompts are read ahead in
-packed chunks, each once, and copied into the slot of every sample. Between steps the running
+packed chunks, each once, copied into the slot of every sample, and forgotten. Between steps the running
 completions always fill the first n slots, so no completion is computed that is known to have ended; on an accelerator
 that is known one step late (`burnish.rollout.arriving`). Nothing here depends on
 time, so the same call gives the same schedule. Left out: evicting a completion for lack of memory.
@@ -60,7 +60,7 @@ class _Chunk:
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """A prompt, and once it has been read, its place in a chunk."""
+    """A prompt, and from when it is read until its last completion starts, its place in a chunk."""
 
     request: Request
     chunk: _Chunk | None = None
@@ -183,6 +183,14 @@ class Decoding:
             self._state[:, index] = torch.stack(
                 (drawn.tokens, lengths, keys, torch.ones_like(keys))
             )
+        self._forget(sequences)
+
+    def _forget(self, started: Sequence[_Sequence]) -> None:
+        """Let go of what was read for prompts of which no completion waits; they come in order."""
+        coming = self._waiting[0].prompt if self._waiting else None
+        for sequence in started:
+            if sequence.prompt is not coming:
+                sequence.prompt.chunk = None
 
     def _chunk_of(self, prompt: _Prompt) -> _Chunk:
         """The chunk that the prompt was read with, reading up to it first."""

@@ -26,6 +26,7 @@ from burnish.records import Completion, Request
 from burnish.rollout import decoding
 from burnish.rollout.base import Generator, Sampling
 from burnish.rollout.builtin import BuiltinGenerator
+from burnish.rollout.cache import PromptCache
 from burnish.rollout.forward import FusedForward, ModuleForward
 from burnish.rollout.held import HeldModel
 from burnish.rollout.stopping import Decode
@@ -164,6 +165,24 @@ class TestSchedule:
         whole = builtin(tiny_model(), slots=3).generate(requests, sampling)
         monkeypatch.setattr(decoding, "_PREFILL_TOKENS", 36)
         assert_same(builtin(tiny_model(), slots=3).generate(requests, sampling), whole)
+
+    def test_what_was_read_is_let_go(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Memory follows the slots, not the prompts: what has been read is kept until its last completion starts."""
+        living, most = weakref.WeakSet[PromptCache](), [0]
+
+        def counted(*given: Any) -> PromptCache:
+            cache = PromptCache(*given)
+            living.add(cache)
+            most.append(len(living))
+            return cache
+
+        monkeypatch.setattr(decoding, "PromptCache", counted)
+        monkeypatch.setattr(decoding, "_PREFILL_TOKENS", 8)
+        requests = make_requests((8, 5, 7, 4, 8, 6, 3, 5, 6), samples=3)
+        builtin(tiny_model(), slots=2).generate(requests, Sampling(4))
+        assert len(most) > 8
+        assert max(most) == 2, "the one being read, and the one before, of which one may still wait"
+        assert not living
 
     def test_reading_a_step_later_changes_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The accelerator's way of decoding, run on the CPU: what is drawn after the end is dropped."""
