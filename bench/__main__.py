@@ -14,7 +14,7 @@ import subprocess
 import sys
 from typing import Any
 
-BENCHMARKS = ("checkpoint", "generate", "grpo", "loading", "logprobs", "sft")
+BENCHMARKS = ("balance", "checkpoint", "generate", "grpo", "loading", "logprobs", "sft")
 
 
 def run(name: str) -> dict[str, Any]:
