@@ -25,12 +25,17 @@ _LITTLE = 4
 """Bytes that every phase allocates, so that the sum is said at least once."""
 
 
+def switch() -> ctypes.c_bool:
+    """Whether torch's allocator says what it gives out: the flag of this process, to be set."""
+    library = next((Path(torch.__file__).parent / "lib").glob("*c10.*"))
+    return ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), _SWITCH)
+
+
 class Meter:
-    """Bytes that are allocated, at their highest in every phase, beside what there was before."""
+    """Bytes that are allocated, at their highest in every phase, beside what there was before. Turns the switch on for good."""
 
     def __init__(self) -> None:
-        library = next((Path(torch.__file__).parent / "lib").glob("*c10.*"))
-        ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), _SWITCH).value = True
+        switch().value = True
         self.peaks: dict[str, list[int]] = {}
         gc.collect()
         self._before = 0

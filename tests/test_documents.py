@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
-    *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
+    *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md"))),
 ]
 FOLDERS = {"burnish", "tests", "bench", "examples", "constraints", "docs"}
 PACKAGES = {path.parent.name for path in (ROOT / "burnish").glob("*/__init__.py")}

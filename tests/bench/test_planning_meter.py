@@ -2,11 +2,19 @@
 
 from threading import Thread
 
+import pytest
 import torch
 
-from bench.planning_meter import Meter
+from bench.planning_meter import Meter, switch
 
 SIZE = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _switched_back():
+    before = switch().value
+    yield
+    switch().value = before
 
 
 def test_the_meter_counts_what_is_there_at_the_highest():

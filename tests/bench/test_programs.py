@@ -11,12 +11,10 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from bench.peers import ENVIRONMENTS, Peer
+from bench.words import model_config, write_prompts, write_tokenizer
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from bench.peers import ENVIRONMENTS, Peer  # noqa: E402 (a folder of programs, not of the package)
-from bench.words import model_config, write_prompts, write_tokenizer  # noqa: E402
-
 SOURCES = {path.stem: path.read_text() for path in (ROOT / "bench").glob("*.py")}
 PEERS = {name for name, text in SOURCES.items() if "Turns()" in text}
 """Those that answer another program's questions."""

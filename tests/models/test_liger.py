@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from burnish.errors import UsageError
 from burnish.models import liger
 from burnish.models.building import build_on_meta
-from burnish.models.fused import FusedAttention, rotate_both
+from burnish.models.fused import FusedAttention, fuse, rotate_both
 from burnish.models.liger import Kernels, liger_kernels, use_kernels
 from burnish.models.names import regions
 from burnish.parallel.processes import process_group
@@ -145,17 +145,50 @@ def test_an_adapter_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found["losses"] == pytest.approx(wanted["losses"], rel=5e-6)
 
 
-def test_what_is_compiled_computes_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("gemma3_text")
-    module = model.base_model.layers[0].input_layernorm
-    x = torch.randn(3, module.weight.numel(), generator=torch.Generator().manual_seed(0))
-    wanted = module(x)
-    use_kernels(model, KERNELS)
-    replaced = model.base_model.layers[0].input_layernorm
-    assert type(replaced) is liger.LigerRMSNorm
-    for compiling in (True, False):
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda now=compiling: now)
-        torch.testing.assert_close(replaced(x), wanted)
+class Asked(Exception):
+    """A kernel was."""
+
+
+def refusing(*args: Any) -> Any:
+    raise Asked
+
+
+REFUSING = Kernels({"silu": refusing, "gelu_tanh": refusing}, refusing, refusing)
+
+
+@pytest.mark.parametrize(
+    ("family", "replaced"),
+    [
+        ("gemma3_text", "layers.0.input_layernorm"),
+        ("gemma3_text", "layers.0.mlp"),
+        ("qwen3", "layers.0.self_attn"),
+    ],
+)
+def test_what_is_compiled_computes_without_them(
+    monkeypatch: pytest.MonkeyPatch, family: str, replaced: str
+) -> None:
+    model = tiny_model(family)
+    fuse(model)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, model.config.hidden_size, generator=generator)
+    wanted = said(model, replaced, x)
+    use_kernels(model, REFUSING)
+    with pytest.raises(Asked):
+        said(model, replaced, x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(said(model, replaced, x), wanted)
+
+
+def said(model: Any, name: str, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """What a module of the model makes of tokens [T, H]; of attention its queries and keys."""
+    module = model.base_model.get_submodule(name)
+    if not isinstance(module, FusedAttention):
+        return module(x)
+    heads = tuple(
+        each(x).unflatten(1, (-1, module.head_dim)) for each in (module.q_proj, module.k_proj)
+    )
+    positions = model.base_model.rotary_emb(x, torch.arange(len(x))[None])
+    return module.position(heads, (module.q_norm, module.k_norm), positions)
 
 
 def test_they_are_for_cuda_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def test_how_it_is_published_is_not_its_own_to_say(adapter: Path) -> None:
     assert with_adapter(model, content).lora.publish == "adapter"
 
 
-def test_without_a_path_nothing_is_read() -> None:
+def test_a_path_is_an_adapter_as_well_as_a_rank_is() -> None:
     model = ModelConfig(path="m", lora=LoraConfig(rank=2))
     assert model.adapter == model.lora
     assert ModelConfig(path="m").adapter is None

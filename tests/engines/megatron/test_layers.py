@@ -20,8 +20,15 @@ def engine(asked: str, precision: str = "bf16") -> EngineConfig:
     return EngineConfig(kind="megatron", layers=asked, precision=precision)
 
 
+@pytest.fixture(autouse=True)
+def neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is installed on this machine."""
+    monkeypatch.setattr(layers, "transformer_engine", SimpleNamespace(TEGroupedLinear=None))
+    monkeypatch.setattr(layers.linear, "_grad_accum_fusion_available", False)
+
+
 @pytest.fixture
-def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def transformer_engine(neither: None, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A TransformerEngine, of which Megatron's classes have but their names."""
     names = ("TELayerNormColumnParallelLinear", "TERowParallelLinear", "TENorm", "TEGroupedLinear")
     names += ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
