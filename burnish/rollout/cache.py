@@ -72,7 +72,7 @@ class SlotCache:
 
     def place(self, rows: Tensor, prompts: PromptCache, which: Sequence[int]) -> None:
         """Start row `rows[i]` with prompt `which[i]`."""
-        source = prompts.rows(which).to(rows.device)
+        source = prompts.rows(which).to(rows.device, non_blocking=True)
         length = source.shape[1]
         self._add_layers(prompts)
         self.reserve(length)

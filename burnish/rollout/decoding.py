@@ -212,8 +212,8 @@ class Decoding:
         positions = torch.cat([torch.arange(length) for length in lengths])
         routing = self._routing()
         hidden = self._network.forward(
-            torch.from_numpy(tokens.astype(np.int64)).to(device),
-            positions.to(device),
+            torch.from_numpy(tokens.astype(np.int64)).to(device, non_blocking=True),
+            positions.to(device, non_blocking=True),
             cache,
             routing,
         )
@@ -225,7 +225,8 @@ class Decoding:
             )
         ends = np.cumsum(lengths)
         experts = np.split(routing.record().cpu().numpy(), ends[:-1]) if routing else ()
-        read = _Chunk(cache, hidden[torch.from_numpy(ends - 1).to(device)], experts)
+        last = torch.from_numpy(ends - 1).to(device, non_blocking=True)
+        read = _Chunk(cache, hidden[last], experts)
         for index, prompt in enumerate(prompts):
             prompt.chunk, prompt.index = read, index
 
@@ -261,7 +262,7 @@ class Decoding:
                 self._ended += sequence.append(token, self._stop_rule)
 
     def _index(self, rows: Sequence[int]) -> Tensor:
-        # Made on the device itself, a tensor from a list would wait for all that is queued there.
+        # As everywhere here: a tensor made on the device itself, or copied there otherwise, waits for all that is queued.
         return torch.tensor(rows).to(self._network.device, non_blocking=True)
 
 

@@ -25,9 +25,10 @@ class Spans:
         self,
         clock: Callable[[], float] = time.perf_counter,
         around: Callable[[str], AbstractContextManager[None]] | None = None,
+        settle: Callable[[], None] | None = None,
     ) -> None:
-        """`around` is entered with the name of every span, to measure more of it."""
-        self._clock, self._around = clock, around
+        """`around` is entered with the name of every span, to measure more of it; `settle` waits for what a span has begun."""
+        self._clock, self._around, self._settle = clock, around, settle
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
         self._taken_at = clock()
@@ -41,6 +42,8 @@ class Spans:
         try:
             with nullcontext() if self._around is None else self._around(name):
                 yield
+                if self._settle is not None:
+                    self._settle()
         finally:
             self._seconds[path] = self._seconds.get(path, 0.0) + self._clock() - start
             self._open.pop()

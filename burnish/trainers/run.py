@@ -33,7 +33,13 @@ from burnish.engines.base import Part, compute_dtype
 from burnish.errors import BurnishError, StoppedError
 from burnish.files.durable import naming_failures
 from burnish.parallel.collectives import agree, same_on_all_ranks
-from burnish.parallel.device import device_name, peak_flops, peak_memory, reset_peak_memory
+from burnish.parallel.device import (
+    device_name,
+    peak_flops,
+    peak_memory,
+    reset_peak_memory,
+    synchronize,
+)
 from burnish.parallel.layout import Layout
 from burnish.records import Batch, Rollout
 from burnish.tracking.atomic import discard_leftovers
@@ -107,7 +113,7 @@ class Run:
         self.checkpoints = Checkpoints.of(config, layout)
         self.position = Position()
         self.peaks = Peaks(partial(reset_peak_memory, device), partial(peak_memory, device))
-        self.spans = Spans(around=self.peaks)
+        self.spans = Spans(around=self.peaks, settle=partial(synchronize, device))
         self.progress = Progress(config.tracking.progress and layout.is_main)
         self.validate: Validation | None = None
         """Validates the current weights; set by the trainer where there are held-out data."""

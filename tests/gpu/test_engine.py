@@ -70,6 +70,7 @@ def test_bf16_compute_keeps_fp32_state_and_stays_close(
 
 @pytest.mark.parametrize("device", DEVICES[1:], indirect=True)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_compiled_layers_train_alike(tmp_path: Path, alone: Layout, device: torch.device) -> None:
     path = save_tiny(tmp_path / "qwen3", "qwen3", torch.float32)
     for precision, tolerance in (("fp32", 1e-5), ("bf16", 3e-2)):

@@ -52,6 +52,18 @@ def test_an_open_span_counts_where_it_ends(clock: Clock) -> None:
     assert spans.take() == {"timing_s/save": 3.0, "timing_s/step": 2.0}
 
 
+def test_what_a_span_began_is_waited_for_within_it(clock: Clock) -> None:
+    """An accelerator still computes when the host has queued everything."""
+
+    def settle() -> None:
+        clock.now += 2
+
+    spans = Spans(clock, settle=settle)
+    with spans("update"):
+        clock.now += 1
+    assert spans.take()["timing_s/update"] == 3.0
+
+
 def test_a_span_that_raises_is_counted_and_closed(clock: Clock) -> None:
     spans = Spans(clock)
 

@@ -35,6 +35,9 @@ class PlainRouter(TopKRouter):
         """Logits [..., experts] of hidden states [..., H]."""
         return functional.linear(input, self.weight)
 
+    def _apply_expert_bias(self, *args: Any, **options: Any) -> None:
+        """Nothing: no family here has such a bias, and Megatron compiles this anew for every layer."""
+
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Probabilities and choices, both [R, experts], from logits [R, 1, experts]."""
         probabilities, chosen = super().routing(logits, padding_mask)
