@@ -23,6 +23,7 @@ from burnish.cli.ckpt import add_ckpt, run_ckpt
 from burnish.cli.plan import DEVICES_HELP, add_plan, run_plan
 from burnish.cli.run import run
 from burnish.config.keys import known_keys
+from burnish.config.unknown import answer_unknown
 from burnish.errors import BurnishError, UsageError
 from burnish.parallel.environment import place_of
 from burnish.parallel.layout import Layout
@@ -151,11 +152,11 @@ def _unknown_option(option: str, arguments: argparse.Namespace) -> UsageError:
     if not hasattr(arguments, "overrides"):
         do = f"see burnish {arguments.command or ''} --help".replace("  ", " ")
         return UsageError(f"there is no option {option}", have=option, do=do)
-    if key in known_keys():
-        do = f"settings have no dashes: write {key}={value or 'VALUE'}"
+    if key in (keys := known_keys()):
+        want, do = "--dry-run", f"settings have no dashes: write {key}={value or 'VALUE'}"
     else:
-        do = "see burnish --help"
-    return UsageError(f"there is no option {option}", have=option, want="--dry-run", do=do)
+        want, do = answer_unknown(key, keys)
+    return UsageError(f"there is no option {option}", have=option, want=want, do=do)
 
 
 def _dispatch(arguments: argparse.Namespace) -> int:

@@ -10,9 +10,10 @@ from rich.text import Text
 
 from burnish.config.document import write_yaml
 from burnish.config.draft import DEFAULT
-from burnish.config.keys import Key, known_keys, nearest, plain_name
+from burnish.config.keys import Key, known_keys, plain_name
 from burnish.config.load import dump_yaml, load_config
 from burnish.config.schema import RunConfig
+from burnish.config.unknown import answer_unknown
 from burnish.errors import UsageError
 
 
@@ -40,13 +41,8 @@ def explain(name: str | None) -> None:
         return
     key = keys.get(plain_name(name))
     if key is None:
-        near = nearest(plain_name(name), keys)
-        raise UsageError(
-            f"there is no setting {name}",
-            have=name,
-            want=f"{near}, the nearest known key" if near else "a known key",
-            do=f"burnish config explain {near or ''}".strip(),
-        )
+        answer = answer_unknown(name, keys)
+        raise UsageError(f"there is no setting {name}", have=name, want=answer.want, do=answer.do)
     console.print(Text(key.name, style="bold"))
     console.print(Text(key.doc), end="\n\n")
     below = [each for each in keys.values() if _parent(each.name) in (key.name, f"{key.name}[]")]

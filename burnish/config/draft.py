@@ -15,10 +15,12 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 
 from burnish.config.document import Document, parse_value
-from burnish.config.keys import Key, alternatives, item_section_of, nearest, plain_name, section_of
+from burnish.config.elsewhere import SECTIONS
+from burnish.config.keys import Key, alternatives, item_section_of, plain_name, section_of
 from burnish.config.problems import Problem, refusal
 from burnish.config.schema import RunConfig
 from burnish.config.section import Section
+from burnish.config.unknown import answer_unknown
 from burnish.errors import UsageError
 
 COMMAND_LINE = "command line"
@@ -180,20 +182,19 @@ class Draft:
         )
 
     def _note_unknown(self, name: str, value: Any, origin: str) -> None:
-        near = nearest(plain_name(name), self.known)
-        section = self.known.get(plain_name(name).rpartition(".")[0])
-        if near:
-            want = f"{near}, the nearest known key"
-        elif section and section.section:
-            want = f"one of {', '.join(section.section.model_fields)}"
-        else:
-            want = "a known key"
+        if isinstance(value, Mapping) and value and name.partition(".")[0] in SECTIONS:
+            for part, inner in value.items():
+                self._note_unknown(
+                    f"{name}.{part}", inner, self.origins.get(f"{name}.{part}", origin)
+                )
+            return
+        answer = answer_unknown(name, self.known)
         self.problems.append(
             Problem(
                 f"there is no setting {name} ({origin})",
                 have=f"{name}: {_shown(value)}",
-                want=want,
-                do=f"write {near}" if near else "see `burnish config explain` for all keys",
+                want=answer.want,
+                do=answer.do,
             )
         )
 

@@ -1,16 +1,15 @@
 """The schema as a flat table of dotted keys, and the words that describe each one's values.
 
 Error messages, `config explain` and the search for a misspelt key all read this table, so that
-they cannot disagree with the schema.
+they cannot disagree with the schema. Left out: keys that are not in it (`burnish.config.unknown`).
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType, NoneType, UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -18,45 +17,6 @@ from pydantic_core import PydanticUndefined
 
 from burnish.config.schema import RunConfig
 from burnish.config.section import Section
-
-ELSEWHERE: Mapping[str, str] = MappingProxyType(
-    {
-        "adv_estimator": "algorithm.advantage",
-        "async_save": "checkpoint.background",
-        "beta": "algorithm.kl.coef",
-        "clip_ratio_high": "algorithm.clip_high",
-        "clip_ratio_low": "algorithm.clip_low",
-        "eval_steps": "evaluation.every",
-        "kl_loss_coef": "algorithm.kl.coef",
-        "learning_rate": "optim.lr",
-        "loss_agg_mode": "algorithm.aggregation",
-        "lora_alpha": "model.lora.alpha",
-        "lora_r": "model.lora.rank",
-        "lora_rank": "model.lora.rank",
-        "lora_target_modules": "model.lora.targets",
-        "lr_scheduler_type": "optim.schedule",
-        "max_completion_length": "rollout.max_response_length",
-        "max_steps": "steps",
-        "model_name_or_path": "model.path",
-        "num_generations": "rollout.n",
-        "num_train_epochs": "epochs",
-        "ppo_max_token_len_per_gpu": "batch.tokens_per_device",
-        "save_freq": "checkpoint.save_every",
-        "save_steps": "checkpoint.save_every",
-        "save_total_limit": "checkpoint.keep_last",
-        "tensor_model_parallel_size": "engine.tensor_parallel",
-        "test_freq": "evaluation.every",
-        "total_epochs": "epochs",
-        "total_training_steps": "steps",
-        "train_batch_size": "batch.prompts",
-        "target_modules": "model.lora.targets",
-        "target_parameters": "model.lora.targets",
-        "train_files": "data.train",
-        "ulysses_sequence_parallel_size": "engine.sequence_parallel",
-        "val_files": "data.validation",
-    }
-)
-"""What TRL and verl call a setting, and its key here: suggested to those who type it from habit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,45 +52,6 @@ def known_keys(section: type[Section] = RunConfig, prefix: str = "") -> dict[str
 def plain_name(name: str) -> str:
     """`reward.functions[3].weight` as the table knows it: `reward.functions[].weight`."""
     return re.sub(r"\[\d+\]", "[]", name)
-
-
-def nearest(name: str, known: Mapping[str, Key]) -> str | None:
-    """The known key that `name` was most likely meant to be, or None.
-
-    In this order: a name from another framework, translated (`ELSEWHERE`); a key of the same section
-    spelt almost alike; a key in another section with the same last part (`n` for `rollout.n`), since
-    a forgotten section is a common mistake; then whatever is spelt alike, in the same section, as a
-    whole, by its last part.
-    """
-    section, _, last = name.rpartition(".")
-    if ELSEWHERE.get(last) in known:
-        return ELSEWHERE[last]
-    ends = {each: each.rpartition(".")[2] for each in known}
-
-    def best(end: str) -> str | None:
-        candidates = [each for each in known if ends[each] == end]
-        alike = difflib.SequenceMatcher(b=name)
-
-        def likeness(candidate: str) -> float:
-            alike.set_seq1(candidate)
-            return alike.ratio()
-
-        return max(candidates, key=likeness, default=None)
-
-    siblings = [ends[each] for each in known if each.rpartition(".")[0] == section]
-    prefix = f"{section}." if section else ""
-    if close := difflib.get_close_matches(last, siblings, n=1, cutoff=0.8):
-        return prefix + close[0]
-    if found := best(last):
-        return found
-    if close := difflib.get_close_matches(last, siblings, n=1):
-        return prefix + close[0]
-    others = [each for each in known if not (known[each].section and name.startswith(f"{each}."))]
-    if close := difflib.get_close_matches(name, others, n=1, cutoff=0.75):
-        return close[0]
-    if close := difflib.get_close_matches(last, [*ends.values(), *ELSEWHERE], n=1, cutoff=0.65):
-        return ELSEWHERE.get(close[0]) or best(close[0])
-    return None
 
 
 def section_of(annotation: Any) -> type[Section] | None:

@@ -72,7 +72,11 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (["config"], ["required: show|explain"]),
         (["rl", "c.yaml", "--rollout.n=4"], ["no option --rollout.n=4", "write rollout.n=4"]),
         (["rl", "c.yaml", "--resume"], ["no option --resume", "write resume=VALUE"]),
-        (["rl", "c.yaml", "--fast"], ["no option --fast", "--dry-run"]),
+        (["rl", "c.yaml", "--fast"], ["no option --fast", "burnish config explain"]),
+        (
+            ["rl", "c.yaml", "--num-generations", "8"],
+            ["no option --num-generations", "write rollout.n"],
+        ),
         (["rl", "rollout.n=4"], ["configuration file is missing", "rollout.n=4"]),
         (["config", "explain", "seed", "steps"], ["unexpected steps"]),
     ],

@@ -80,4 +80,4 @@ def test_every_key_can_be_explained(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_key_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "explain", "rollout.temprature"]) == 2
-    assert "rollout.temperature, the nearest" in capsys.readouterr().err
+    assert "did you mean rollout.temperature?" in capsys.readouterr().err

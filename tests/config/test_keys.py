@@ -7,47 +7,9 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 import burnish
-from burnish.config.keys import ELSEWHERE, known_keys, nearest, plain_name
+from burnish.config.keys import known_keys, plain_name
 
 PACKAGE = Path(burnish.__file__).parent
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("rolout.n", "rollout.n"),
-        ("rollout.temprature", "rollout.temperature"),
-        ("n", "rollout.n"),
-        ("temperature", "rollout.temperature"),
-        ("optim.n", "rollout.n"),
-        ("nam", "name"),
-        ("rolout", "rollout"),
-        ("algorithm.kl_coef", "algorithm.kl.coef"),
-        ("actor_rollout_ref.rollout.n", "rollout.n"),
-        ("warmup", "optim.warmup_steps"),
-        ("rollout.n.x", "rollout.n"),
-        ("reward.function", "reward.functions"),
-        ("reward.functions[].wieght", "reward.functions[].weight"),
-        ("learning_rate", "optim.lr"),
-        ("lerning_rate", "optim.lr"),
-        ("trainer.save_freq", "checkpoint.save_every"),
-        ("zzzz", None),
-        ("batch.qqqq", None),
-    ],
-)
-def test_nearest(name: str, meant: str | None) -> None:
-    assert nearest(name, known_keys()) == meant
-
-
-def test_names_from_elsewhere_are_translated_to_keys_that_exist() -> None:
-    keys = known_keys()
-    assert [each for each in ELSEWHERE.values() if each not in keys] == []
-    assert [each for each in ELSEWHERE if each in keys] == []
-
-
-def test_every_known_key_is_nearest_to_itself() -> None:
-    keys = known_keys()
-    assert [each for each in keys if nearest(each, keys) != each] == []
 
 
 def test_every_setting_leaves_a_choice_and_is_read() -> None:

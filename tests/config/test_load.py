@@ -90,11 +90,13 @@ def test_null_on_the_command_line(tmp_path: Path, written: str) -> None:
 @pytest.mark.parametrize(
     ("text", "overrides", "facts"),
     [
-        ("rolout:\n  n: 3\n", [], ["no setting rolout (c.yaml:1)", "rollout, the nearest"]),
-        ("rollout:\n  nn: 3\n", [], ["no setting rollout.nn (c.yaml:2)", "do:   write rollout.n"]),
-        ("seed: 1\nn: 3\n", [], ["no setting n (c.yaml:2)", "rollout.n, the nearest"]),
+        ("rolout:\n  n: 3\n", [], ["no setting rolout (c.yaml:1)", "did you mean rollout?"]),
+        ("rollout:\n  nn: 3\n", [], ["no setting rollout.nn (c.yaml:2)", "do:   did you mean rollout.n?"]),
+        ("seed: 1\nn: 3\n", [], ["no setting n (c.yaml:2)", "did you mean rollout.n?"]),
         ("5: 3\n", [], ["no setting 5 (c.yaml:1)"]),
-        ("", ["rolout.n=3"], ["no setting rolout.n (command line)", "rollout.n, the nearest"]),
+        ("", ["learning_rate=1e-5"], ["no setting learning_rate (command line)", "do:   write optim.lr"]),
+        ("packing: true\n", [], ["nothing in its place: sequences are always packed", "do:   leave it out"]),
+        ("", ["rolout.n=3"], ["no setting rolout.n (command line)", "did you mean rollout.n?"]),
         ("", ["rollout={m: 3}"], ["no setting rollout.m (command line)"]),
         ("", ["batch.qqq=3"], ["want: one of prompts, examples, minibatches, tokens_per_device"]),
         ("", ["reward.functions[0].weight=3"], ["no setting reward.functions[0].weight"]),
@@ -192,3 +194,12 @@ def test_the_dump_is_whole_and_keeps_the_order_of_the_schema() -> None:
     assert "seed: 0  # default" in lines
     assert "  betas: [0.9, 0.999]" in lines
     assert "  kl:" in lines
+
+
+def test_every_setting_of_another_frameworks_section_is_answered(tmp_path: Path) -> None:
+    text = "trainer:\n  save_freq: 5\nactor_rollout_ref:\n  actor:\n    ppo_mini_batch_size: 64\n"
+    message = refused(tmp_path, text)
+    assert "trainer.save_freq (c.yaml:2)" in message
+    assert "do:   write checkpoint.save_every" in message
+    assert "actor_rollout_ref.actor.ppo_mini_batch_size (c.yaml:5)" in message
+    assert "2 problems" in message

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from burnish.config.elsewhere import ABSENT, DIFFERENT, RENAMED, SECTIONS
+from burnish.config.keys import known_keys
+from burnish.config.unknown import answer_unknown, nearest
+
+KEYS = known_keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("rolout.n", "rollout.n"),
+        ("rollout.temprature", "rollout.temperature"),
+        ("n", "rollout.n"),
+        ("temperature", "rollout.temperature"),
+        ("optim.n", "rollout.n"),
+        ("nam", "name"),
+        ("rolout", "rollout"),
+        ("algorithm.kl_coeff", "algorithm.kl.coef"),
+        ("rollout.n.x", "rollout.n"),
+        ("reward.function", "reward.functions"),
+        ("reward.functions[].wieght", "reward.functions[].weight"),
+        ("lerning_rate", "optim.lr"),
+        ("zzzz", None),
+        ("batch.qqqq", None),
+    ],
+)
+def test_nearest(name: str, meant: str | None) -> None:
+    assert nearest(name, KEYS) == meant
+
+
+def test_every_known_key_is_nearest_to_itself() -> None:
+    assert [each for each in KEYS if nearest(each, KEYS) != each] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "do"),
+    [
+        ("learning_rate", "write optim.lr"),
+        ("trainer.save_freq", "write checkpoint.save_every"),
+        ("grad_clip", "write engine.max_grad_norm"),
+        ("lr_warmup_steps", "write optim.warmup_steps"),
+        ("warmup_steps", "write optim.warmup_steps"),
+        ("val_before_train", "write evaluation.before"),
+        ("actor_rollout_ref.rollout.val_kwargs.n", "write evaluation.n"),
+        ("critic.optim.lr", "write critic.lr"),
+        ("epsilon", "set algorithm.clip_low and algorithm.clip_high"),
+        ("actor_rollout_ref.actor.clip_ratio", "set algorithm.clip_low and algorithm.clip_high"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", "set batch.minibatches"),
+        ("gradient_checkpointing", "set engine.activation_checkpointing"),
+        ("loss_type", "set algorithm.aggregation"),
+        ("packing", "leave it out"),
+        ("actor_rollout_ref.rollout.name", "leave it out"),
+        ("actor_rollout_ref.rollout.n", "did you mean rollout.n?"),
+        ("actor_rollout_ref.actor.optim.lr", "did you mean optim.lr?"),
+        ("rolout.n", "did you mean rollout.n?"),
+        ("reward.functions[3].wieght", "did you mean reward.functions[].weight?"),
+        ("batch.qqqq", "see `burnish config explain batch`"),
+        ("zzzz", "see `burnish config explain` for all keys"),
+    ],
+)
+def test_a_name_from_elsewhere_is_answered_and_a_likeness_asked(name: str, do: str) -> None:
+    assert answer_unknown(name, KEYS).do == do
+
+
+def test_what_is_said_of_a_name_from_elsewhere() -> None:
+    assert (
+        answer_unknown("lora_r", KEYS).want == "model.lora.rank, which is called lora_r elsewhere"
+    )
+    assert "a count and not a size" in answer_unknown("ppo_mini_batch_size", KEYS).want
+    assert answer_unknown("packing", KEYS).want.startswith("nothing in its place: sequences are")
+    assert answer_unknown("rolout.n", KEYS).want == "a known key"
+
+
+def test_names_from_elsewhere_are_answered_once_and_are_no_keys() -> None:
+    names = [*RENAMED, *DIFFERENT, *ABSENT]
+    assert len(names) == len(set(names))
+    assert [each for each in names if each in KEYS] == []
+    assert [each for each in SECTIONS if each in KEYS] == []
+    for table in (RENAMED, DIFFERENT, ABSENT):
+        assert list(table) == sorted(table)
+
+
+def test_what_is_said_of_names_from_elsewhere_names_keys_that_exist() -> None:
+    sections = "|".join(name for name, key in KEYS.items() if key.section and "." not in name)
+    said = [*RENAMED.values(), *DIFFERENT.values(), *ABSENT.values()]
+    dotted = {each for text in said for each in re.findall(rf"\b(?:{sections})(?:\.\w+)+", text)}
+    assert [each for each in sorted(dotted) if each not in KEYS] == []
+    named = [text.partition(":")[0] for text in DIFFERENT.values()] + [*RENAMED.values()]
+    parts = [re.sub(r" \(.*?\)", "", each).split(" and ") for each in named]
+    assert [each for names in parts for each in names if each not in KEYS] == []
