@@ -4,9 +4,10 @@ A layout that silently computes something else is the most expensive mistake in 
 user's own data, loss, optimizer settings and layout are run on a small model of the same family (fp32,
 fresh weights), and beside it transformers and plain PyTorch run the same sequences one by one. What is
 compared comes in the order in which a mistake would show: log-probs, the load-balancing loss of experts
-where there is one, loss, the gradients' norm, every gradient, every weight after the step. PPO's critic
-is compared after the policy. Left out: the generator, whose log-probs the tests hold to the engine's,
-Muon, in whose place AdamW steps, and speed.
+where there is one, loss, the gradients' norm, every gradient, every weight after the step; then what
+several ranks have of the same tensors with each other. PPO's critic is compared after the policy. Left
+out: the generator, whose log-probs the tests hold to the engine's, Muon, in whose place AdamW steps, and
+speed.
 """
 
 from __future__ import annotations
@@ -51,12 +52,22 @@ SEQUENCES, LONGEST, LR = 12, 64, 1e-3
 TOLERANCE = 3e-5
 """Relative difference (2-norm) that fp32 arithmetic in another order may make; 1e-5 is seen in the first layer's gradients."""
 _ADAPTER_SCALE = 0.1
-_BALANCE = "load-balancing loss"
+_BALANCE, _COPIES = "load-balancing loss", "copies"
 
 Tensors = Mapping[str, Tensor]
 """By name; whole tensors on the CPU."""
 Material = tuple[list[Example], LossFn, PretrainedConfig]
 """What a model is checked with: sequences, a loss, and a small model of its family."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far one tensor of the layout is from the plain one, or from its copy on another rank."""
+
+    what: str
+    """As "gradient of model.norm.weight"."""
+    error: float
+    """2-norm of the difference over the 2-norm of the plain tensor, or of the copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +86,8 @@ class Outcome:
     """After clipping, by canonical name."""
     weights: Tensors
     """Before the optimizer step in the plain process, after it at the layout."""
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """How far one tensor of the layout is from the plain one."""
-
-    what: str
-    """As "gradient of model.norm.weight"."""
-    error: float
-    """2-norm of the difference over the 2-norm of the plain tensor."""
+    copies: Sequence[Difference] = ()
+    """Of each tensor of which several ranks hold the same elements, how far theirs are apart."""
 
 
 def run_check(config: RunConfig) -> None:
@@ -115,7 +118,7 @@ def _check_model(config: RunConfig, given: Material, layout: Layout, device: tor
     differences = compared(engine, config, examples, loss, hf_config)
     engine.close()
     if layout.is_main:
-        for kind in (_said(hf_config), _BALANCE, "loss", "gradient", "weight"):
+        for kind in (_said(hf_config), _BALANCE, "loss", "gradient", "weight", _COPIES):
             alike = [each for each in differences if each.what.startswith(kind)]
             if alike:
                 worst = max(alike, key=lambda difference: difference.error)
@@ -167,11 +170,16 @@ def compared(
     """How far one step of an engine, filled by `fill`, is from plain PyTorch. Collective; the same on every rank."""
     tokens = sum(len(example.token_ids) for example in examples)
     budget = max(LONGEST, tokens // (2 * engine.layout.data_size))
-    flops, temperature = count_flops(hf_config), config.rollout.temperature
-    batch = make_batch(examples, engine.layout, budget, flops, temperature)
+    flops = count_flops(hf_config)
+    batch = make_batch(examples, engine.layout, budget, flops, _temperature(config))
     found = step_of_engine(engine, batch, loss, config.optim)
     wanted = plain_step(config, hf_config, examples, loss)
     return compare(found, wanted, config.optim, _said(hf_config))
+
+
+def _temperature(config: RunConfig) -> float:
+    """That of the run's log-probs: supervised fine-tuning has 1, whatever `rollout` says."""
+    return config.rollout.temperature if config.reward.given else 1.0
 
 
 def material(config: RunConfig) -> Material:
@@ -259,9 +267,11 @@ def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfi
         mine |= _by_sequence(micro, numbers, said.cpu())
     stats = engine.forward_backward(batch, loss).values_by_name()
     norm = engine.optim_step(LR).values_by_name()["grad_norm"]
+    moments, moments_apart = _whole(engine, Part.TRAINING)
+    weights, weights_apart = _whole(engine, Part.WEIGHTS)
     gradients = {
         name.removeprefix("exp_avg/"): moment / (1 - optim.betas[0])
-        for name, moment in _whole(engine, Part.TRAINING).items()
+        for name, moment in moments.items()
         if name.startswith("exp_avg/")
     }
     logprobs = {k: v for part in gather_objects(mine, engine.layout) for k, v in part.items()}
@@ -271,7 +281,8 @@ def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfi
         stats["loss"],
         norm,
         gradients,
-        _whole(engine, Part.WEIGHTS),
+        weights,
+        [*moments_apart, *weights_apart],
     )
 
 
@@ -280,14 +291,23 @@ def _by_sequence(micro: MicroBatch, numbers: Sequence[int], values: Tensor) -> d
     return {f"sequence {n}": part for n, part in zip(numbers, parts, strict=True) if n >= 0}
 
 
-def _whole(engine: Engine, part: Part) -> dict[str, Tensor]:
+def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Difference]]:
+    """The tensors of a part, and how far elements are apart that several ranks hold. Collective."""
     pieces = [(s.spec, s.box, s.tensor.detach().float().cpu()) for s in engine.shards(part)]
-    built: dict[str, Tensor] = {}
+    built: dict[str, tuple[Tensor, Tensor]] = {}
+    copies: dict[str, Difference] = {}
     for held in gather_objects(pieces, engine.layout):
         for spec, box, tensor in held:
-            whole = built.setdefault(spec.name, torch.full(spec.shape, torch.nan))
-            whole[box.slices] = tensor
-    return built
+            empty = torch.full(spec.shape, torch.nan), torch.zeros(spec.shape, dtype=torch.bool)
+            whole, known = (each[box.slices] for each in built.setdefault(spec.name, empty))
+            if known.any():
+                what = f"{_COPIES} of {spec.name}"
+                apart = _difference(what, {what: tensor[known]}, what, whole[known])
+                if not apart.error <= copies.setdefault(what, apart).error:
+                    copies[what] = apart
+            whole.copy_(tensor)
+            known.fill_(True)
+    return {name: whole for name, (whole, _) in built.items()}, list(copies.values())
 
 
 def plain_step(
@@ -301,8 +321,8 @@ def plain_step(
         parts = Adapter(model, config.model.adapter).weights
         RandomAdapter(config.seed).fill(model_shards(model, parts=parts))
     total = sum(len(example.token_ids) for example in examples)
-    flops, temperature = count_flops(hf_config), config.rollout.temperature
-    batch = make_batch(examples, Layout(), total, flops, temperature)
+    flops = count_flops(hf_config)
+    batch = make_batch(examples, Layout(), total, flops, _temperature(config))
     (micro,), (order,) = batch.microbatches, batch.examples
     weight = config.engine.router_aux_loss
     routed = _router_logits(model) if weight else []
@@ -385,7 +405,7 @@ def compare(
         decay = optim.weight_decay if weight.ndim >= 2 else 0.0
         expected = weight - LR * (decay * weight + gradient / (gradient.abs() + optim.eps))
         differences.append(_difference(f"weight {name}", found.weights, name, expected))
-    return differences
+    return [*differences, *found.copies]
 
 
 def _difference(what: str, found: Tensors, name: str, wanted: Tensor) -> Difference:

@@ -1,0 +1,163 @@
+"""Engines with planted faults, as `burnish check` has to find them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from burnish.engines.base import LossFn, Part, trained
+from burnish.engines.megatron import optimizer
+from burnish.engines.megatron.engine import MegatronEngine
+from burnish.engines.torch_engine import TorchEngine
+from burnish.models import routing
+from burnish.records import Batch, TokenOutputs
+from burnish.tracking.metrics import Stats
+
+
+class WithoutSync(TorchEngine):
+    """Gradients stay on the rank that computed them."""
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
+        with pytest.MonkeyPatch.context() as patch:
+            keep = FSDPModule.set_requires_gradient_sync
+            patch.setattr(
+                FSDPModule, "set_requires_gradient_sync", lambda module, _: keep(module, False)
+            )
+            return super().forward_backward(batch, loss)
+
+
+class Averaging(TorchEngine):
+    """Gradients are averaged over ranks, though the loss is divided by global counts already."""
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
+        stats = super().forward_backward(batch, loss)
+        for gradient in trained(self._optimizer).gradients().values():
+            gradient /= self.layout.world
+        return stats
+
+
+def divided(loss: LossFn, ranks: int) -> LossFn:
+    """A loss that every rank divides, as if gradients were added up where they are averaged."""
+
+    def scaled(outputs: Any, micro: Any) -> Any:
+        value, stats = loss(outputs, micro)
+        return value / ranks, stats
+
+    return scaled
+
+
+class ScaledLoss(TorchEngine):
+    """The loss is divided by the number of ranks."""
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
+        return super().forward_backward(batch, divided(loss, self.layout.world))
+
+
+class MegatronScaledLoss(MegatronEngine):
+    """The loss is divided by the number of ranks."""
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
+        return super().forward_backward(batch, divided(loss, self.layout.world))
+
+
+class MegatronWithoutSync(MegatronEngine):
+    """Each rank steps its part of the weights by the gradients that it computed alone, those of norms between tensor ranks and of tied embeddings between stages among them."""
+
+    def optim_step(self, lr: float) -> Stats:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(optimizer, "finalize_model_grads", lambda *args, **options: None)
+            return super().optim_step(lr)
+
+
+def moved(batch: Batch) -> Batch:
+    """With the masks of the tokens behind those that are meant."""
+    micros = [replace(m, loss_mask=m.loss_mask.roll(1)) for m in batch.microbatches]
+    return replace(batch, microbatches=tuple(micros))
+
+
+class OffByOne(TorchEngine):
+    """Trains on the tokens behind those that are meant."""
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
+        return super().forward_backward(moved(batch), loss)
+
+
+class MegatronOffByOne(MegatronEngine):
+    """Trains on the tokens behind those that are meant."""
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
+        return super().forward_backward(moved(batch), loss)
+
+
+class AtOne(TorchEngine):
+    """Computes at temperature 1, whatever it is told."""
+
+    def forward(self, batch: Batch) -> list[TokenOutputs]:
+        return super().forward(_at_one(batch))
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
+        return super().forward_backward(_at_one(batch), loss)
+
+
+def _at_one(batch: Batch) -> Batch:
+    return replace(
+        batch, microbatches=tuple(replace(m, temperature=1.0) for m in batch.microbatches)
+    )
+
+
+class Drifting(TorchEngine):
+    """The first rank's copy of the weights is not that of the others."""
+
+    def optim_step(self, lr: float) -> Stats:
+        stats = super().optim_step(lr)
+        for shard in self.shards(Part.WEIGHTS) if self.layout.is_main else ():
+            shard.tensor.mul_(1.001)
+        return stats
+
+
+class WrongBalance(TorchEngine):
+    """The load-balancing loss of experts is that of one rank's share of the tokens, times the ranks."""
+
+    def _evened(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
+        evened, factors, stats = super()._evened(batch)
+        assert factors is not None
+        return evened, factors * self.layout.world, stats
+
+
+class WrongBalanceGradient(TorchEngine):
+    """The loss of experts is right, and its gradient as many times too large as there are ranks."""
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
+        with pytest.MonkeyPatch.context() as patch:
+            right = routing._WithLoss.backward
+
+            def wrong(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+                values, of_loss = right(ctx, *gradients)
+                return values, of_loss * self.layout.world
+
+            patch.setattr(routing._WithLoss, "backward", staticmethod(wrong))
+            return super().forward_backward(batch, loss)
+
+
+ENGINES = {
+    engine.__name__: engine
+    for engine in (
+        TorchEngine,
+        WithoutSync,
+        Averaging,
+        ScaledLoss,
+        OffByOne,
+        AtOne,
+        Drifting,
+        WrongBalance,
+        WrongBalanceGradient,
+        MegatronScaledLoss,
+        MegatronWithoutSync,
+        MegatronOffByOne,
+    )
+}
+"""By name."""
