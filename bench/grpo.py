@@ -48,7 +48,7 @@ from burnish.rollout.held import HeldModel
 from burnish.rollout.stopping import StopRule
 from burnish.tracking.progress import Progress
 from burnish.trainers.collect import Collector
-from burnish.trainers.policy_update import Policy, assign_credit, minibatches
+from burnish.trainers.policy_update import Policy, assign_credit, minibatches, with_logprobs
 from burnish.trainers.rl import collect_groups
 from burnish.trainers.setup import lay_foundation, make_engine, prompt_dataset
 from burnish.trainers.signals import Stopper
@@ -137,7 +137,8 @@ class Ours:
         )
         marks.append(self.clock())
         credit = assign_credit(groups, policy, None, config)
-        for batch in minibatches(groups, credit, policy, config):
+        batches = minibatches(groups, credit, policy, config)
+        for batch in with_logprobs(batches, policy, config):
             self.engine.forward_backward(batch, self.loss).values()
             self.engine.optim_step(config.optim.lr)
         marks.append(self.clock())

@@ -29,7 +29,7 @@ def of_sft(config: RunConfig, shares: int) -> Iterator[Problem]:
 
 def of_rl(config: RunConfig, shares: int) -> Iterator[Problem]:
     """What keeps reinforcement learning from running on so many groups of processes that share a micro-batch."""
-    yield from _of_learning_rate(config)
+    yield from _of_learning_rate(config, config.critic.warmup_steps)
     yield from _of_batch(config, shares)
     yield from _of_lengths(config)
     yield from _of_rollout(config)
@@ -37,7 +37,8 @@ def of_rl(config: RunConfig, shares: int) -> Iterator[Problem]:
     yield from _of_critic(config)
 
 
-def _of_learning_rate(config: RunConfig) -> Iterator[Problem]:
+def _of_learning_rate(config: RunConfig, waiting: int = 0) -> Iterator[Problem]:
+    """Of the schedule, which begins after so many steps of `waiting` for a critic."""
     optim, steps = config.optim, config.steps
     if optim.schedule == "wsd" and optim.decay_steps == 0:
         yield Problem(
@@ -61,13 +62,14 @@ def _of_learning_rate(config: RunConfig) -> Iterator[Problem]:
             do="remove optim.min_lr_ratio, or set optim.schedule",
         )
     ramps = optim.warmup_steps + optim.decay_steps
-    if steps is not None and ramps > steps:
+    if steps is not None and ramps > steps - waiting > 0:
+        waits = f", critic.warmup_steps: {waiting}" if waiting else ""
         both = f" + optim.decay_steps: {optim.decay_steps}" if optim.decay_steps else ""
         yield Problem(
             "the learning rate's warm-up and decay are longer than the run",
-            have=f"optim.warmup_steps: {optim.warmup_steps}{both}, steps: {steps}",
-            want=f"at most {steps} together",
-            do=f"shorten them, or set steps={ramps} or more",
+            have=f"optim.warmup_steps: {optim.warmup_steps}{both}, steps: {steps}{waits}",
+            want=f"at most {steps - waiting} together",
+            do=f"shorten them, or set steps={ramps + waiting} or more",
         )
 
 

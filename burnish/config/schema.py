@@ -330,7 +330,7 @@ class CriticConfig(Section):
     lr: float = Field(1e-5, ge=0)
     """Its peak learning rate; all else is as `optim` says."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps at the beginning in which it learns alone and the policy waits."""
+    """Steps at the beginning in which it learns alone and the policy, with its learning rate's schedule, waits."""
     clip: float | None = Field(0.2, gt=0)
     """Its values are held within so much of those before the update; null: not at all."""
     gamma: float = Field(1.0, ge=0, le=1)

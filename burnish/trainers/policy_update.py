@@ -96,27 +96,36 @@ def assign_credit(
 
 
 def minibatches(groups: Groups, credit: Credit, policy: Policy, config: RunConfig) -> list[Batch]:
-    """The batches of the step's updates, whole groups divided evenly among them. Collective.
+    """The batches of the step's updates, whole groups divided evenly among them.
 
     Rollouts without a completion token are left out, and a mini-batch of nothing else as well.
-    Where several updates follow each other, the log-probs that the first one is measured against
-    are computed here, before any of them, and so are the experts that tokens go to where routers are replayed
-    (`algorithm.router_replay`: recompute). A single update is measured against itself.
     """
-    kept = config.algorithm.old_logprobs == "rollout"
     arrays = credit.by_name()
-    if kept:
+    if config.algorithm.old_logprobs == "rollout":
         arrays["old_logprobs"] = [r.completion.logprobs for group in groups for r in group]
     rows = iter(zip(*arrays.values(), strict=True))
     examples = [
         [_example(rollout, dict(zip(arrays, next(rows), strict=True)), config) for rollout in group]
         for group in groups
     ]
-    algorithm, batches = config.algorithm, []
+    batches = []
     for part in np.array_split(np.arange(len(groups)), config.batch.minibatches):
         chosen = [e for number in part for e in examples[number] if e.loss_mask.any()]
         if chosen:
             batches.append(_batch(chosen, policy, config))
+    return batches
+
+
+def with_logprobs(batches: Sequence[Batch], policy: Policy, config: RunConfig) -> list[Batch]:
+    """The batches with what the policy's updates are measured against. Collective.
+
+    Where several updates follow each other, the policy's log-probs are computed here, before any of
+    them, and so are the experts that tokens go to where routers are replayed
+    (`algorithm.router_replay`: recompute). A single update is measured against itself. With KL in the loss
+    the reference's log-probs come from here too. A critic needs none of this.
+    """
+    algorithm, batches = config.algorithm, list(batches)
+    kept = algorithm.old_logprobs == "rollout"
     replayed = algorithm.router_replay == "recompute"
     if len(batches) > 1 and (replayed or not kept):
         batches = [_as_before(batch, policy, replayed, kept) for batch in batches]

@@ -32,7 +32,7 @@ from burnish.trainers.evaluate import held_out_prompts, prompt_validation
 from burnish.trainers.inputs import Inputs
 from burnish.trainers.localize import with_local_inputs
 from burnish.trainers.parking import Parking
-from burnish.trainers.policy_update import Policy, assign_credit, minibatches
+from burnish.trainers.policy_update import Policy, assign_credit, minibatches, with_logprobs
 from burnish.trainers.position import weights_version
 from burnish.trainers.reward_models import Judge, load_judge
 from burnish.trainers.run import Run, Work, open_run
@@ -74,24 +74,28 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             version = weights_version(run.position.step, config)
             collector.generator.load_weights(policy.engine.published(), version)
             loader.cursor = run.position.cursor
+            waiting = config.critic.warmup_steps
             loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
             run.validate = parked.around(prompt_validation(foundation, collector, held_out))
             bar.advance()
         run.start()
         for step in run.steps():
-            learning = step >= config.critic.warmup_steps
+            learning = step >= waiting
             with run.spans("rollout"), parked():
                 groups, left_out = collect_groups(dataset, loader, collector, config, step)
             with run.spans("advantages"):
                 credit = assign_credit(groups, policy, critic, config)
                 batches = minibatches(groups, credit, policy, config)
+                if learning:
+                    batches = with_logprobs(batches, policy, config)
             run.check_stop()
-            stats, lr = credit.stats, learning_rate(step, total, config.optim)
+            stats = credit.stats
             with run.spans("update"), run.progress.phase("update", len(batches)) as bar:
                 for batch in batches:
                     if critic is not None:
                         stats = stats.merge(critic.update(batch, step))
                     if learning:
+                        lr = learning_rate(step - waiting, total - waiting, config.optim)
                         learned = policy.engine.forward_backward(batch, loss)
                         learned = learned.merge(policy.engine.optim_step(lr))
                         stats = stats.merge(learned.prefixed("actor/"))

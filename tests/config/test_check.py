@@ -176,6 +176,11 @@ BAD: list[tuple[Command, list[str], list[str]]] = [
         ["optim.schedule=wsd", "optim.decay_steps=5", "optim.warmup_steps=5", "steps=8"],
         ["warmup_steps: 5 + optim.decay_steps: 5, steps: 8", "steps=10"],
     ),
+    (
+        "rl",
+        ["algorithm.advantage=gae", "critic.warmup_steps=3", "optim.warmup_steps=6", "steps=8"],
+        ["warmup_steps: 6, steps: 8, critic.warmup_steps: 3", "at most 5 together", "steps=9"],
+    ),
     ("sft", ["data.max_length=9000"], ["9000", "batch.tokens_per_device: 8192"]),
     (
         "rl",

@@ -14,6 +14,7 @@ import pytest
 import torch
 from training_files import RL, metrics, weights
 
+from burnish.algorithms.schedule import learning_rate
 from burnish.checkpoint.committed import committed
 from burnish.config.schema import RunConfig
 from burnish.engines.base import Part
@@ -121,6 +122,39 @@ def test_parked_models_leave_the_device_to_the_generator_and_learn_the_same(
         found.append(weights(work / "runs" / f"park_{park}"))
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+def test_while_the_critic_learns_alone_the_policy_is_not_scored_and_its_schedule_waits(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(work)
+    scored: list[type] = []
+
+    def forward(engine: TorchEngine, *args: Any, **how: Any) -> list[TokenOutputs]:
+        outputs = plain(engine, *args, **how)
+        if outputs[0].logprobs.numel():  # policy and reference: a critic has values
+            scored.append(type(engine))
+        return outputs
+
+    plain = TorchEngine.forward
+    monkeypatch.setattr(TorchEngine, "forward", forward)
+    settings: dict[str, Any] = {
+        "name": "waits",
+        "steps": 4,
+        "critic": {"lr": 0.02, "warmup_steps": 2},
+        "optim": {"lr": 0.01, "schedule": "linear", "warmup_steps": 1},
+        "batch": {**RL["batch"], "minibatches": 2},
+        "algorithm": {"advantage": "gae", "kl": {"coef": 0.1}},
+    }
+    config = RunConfig.model_validate({**RL, **settings})
+    rl.train(config)
+    assert scored == 2 * [*2 * [TorchEngine], *2 * [FrozenEngine]]  # in the last two steps
+    rows = metrics(work / "runs/waits")[1:]
+    policy = [row["actor/lr"] for row in rows if "actor/lr" in row]
+    assert policy == [learning_rate(step, 2, config.optim) for step in range(2)]
+    critic = [row["critic/lr"] for row in rows]
+    optim = config.optim.model_copy(update={"lr": 0.02})
+    assert critic == [learning_rate(step, 4, optim) for step in range(4)]
 
 
 def test_the_reference_is_kept_in_the_dtype_of_computing_and_says_the_same(
