@@ -51,6 +51,7 @@ MAY_CHANGE = frozenset(
         "rollout.slots",
         "reward.timeout_seconds",
         "reward.workers",
+        "reward.concurrency",
         "evaluation",
         "checkpoint",
         "tracking",

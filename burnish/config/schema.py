@@ -229,6 +229,8 @@ class RewardFunctionConfig(Section):
     """Factor on its value in the sum."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments for every call."""
+    per_call: int | None = Field(None, ge=1)
+    """Of a function in TRL's signature: most completions in one call, so that calls are divided over `reward.workers` and each has its own deadline; all that this process has when not given. A multiple of `rollout.n` keeps the samples of a prompt together."""
 
 
 class RewardModelConfig(Section):
@@ -250,9 +252,11 @@ class RewardConfig(Section):
     models: list[RewardModelConfig] = Field(default_factory=list)
     """Reward models: what each says at the last token of prompt and completion, as its own chat template writes them, is added to that."""
     timeout_seconds: float = Field(30.0, gt=0)
-    """Deadline of each call. A call that misses it counts as an error on its rollouts; a function that misses it again and again is not called for the rest of the step."""
+    """Deadline of each call, from when it begins. A call that misses it counts as an error on its rollouts; a function that misses it again and again is not called for the rest of the step. A function in TRL's signature gets all completions of a process in one call, so all of them fail when it is too slow: `per_call` divides them."""
     workers: int = Field(4, ge=1)
-    """Calls made at one time, per process. Those of an async function begin all together and count as one."""
+    """Processes that call functions, beside each training process, each making one call at a time. The calls of an async function are made in one of them."""
+    concurrency: int = Field(32, ge=1)
+    """Calls of an async function under way at one time, per training process: what a judge behind a network is asked at once is this times their number."""
     on_error: float = 0.0
     """The value of a function that raised, timed out or returned NaN, and of a model that cannot read so long a text."""
 

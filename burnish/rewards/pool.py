@@ -15,9 +15,11 @@ from burnish.config.schema import RewardConfig, RewardFunctionConfig, RewardMode
 from burnish.errors import MissingError, UsageError
 from burnish.records import Rollout
 from burnish.rewards.arguments import arguments
+from burnish.rewards.asked import Call
 from burnish.rewards.call import Answer, call
 from burnish.rewards.load import Signature, load_function, read_signature
-from burnish.rewards.workers import Call, Check, Workers
+from burnish.rewards.worker import Pace
+from burnish.rewards.workers import Check, Workers
 
 ALWAYS_END = frozenset({"exact_match", "numeric"})
 """Built-in functions that need no deadline. A regular expression can backtrack for ever, and sympy think."""
@@ -63,7 +65,9 @@ class RewardPool:
         self._workers: Workers | None = None
         if away:
             named = [(f.function, f.kwargs) for f in away]
-            self._workers = Workers(named, config.workers, config.timeout_seconds)
+            self._workers = Workers(
+                named, config.workers, Pace(config.concurrency, config.timeout_seconds)
+            )
         remote = iter(enumerate(self._workers.signatures if self._workers else ()))
         self._functions = []
         for part, each, signature in zip(
@@ -98,7 +102,7 @@ class RewardPool:
         calls: list[Call] = []
         places: list[tuple[_Function, Sequence[int]]] = []
         for function in self._functions:
-            for members in _members(function.signature, len(rollouts)):
+            for members in _members(function, len(rollouts)):
                 given = arguments(
                     function.signature, function.config.kwargs, [rollouts[i] for i in members]
                 )
@@ -141,12 +145,11 @@ class RewardPool:
         return replace(rollout, reward=reward, reward_parts=parts, reward_error=error)
 
 
-def _members(signature: Signature, count: int) -> Iterator[Sequence[int]]:
-    """Which rollouts each call is about: all of them in one, or one in each."""
-    if signature.style == "verl":
-        yield from ((i,) for i in range(count))
-    elif count:
-        yield range(count)
+def _members(function: _Function, count: int) -> Iterator[Sequence[int]]:
+    """Which rollouts each call is about: one, or for a TRL function all or as many as are set."""
+    size = 1 if function.signature.style == "verl" else function.config.per_call or max(count, 1)
+    for start in range(0, count, size):
+        yield range(start, min(start + size, count))
 
 
 def _note(

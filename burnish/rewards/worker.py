@@ -2,8 +2,9 @@
 
 It imports the functions' modules and nothing heavy, says over the inherited connection FD how they want to be
 called, and then makes the calls that come, until the connection closes: those that come together are of one async
-function and wait beside each other, any other comes alone. Each is answered as soon as it has ended. The process that started
-it kills it when a call misses its deadline. Left out: everything else (`burnish.rewards.workers`).
+function and wait beside each other, so many at a time, any other comes alone. Each is answered as soon as it has ended.
+Calls of async functions are cancelled here at their deadline; the process that started it kills it for any other that misses its own.
+Left out: everything else (`burnish.rewards.workers`).
 """
 
 from __future__ import annotations
@@ -14,15 +15,29 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 from burnish.errors import BurnishError
-from burnish.rewards.call import call, call_async
+from burnish.rewards.call import Answer, call, call_async
 from burnish.rewards.load import Style, load_function, read_signature
 
 Asked = tuple[int, Mapping[str, Any], int]
 """A call: its ticket, its keyword arguments, and how many rollouts it is about."""
+
+Said = list[Answer] | Literal["begun", "late"]
+"""What is said of a ticket: of an async function's call that it has begun, and maybe that it missed its deadline; of any its answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How the calls of an async function are made."""
+
+    concurrency: int
+    """Calls under way at one time."""
+    timeout: float
+    """Deadline of each in seconds, from when it begins."""
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -33,7 +48,7 @@ def main(descriptor: int, parent: int) -> None:
     threading.Thread(target=_exit_without, args=(parent,), daemon=True).start()
     with Connection(descriptor) as connection, asyncio.Runner() as runner:
         try:
-            named = connection.recv()
+            named, pace = connection.recv()
             functions = [load_function(name) for name, _ in named]
             signatures = [
                 read_signature(name, function, kwargs)
@@ -50,7 +65,7 @@ def main(descriptor: int, parent: int) -> None:
                 return
             function, style = functions[index], signatures[index].style
             if signatures[index].is_async:
-                runner.run(_beside_each_other(function, style, asked, connection))
+                runner.run(_beside_each_other(function, style, asked, pace, connection))
                 continue
             for ticket, arguments, count in asked:
                 connection.send((ticket, call(function, style, arguments, count, runner)))
@@ -60,10 +75,19 @@ async def _beside_each_other(
     function: Callable[..., Any],
     style: Style,
     asked: Sequence[Asked],
+    pace: Pace,
     connection: Connection[Any, Any],
 ) -> None:
+    """A call that is late gives up its place to the next one, also where it does not let itself be cancelled."""
+    places = asyncio.Semaphore(pace.concurrency)
+
     async def answer(ticket: int, arguments: Mapping[str, Any], count: int) -> None:
-        connection.send((ticket, await call_async(function, style, arguments, count)))
+        async with places:
+            connection.send((ticket, "begun"))
+            task = asyncio.create_task(call_async(function, style, arguments, count))
+            done, _ = await asyncio.wait([task], timeout=pace.timeout)
+            task.cancel()
+            connection.send((ticket, task.result() if done else "late"))
 
     await asyncio.gather(*(answer(*each) for each in asked))
 

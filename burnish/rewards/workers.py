@@ -10,50 +10,35 @@ the main script again, torch and all, and whose fork copies a process that may h
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from fractions import Fraction
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from burnish.errors import BurnishError, UsageError
+from burnish.rewards.asked import Bundle, Call, Calls
 from burnish.rewards.call import Answer
 from burnish.rewards.load import Signature
-from burnish.rewards.worker import Asked
+from burnish.rewards.worker import Asked, Pace, Said
 
 START_SECONDS = 120.0
 """How long a worker may take to import the reward functions' modules."""
 BORNE_TIMEOUTS = 8
 """How many calls of one function may miss their deadline in a row, beside one per worker, before it is taken to hang."""
+_LATE_SECONDS = 5.0
+# How long a worker may be silent about the calls of an async function beyond their deadline, before its event loop is taken to be blocked.
 _CLOSE_SECONDS = 1.0
 _CHECK_SECONDS = 1.0
 # How long a wait for answers goes on before the next look at whether it is still wanted.
 
 Check = Callable[[], None]
 """Called at least each second while answers are waited for. What it raises ends the wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of one function."""
-
-    function: int
-    """Its index among the workers' functions."""
-    arguments: Mapping[str, Any]
-    """Its keyword arguments."""
-    count: int
-    """How many rollouts it is about."""
-
-
-Bundle = Sequence[int]
-"""Calls of one function that a worker gets together, by their indices."""
 
 
 class Workers:
@@ -63,17 +48,16 @@ class Workers:
     """How each function wants to be called."""
 
     def __init__(
-        self, functions: Sequence[tuple[str, Mapping[str, Any]]], limit: int, timeout: float
+        self, functions: Sequence[tuple[str, Mapping[str, Any]]], limit: int, pace: Pace
     ) -> None:
         """Start one worker and wait until it has loaded `functions` (name and further arguments of each).
 
-        `timeout` is the deadline of each call in seconds. Raises `UsageError` for a function that
-        cannot be loaded.
+        The deadline of `pace` is that of every call. Raises `UsageError` for a function that cannot be loaded.
         """
         self._functions = functions
         self._limit = limit
-        self._timeout = timeout
-        self._workers = [_Worker(functions)]
+        self._pace = pace
+        self._workers = [_Worker(functions, pace)]
         try:
             (worker,) = self._workers
             if not wait([worker.connection], START_SECONDS):
@@ -83,8 +67,8 @@ class Workers:
             self.close()
             raise
 
-    def run(self, calls: Sequence[Call], check: Check) -> list[list[Answer]]:
-        """The answers to `calls`, in their order, whatever the order they were made in.
+    def run(self, asked: Sequence[Call], check: Check) -> list[list[Answer]]:
+        """The answers to the calls, in their order, whatever the order they were made in.
 
         What `check` raises is raised here, once the workers that are at a call are killed.
 
@@ -92,37 +76,30 @@ class Workers:
         A function of which `BORNE_TIMEOUTS` more calls than there are workers miss it in a row, without
         an answer in between, is not called again in this run: its other calls get an error at
         once. So a function that always hangs costs `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds, rounded
-        up to whole time-outs. Calls are made in a random order, so that those a function
-        hangs on, such as all samples of one prompt, do not come in a row.
+        up to whole time-outs.
 
-        The calls of an async function begin all at once, in one worker, and so have the same deadline. Those that
-        have not ended by then miss it; the others have been answered.
+        The calls of an async function are made in one worker, `concurrency` at one time, and each has its deadline from
+        when it begins; that function is taken to hang after as many time-outs on end. A call that blocks the event loop is killed
+        with those that had begun beside it, and another worker makes the others.
         """
-        answers: dict[int, list[Answer]] = {}
-        waiting = self._bundles(calls)
-        missed: Counter[int] = Counter()
+        calls = Calls(asked, self.signatures)
         try:
-            while len(answers) < len(calls):
+            while not calls.answered:
                 check()
-                self._hand_out(calls, waiting)
+                self._hand_out(calls)
                 for worker in self._heard_from():
-                    heard = self._take_answers(worker, calls)
-                    for i in heard:
-                        del missed[calls[i].function]
-                    answers |= heard
+                    self._take_answers(worker, calls)
                 for worker in self._overdue():
                     if not worker.ready:
                         raise self._not_started(f"still importing after {START_SECONDS:g} s")
-                    late = self._give_up(worker, calls, f"no answer within {self._timeout:g} s")
-                    missed.update(calls[i].function for i in late)
-                    answers |= late
-                answers |= self._given_up(calls, waiting, missed)
+                    self._give_up(worker, calls, None)
+                self._stop_hanging(calls)
         except BaseException:
             # Whoever interrupts this must not find late answers here at the next call.
             for worker in [w for w in self._workers if not w.idle]:
                 self._discard(worker)
             raise
-        return [answers[i] for i in range(len(calls))]
+        return calls.answers
 
     def close(self) -> None:
         """End all workers."""
@@ -132,41 +109,28 @@ class Workers:
             worker.end(_CLOSE_SECONDS)
         self._workers = []
 
-    def _bundles(self, calls: Sequence[Call]) -> deque[Bundle]:
-        """What is handed to a worker at a time: all calls of an async function, or one of another."""
-        together: defaultdict[int, list[int]] = defaultdict(list)
-        alone: list[Bundle] = []
-        for i, call in enumerate(calls):
-            if self.signatures[call.function].is_async:
-                together[call.function].append(i)
-            else:
-                alone.append([i])
-        return deque([*together.values(), *random.Random(0).sample(alone, len(alone))])
+    def _stop_hanging(self, calls: Calls) -> None:
+        """End what is under way, and what waits, of functions that hang."""
+        hanging = calls.hanging(1 + Fraction(BORNE_TIMEOUTS, self._limit))
+        for worker in [w for w in self._workers if w.tickets and w.function in hanging]:
+            calls.put_back(worker.function, worker.tickets)
+            self._discard(worker)
+        calls.refuse(
+            hanging, f"given up: call after call had no answer within {self._pace.timeout:g} s"
+        )
 
-    def _given_up(
-        self, calls: Sequence[Call], waiting: deque[Bundle], missed: Counter[int]
-    ) -> dict[int, list[Answer]]:
-        """Takes the calls of functions that hang out of `waiting`; their answers."""
-        hanging = {f for f, n in missed.items() if n >= self._limit + BORNE_TIMEOUTS}
-        given_up = [bundle for bundle in waiting if calls[bundle[0]].function in hanging]
-        for bundle in given_up:
-            waiting.remove(bundle)
-        text = "not called: {} calls in a row had no answer within {:g} s"
-        return {
-            i: [Answer(None, text.format(missed[calls[i].function], self._timeout))]
-            * calls[i].count
-            for bundle in given_up
-            for i in bundle
-        }
-
-    def _hand_out(self, calls: Sequence[Call], waiting: deque[Bundle]) -> None:
+    def _hand_out(self, calls: Calls) -> None:
         for worker in [w for w in self._workers if w.idle]:
-            if waiting:
-                worker.ask(waiting.popleft(), calls, time.monotonic() + self._timeout)
+            if calls.waiting:
+                worker.ask(calls.waiting.popleft(), calls, self._patience)
         starting = sum(not worker.ready for worker in self._workers)
         room = self._limit - len(self._workers)
-        for _ in range(min(room, len(waiting) - starting)):
-            self._workers.append(_Worker(self._functions))
+        for _ in range(min(room, len(calls.waiting) - starting)):
+            self._workers.append(_Worker(self._functions, self._pace))
+
+    def _patience(self, function: int) -> float:
+        """How long a worker that is at this function may be silent."""
+        return self._pace.timeout + _LATE_SECONDS * self.signatures[function].is_async
 
     def _heard_from(self) -> list[_Worker]:
         """Wait for the first answer or deadline, but not for longer than until the next check."""
@@ -176,31 +140,49 @@ class Workers:
         heard = wait(list(busy), min(left, _CHECK_SECONDS))
         return [worker for connection, worker in busy.items() if connection in heard]
 
-    def _take_answers(self, worker: _Worker, calls: Sequence[Call]) -> dict[int, list[Answer]]:
+    def _take_answers(self, worker: _Worker, calls: Calls) -> None:
         """All that has come of one that was heard from."""
         if not worker.ready:
             self._welcome(worker)
-            return {}
-        answers: dict[int, list[Answer]] = {}
+            return
         try:
             while worker.tickets and worker.connection.poll():
                 ticket, said = worker.connection.recv()
-                worker.tickets.remove(ticket)
-                answers[ticket] = said
+                self._note(worker, ticket, said, calls)
         except (EOFError, OSError):
             status = worker.end(_CLOSE_SECONDS)
-            answers |= self._give_up(worker, calls, f"its process ended ({_status(status)})")
-        return answers
+            self._give_up(worker, calls, f"its process ended ({_status(status)})")
+
+    def _note(self, worker: _Worker, ticket: int, said: Said, calls: Calls) -> None:
+        worker.deadline = time.monotonic() + self._patience(worker.function)
+        if said == "begun":
+            worker.begun.add(ticket)
+            return
+        worker.begun.discard(ticket)
+        worker.tickets.remove(ticket)
+        if said == "late":
+            calls.fail([ticket], self._late)
+            calls.miss(worker.function, Fraction(1, self._pace.concurrency))
+        else:
+            calls.answer(ticket, said)
 
     def _overdue(self) -> Iterable[_Worker]:
         now = time.monotonic()
         return [worker for worker in self._workers if not worker.idle and worker.deadline <= now]
 
-    def _give_up(
-        self, worker: _Worker, calls: Sequence[Call], error: str
-    ) -> dict[int, list[Answer]]:
+    def _give_up(self, worker: _Worker, calls: Calls, died: str | None) -> None:
+        """Its calls have failed because it `died`, or else because it is late. What it had not begun another one will make."""
         self._discard(worker)
-        return {i: [Answer(None, error)] * calls[i].count for i in worker.tickets}
+        failed = worker.begun or worker.tickets
+        calls.fail(failed, died or self._late)
+        calls.put_back(worker.function, worker.tickets - failed)
+        if died is None:
+            is_async = self.signatures[worker.function].is_async
+            calls.miss(worker.function, Fraction(1, 1 if is_async else self._limit))
+
+    @property
+    def _late(self) -> str:
+        return f"no answer within {self._pace.timeout:g} s"
 
     def _discard(self, worker: _Worker) -> None:
         worker.end(0)
@@ -232,13 +214,17 @@ class Workers:
 class _Worker:
     """One process, seen from the one that started it."""
 
-    def __init__(self, functions: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    def __init__(self, functions: Sequence[tuple[str, Mapping[str, Any]]], pace: Pace) -> None:
         self.connection: Connection[Any, Any]
         self.connection, theirs = Pipe()
         self.ready = False
         """Whether it has loaded the functions."""
+        self.function = -1
+        """The index of the function that it is at, or was."""
         self.tickets: set[int] = set()
         """The indices of the calls it is at."""
+        self.begun: set[int] = set()
+        """Those of an async function that have begun."""
         self.deadline = time.monotonic() + START_SECONDS
         """When it has to have answered."""
         with theirs:
@@ -253,19 +239,21 @@ class _Worker:
                 start_new_session=True,
             )
         with suppress(OSError):  # dead already: the first receive says so
-            self.connection.send(list(functions))
+            self.connection.send((list(functions), pace))
 
     @property
     def idle(self) -> bool:
         """Whether it waits for a call."""
         return self.ready and not self.tickets
 
-    def ask(self, bundle: Bundle, calls: Sequence[Call], deadline: float) -> None:
-        """Send it calls of one function, by their indices."""
-        self.tickets, self.deadline = set(bundle), deadline
-        asked: list[Asked] = [(i, calls[i].arguments, calls[i].count) for i in bundle]
+    def ask(self, bundle: Bundle, calls: Calls, patience: Callable[[int], float]) -> None:
+        """Send it calls of one function; `patience` says how long that may go without a word."""
+        self.function = calls.asked[bundle[0]].function
+        self.tickets, self.begun = set(bundle), set()
+        self.deadline = time.monotonic() + patience(self.function)
+        asked: list[Asked] = [(i, calls.asked[i].arguments, calls.asked[i].count) for i in bundle]
         with suppress(OSError):  # died while idle: the receive says so
-            self.connection.send((calls[bundle[0]].function, asked))
+            self.connection.send((self.function, asked))
 
     def end(self, patience: float) -> int:
         """Its exit status, once it has ended by itself within `patience` seconds or been killed."""
