@@ -91,9 +91,9 @@ class Rollout:
     text: str
     """The completion decoded, special tokens removed."""
     reward: float = 0.0
-    """Weighted sum of the parts."""
+    """Weighted sum of the functions' values."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Each reward function's own value, by its name."""
+    """Each reward function's own value, by its name, and each number that it gave beside it, as NAME/ITS_NAME."""
     reward_error: str | None = None
     """The text of the exception or time-out that kept a reward function from answering; None when all answered."""
 
@@ -114,6 +114,8 @@ class Example:
     """RL: the advantage of each token, 0 where not trained on."""
     old_logprobs: Floats | None = None
     """RL: log-prob of each token under the policy that the update is measured against."""
+    sampled_logprobs: Floats | None = None
+    """RL: log-prob of each token under the distribution that the generator drew it from."""
     ref_logprobs: Floats | None = None
     """RL: log-prob of each token under the frozen reference model, where a KL term wants it."""
     returns: Floats | None = None

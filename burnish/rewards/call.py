@@ -12,7 +12,7 @@ import inspect
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from burnish.rewards.load import Style
@@ -26,6 +26,8 @@ class Answer:
     """A finite number; None where there is an error, or where a TRL function says by None that it does not apply."""
     error: str | None = None
     """Why there is no value."""
+    extras: Mapping[str, float] = field(default_factory=dict)
+    """Further finite numbers that a verl function gave beside the score, by name: shown, and no part of the reward."""
 
 
 def call(
@@ -82,12 +84,20 @@ def _scores(result: Any, count: int) -> list[Answer]:
 
 
 def _score(result: Any) -> Answer:
-    """verl: a number, or a mapping with one under "score"."""
+    """verl: a number, or a mapping with one under "score".
+
+    What else is a number there, truth values included, comes along. Texts, lists, None and NaN are left out: parts
+    of a reward are averaged over completions, and all ranks get those of all rollouts.
+    """
     if not isinstance(result, Mapping):
         return _number(result)
     if "score" not in result:
         return Answer(None, f"returned a mapping without 'score': {sorted(map(str, result))}")
-    return _number(result["score"])
+    answer = _number(result["score"])
+    if answer.error is not None:
+        return answer
+    others = {str(name): _number(value).value for name, value in result.items() if name != "score"}
+    return replace(answer, extras={name: x for name, x in others.items() if x is not None})
 
 
 def _number(value: Any) -> Answer:

@@ -3,7 +3,7 @@
 Two signatures are in common use, told apart by their parameters' names:
 
 - TRL's: `(prompts, completions, completion_ids, **columns) -> list[float | None]`, all rollouts in one call
-- verl's: `(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float}`, one at a time
+- verl's: `(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}`, one at a time
 
 A function gets, by keyword, those of these that it names, and all of them when it takes `**kwargs`.
 Sync or async. Left out: calling it (`burnish.rewards.call`).

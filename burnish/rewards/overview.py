@@ -44,7 +44,8 @@ def rollout_stats(rollouts: Sequence[Rollout]) -> Stats:
     In training they are all that a step generated, also what dynamic sampling then left out. A group is the rollouts of one prompt, each with another sample index; a prompt that a step meets
     twice, where one epoch ends and the next begins, has two groups.
 
-    - `reward/mean`; `reward/parts/NAME`, the mean of each function's own value where it has one
+    - `reward/mean`; `reward/parts/NAME`, the mean of each function's own value where it has one, and of each
+      number that it gave beside, as NAME/ITS_NAME
     - `reward/std`: mean over groups of the (population) standard deviation within the group
     - `reward/zero_std_frac`: share of groups whose rewards are all equal, which teach nothing
     - `reward/errors`: rollouts with an error in a reward function

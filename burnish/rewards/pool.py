@@ -95,7 +95,8 @@ class RewardPool:
         """The same rollouts, in order, with `reward`, `reward_parts` and `reward_error`.
 
         A function that fails for a rollout counts as `on_error` there. A TRL function answering None for
-        a rollout has no part in its reward. The result does not depend on the order of the answers.
+        a rollout has no part in its reward. Numbers beside a verl function's score are parts named FUNCTION/NAME, which
+        are shown and not added. The result does not depend on the order of the answers.
         `check` is called at least each second while functions work in other processes; what it raises is raised here.
         """
         said: list[dict[str, Answer]] = [{} for _ in rollouts]
@@ -141,6 +142,7 @@ class RewardPool:
             if value is not None:
                 parts[function.part] = value
                 reward += function.config.weight * value
+            parts |= {f"{function.part}/{name}": x for name, x in answer.extras.items()}
         error = "; ".join(errors) or None
         return replace(rollout, reward=reward, reward_parts=parts, reward_error=error)
 

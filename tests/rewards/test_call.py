@@ -22,7 +22,7 @@ def trl(result: object, count: int = 2) -> list[Answer]:
 
 @pytest.mark.parametrize(
     "result",
-    [1, 1.0, True, np.float32(1), np.array(1), torch.tensor(1.0), {"score": 1, "acc": True}],
+    [1, 1.0, True, np.float32(1), np.array(1), torch.tensor(1.0), {"score": 1, "pred": "4"}],
 )
 def test_numbers_of_every_kind(result: object) -> None:
     assert verl(result) == Answer(1.0)
@@ -43,6 +43,13 @@ def test_numbers_of_every_kind(result: object) -> None:
 )
 def test_what_is_not_a_number(result: object, error: str) -> None:
     assert verl(result) == Answer(None, error)
+
+
+def test_numbers_beside_a_score_come_along_and_nothing_else_does() -> None:
+    said = {"acc": True, "steps": np.int64(3), 7: 0.5, "pred": "4", "cut": None, "loss": math.nan}
+    answer = verl({"score": -1, **said, "all": [1.0]})
+    assert (answer.value, answer.extras) == (-1.0, {"acc": 1.0, "steps": 3.0, "7": 0.5})
+    assert verl({"score": math.nan, "acc": 1}) == Answer(None, "returned nan")
 
 
 @pytest.mark.parametrize("result", [[1, 0.5], (1, 0.5), np.array([1, 0.5]), torch.tensor([1, 0.5])])

@@ -23,7 +23,8 @@ def length(completions, **kwargs):
     return [float(len(c)) for c in completions]
 
 def score(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": float(solution_str == ground_truth), "source": data_source}
+    right = solution_str == ground_truth
+    return {"score": float(right), "acc": right, "source": data_source}
 
 def temper(solution_str):
     if solution_str == "raise":
@@ -164,9 +165,9 @@ def texts(make_rollout) -> Callable[..., list[Rollout]]:
 def test_weighted_sum_of_functions_of_both_signatures(make_pool, texts) -> None:
     pool = make_pool("exact_match", "length", "score")
     right, wrong = pool.score(texts("4", "five"))
-    assert dict(right.reward_parts) == {"exact_match": 1, "length": 1, "score": 1}
+    assert dict(right.reward_parts) == {"exact_match": 1, "length": 1, "score": 1, "score/acc": 1}
     assert right.reward == 1 * 1 + 2 * 1 + 3 * 1
-    assert dict(wrong.reward_parts) == {"exact_match": 0, "length": 4, "score": 0}
+    assert dict(wrong.reward_parts) == {"exact_match": 0, "length": 4, "score": 0, "score/acc": 0}
     assert wrong.reward == 2 * 4
     assert right.reward_error is wrong.reward_error is None
     assert (right.text, wrong.text) == ("4", "five")
