@@ -43,6 +43,12 @@ THINKING = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
 """Qwen3's: the prompt opens the thoughts, past turns have none."""
+HYBRID = THINKING.replace(
+    "{{ '<|im_start|>assistant\n<think>\n' }}",
+    "{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+)
+"""Qwen3's with a choice: without thoughts the prompt has them empty already."""
 THOUGHTLESS = THINKING.replace("loop.index0 > asked.last", "false")
 """DeepSeek R1's: no turn has its thoughts, the last one neither, and yet the prompt opens them."""
 
@@ -51,6 +57,7 @@ ENDS = {
     GEMMA: "<end_of_turn>",
     MISTRAL: "</s>",
     THINKING: "<|im_end|>",
+    HYBRID: "<|im_end|>",
     THOUGHTLESS: "<|im_end|>",
 }
 SPECIAL = (

@@ -6,10 +6,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from chat_templates import HYBRID, tokenizer_of
 from transformers import AutoTokenizer
 
 from burnish.config.check import check
 from burnish.config.load import load_config
+from burnish.data.sources import load_rows
+from burnish.data.tasks import PromptDataset
 from burnish.rewards.load import load_function
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -20,6 +23,21 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 )
 def test_every_configuration_is_sound(path: Path) -> None:
     check(load_config(path).config, "rl" if path.stem == "rl" else "sft")
+
+
+def test_the_hubs_questions_are_asked_with_the_chat_template(tmp_path: Path) -> None:
+    """GSM8K's columns on the hub; the answer is scored by the first reward."""
+    config = load_config(EXAMPLES / "gsm8k" / "rl.yaml").config
+    row = {"question": "1+1?", "answer": "It is 1+1. #### 2"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    tokenizer = tokenizer_of(HYBRID)
+    prompt = PromptDataset(load_rows([str(tmp_path / "train.jsonl")]), tokenizer, config.data)[0]
+    system, user = prompt.messages or []
+    assert "\\boxed{}" in system["content"]
+    assert user == {"role": "user", "content": "1+1?"}
+    assert prompt.text.endswith("<think>\n\n</think>\n\n")
+    score = load_function(config.reward.functions[0].function)
+    assert [score(said, prompt.answer) for said in ("\\boxed{2}", "\\boxed{3}")] == [1.0, 0.0]
 
 
 def test_the_reward_of_ones_own() -> None:

@@ -21,6 +21,14 @@ Command = Literal["sft", "rl", "eval"]
 """What the configuration is for."""
 
 _LARGEST_BETA_IN_BF16 = 0.996
+_HOW_TO_RENDER = frozenset(
+    {
+        *("conversation", "messages", "chat_template", "add_generation_prompt", "tokenize"),
+        *("continue_final_message", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
+"""What `apply_chat_template` is told by Burnish itself."""
 
 
 def check(config: RunConfig, command: Command, world: int = 1) -> None:
@@ -117,6 +125,13 @@ def _of_data(config: RunConfig, command: Command) -> Iterator[Problem]:
             have="data.train: []",
             want="at least one file",
             do="set data.train=[FILE]",
+        )
+    if taken := sorted(config.data.chat_template_kwargs.keys() & _HOW_TO_RENDER):
+        yield Problem(
+            "data.chat_template_kwargs sets what is no variable of a chat template",
+            have=", ".join(taken),
+            want="variables that the template itself reads",
+            do=f"remove {', '.join(taken)}; model.chat_template sets another template",
         )
     if command == "rl" and not config.reward.given:
         yield Problem(

@@ -25,6 +25,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "advantage_estimator": "algorithm.advantage",
         "algorithm.gamma": "critic.gamma",
         "algorithm.lam": "critic.lam",
+        "apply_chat_template_kwargs": "data.chat_template_kwargs",
         "async_save": "checkpoint.background",
         "chat_template_path": "model.chat_template",
         "clip_grad": "engine.max_grad_norm",
@@ -137,6 +138,7 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
     {
         "adam_beta1": "optim.betas: both in a list, as [0.9, 0.999]",
         "adam_beta2": "optim.betas: both in a list, as [0.9, 0.999]",
+        "apply_chat_template": "data.string_prompts: user for true; messages are always written with the chat template",
         "beta": "algorithm.kl.coef: weight of the KL term, in the loss unless algorithm.kl.place is reward",
         "bf16": _PRECISION,
         "ckpt_path": "output_dir and name: a run's directory is output_dir/name",
@@ -236,7 +238,6 @@ _PACKED = "sequences are always packed, without padding, and none sees another"
 _ALWAYS = "micro-batches are always made by tokens (batch.tokens_per_device)"
 _LAUNCHED = "processes are started by torchrun or Slurm, and their number is read from there"
 _BUILTIN = "completions are generated in the training processes, by a generator of its own (rollout.slots); there is no vLLM yet"
-_TEXTS = "messages are written with the chat template"
 _UNQUANTIZED = "quantized models are not trained"
 _SHARDED = "the torch engine is FSDP2 over all processes; engine.replicas makes it hybrid"
 _CORRECTION = "there is no correction for another generator's probabilities; algorithm.old_logprobs says whose are the ratio's denominator"
@@ -244,7 +245,6 @@ _LEARNED = "of a chat every assistant turn is learned from, of prompt and comple
 
 ABSENT: Mapping[str, str] = MappingProxyType(
     {
-        "apply_chat_template": _TEXTS,
         "assistant_only_loss": _LEARNED,
         "attn_implementation": "attention for packed sequences is chosen by device",
         "balance_batch": "sequences are always balanced over processes",

@@ -169,6 +169,12 @@ class DataConfig(Section):
     """Chat data: the column of the messages."""
     text_column: str = "text"
     """Plain text data: the column of the text."""
+    string_prompts: Literal["raw", "user"] = "raw"
+    """How a prompt that is a string is read. raw: as it stands, without the chat template, as TRL does. user: as the message of a user, so that reward functions and models get messages, and a string completion of SFT is the assistant's."""
+    system_prompt: str | None = None
+    """A system message before every conversation that does not begin with one."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further variables of the chat template, as {enable_thinking: false}, for training and validation alike. They are not saved with the model: whoever asks it has to give them too."""
     max_prompt_length: int | None = Field(None, ge=1)
     """RL: longest prompt in tokens; none when not given."""
     max_length: int | None = Field(None, ge=2)

@@ -11,7 +11,8 @@ Left out: tools and images in templates, and cutting long sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +66,13 @@ class Text:
 class ChatEncoder:
     """Encodes rows with one tokenizer, many at a time so that its threads are used."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """`template_kwargs` are further variables of the chat template. Raises `UsageError` for one that it does not read."""
         self._tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
+        _require_read(tokenizer, self._template_kwargs)
         self._marked = has_generation_marks(tokenizer)
         self._eos = tokenizer.eos_token_id
         ends = {end_of_turn_id(tokenizer), self._eos} - {None}
@@ -227,7 +233,7 @@ class ChatEncoder:
                 do="set model.chat_template to a Jinja file, or use plain prompts and completions",
             )
         try:
-            return self._tokenizer.apply_chat_template(messages, **options)
+            return self._tokenizer.apply_chat_template(messages, **self._template_kwargs, **options)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise UsageError(
                 f"the chat template refuses {name}: {error}",
@@ -241,6 +247,19 @@ def shared_beginning(start: Sequence[int] | TokenIds, ids: TokenIds) -> int:
     length = min(len(start), len(ids))
     differs = np.flatnonzero(np.array(start[:length], dtype=np.int64) != ids[:length])
     return int(differs[0]) if len(differs) else length
+
+
+def _require_read(tokenizer: PreTrainedTokenizerBase, names: Collection[str]) -> None:
+    template = str(tokenizer.chat_template or "")
+    unread = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
+    if unread:
+        raise UsageError(
+            f"the chat template does not read {', '.join(unread)}",
+            have="data.chat_template_kwargs, and "
+            + ("a template without" if template else "no chat template"),
+            want="names that occur in the template",
+            do="correct data.chat_template_kwargs, or set model.chat_template to a template that reads them",
+        )
 
 
 def _first_difference(one: str, other: str) -> int:

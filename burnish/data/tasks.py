@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item", Prompt, Example)
 
 _SPAN = 512
+_SYSTEM_ROLES = ("system", "developer")
 """Rows tokenized together."""
 
 
@@ -48,8 +49,10 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
     digest: str
     """The same for the same items in the same order: of all that is trained on."""
 
-    def __init__(self, rows: Rows, data: DataConfig) -> None:
+    def __init__(self, rows: Rows, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
         self.rows = rows
+        self._tokenizer = tokenizer
+        self._encoder = ChatEncoder(tokenizer, data.chat_template_kwargs)
         self._data = data
 
     @abstractmethod
@@ -114,6 +117,33 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
             logger.warning(
                 "dropped %d of %d rows: nothing to train on", self.dropped_untrained, total
             )
+    def _notice_raw(self, column: str) -> None:
+        if self._data.string_prompts == "raw" and self._tokenizer.chat_template:
+            logger.warning(
+                "prompts in %r are strings and are used as they stand, although the tokenizer has a chat template; "
+                "data.string_prompts=user asks them as a user's message",
+                column,
+            )
+
+    def _opened(self, messages: list[Message]) -> list[Message]:
+        """The conversation with `data.system_prompt`, unless it begins with a system message of its own."""
+        system = self._data.system_prompt
+        if system is None or messages[0]["role"] in _SYSTEM_ROLES:
+            return messages
+        return [{"role": "system", "content": system}, *messages]
+
+    def _require_no_chat_settings(self, name: str) -> None:
+        """Raise for a row that is plain text where settings say how conversations are written."""
+        data = self._data
+        given = [key for key in ("system_prompt", "chat_template_kwargs") if getattr(data, key)]
+        if given:
+            raise UsageError(
+                f"{name} is plain text, without the chat template",
+                have=" and ".join(f"data.{key}" for key in given) + ", which are for conversations",
+                want="messages, or prompts that are asked as a user's message",
+                do=f"set data.string_prompts=user, or remove {' and '.join(f'data.{key}' for key in given)}",
+            )
+
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -136,7 +166,7 @@ class PromptDataset(_Items[Prompt]):
     The prompt is the column `data.prompt_column`, or the first there is of `prompt`, the messages
     column, `question` and `problem`. Messages are written with the chat template; of a whole chat
     the assistant's last turn is left off. A plain string is used as it stands, without the chat
-    template, as TRL does. The answer is `data.answer_column`, or the first there is of `answer`,
+    template, or is a user's message, as `data.string_prompts` says. The answer is `data.answer_column`, or the first there is of `answer`,
     `ground_truth`, verl's `reward_model.ground_truth` and `solution`; without one it is None. So
     verl's parquet files, TRL's and GSM8K's columns work as they are.
 
@@ -154,8 +184,7 @@ class PromptDataset(_Items[Prompt]):
         *,
         limits: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__(rows, data)
-        self._encoder = ChatEncoder(tokenizer)
+        super().__init__(rows, tokenizer, data)
         usual = (PROMPT_COLUMNS[0], data.messages_column, *PROMPT_COLUMNS[1:])
         column = find_column(rows, data.prompt_column, usual, "data.prompt_column")
         if column is None:
@@ -164,10 +193,8 @@ class PromptDataset(_Items[Prompt]):
             )
         self._column = column
         self._answer = find_column(rows, data.answer_column, ANSWER_COLUMNS, "data.answer_column")
-        if tokenizer.chat_template and isinstance(value_at(rows[0], column), str):
-            logger.info(
-                "prompts in %r are strings: used as they stand, without chat template", column
-            )
+        if isinstance(value_at(rows[0], column), str):
+            self._notice_raw(column)
         most = dict(limits or {})
         if data.max_prompt_length is not None:
             most["data.max_prompt_length"] = data.max_prompt_length
@@ -218,12 +245,14 @@ class PromptDataset(_Items[Prompt]):
 
     def _prompt(self, index: int, row: Row) -> tuple[str, list[Message] | None]:
         value, name = value_at(row, self._column), self.rows.where(index)
-        if isinstance(value, str):
+        if isinstance(value, str) and self._data.string_prompts == "raw":
+            self._require_no_chat_settings(name)
             return value, None
-        messages = messages_of(value, name)
+        messages = messages_of(_as_messages(value, "user"), name)
         if self._column == self._data.messages_column and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if not messages:
+        messages = self._opened(messages)
             raise UsageError(f"{name} has no messages before the assistant's", do="correct the row")
         return self._encoder.prompt(messages, name), messages
 
@@ -234,7 +263,7 @@ class ExampleDataset(_Items[Example]):
     Rows are, by the columns there are: a chat (`data.messages_column`, unless `data.prompt_column`
     is set), every assistant turn of which is trained on; a prompt and completion, each text or messages, of which the completion is
     trained on; or plain text (`data.text_column`), all of which is. Two strings are joined as they
-    stand; a string beside messages becomes a user's or the assistant's message. Text and string
+    stand; a string beside messages, or with `data.string_prompts` user, becomes a user's or the assistant's message. Text and string
     completions are closed with the end-of-sequence token.
 
     An example over `max_length` tokens is dropped and counted in `dropped_overlong`, or raises
@@ -249,8 +278,7 @@ class ExampleDataset(_Items[Example]):
         data: DataConfig,
         max_length: int | None = None,
     ) -> None:
-        super().__init__(rows, data)
-        self._encoder = ChatEncoder(tokenizer)
+        super().__init__(rows, tokenizer, data)
         self._prompt_column = find_column(
             rows, data.prompt_column, PROMPT_COLUMNS, "data.prompt_column"
         )
@@ -261,6 +289,9 @@ class ExampleDataset(_Items[Example]):
         data, columns = self._data, self.rows.columns
         if data.messages_column in columns and data.prompt_column is None:
             return self._chat
+            pair = (self._prompt_column, data.completion_column)
+            if all(isinstance(value_at(self.rows[0], name), str) for name in pair):
+                self._notice_raw(self._prompt_column)
         if self._prompt_column is not None and data.completion_column in columns:
             return self._completion
         if data.text_column in columns:
@@ -275,23 +306,25 @@ class ExampleDataset(_Items[Example]):
 
     def _chat(self, index: int, row: Row) -> Conversation | Text:
         name = self.rows.where(index)
-        return Conversation(messages_of(row[self._data.messages_column], name), name)
+        messages = messages_of(row[self._data.messages_column], name)
+        return Conversation(self._opened(messages), name)
 
     def _completion(self, index: int, row: Row) -> Conversation | Text:
         prompt = value_at(row, self._prompt_column or "")
         completion, name = row[self._data.completion_column], self.rows.where(index)
-        if isinstance(prompt, str) and isinstance(completion, str):
+        strings = isinstance(prompt, str) and isinstance(completion, str)
+        if strings and self._data.string_prompts == "raw":
+            self._require_no_chat_settings(name)
             return Text(completion, prompt)
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        if isinstance(completion, str):
-            completion = [{"role": "assistant", "content": completion}]
-        before = messages_of(prompt, f"the prompt of {name}")
-        after = messages_of(completion, f"the completion of {name}")
+        before = messages_of(_as_messages(prompt, "user"), f"the prompt of {name}")
+        after = messages_of(_as_messages(completion, "assistant"), f"the completion of {name}")
+        before = self._opened(before)
         return Conversation(before + after, name, trained_from=len(before))
 
     def _text(self, index: int, row: Row) -> Conversation | Text:
-        return Text(text_of(row[self._data.text_column], self.rows.where(index)))
+        name = self.rows.where(index)
+        self._require_no_chat_settings(name)
+        return Text(text_of(row[self._data.text_column], name))
 
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
         return [
@@ -309,4 +342,9 @@ class ExampleDataset(_Items[Example]):
             self._encoder.conversations([x for x in shaped if isinstance(x, Conversation)])
         )
         texts = iter(self._encoder.texts([x for x in shaped if isinstance(x, Text)]))
+
+
+def _as_messages(value: Any, role: str) -> Any:
+    """A string as the only message of a conversation."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
         return [next(chats) if isinstance(x, Conversation) else next(texts) for x in shaped]

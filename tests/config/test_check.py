@@ -181,6 +181,11 @@ BAD: list[tuple[Command, list[str], list[str]]] = [
         ["algorithm.advantage=gae", "critic.warmup_steps=3", "optim.warmup_steps=6", "steps=8"],
         ["warmup_steps: 6, steps: 8, critic.warmup_steps: 3", "at most 5 together", "steps=9"],
     ),
+    (
+        "sft",
+        ["data.chat_template_kwargs={tokenize: false, enable_thinking: false}"],
+        ["no variable of a chat template", "remove tokenize;"],
+    ),
     ("sft", ["data.max_length=9000"], ["9000", "batch.tokens_per_device: 8192"]),
     (
         "rl",

@@ -36,7 +36,7 @@ def test_every_setting_leaves_a_choice_and_is_read() -> None:
         ("optim.betas", "a list of 2 numbers, each 0 or more, less than 1"),
         ("model.fresh", "text, or a mapping, or null"),
         ("reward.functions[].kwargs", "a mapping"),
-        ("reward.functions", "a list of mappings with the keys function, weight, kwargs"),
+        ("reward.functions", "a list of mappings with the keys function, weight, kwargs, per_call"),
         ("rollout", "a section of settings"),
     ],
 )

@@ -1,3 +1,5 @@
+import inspect
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -6,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from tokenizers_for_tests import CHARACTERS, CHATML, CHATML_MARKED, char_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from burnish.config.check import _HOW_TO_RENDER
 from burnish.data.chat import ChatEncoder, Conversation, Text
 from burnish.errors import UsageError
 
@@ -54,6 +57,12 @@ def spelled(encoder, encoded):
 
 
 MULTI = chat(("system", "s"), user("a"), bot("one"), user("b"), bot("two"))
+
+
+def test_what_is_no_variable_of_a_template_is_what_rendering_takes():
+    """All that transformers takes beside the data for templates; `messages` is how it hands the conversation over."""
+    takes = set(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
+    assert takes - {"self", "tools", "documents", "kwargs"} | {"messages"} == _HOW_TO_RENDER
 
 
 @pytest.mark.parametrize("encoder", [PLAIN, MARKED])

@@ -4,6 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from chat_templates import HYBRID, tokenizer_of
 from tokenizers_for_tests import CHATML_MARKED, char_tokenizer
 
 from burnish.config.schema import DataConfig
@@ -100,10 +101,88 @@ def test_rows_without_a_prompt_column_are_refused(rows_of):
         prompts(rows_of([{"instruction": "a"}]))
 
 
-def test_string_prompts_are_used_as_they_stand_with_a_word_about_it(rows_of, caplog):
-    with caplog.at_level(logging.INFO, "burnish"):
-        assert prompts(rows_of([{"prompt": "ab"}]))[0].text == "ab"
-    assert "without chat template" in caplog.text
+def test_string_prompts_are_used_as_they_stand_with_a_warning(rows_of, caplog):
+    rows = rows_of([{"prompt": "ab", "completion": "c"}])
+    for make in (prompts, examples):
+        caplog.clear()
+        make(rows)
+        assert "data.string_prompts=user" in caplog.text
+        assert caplog.records[0].levelno == logging.WARNING
+    caplog.clear()
+    PromptDataset(rows, char_tokenizer(None), DataConfig())
+    prompts(rows, string_prompts="user")
+    examples(rows, string_prompts="user")
+    assert caplog.text == ""
+
+
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+def test_string_prompts_can_be_what_a_user_asks(rows_of):
+    rows = rows_of([{"question": "1+1?", "answer": "so #### 2"}])
+    prompt = prompts(rows, string_prompts="user")[0]
+    assert prompt.messages == [user("1+1?")]
+    assert prompt.text == TOKENIZER.apply_chat_template(
+        [user("1+1?")], tokenize=False, add_generation_prompt=True
+    )
+    assert prompt.token_ids.tolist() == TOKENIZER(prompt.text)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        ({"prompt": "a"}, [SYSTEM, user("a")]),
+        ({"prompt": [user("a")]}, [SYSTEM, user("a")]),
+        ({"messages": [user("a"), bot("b")]}, [SYSTEM, user("a")]),
+        ({"prompt": [{**SYSTEM, "content": "own"}, user("a")]}, None),
+        ({"prompt": [{"role": "developer", "content": "own"}, user("a")]}, None),
+    ],
+)
+def test_a_system_prompt_stands_before_conversations_without_one(rows_of, row, asked):
+    prompt = prompts(rows_of([row]), system_prompt="be brief", string_prompts="user")[0]
+    assert prompt.messages == (asked or row["prompt"])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [user("a"), bot("x")]},
+        {"prompt": [user("a")], "completion": "x"},
+        {"prompt": "a", "completion": "x"},
+    ],
+)
+def test_examples_are_written_with_the_same_settings(rows_of, row):
+    """A thinking model that is not to think: its prompt is that of training, and is not trained on."""
+    tokenizer = tokenizer_of(HYBRID)
+    how = {"chat_template_kwargs": {"enable_thinking": False}, "string_prompts": "user"}
+    data = DataConfig(system_prompt="be brief", **how)
+    example = ExampleDataset(rows_of([row]), tokenizer, data)[0]
+    asked = PromptDataset(rows_of([{"prompt": "a"}], "b.jsonl"), tokenizer, data)[0]
+    learned = example.token_ids[example.loss_mask]
+    assert asked.text.endswith("assistant\n<think>\n\n</think>\n\n")
+    assert asked.text.startswith("<|im_start|>system\nbe brief")
+    assert example.token_ids[: len(asked.token_ids)].tolist() == asked.token_ids.tolist()
+    assert tokenizer.decode(learned) == "x<|im_end|>"
+    assert int(example.loss_mask.argmax()) == len(asked.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("make", "row"),
+    [
+        (prompts, {"prompt": "a"}),
+        (examples, {"prompt": "a", "completion": "b"}),
+        (examples, {"text": "a"}),
+    ],
+)
+def test_settings_of_conversations_are_not_passed_over_for_plain_text(rows_of, make, row):
+    with pytest.raises(UsageError, match=r"(?s)row 0 .*data\.system_prompt.*string_prompts=user"):
+        make(rows_of([row]), system_prompt="be brief")
+
+
+def test_a_variable_that_the_template_does_not_read_is_refused(rows_of):
+    rows = rows_of([{"prompt": [user("a")]}])
+    with pytest.raises(UsageError, match="does not read enable_thinkng"):
+        prompts(rows, chat_template_kwargs={"enable_thinkng": False})
 
 
 def test_long_prompts_are_dropped_and_counted(rows_of, caplog):
