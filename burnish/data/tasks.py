@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item", Prompt, Example)
 
 _SPAN = 512
-_SYSTEM_ROLES = ("system", "developer")
 """Rows tokenized together."""
+_SYSTEM_ROLES = ("system", "developer")
 
 
 class _Items(Sequence[Item], ABC, Generic[Item]):
@@ -51,9 +51,9 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
 
     def __init__(self, rows: Rows, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
         self.rows = rows
+        self._data = data
         self._tokenizer = tokenizer
         self._encoder = ChatEncoder(tokenizer, data.chat_template_kwargs)
-        self._data = data
 
     @abstractmethod
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
@@ -117,6 +117,7 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
             logger.warning(
                 "dropped %d of %d rows: nothing to train on", self.dropped_untrained, total
             )
+
     def _notice_raw(self, column: str) -> None:
         if self._data.string_prompts == "raw" and self._tokenizer.chat_template:
             logger.warning(
@@ -143,7 +144,6 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
                 want="messages, or prompts that are asked as a user's message",
                 do=f"set data.string_prompts=user, or remove {' and '.join(f'data.{key}' for key in given)}",
             )
-
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -252,8 +252,8 @@ class PromptDataset(_Items[Prompt]):
         if self._column == self._data.messages_column and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if not messages:
-        messages = self._opened(messages)
             raise UsageError(f"{name} has no messages before the assistant's", do="correct the row")
+        messages = self._opened(messages)
         return self._encoder.prompt(messages, name), messages
 
 
@@ -289,10 +289,10 @@ class ExampleDataset(_Items[Example]):
         data, columns = self._data, self.rows.columns
         if data.messages_column in columns and data.prompt_column is None:
             return self._chat
+        if self._prompt_column is not None and data.completion_column in columns:
             pair = (self._prompt_column, data.completion_column)
             if all(isinstance(value_at(self.rows[0], name), str) for name in pair):
                 self._notice_raw(self._prompt_column)
-        if self._prompt_column is not None and data.completion_column in columns:
             return self._completion
         if data.text_column in columns:
             return self._text
@@ -342,9 +342,9 @@ class ExampleDataset(_Items[Example]):
             self._encoder.conversations([x for x in shaped if isinstance(x, Conversation)])
         )
         texts = iter(self._encoder.texts([x for x in shaped if isinstance(x, Text)]))
+        return [next(chats) if isinstance(x, Conversation) else next(texts) for x in shaped]
 
 
 def _as_messages(value: Any, role: str) -> Any:
     """A string as the only message of a conversation."""
     return [{"role": role, "content": value}] if isinstance(value, str) else value
-        return [next(chats) if isinstance(x, Conversation) else next(texts) for x in shaped]
