@@ -51,6 +51,16 @@ def _write_assets(directory: Path) -> None:
     (directory / "generation_config.json").write_text('{"do_sample": true}\n')
 
 
+def flip(path: Path, byte: int = -1, bit: int = 0) -> None:
+    """Turn over one bit of a file, in place; a negative `byte` counts from the end."""
+    with path.open("r+b") as file:
+        at = byte if byte >= 0 else path.stat().st_size + byte
+        file.seek(at)
+        found = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([found ^ 1 << bit]))
+
+
 @dataclass(frozen=True)
 class Flip:
     """One bit."""
@@ -65,11 +75,7 @@ class Flip:
 
     def apply(self, step: Path) -> None:
         """Turn the bit over; twice is as before."""
-        with (step / self.name).open("r+b") as file:
-            file.seek(self.bit // 8)
-            byte = file.read(1)[0] ^ 1 << self.bit % 8
-            file.seek(self.bit // 8)
-            file.write(bytes([byte]))
+        flip(step / self.name, self.bit // 8, self.bit % 8)
 
 
 def flips(step: Path, rng: random.Random) -> Iterator[Flip]:

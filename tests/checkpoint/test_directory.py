@@ -14,6 +14,7 @@ from checkpoints_for_tests import (
     make_state,
     save_once,
 )
+from corruption import flip
 from distributed import run_ranks
 
 from burnish.checkpoint.committed import committed, newest
@@ -39,12 +40,6 @@ def loads(seed):
     return load
 
 
-def damage(path, offset=-100):
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-
-
 def test_the_last_steps_are_kept(tmp_path):
     with Checkpoints(tmp_path, Layout(), retention=Retention(2)) as checkpoints:
         for step in (1, 2, 3, 10):
@@ -65,7 +60,7 @@ def test_unhealthy_steps_displace_nothing(tmp_path):
 
 def test_what_cannot_be_read_is_never_removed(tmp_path):
     first = save_once(tmp_path, 1)
-    damage(first / "COMMIT", 20)
+    flip(first / "COMMIT", 20)
     with Checkpoints(tmp_path, Layout(), retention=Retention(1)) as checkpoints:
         checkpoints.save(2, contents_of(*make_state(2)))
         checkpoints.save(3, contents_of(*make_state(3)))
@@ -90,7 +85,7 @@ def test_nothing_to_resume(tmp_path):
 def test_what_is_resumed_and_what_is_skipped_is_said_before_it_is_loaded(tmp_path, caplog):
     for step in (1, 2, 3):
         save_once(tmp_path, step)
-    damage(tmp_path / "step-00000003" / "COMMIT", 20)
+    flip(tmp_path / "step-00000003" / "COMMIT", 20)
     said = []
 
     def load(step, source):
@@ -129,7 +124,7 @@ def test_the_newest_is_resumed(tmp_path):
 )
 def test_damage_is_set_aside_and_the_older_step_resumed(tmp_path, name, words):
     save_once(tmp_path, 1, seed=1)
-    damage(save_once(tmp_path, 2, seed=2) / name, -10)
+    flip(save_once(tmp_path, 2, seed=2) / name, -10)
     with Checkpoints(tmp_path, Layout()) as checkpoints:
         resumed = checkpoints.resume(loads(1))
         assert resumed.step.step == 1
@@ -298,7 +293,7 @@ def test_what_has_a_steps_name_and_is_no_directory_is_set_aside(tmp_path, kind):
     with Checkpoints(root, Layout(), retention=Retention(1)) as checkpoints:
         checkpoints.save(3, contents_of(*make_state(3)))
         assert (root / "step-00000002").lstat()  # it displaces no step, and is not removed
-    damage(root / "step-00000003" / "COMMIT", 20)
+    flip(root / "step-00000003" / "COMMIT", 20)
     with Checkpoints(root, Layout()) as checkpoints, pytest.raises(CorruptError) as caught:
         checkpoints.resume(loads(1))
     assert f"{path} is no directory" in str(caught.value)

@@ -18,6 +18,7 @@ from checkpoints_for_tests import (
     make_state,
     save_once,
 )
+from corruption import flip
 from disk_crashes import Disks as Where
 from disk_crashes import go_on, save, save_portions
 from distributed import run_ranks
@@ -354,9 +355,7 @@ def test_what_is_damaged_on_one_disk_keeps_no_other_step_back(two):
     disks, first, second = two
     [damaged] = portions_on(disks, 1)
     file = next(damaged.rglob("*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 1
-    file.write_bytes(data)
+    flip(file, -5)
     kept = [path.rename(path.with_name("kept")) for path in [*portions_on(disks, 0), damaged]]
     run_ranks(save_portions, 2, disks, 2)
     for path in kept:

@@ -15,6 +15,7 @@ from checkpoints_for_tests import (
     save_once,
     shards_of,
 )
+from corruption import flip
 from safetensors.torch import load_file
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM
@@ -169,9 +170,7 @@ def test_a_step_without_a_whole_model_is_refused(tmp_path):
 def test_damage_is_found_and_leaves_nothing(tmp_path):
     step = save_finite(tmp_path / "checkpoints", BIG_SHAPES)
     file = step.path / "training/residual.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file)
     with pytest.raises(CorruptError, match=r"residual\.safetensors is damaged"):
         export(StepModel(step), tmp_path / "out", torch.float32, BIG, LOCAL)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]

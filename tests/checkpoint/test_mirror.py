@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from checkpoints_for_tests import contents_of, fill_and_compare, make_state, save_once
+from corruption import flip
 
 from burnish.checkpoint.committed import committed, newest, open_step, read_commit
 from burnish.checkpoint.directory import Checkpoints
@@ -181,9 +182,7 @@ def test_what_is_damaged_here_does_not_get_there_and_keeps_no_other_back(mirror)
     for step in (1, 2):
         path = save_once(mirror.root, step)
     damaged = path / "training" / "exp_avg.safetensors"
-    data = bytearray(damaged.read_bytes())
-    data[-5] ^= 1
-    damaged.write_bytes(data)
+    flip(damaged, -5)
     with pytest.raises(CorruptError, match=r"exp_avg\.safetensors is damaged"):
         sync(mirror)
     assert on_mirror(mirror) == [1]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints_for_tests import BIG_SHAPES, contents_of, fill_and_compare, make_state, save_once
+from corruption import flip
 from distributed import run_ranks
 
 from burnish.checkpoint.committed import committed
@@ -59,7 +60,7 @@ def resume(mirror):
         return checkpoints.resume(load)
 
 
-def flip(mirror, name):
+def flip_there(mirror, name):
     data = bytearray(mirror.remote.read(name, 1 << 30))
     data[-20] ^= 1
     mirror.remote.put(name, data)
@@ -102,7 +103,7 @@ def test_damage_here_is_made_good_by_the_mirror(mirror):
 )
 def test_damage_there_is_marked_and_the_next_older_step_taken(mirror, name):
     mirrored(mirror, 2)
-    flip(mirror, f"checkpoints/step-00000002/{name}")
+    flip_there(mirror, f"checkpoints/step-00000002/{name}")
     save_once(mirror.root, 1, seed=1)
     resumed = resume(mirror)
     assert resumed.step.path == mirror.root / "step-00000001"
@@ -115,7 +116,7 @@ def test_damage_there_is_marked_and_the_next_older_step_taken(mirror, name):
 
 def test_damage_everywhere_never_starts_from_the_beginning(mirror):
     mirrored(mirror, 1)
-    flip(mirror, "checkpoints/step-00000001/training/exp_avg.safetensors")
+    flip_there(mirror, "checkpoints/step-00000001/training/exp_avg.safetensors")
     for _ in range(2):
         with pytest.raises(CorruptError, match="no checkpoint in") as caught:
             resume(mirror)
@@ -259,9 +260,7 @@ def test_what_one_rank_finds_on_the_mirror_all_ranks_act_upon(tmp_path):
     Sync(mirror, lambda count: None).run()
     LOCAL.remove(mirror.root / "step-00000002")
     file = tmp_path / "far/checkpoints/step-00000002/training/exp_avg.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1000] ^= 1  # in the last block, which one rank alone reads
-    file.write_bytes(data)
+    flip(file, -1000)  # in the last block, which one rank alone reads
     both = run_ranks(resume_big, 2, str(mirror.directory), str(mirror.remote))
     for path, [reason] in both:
         assert path == str(mirror.root / "step-00000001")

@@ -14,6 +14,7 @@ from checkpoints_for_tests import (
     make_state,
     save_once,
 )
+from corruption import flip
 from distributed import RankFailed, run_ranks
 
 from burnish.checkpoint.directory import Checkpoints
@@ -32,10 +33,8 @@ FILES = [
 ]
 
 
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
+def flip_the_middle(path):
+    flip(path, path.stat().st_size // 2)
 
 
 def truncate(path):
@@ -60,7 +59,7 @@ def swap(path):
     shutil.copy(str(path).replace("step-00000002", "step-00000001"), path)
 
 
-DAMAGES = [flip, truncate, lengthen, empty, link, Path.unlink, swap]
+DAMAGES = [flip_the_middle, truncate, lengthen, empty, link, Path.unlink, swap]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +78,7 @@ def resume(root, seed):
 
 
 # config.json is read by transformers: resuming checks its size, `ckpt verify` its content.
-UNSEEN = {(flip, "model/config.json"), (swap, "model/config.json")}
+UNSEEN = {(flip_the_middle, "model/config.json"), (swap, "model/config.json")}
 CASES = [(d, name) for d in DAMAGES for name in FILES if (d, name) not in UNSEEN]
 
 
@@ -92,7 +91,7 @@ def test_any_damage_to_any_file(tmp_path, two_steps, damage, name):
     assert resumed.step.step == 1
     [reason] = resumed.skipped
     assert Path(name).name in reason
-    if damage is flip and name.startswith("training"):
+    if damage is flip_the_middle and name.startswith("training"):
         assert "they hold" in reason  # the tensors are named
     assert (root / "quarantine" / "step-00000002").is_dir()
     assert not (root / "step-00000002").exists()
@@ -138,9 +137,7 @@ def resume_big(layout, root):
 def test_what_one_rank_finds_all_ranks_act_upon(tmp_path):
     run_ranks(save_big, 2, str(tmp_path))
     newest = tmp_path / "step-00000002" / "training" / "exp_avg.safetensors"
-    data = bytearray(newest.read_bytes())
-    data[-1000] ^= 1  # in the last block, which one rank alone reads
-    newest.write_bytes(data)
+    flip(newest, -1000)  # in the last block, which one rank alone reads
     (first, why), (second, why_there) = run_ranks(resume_big, 2, str(tmp_path))
     assert first == second == 1
     for reason in (*why, *why_there):

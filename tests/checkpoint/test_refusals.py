@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from corruption import load_all, make_step, reseal, seal
+from corruption import flip, load_all, make_step, reseal, seal
 
 from burnish.checkpoint.committed import open_step
 from burnish.checkpoint.directory import Checkpoints
@@ -110,9 +110,7 @@ def truncated(step: Path) -> None:
 
 
 def flipped(step: Path) -> None:
-    data = bytearray((step / SLOT).read_bytes())
-    data[-1] ^= 1
-    (step / SLOT).write_bytes(data)
+    flip(step / SLOT)
 
 
 def swapped(step: Path) -> None:

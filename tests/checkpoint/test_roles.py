@@ -16,6 +16,7 @@ from checkpoints_for_tests import (
     shards_of,
     write_assets,
 )
+from corruption import flip
 from distributed import run_ranks
 from safetensors.torch import load_file
 
@@ -133,9 +134,7 @@ def test_damage_in_a_role_names_it_and_takes_the_whole_step(tmp_path):
         for step in (1, 2):
             path = checkpoints.save(step, contents(Layout()))
         damaged = path / "critic/training/exp_avg.safetensors"
-        data = bytearray(damaged.read_bytes())
-        data[-1] ^= 1
-        damaged.write_bytes(data)
+        flip(damaged)
         [error] = verify(path)
         assert isinstance(error, CorruptError)
         assert "critic/training/exp_avg.safetensors" in error.problem

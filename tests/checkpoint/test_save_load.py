@@ -17,6 +17,7 @@ from checkpoints_for_tests import (
     save_once,
     shards_of,
 )
+from corruption import flip
 from distributed import run_ranks
 
 from burnish.checkpoint.committed import newest, open_step
@@ -289,8 +290,6 @@ def load_damaged(layout, root):
 def test_every_rank_learns_of_damage(tmp_path):
     run_ranks(save_on_ranks, 1, str(tmp_path))
     path = tmp_path / "step-00000001" / "training" / "exp_avg_sq.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-4_500_000] ^= 4
-    path.write_bytes(data)
+    flip(path, -4_500_000)
     messages = run_ranks(load_damaged, 2, str(tmp_path))
     assert all("exp_avg_sq.safetensors" in m and "head.weight" in m for m in messages)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints_for_tests import BIG_SHAPES, bits, make_state, save_once, shards_of
+from corruption import flip
 from safetensors.torch import save_file
 
 from burnish.checkpoint.committed import open_step
@@ -74,9 +75,7 @@ def test_a_step_without_a_residual(tmp_path):
 def test_a_damaged_block_is_found_when_it_is_read(tmp_path):
     path = save_once(tmp_path)
     file = path / "training/exp_avg.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file)
     # All headers are checked on opening, and these files have one block.
     with pytest.raises(DamagedBlock, match=r"exp_avg\.safetensors"):
         StepTensors(open_step(path, LOCAL))
@@ -86,9 +85,7 @@ def test_a_damaged_later_block_is_found_when_it_is_read(tmp_path, state):
     weights, _ = state
     path = save_once(tmp_path, weights=shards_of(weights, Layout()), training=[])
     file = path / "training/residual.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file)
     with StepTensors(open_step(path, LOCAL)) as stream:
         stream.read("model/embed.weight", 0, 10)
         with pytest.raises(DamagedBlock, match=r"residual\.safetensors"):

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from checkpoints_for_tests import BIG_SHAPES, make_state, save_once, shards_of
+from corruption import flip
 
 from burnish.checkpoint.committed import newest, open_step
 from burnish.checkpoint.load import CheckpointSource
@@ -57,9 +58,7 @@ def test_the_tensor_of_a_damaged_block_is_named(tmp_path):
         tmp_path, weights=shards_of(weights, Layout()), training=shards_of(slots, Layout())
     )
     file = path / "training" / "exp_avg.safetensors"
-    data = bytearray(file.read_bytes())
-    data[6 << 20] ^= 1
-    file.write_bytes(data)
+    flip(file, 6 << 20)
     [found] = problems(path)
     assert "bytes 4194304 to" in found
     assert "head.weight" in found
@@ -192,21 +191,17 @@ def test_what_the_disk_cannot_read_is_named(tmp_path):
 
 def test_a_damaged_block_crosses_processes_whole(copied):
     file = copied / "training" / "residual.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file)
     [error] = verify(copied)
     again = copy.copy(error)  # as pickling does
     assert (str(again), again.file, again.holds) == (str(error), error.file, error.holds)
-    assert (again.start, again.stop) == (0, len(data))
+    assert (again.start, again.stop) == (0, file.stat().st_size)
 
 
 @pytest.mark.parametrize("at", [5, 40])
 def test_a_quick_look_finds_a_damaged_header(copied, at):
     assert list(verify_quickly(copied)) == []
     file = copied / "training" / "residual.safetensors"
-    data = bytearray(file.read_bytes())
-    data[at] ^= 1
-    file.write_bytes(data)
+    flip(file, at)
     [found] = verify_quickly(copied)
     assert "residual.safetensors" in str(found)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints_for_tests import BIG_SHAPES, StubbornStorage, make_state, save_once, shards_of
+from corruption import flip
 from tiny import save_tiny, tiny_model
 
 from burnish.checkpoint.manifest import sha256
@@ -53,12 +54,6 @@ def ckpt(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, s
 def as_json(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, Any]:
     code, out, _ = ckpt(capsys, *argv, "--json")
     return code, json.loads(out)
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def step_of(run: Path, number: int) -> Path:

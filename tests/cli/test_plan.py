@@ -169,7 +169,7 @@ def test_a_trillion_parameters_on_many_devices_without_torch(work: Path) -> None
 def make_runnable(work: Path) -> None:
     """What a dry run wants to be there."""
     (work / "t").mkdir()
-    (work / "t/tokenizer.json").write_text("{}")
+    (work / "t/tokenizer.json").write_text('{"model": {}}')
     (work / "train.jsonl").write_text('{"prompt": "1+1", "completion": "2"}\n')
 
 

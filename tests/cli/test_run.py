@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import burnish.trainers
 from burnish.cli.main import main
 from burnish.config.load import dump_yaml, load_config
 from burnish.files.remote import Remote
+from burnish.files.safetensors import build_header
 
 
 @pytest.fixture
@@ -21,7 +23,11 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny/config.json").write_text("{}")
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    (tmp_path / "tiny/tokenizer.json").write_text('{"model": {}}')
+    header, _ = build_header([("weight", "F32", (1,))], {})
+    (tmp_path / "tiny/model.safetensors").write_bytes(header + bytes(4))
+    row = '{"prompt": "1+1", "answer": "2", "completion": "2"}\n'
+    (tmp_path / "train.jsonl").write_text(row)
     (tmp_path / "c.yaml").write_text(
         "name: try\nmodel: {path: tiny}\ndata: {train: [train.jsonl], validation: ['*.jsonl']}\n"
         "reward: {functions: [{function: numeric}]}\nbatch: {prompts: 4, minibatches: 2}\n"
@@ -35,7 +41,7 @@ def test_a_dry_run_says_what_would_be_done(work: Path, capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     for fact in (
         "tiny",
-        "train.jsonl (1 file, 33 B)",
+        "train.jsonl (1 file, 52 B)",
         "4 prompts × 3 completions = 12 sequences, 2 optimizer steps",
         "1 × numeric",
         "7 steps",
@@ -100,7 +106,7 @@ def test_a_dry_run_loads_no_torch(work: Path) -> None:
     [
         ("model.path=tyni", ["model.path: there is no directory tyni", "tiny, train.jsonl"]),
         ("model.path=.", ["model.path: . holds no config.json"]),
-        ("model.tokenizer=tiny", ["holds no tokenizer.json or tokenizer_config.json"]),
+        ("model.tokenizer=.", ["holds no tokenizer.json or tokenizer_config.json"]),
         ("model.chat_template=t.jinja", ["model.chat_template: there is no file t.jinja"]),
         ("data.train=[tran.jsonl]", ["data.train: nothing to read at tran.jsonl", "train.jsonl"]),
         ("data.train=[tiny/*.jsonl]", ["data.train: nothing to read at tiny/*.jsonl"]),
@@ -183,10 +189,9 @@ def test_a_reward_module_in_the_working_directory(
 
 def test_inputs_that_are_there(work: Path) -> None:
     (work / "fresh.json").write_text("{}")
-    (work / "tiny/tokenizer.json").write_text("{}")
-    (work / "r.py").write_text("")
+    (work / "r.py").write_text("def f(completions): return []\n")
     (work / "data").mkdir()
-    (work / "data/a.parquet").write_text("")
+    shutil.copy(work / "train.jsonl", work / "data/a.jsonl")
     argv = [
         "model.path=null", "model.fresh=fresh.json", "model.tokenizer=tiny", "data.train=[data]",
         "reward.functions=[{function: 'r.py:f'}, {function: 'math:sqrt'}]",

@@ -8,18 +8,13 @@ from pathlib import Path
 
 import pytest
 from checkpoints_for_tests import save_once
+from corruption import flip
 from distributed import RankFailed, run_ranks
 
 from burnish.errors import CorruptError
 from burnish.parallel.layout import Layout
 from burnish.tracking.progress import Progress
 from burnish.trainers.intact import Intact
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
 
 
 def check(layout: Layout, place: str | None) -> None:
