@@ -1,6 +1,7 @@
 """Whether the files and directories that a configuration names are there, before torch is loaded.
 
-They lie on this machine, or behind URLs, of which nothing is copied yet. Left out: whether what they hold can be read, which the data, model and reward layers find out.
+They lie on this machine, or behind URLs, of which nothing is copied yet. Left out: what they hold, of which a dry run looks at the
+beginnings (`burnish.cli.contents`) and the data, model and reward layers find out the rest.
 """
 
 from __future__ import annotations
@@ -54,10 +55,12 @@ def data_sizes(path: str) -> list[int]:
     """The sizes of the files that an entry of `data.train` stands for: itself, a directory's, or a pattern's."""
     if is_url(path):
         return [file.size for file in select(Remote(path, _PATIENCE), is_data).files]
-    return [file.stat().st_size for file in _data_files(Path(path).expanduser())]
+    return [file.stat().st_size for file in data_files(path)]
 
 
-def _data_files(plain: Path) -> list[Path]:
+def data_files(path: str) -> list[Path]:
+    """The files on this machine that an entry of `data.train` stands for, in no order."""
+    plain = Path(path).expanduser()
     if plain.is_dir():
         return [each for each in plain.iterdir() if is_data(each.name)]
     if plain.exists():

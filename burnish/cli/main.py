@@ -41,9 +41,13 @@ Burnish post-trains language models: supervised fine-tuning and reinforcement le
   burnish ckpt  ls|show|verify|diff|export|...    look at checkpoints, check and keep them
 
 CONFIG is a YAML file; key=value overrides one setting, as optim.lr=1e-6 or rollout.n=8.
---dry-run checks everything and says what a run would do, without loading or writing anything:
+--dry-run checks settings and inputs and says what a run would do, without loading or writing anything:
 
   burnish rl CONFIG --dry-run
+
+It looks at the columns of data, the headers of weights and the names in the source of reward functions.
+It does not see what lies behind URLs, rows further on, whether weights are those of config.json, how
+data are tokenized, and what reward functions do.
 
 On several processes: torchrun --nproc-per-node 8 -m burnish rl CONFIG
 --version prints the version. BURNISH_LOG_LEVEL (debug, info, warning, error) sets how much is logged;

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from burnish.cli.contents import require_contents
 from burnish.cli.inputs import committed_steps, require_inputs
 from burnish.cli.output import print_text
 from burnish.cli.plan import devices_of, fit
@@ -52,6 +53,8 @@ def run(
     world = layout.world if target is None else target.count
     check(config, command, world)
     require_inputs(config, command, run_dir)
+    if dry_run:
+        require_contents(config, command, run_dir)
     if command != "eval":
         _require_own_directory(config)
     said = list(notices(config, command)) if layout.is_main else []

@@ -12,11 +12,6 @@ from burnish.data.chat import Message
 from burnish.data.sources import Row, Rows
 from burnish.errors import MissingError, UsageError
 
-PROMPT_COLUMNS = ("prompt", "question", "problem")
-"""Where the prompt is looked for (verl and TRL; GSM8K; MATH)."""
-ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution")
-"""Where the ground truth is looked for; a dot goes into a nested column."""
-
 
 def find_column(rows: Rows, chosen: str | None, usual: Sequence[str], setting: str) -> str | None:
     """The column to use: the chosen one, else the first usual one that is there, else None.

@@ -1,4 +1,4 @@
-"""The kinds of file that data come in. Light, so that a configuration can be checked without `datasets`."""
+"""The kinds of file that data come in, and the usual names of their columns. Light, so that a configuration can be checked without `datasets`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from pathlib import PurePosixPath
 
 READERS: Mapping[str, str] = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 """The reader of `datasets` for every suffix; in a directory, files with other suffixes are passed over."""
+
+PROMPT_COLUMNS = ("prompt", "question", "problem")
+"""Where the prompt is looked for (verl and TRL; GSM8K; MATH)."""
+ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution")
+"""Where the ground truth is looked for; a dot goes into a nested column."""
 
 
 def is_data(name: str) -> bool:

@@ -8,7 +8,6 @@ Left out: URLs, which are copied first (`burnish.trainers.localize`), streaming,
 from __future__ import annotations
 
 import glob
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ import datasets
 from datasets.packaged_modules.json.json import JsonConfig
 
 from burnish.data.kinds import READERS
+from burnish.data.peek import row_of
 from burnish.errors import MissingError, UsageError
 
 Row = dict[str, Any]
 """One row: a value for every column, None where the row has none."""
 
-_EXCERPT = 60
 _PARQUET_ROWS = 1024
 _REASON = 300
 # Newer readers take some column names for logs of coding agents and change the rows.
@@ -244,23 +243,11 @@ def _broken_line(file: Path) -> UsageError | None:
     """The first line that is not a JSON object."""
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
             try:
-                value = json.loads(line.decode("utf-8-sig"))
-                problem = None if isinstance(value, dict) else f"a JSON {type(value).__name__}"
-            except json.JSONDecodeError as error:
-                problem = f"{error.msg.removesuffix(' at')} at column {error.pos + 1}"
-            except UnicodeDecodeError as error:
-                problem = f"not UTF-8 at byte {error.start + 1}"
-            if problem is not None:
-                start = line.decode("utf-8", "replace").strip()[:_EXCERPT]
-                return UsageError(
-                    f"{file}, line {number} is broken: {problem}",
-                    have=f"a line that starts {start!r}",
-                    want="one JSON object on every line",
-                    do="correct or remove the line",
-                )
+                if line.strip():
+                    row_of(line, file, number)
+            except UsageError as broken:
+                return broken
     return None
 
 

@@ -20,14 +20,13 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.schema import DataConfig
 from burnish.data.chat import ChatEncoder, Conversation, Encoded, Message, Text
 from burnish.data.columns import (
-    ANSWER_COLUMNS,
-    PROMPT_COLUMNS,
     find_column,
     messages_of,
     nothing_found,
     text_of,
     value_at,
 )
+from burnish.data.kinds import ANSWER_COLUMNS, PROMPT_COLUMNS
 from burnish.data.sources import Row, Rows
 from burnish.errors import UsageError
 from burnish.records import Example, Prompt, TokenIds

@@ -1,0 +1,184 @@
+"""What the inputs of a run begin with, for a dry run: columns, headers of weights, tokenizers, the source of reward functions.
+
+Without torch, `datasets` or running anybody's code, so it is a matter of a second. Left out: what lies behind URLs, rows further on,
+whether weights are those of config.json, what a tokenizer makes of the data, and what reward functions do. Only a run finds these.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+
+from burnish.cli.inputs import TOKENIZER_FILES, data_files
+from burnish.config.check import Command
+from burnish.config.problems import Problem, refusal
+from burnish.config.schema import DataConfig, RunConfig
+from burnish.data.kinds import PROMPT_COLUMNS
+from burnish.data.peek import Columns, columns_of, has_column
+from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, few
+from burnish.files.safetensors import read_header
+from burnish.files.urls import is_url
+from burnish.files.weights import weight_files
+from burnish.rewards.source import require_function
+
+_Look = Callable[[], object]
+
+
+def require_contents(config: RunConfig, command: Command, run_dir: Path | None = None) -> None:
+    """Raise a `BurnishError` with everything in the inputs of `command` that would stop it once they are read.
+
+    The inputs have to be there (`burnish.cli.inputs`). With `run_dir` model and tokenizer are those of that run.
+    """
+    found = []
+    for look in _looks(config, command, run_dir):
+        try:
+            look()
+        except BurnishError as error:
+            found.append(error)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        kinds = {type(error) for error in found}
+        kind = kinds.pop() if len(kinds) == 1 else UsageError
+        raise refusal(list(map(_problem, found)), "what the inputs of this run hold", kind)
+
+
+def _problem(error: BurnishError) -> Problem:
+    have, want = (str(part) if part is not None else "-" for part in (error.have, error.want))
+    return Problem(error.problem, have=have, want=want, do=error.do or "correct it")
+
+
+def _looks(config: RunConfig, command: Command, run_dir: Path | None) -> Iterator[_Look]:
+    if run_dir is None:
+        yield from _looks_at_models(config, command)
+    prompts = command == "rl" or (command == "eval" and config.reward.given)
+    for setting in ("validation",) if command == "eval" else ("train", "validation"):
+        for path in getattr(config.data, setting):
+            if not is_url(path):
+                yield partial(_columns, path, config.data, prompts=prompts)
+    if command != "sft":
+        for reward in config.reward.functions:
+            yield partial(require_function, reward.function)
+
+
+def _looks_at_models(config: RunConfig, command: Command) -> Iterator[_Look]:
+    model = config.model
+    judges = [judge.path for judge in config.reward.models] if command != "sft" else []
+    critic = config.critic.path if command == "rl" else None
+    for path in [model.path, critic, *judges]:
+        if path is not None and not is_url(path):
+            yield partial(_config, path)
+            yield partial(_weights, path)
+    if model.lora.path is not None and not is_url(model.lora.path):
+        yield partial(_weights, model.lora.path)
+    for path in [model.tokenizer or model.path, *judges]:
+        if path is not None and not is_url(path):
+            yield partial(_tokenizer, path)
+    if isinstance(model.fresh, str) and not is_url(model.fresh):
+        yield partial(_json_object, Path(model.fresh).expanduser())
+
+
+def _config(path: str) -> None:
+    _json_object(Path(path).expanduser() / "config.json")
+
+
+def _weights(path: str) -> None:
+    """Every file of the directory has the size and the tensors that its header says."""
+    for file in weight_files(Path(path).expanduser()):
+        read_header(file)
+
+
+def _tokenizer(path: str) -> None:
+    folder = Path(path).expanduser()
+    present = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not present:
+        raise MissingError(
+            f"{path} holds no tokenizer",
+            have=few(sorted(each.name for each in folder.iterdir())) or "nothing",
+            want=" or ".join(TOKENIZER_FILES),
+            do="set model.tokenizer to the directory of one",
+        )
+    for file in present:
+        fields = _json_object(file)
+        if file.name == "tokenizer.json" and not isinstance(fields.get("model"), dict):
+            raise CorruptError(
+                f"{file} is no tokenizer",
+                have=f"the keys {few(sorted(fields))}" if fields else "an empty object",
+                want="a key model, as save_pretrained writes it",
+                do="get the file again",
+            )
+
+
+def _json_object(file: Path) -> dict[str, object]:
+    try:
+        value = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise CorruptError(
+            f"{file} is not JSON", have=error, want="a JSON object", do="get the file again"
+        ) from error
+    if not isinstance(value, dict):
+        raise CorruptError(
+            f"{file} is not a JSON object",
+            have=type(value).__name__,
+            want="a JSON object",
+            do="get the file again",
+        )
+    return value
+
+
+def _columns(path: str, data: DataConfig, *, prompts: bool) -> None:
+    """The first file of an entry has the columns of prompts, or of examples; the data layer has all files agree."""
+    files = sorted(data_files(path))
+    file = next((each for each in files if each.stat().st_size), files[0])
+    missing = _missing_of_prompts if prompts else _missing_of_examples
+    columns = columns_of(file, lambda columns: missing(columns, data) is None)
+    if columns is None or (lack := missing(columns, data)) is None:
+        return
+    names, want, setting = lack
+    near = [close for name in names for close in get_close_matches(name, columns, n=1)]
+    raise MissingError(
+        f"no usable columns in {file}",
+        have=f"columns {', '.join(columns)}" if columns else "no rows",
+        want=want,
+        do=f"did you mean {near[0]}? Name the column in {setting}"
+        if near
+        else f"name the column in {setting}",
+    )
+
+
+_Lack = tuple[tuple[str, ...], str, str]
+# The columns of which one is missing; what would be right, in words; the setting that names another.
+
+
+def _missing_of_prompts(columns: Columns, data: DataConfig) -> _Lack | None:
+    """What `burnish.data.tasks.PromptDataset` would not find."""
+    usual = (PROMPT_COLUMNS[0], data.messages_column, *PROMPT_COLUMNS[1:])
+    names = usual if data.prompt_column is None else (data.prompt_column,)
+    if not any(has_column(columns, name) for name in names):
+        return names, f"a prompt in {' or '.join(names)}", "data.prompt_column"
+    answer = data.answer_column
+    if answer is not None and not has_column(columns, answer):
+        return (answer,), f"the answer in {answer}", "data.answer_column"
+    return None
+
+
+def _missing_of_examples(columns: Columns, data: DataConfig) -> _Lack | None:
+    """What `burnish.data.tasks.ExampleDataset` would not find."""
+    chosen = data.prompt_column
+    if chosen is not None and not has_column(columns, chosen):
+        return (chosen,), f"a prompt in {chosen}", "data.prompt_column"
+    prompt = any(has_column(columns, name) for name in ((chosen,) if chosen else PROMPT_COLUMNS))
+    chat = data.messages_column in columns and chosen is None
+    if chat or (prompt and data.completion_column in columns) or data.text_column in columns:
+        return None
+    if prompt:
+        name = data.completion_column
+        return (name,), f"a completion in {name} beside the prompt", "data.completion_column"
+    names = (data.messages_column, *PROMPT_COLUMNS, data.text_column)
+    want = (
+        f"{data.messages_column}, or a prompt and {data.completion_column}, or {data.text_column}"
+    )
+    return names, want, "data.messages_column, data.prompt_column or data.text_column"
