@@ -219,7 +219,7 @@ class RolloutConfig(SamplingConfig):
     max_response_length: int = Field(256, ge=1)
     """Longest completion in tokens."""
     stop: list[StopText] = Field(default_factory=list)
-    """Texts that end a completion, besides the model's end-of-sequence ids."""
+    """Texts that end a completion, besides the model's end-of-sequence ids. The text stays in it, with all of the token that ends it: it is learned, and rewards see it."""
     stop_token_ids: list[TokenId] = Field(default_factory=list)
     """Further token ids that end a completion, as those of the end of a turn; they stay in it and are learned."""
     slots: int = Field(256, ge=1)
@@ -309,7 +309,7 @@ class AlgorithmConfig(Section):
     ] = "grpo"
     """How rewards become advantages; gae: with the critic of PPO."""
     policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """The surrogate that is maximised. gspo (arXiv 2507.18071) belongs with aggregation sequence_mean, clip_low 3e-4 and clip_high 4e-4."""
+    """The surrogate that is maximised. gspo (arXiv 2507.18071) belongs with aggregation sequence_mean, clip_low 3e-4 and clip_high 4e-4; cispo (arXiv 2506.13585) with token_mean and clip_low 1."""
     clip_low: float = Field(0.2, ge=0)
     """The ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(0.2, ge=0)

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from burnish.config.keys import known_keys
 from burnish.config.load import load_config
-from burnish.config.notices import notices
+from burnish.config.notices import _UNUSED, notices
 
 GSPO = "algorithm.policy_loss=gspo"
 PAPER = [
@@ -45,5 +46,28 @@ def test_gspo_with_the_clip_range_of_ppo() -> None:
     assert "\n" not in line
 
 
-def test_other_commands_have_no_policy_loss() -> None:
-    assert list(notices(load_config(None, [GSPO]).config, "sft")) == []
+def test_cispo_with_a_lower_side_and_another_aggregation() -> None:
+    cispo = "algorithm.policy_loss=cispo"
+    (line,) = said(cispo)
+    assert "clip_low 0.2 holds weights at 0.8 or more; its paper leaves the lower side open" in line
+    assert said(cispo, "algorithm.clip_low=1") == []
+    (line,) = said(cispo, "algorithm.clip_low=1", "algorithm.aggregation=sequence_mean")
+    assert "token_mean; here it is sequence_mean" in line
+
+
+def test_what_a_command_does_not_use() -> None:
+    reward = "reward.functions=[{function: numeric}]"
+    shared = ["data.prompt_column=q", "batch.tokens_per_device=100", "optim.lr=1", "rollout.n=8"]
+    given = [*shared, reward, "batch.prompts=4", "batch.examples=4", "evaluation.temperature=0", GSPO]
+    config = load_config(None, given).config
+    used = "does not use what is set of"
+    assert list(notices(config, "sft")) == [
+        f"burnish sft {used} reward, algorithm, batch.prompts, evaluation.temperature"
+    ]
+    assert next(notices(config, "rl")) == f"burnish rl {used} batch.examples"
+    assert list(notices(config, "eval")) == []
+    assert list(notices(load_config(None, shared).config, "sft")) == []
+
+
+def test_what_a_command_does_not_use_are_settings() -> None:
+    assert [name for names in _UNUSED.values() for name in names if name not in known_keys()] == []
