@@ -14,7 +14,8 @@ from torch import Tensor
 
 from burnish.algorithms.aggregation import aggregation
 from burnish.algorithms.kl import kl_loss
-from burnish.algorithms.policy_loss import TokenLosses, cispo, gspo, ppo_clip
+from burnish.algorithms.mismatch import mismatch_stats, mismatch_weights
+from burnish.algorithms.policy_loss import TokenLosses, cispo, gspo, old_logprobs, ppo_clip
 from burnish.config.schema import AlgorithmConfig
 from burnish.errors import BurnishError
 from burnish.records import MicroBatch, TokenOutputs
@@ -44,16 +45,24 @@ def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
     - `entropy`: nats per token
     - `ppo_kl`: mean of log π_old/π per token
     - `pg_clipfrac`, `pg_clipfrac_lower`: share of tokens held by the clip range, by the dual clip
+    - `mismatch_...`: of the generator (`burnish.algorithms.mismatch`), where its log-probs are there
 
-    The loss raises `BurnishError` for a micro-batch without advantages, or without reference log-probs where it needs them.
+    With `mismatch_cap` the surrogate of each token, and nothing else, has the mismatch's weight as a factor.
+    The loss raises `BurnishError` for a micro-batch without advantages, or without reference or sampled log-probs where it needs them.
     """
     kl_in_loss = config.kl.coef > 0 and config.kl.place == "loss"
 
     def policy_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
         aggregate = aggregation(config.aggregation, micro, max_response_length)
         tokens = _surrogate(config, outputs.logprobs, micro)
-        loss = aggregate(tokens.loss)
-        stats = _statistics(tokens, outputs, micro)
+        old = old_logprobs(outputs.logprobs, micro)
+        stats = Stats(_statistics(tokens, outputs, micro) | mismatch_stats(old, micro))
+        losses = tokens.loss
+        if config.mismatch_cap is not None:
+            weights, held = mismatch_weights(old, micro, config.mismatch_cap)
+            losses = losses * weights
+            stats |= held
+        loss = aggregate(losses)
         stats["pg_loss"] = aggregate.mean_of(loss)
         if kl_in_loss:
             divergence = aggregate(

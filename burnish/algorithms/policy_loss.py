@@ -101,9 +101,14 @@ def _clipped_surrogate(
     return torch.maximum(plain, held), held > plain
 
 
+def old_logprobs(logprobs: Tensor, micro: MicroBatch) -> Tensor:
+    """[T] without gradient, log π_old of the tokens whose log π is `logprobs`."""
+    return logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+
+
 def _log_ratio(logprobs: Tensor, micro: MicroBatch) -> Tensor:
-    old = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-    return torch.where(micro.loss_mask, logprobs.float() - old.float(), 0.0)
+    difference = logprobs.float() - old_logprobs(logprobs, micro).float()
+    return torch.where(micro.loss_mask, difference, 0.0)
 
 
 def _bounded(log_ratio: Tensor) -> Tensor:

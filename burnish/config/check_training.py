@@ -196,6 +196,13 @@ def _of_algorithm(config: RunConfig) -> Iterator[Problem]:
             want="null, or policy_loss ppo",
             do="remove algorithm.dual_clip",
         )
+    if algorithm.mismatch_cap is not None and algorithm.old_logprobs == "rollout":
+        yield Problem(
+            "algorithm.mismatch_cap has nothing to correct",
+            have=f"algorithm.mismatch_cap: {algorithm.mismatch_cap}, algorithm.old_logprobs: rollout, so updates are measured against the generator itself",
+            want="algorithm.old_logprobs recompute, or no cap",
+            do="set algorithm.old_logprobs=recompute, or remove algorithm.mismatch_cap",
+        )
 
 
 def _of_critic(config: RunConfig) -> Iterator[Problem]:

@@ -102,6 +102,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "target_parameters": "model.lora.targets",
         "tensor_model_parallel_size": "engine.tensor_parallel",
         "test_freq": "evaluation.every",
+        "tis_imp_ratio_cap": "algorithm.mismatch_cap",
         "total_training_steps": "steps",
         "train_files": "data.train",
         "ulysses_sequence_parallel_size": "engine.sequence_parallel",
@@ -132,8 +133,8 @@ _SCHEDULE = "optim.schedule: constant, linear, cosine or wsd; a warm-up is optim
 _RATIO = "optim.warmup_steps: a number of steps, not a fraction of them"
 _REWARD = "reward.functions: a list of {function: file.py:function or module:function, weight, kwargs}, or {function: numeric}"
 _JUDGES = "reward.models: a list of {path, weight}"
+_CORRECTION = "algorithm.mismatch_cap: the largest factor on a token's loss, truncated; sequences have none, and nothing is left out"
 _EVERY = "evaluation.every and checkpoint.save_every: a number of steps, 0 for none"
-
 DIFFERENT: Mapping[str, str] = MappingProxyType(
     {
         "adam_beta1": "optim.betas: both in a list, as [0.9, 0.999]",
@@ -213,6 +214,8 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "reward_pretrain": _JUDGES,
         "reward_weights": _REWARD,
         "rollout_data_dir": "tracking.rollouts_every: they are written to rollouts/ in the run's directory",
+        "rollout_is": _CORRECTION,
+        "rollout_is_threshold": _CORRECTION,
         "save_path": "output_dir and name: a run's directory is output_dir/name",
         "save_strategy": _EVERY,
         "scale_rewards": "algorithm.advantage: grpo divides by the group's deviation, dr_grpo does not",
@@ -227,7 +230,10 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "use_kl_in_reward": "algorithm.kl.coef and algorithm.kl.place: true is a coefficient above 0 with place reward",
         "use_kl_loss": "algorithm.kl.coef and algorithm.kl.place: true is a coefficient above 0 with place loss",
         "use_torch_compile": "engine.compile: each decoder layer",
+        "validation_data_dir": "tracking.rollouts_every: the completions of every validation are written to rollouts/ in the run's directory",
         "val_max_samples": "evaluation.prompts: the first so many held-out rows",
+        "vllm_importance_sampling_cap": _CORRECTION,
+        "vllm_importance_sampling_correction": _CORRECTION,
         "warmup_ratio": _RATIO,
         "warmup_style": _SCHEDULE,
     }
@@ -240,7 +246,6 @@ _LAUNCHED = "processes are started by torchrun or Slurm, and their number is rea
 _BUILTIN = "completions are generated in the training processes, by a generator of its own (rollout.slots); there is no vLLM yet"
 _UNQUANTIZED = "quantized models are not trained"
 _SHARDED = "the torch engine is FSDP2 over all processes; engine.replicas makes it hybrid"
-_CORRECTION = "there is no correction for another generator's probabilities; algorithm.old_logprobs says whose are the ratio's denominator"
 _LEARNED = "of a chat every assistant turn is learned from, of prompt and completion the completion"
 
 ABSENT: Mapping[str, str] = MappingProxyType(
@@ -302,7 +307,6 @@ ABSENT: Mapping[str, str] = MappingProxyType(
         "save_only_model": "optimizer state and data position are always saved beside the model",
         "sync_ref_model": "the reference is the model that training started from, and stays",
         "tf32": "torch's own setting is used",
-        "tis_imp_ratio_cap": _CORRECTION,
         "top_entropy_quantile": "all tokens of a completion are learned from",
         "train_max_samples": "give data.train a file with as many rows",
         "use_dynamic_bsz": _ALWAYS,
@@ -318,7 +322,6 @@ ABSENT: Mapping[str, str] = MappingProxyType(
         "val_only": "that is a command of its own, burnish eval",
         "vf_coef": "the critic is a model of its own, with its own learning rate (critic.lr)",
         "vllm_gpu_memory_utilization": _BUILTIN,
-        "vllm_importance_sampling_correction": _CORRECTION,
         "vllm_mode": _BUILTIN,
         "vllm_num_engines": _BUILTIN,
         "vllm_tensor_parallel_size": _BUILTIN,

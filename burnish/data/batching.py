@@ -25,6 +25,7 @@ from burnish.records import Batch, Example, MicroBatch
 _OPTIONAL: Mapping[str, type[np.generic]] = {
     "advantages": np.float32,
     "old_logprobs": np.float32,
+    "sampled_logprobs": np.float32,
     "ref_logprobs": np.float32,
     "returns": np.float32,
     "old_values": np.float32,

@@ -38,6 +38,8 @@ class MicroBatch:
     """[T] fp32 or None."""
     old_logprobs: Tensor | None = None
     """[T] fp32 or None."""
+    sampled_logprobs: Tensor | None = None
+    """[T] fp32 or None; of the distribution that the generator drew from."""
     ref_logprobs: Tensor | None = None
     """[T] fp32 or None."""
     returns: Tensor | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 Number = float | Tensor
@@ -55,7 +56,9 @@ class Max:
     largest: Number
 
     def merge(self, other: Max) -> Max:
-        """The larger of both."""
+        """The larger of both; where it lies, if both lie there."""
+        if isinstance(self.largest, Tensor) and isinstance(other.largest, Tensor):
+            return Max(torch.maximum(self.largest, other.largest))
         return self if float(self.largest) >= float(other.largest) else other
 
     def value(self) -> float:

@@ -244,7 +244,7 @@ def _random_example(prompt: Any, vocabulary: int, seed: int) -> Example:
     prompt = prompt[-LONGEST // 2 :]
     completion = rng.integers(0, vocabulary, int(rng.integers(4, LONGEST // 2)))
     mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
-    values = rng.normal(size=(4, len(mask))).astype(np.float32) * mask
+    values = rng.normal(size=(5, len(mask))).astype(np.float32) * mask
     return Example(
         np.concatenate([prompt, completion]),
         mask,
@@ -252,6 +252,7 @@ def _random_example(prompt: Any, vocabulary: int, seed: int) -> Example:
         ref_logprobs=values[1] - 3,
         returns=values[2],
         old_values=values[3],
+        sampled_logprobs=values[4] - 3,
     )
 
 

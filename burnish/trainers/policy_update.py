@@ -101,8 +101,11 @@ def minibatches(groups: Groups, credit: Credit, policy: Policy, config: RunConfi
     Rollouts without a completion token are left out, and a mini-batch of nothing else as well.
     """
     arrays = credit.by_name()
+    completions = [rollout.completion for group in groups for rollout in group]
     if config.algorithm.old_logprobs == "rollout":
-        arrays["old_logprobs"] = [r.completion.logprobs for group in groups for r in group]
+        arrays["old_logprobs"] = [each.logprobs for each in completions]
+    else:
+        arrays["sampled_logprobs"] = [each.sampled_logprobs for each in completions]
     rows = iter(zip(*arrays.values(), strict=True))
     examples = [
         [_example(rollout, dict(zip(arrays, next(rows), strict=True)), config) for rollout in group]
@@ -134,6 +137,12 @@ def with_logprobs(batches: Sequence[Batch], policy: Policy, config: RunConfig) -
             batch.with_ref_logprobs(policy.reference(batch.without_experts())) for batch in batches
         ]
     return batches
+
+
+def policy_stats(learned: Stats) -> Stats:
+    """What updates of the policy said, by its names in a step's line: `rollout/mismatch_...` of the generator, the rest as `actor/...`."""
+    names = {name: "rollout/" if name.startswith("mismatch_") else "actor/" for name in learned}
+    return Stats({names[name] + name: metric for name, metric in learned.items()})
 
 
 def _as_before(batch: Batch, policy: Policy, replayed: bool, kept: bool) -> Batch:

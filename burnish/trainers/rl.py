@@ -32,7 +32,13 @@ from burnish.trainers.evaluate import held_out_prompts, prompt_validation
 from burnish.trainers.inputs import Inputs
 from burnish.trainers.localize import with_local_inputs
 from burnish.trainers.parking import Parking
-from burnish.trainers.policy_update import Policy, assign_credit, minibatches, with_logprobs
+from burnish.trainers.policy_update import (
+    Policy,
+    assign_credit,
+    minibatches,
+    policy_stats,
+    with_logprobs,
+)
 from burnish.trainers.position import weights_version
 from burnish.trainers.reward_models import Judge, load_judge
 from burnish.trainers.run import Run, Work, open_run
@@ -76,7 +82,8 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             loader.cursor = run.position.cursor
             waiting = config.critic.warmup_steps
             loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
-            run.validate = parked.around(prompt_validation(foundation, collector, held_out))
+            validate = prompt_validation(foundation, collector, held_out, run.write_validation)
+            run.validate = parked.around(validate)
             bar.advance()
         run.start()
         for step in run.steps():
@@ -98,7 +105,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
                         lr = learning_rate(step - waiting, total - waiting, config.optim)
                         learned = policy.engine.forward_backward(batch, loss)
                         learned = learned.merge(policy.engine.optim_step(lr))
-                        stats = stats.merge(learned.prefixed("actor/"))
+                        stats = stats.merge(policy_stats(learned))
                     bar.advance()
             if learning:
                 with run.spans("publish"):

@@ -220,6 +220,11 @@ BAD: list[tuple[Command, list[str], list[str]]] = [
         ["dynamic_sampling", "rollout.n: 1"],
     ),
     ("rl", ["algorithm.dual_clip=3", "algorithm.policy_loss=gspo"], ["dual_clip: 3.0", "gspo"]),
+    (
+        "rl",
+        ["algorithm.mismatch_cap=2", "algorithm.old_logprobs=rollout"],
+        ["mismatch_cap: 2.0, algorithm.old_logprobs: rollout", "old_logprobs=recompute"],
+    ),
     ("rl", ["critic.lr=1e-4"], ["critic.lr", "algorithm.advantage: grpo", "gae"]),
     ("rl", ["critic.path=c", "critic.clip=null"], ["remove critic.path and critic.clip"]),
     (

@@ -28,6 +28,9 @@ def test_tensors_are_numbers_too() -> None:
     mean = Mean(torch.tensor(6.0), torch.tensor(4)).merge(Mean(2.0, 4))
     assert mean.value() == 1.0
     assert Max(torch.tensor(2.0)).merge(Max(3.0)).value() == 3.0
+    both = Max(torch.tensor(2.0)).merge(Max(torch.tensor(3.0)))
+    assert isinstance(both.largest, torch.Tensor)  # nothing waited for the device
+    assert both.value() == 3.0
 
 
 def test_the_mean_of_nothing_is_not_a_number() -> None:

@@ -36,8 +36,11 @@ from burnish.trainers.check import (
 )
 
 CPU = torch.device("cpu")
-COOL = RL | {"rollout": RL["rollout"] | {"temperature": 0.7}}
-"""RL that samples, and so trains, at another temperature than 1."""
+COOL = RL | {
+    "rollout": RL["rollout"] | {"temperature": 0.7},
+    "algorithm": {"mismatch_cap": 1.2},
+}
+"""RL that samples, and so trains, at another temperature than 1, and corrects what the generator is off by."""
 
 
 def made(kind: str, hf_config: Any, config: RunConfig, layout: Layout) -> Engine:

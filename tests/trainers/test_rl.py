@@ -6,6 +6,7 @@ import json
 import math
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,42 @@ def test_the_reference_is_kept_in_the_dtype_of_computing_and_says_the_same(
     rl.train(RunConfig.model_validate({**RL, **settings, **EVERYTHING["kl_in_loss"]}))
     assert dtypes == [{torch.bfloat16}]
     assert metrics(work / "runs/half")[-1]["actor/kl_loss"] == 0
+
+
+class Off(BuiltinGenerator):
+    """A generator that says of every log-prob that it was lower by 0.5."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[list[Completion]]:
+        return [
+            [replace(each, sampled_logprobs=each.sampled_logprobs - 0.5) for each in group]
+            for group in super().generate(*args, **kwargs)
+        ]
+
+
+def test_the_generator_is_held_to_the_engine_and_its_mismatch_corrected(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever pass has the unchanged policy's log-probs, and at the temperature of the draws."""
+    monkeypatch.chdir(work)
+
+    def row(name: str, **algorithm: Any) -> dict[str, Any]:
+        settings = {"name": name, "steps": 1, "rollout": {**RL["rollout"], "temperature": 0.7}}
+        settings["batch"] = {**RL["batch"], "minibatches": 2 if name == "two" else 1}
+        settings["engine"] = {**RL["engine"], "max_grad_norm": 100.0}
+        rl.train(RunConfig.model_validate({**RL, **settings, "algorithm": algorithm}))
+        return metrics(work / "runs" / name)[-1]
+
+    plain = row("one")
+    for each in (plain, row("two")):
+        assert 0 <= each["rollout/mismatch_kl"] < 1e-9
+        assert 0 < each["rollout/mismatch_max"] < 1e-4
+        assert "rollout/mismatch_capped" not in each
+    monkeypatch.setattr("burnish.trainers.setup.BuiltinGenerator", Off)
+    shifted = row("shifted", mismatch_cap=1.2)
+    assert shifted["rollout/mismatch_kl"] == pytest.approx(math.expm1(0.5) - 0.5, rel=1e-3)
+    assert shifted["rollout/mismatch_max"] == pytest.approx(0.5, rel=1e-3)
+    assert shifted["rollout/mismatch_capped"] == 1
+    assert shifted["actor/grad_norm"] == pytest.approx(1.2 * plain["actor/grad_norm"], rel=1e-4)
 
 
 def test_a_signal_after_the_rollouts_stops_before_the_update(
