@@ -95,6 +95,11 @@ def _rebuild_stopped(problem: str, signal_number: int) -> StoppedError:
     return StoppedError(problem, signal_number=signal_number)
 
 
+def install(extra: str) -> str:
+    """What to do where a package of one of Burnish's extras (`pyproject.toml`) is missing."""
+    return f'pip install -e ".[{extra}]" in your clone of Burnish'
+
+
 def few(names: Sequence[str]) -> str:
     """The first of the names and how many more there are, for a message; "" for none."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,25 @@ def named_paths(text: str) -> set[str]:
     inside = {path for path in found if path.split("/")[0] in FOLDERS}
     inside |= {f"burnish/{p}" for p in found if p.split("/")[0] in PACKAGES and p.endswith(".py")}
     return {path for path in inside if "NAME" not in path}
+
+
+def test_files_are_as_small_as_is_said() -> None:
+    (most,) = re.findall(r"none over (\d+)", (ROOT / "CONTRIBUTING.md").read_text())
+    files = (ROOT / "burnish").rglob("*.py")
+    assert [path for path in files if path.read_text().count("\n") > int(most)] == []
+
+
+def test_every_extra_is_described_once_and_those_that_errors_name_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    rows = table_rows((ROOT / "README.md").read_text().partition("| extra |")[2])
+    described = [name for row in rows for name in re.findall(r"`(\w+)`", row[0])]
+    assert sorted(name for name in described if name in extras) == sorted(extras)
+    code = "".join(path.read_text() for path in (ROOT / "burnish").rglob("*.py"))
+    named = re.findall(r"""\binstall\(["'](\w+)["']\)""", code)
+    assert len(named) > 5
+    assert set(named) <= set(extras)
 
 
 def table_rows(text: str) -> list[list[str]]:

@@ -20,7 +20,7 @@ from burnish.config.places import CHECKPOINTS
 from burnish.config.problems import Problem, refusal
 from burnish.config.schema import RunConfig
 from burnish.data.kinds import READERS, is_data
-from burnish.errors import MissingError, few
+from burnish.errors import MissingError, few, install
 from burnish.files.patience import Patience
 from burnish.files.remote import Remote
 from burnish.files.selection import select
@@ -86,21 +86,21 @@ def _model(config: RunConfig) -> Iterator[Problem]:
             "model.lora needs a package that is not installed",
             have="no package peft",
             want="peft, which has the adapter's modules",
-            do='pip install "burnish[lora]", or remove model.lora',
+            do=f"{install('lora')}, or remove model.lora",
         )
     if config.optim.kind == "adamw8bit" and not _importable("torchao"):
         yield Problem(
             "optim.kind adamw8bit needs a package that is not installed",
             have="no package torchao",
             want="torchao, which has the arithmetic",
-            do='pip install "burnish[adamw8bit]", or set optim.kind=adamw',
+            do=f"{install('adamw8bit')}, or set optim.kind=adamw",
         )
     if config.engine.kind == "megatron" and not _importable("megatron"):
         yield Problem(
             "engine.kind megatron needs a package that is not installed",
             have="no package megatron",
             want="megatron-core 0.16",
-            do='pip install "burnish[megatron]", or set engine.kind=torch',
+            do=f"{install('megatron')}, or set engine.kind=torch",
         )
     if model.tokenizer is not None:
         yield from _directory(model.tokenizer, "model.tokenizer", TOKENIZER_FILES)
@@ -199,6 +199,13 @@ def _rewards(config: RunConfig) -> Iterator[Problem]:
     for index, reward in enumerate(config.reward.functions):
         setting = f"reward.functions[{index}].function"
         module, colon, _ = reward.function.rpartition(":")
+        if reward.function == "math_verify" and not _importable("math_verify"):
+            yield Problem(
+                f"{setting} needs a package that is not installed",
+                have="no package math_verify",
+                want="math-verify, which compares expressions",
+                do=f"{install('math')}, or name another function",
+            )
         if colon and module.endswith(".py"):
             yield from _file(module, setting)
         elif colon and not _importable(module.partition(".")[0]):

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from burnish.config.schema import OptimConfig
 from burnish.engines.adamw import SLOTS
-from burnish.errors import UsageError
+from burnish.errors import UsageError, install
 from burnish.models.cuts import Cut
 from burnish.models.names import Region
 from burnish.parallel.boxes import Box
@@ -183,6 +183,6 @@ def _torchao() -> Any:
             "optim.kind adamw8bit needs a package that is not installed",
             have=error,
             want="torchao",
-            do='pip install "burnish[adamw8bit]", or set optim.kind=adamw',
+            do=f"{install('adamw8bit')}, or set optim.kind=adamw",
         ) from error
     return quant_utils

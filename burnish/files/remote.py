@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from burnish.errors import BurnishError, CorruptError, MissingError, UsageError
+from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, install
 from burnish.files.backend import Backend, Found, Verdict
 from burnish.files.patience import LeftBehind, Patience, Pulse, persist
 from burnish.files.storage import Bytes
@@ -277,7 +277,7 @@ def _open(url: Url) -> Backend:
         raise MissingError(
             f"{url.scheme}:// needs a package that is not installed",
             have=f"no module {error.name}",
-            do=f'pip install "burnish[{extra}]"',
+            do=install(extra),
         ) from error
     except (
         OSError,

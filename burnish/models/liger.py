@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from burnish.errors import UsageError
+from burnish.errors import UsageError, install
 from burnish.models.fused import (
     FusedAttention,
     FusedRMSNorm,
@@ -78,7 +78,7 @@ def liger_kernels(device: torch.device) -> Kernels | None:
             "liger-kernel is installed and does not load",
             have=error,
             want="a version that has what is used of it, and triton",
-            do='pip install "burnish[liger]", or pip uninstall liger-kernel to do without',
+            do=f"{install('liger')}, or pip uninstall liger-kernel to do without",
         ) from error
 
     def norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:

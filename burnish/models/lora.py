@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from burnish.config.schema import LoraConfig
-from burnish.errors import IncompatibleError, UsageError
+from burnish.errors import IncompatibleError, UsageError, install
 from burnish.models.cuts import Cut, cut_regions
 from burnish.models.lora_experts import AdaptedExperts, expert_parameters
 from burnish.models.lora_merge import by_expert, changes, gathered
@@ -225,7 +225,7 @@ def _peft() -> Any:
             "LoRA needs a package that is not installed",
             have=error,
             want="peft",
-            do='pip install "burnish[lora]"',
+            do=install("lora"),
         ) from error
     return peft
 

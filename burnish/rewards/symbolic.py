@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from burnish.errors import UsageError
+from burnish.errors import UsageError, install
 
 try:
     from math_verify import parse, verify
@@ -17,7 +17,7 @@ except ImportError as error:
         "The reward math_verify needs a package that is not installed.",
         have=f"{error}",
         want="math-verify",
-        do='pip install "burnish[math]"',
+        do=install("math"),
     ) from error
 
 

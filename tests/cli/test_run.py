@@ -11,6 +11,7 @@ import pytest
 import burnish.trainers
 from burnish.cli.main import main
 from burnish.config.load import dump_yaml, load_config
+from burnish.errors import install
 from burnish.files.remote import Remote
 from burnish.files.safetensors import build_header
 
@@ -89,7 +90,7 @@ def test_an_adapter_needs_its_package(
     assert "tiny, an adapter of rank 8 on all linear layers" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "peft", None)
     assert main(argv) == 5
-    assert 'pip install "burnish[lora]"' in capsys.readouterr().err
+    assert install("lora") in capsys.readouterr().err
 
 
 def test_a_dry_run_loads_no_torch(work: Path) -> None:

@@ -21,7 +21,7 @@ from burnish.engines.adamw import SLOTS
 from burnish.engines.adamw8bit import BLOCK, SCALES, AdamW8bit, scale_regions
 from burnish.engines.base import Part
 from burnish.engines.torch_engine import TorchEngine
-from burnish.errors import UsageError
+from burnish.errors import UsageError, install
 from burnish.models.cuts import Cut, cut_regions
 from burnish.models.names import Region
 from burnish.models.sources import SafetensorsSource
@@ -117,7 +117,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(UsageError, match="not installed") as caught:
         AdamW8bit({"w": torch.zeros(2, 2)}, OPTIM)
-    assert 'pip install "burnish[adamw8bit]"' in str(caught.value)
+    assert install("adamw8bit") in str(caught.value)
 
 
 def make_engine(layout: Layout, path: Path, **settings: Any) -> TorchEngine:

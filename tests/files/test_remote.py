@@ -15,7 +15,7 @@ from gcs_server import GcsServer
 from hdfs_server import HdfsServer
 from s3_server import S3Server
 
-from burnish.errors import BurnishError, MissingError, UsageError
+from burnish.errors import BurnishError, MissingError, UsageError, install
 from burnish.files.patience import Patience
 from burnish.files.remote import Remote
 
@@ -259,9 +259,9 @@ def test_a_disk_that_may_not_be_written_is_not_waited_for(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("url", "module", "command"),
     [
-        ("s3://bucket", "s3fs", 'pip install "burnish[s3]"'),
-        ("gs://bucket", "gcsfs", 'pip install "burnish[gcs]"'),
-        ("hdfs://host:1", "hdfs_native", 'pip install "burnish[hdfs]"'),
+        ("s3://bucket", "s3fs", install("s3")),
+        ("gs://bucket", "gcsfs", install("gcs")),
+        ("hdfs://host:1", "hdfs_native", install("hdfs")),
     ],
 )
 def test_a_missing_package_fails_with_the_command_that_installs_it(

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from burnish.errors import UsageError
+from burnish.errors import UsageError, install
 from burnish.models import liger
 from burnish.models.building import build_on_meta
 from burnish.models.fused import FusedAttention, fuse, rotate_both
@@ -200,4 +200,4 @@ def test_they_are_for_cuda_where_they_are_installed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", None)
     with pytest.raises(UsageError, match="does not load") as caught:
         liger_kernels(torch.device("cuda"))
-    assert 'pip install "burnish[liger]"' in str(caught.value)
+    assert install("liger") in str(caught.value)

@@ -16,7 +16,7 @@ from tokenizers_for_tests import char_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from burnish.config.schema import LoraConfig, ModelConfig
-from burnish.errors import IncompatibleError, UsageError
+from burnish.errors import IncompatibleError, UsageError, install
 from burnish.files.weights import model_digest
 from burnish.models.building import build_on_meta
 from burnish.models.lora import Adapter, FreshAdapter
@@ -125,7 +125,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UsageError, match="a package that is not installed") as caught:
         Adapter(build_on_meta(tiny_config("qwen3")), LORA)
-    assert caught.value.do == 'pip install "burnish[lora]"'
+    assert caught.value.do == install("lora")
 
 
 def test_experts_are_not_adapted_by_mistake() -> None:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from burnish.errors import UsageError
+from burnish.errors import UsageError, install
 from burnish.rewards.load import load_function
 
 needs_math = pytest.mark.skipif(
@@ -48,4 +48,4 @@ def test_without_the_package_the_error_says_how_to_get_it(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UsageError) as caught:
         load_function("math_verify")
-    assert caught.value.do == 'pip install "burnish[math]"'
+    assert caught.value.do == install("math")

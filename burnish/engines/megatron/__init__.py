@@ -5,7 +5,7 @@ Left out of this place: everything else (`burnish.engines.megatron.engine` is th
 
 import warnings
 
-from burnish.errors import UsageError
+from burnish.errors import UsageError, install
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -19,5 +19,5 @@ with warnings.catch_warnings():
             "engine.kind megatron needs a package that is not installed",
             have=f"no module {error.name}",
             want="megatron-core 0.16",
-            do="pip install 'burnish[megatron]', or set engine.kind=torch",
+            do=f"{install('megatron')}, or set engine.kind=torch",
         ) from error
