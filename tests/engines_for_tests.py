@@ -11,8 +11,8 @@ from contracts.engine import BETAS, CLIP
 from transformers import AutoConfig
 
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
-from burnish.engines.base import Part
-from burnish.engines.torch_engine import TorchEngine
+from burnish.engines import making
+from burnish.engines.base import Engine, Part
 from burnish.models.sources import SafetensorsSource
 from burnish.parallel.layout import Layout
 
@@ -28,13 +28,25 @@ def make_engine(
     lora: LoraConfig | None = None,
     device: torch.device = CPU,
     **settings: Any,
-) -> TorchEngine:
-    """Of the model in a directory, in fp32 unless the settings differ. With `lora` it trains a `RandomAdapter`."""
-    settings = {"precision": "fp32", "max_grad_norm": CLIP, "logprob_chunk": 5, **settings}
-    config = EngineConfig(**settings)
-    hf_config = AutoConfig.from_pretrained(path)
-    engine = TorchEngine(hf_config, config, optim, layout=layout, device=device, lora=lora)
+) -> Engine:
+    """Of the model in a directory, of either `kind`, in fp32 unless the settings differ. With `lora` it trains a `RandomAdapter`."""
+    config, hf_config = engine_config(**settings), AutoConfig.from_pretrained(path)
+    engine = making.make_engine(hf_config, config, optim, layout=layout, device=device, lora=lora)
     engine.load(SafetensorsSource(path), Part.FROZEN if lora else Part.WEIGHTS)
     if lora:
         engine.load(RandomAdapter(), Part.WEIGHTS)
     return engine
+
+
+def make_frozen(layout: Layout, path: Path, beside: Engine, **settings: Any) -> Engine:
+    """Of the same model and settings as the engine beside it, on the CPU."""
+    config, hf_config = engine_config(**settings), AutoConfig.from_pretrained(path)
+    frozen = making.make_frozen(hf_config, config, layout=layout, device=CPU, beside=beside)
+    frozen.load(SafetensorsSource(path), Part.WEIGHTS)
+    return frozen
+
+
+def engine_config(**settings: Any) -> EngineConfig:
+    """These settings over those of `contracts.engine`."""
+    common = {"precision": "fp32", "max_grad_norm": CLIP, "logprob_chunk": 5}
+    return EngineConfig(**{**common, **settings})

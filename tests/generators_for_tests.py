@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,12 +31,52 @@ def make_generator(
     precision: str = "fp32",
     lora: LoraConfig | None = None,
     device: torch.device = CPU,
+    *,
+    eos: Sequence[int] = (),
 ) -> BuiltinGenerator:
     """Without weights; `lora` is held beside the model where that says so."""
     beside = lora if lora is not None and lora.publish == "adapter" else None
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = HeldModel(config, device=device, dtype=dtype, lora=beside)
-    return BuiltinGenerator(model, layout=layout, slots=4, eos_token_ids=())
+    return BuiltinGenerator(model, layout=layout, slots=4, eos_token_ids=eos)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A completion, and what an engine says of it."""
+
+    completion: Completion
+    logprobs: np.ndarray
+    """Of the tokens that were drawn."""
+    experts: np.ndarray
+    """[T - 1, L, k] where they were asked for: where tokens went, but for the last, which the generator never reads."""
+
+
+def scored(
+    engine: Engine,
+    generator: BuiltinGenerator,
+    config: PretrainedConfig,
+    sampling: Sampling = DRAWN,
+    **how: bool,
+) -> list[Scored]:
+    """What the generator draws, of which the engine has this rank's sequences."""
+    requests = make_requests()
+    groups = generator.generate(requests, sampling)
+    pairs = [(r, c) for r, group in zip(requests, groups, strict=True) for c in group]
+    examples = [_example(*pair) for pair in pairs]
+    batch = make_batch(examples, engine.layout, 128, count_flops(config))
+    outputs = engine.forward(batch, **how)
+    logprobs = batch.by_example([output.logprobs.cpu().numpy() for output in outputs])
+    experts = batch.by_example([output.experts.cpu().numpy() for output in outputs])
+    return [
+        Scored(c := pairs[number][1], said[-len(c.token_ids) :], experts[number][:-1])
+        for number, said in logprobs.items()
+    ]
+
+
+def _example(request: Request, completion: Completion) -> Example:
+    ids = np.concatenate([request.token_ids, completion.token_ids])
+    return Example(ids, np.arange(len(ids)) >= len(request.token_ids))
 
 
 def differences(
@@ -46,24 +87,11 @@ def differences(
     **how: bool,
 ) -> np.ndarray:
     """The engine's log-probs minus the generator's, of all tokens that it drew in this rank's sequences."""
-    requests = make_requests()
-    groups = generator.generate(requests, sampling)
-    pairs = [(r, c) for r, group in zip(requests, groups, strict=True) for c in group]
-    batch = make_batch(_examples(pairs), engine.layout, 128, count_flops(config))
-    found = []
-    outputs = engine.forward(batch, **how)
-    for micro, numbers, output in zip(batch.microbatches, batch.examples, outputs, strict=True):
-        lengths = micro.cu_seqlens.diff().tolist()
-        for number, logprobs in zip(numbers, output.logprobs.cpu().split(lengths), strict=True):
-            if number >= 0:
-                drawn = pairs[number][1].logprobs
-                found.append(logprobs[-len(drawn) :].numpy() - drawn)
-    return np.concatenate(found)
+    found = scored(engine, generator, config, sampling, **how)
+    return np.concatenate([each.logprobs - each.completion.logprobs for each in found])
 
 
-def _examples(pairs: Sequence[tuple[Request, Completion]]) -> list[Example]:
-    tokens = [np.concatenate([r.token_ids, c.token_ids]) for r, c in pairs]
-    return [
-        Example(ids, np.arange(len(ids)) >= len(request.token_ids))
-        for ids, (request, _) in zip(tokens, pairs, strict=True)
-    ]
+def require_close(found: np.ndarray, precision: str) -> None:
+    """Differences of log-probs that rounding explains."""
+    assert np.abs(found).max() < (1e-5 if precision == "fp32" else 0.3)
+    assert np.abs(found).mean() < (1e-6 if precision == "fp32" else 0.03)

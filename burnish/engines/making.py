@@ -13,6 +13,7 @@ from burnish.engines import fitting
 from burnish.engines.base import Engine
 from burnish.engines.frozen import FrozenEngine
 from burnish.engines.torch_engine import TorchEngine
+from burnish.errors import UsageError
 from burnish.models.routing import has_routers
 from burnish.parallel.layout import Layout
 
@@ -47,15 +48,30 @@ def make_engine(
 ) -> Engine:
     """An engine, its weights not loaded yet; without `optim` it cannot be trained. Collective.
 
-    `beside` is another engine of the same settings, whose process groups it then shares.
+    `beside` is another engine of the same settings, whose process groups it then shares. Raises `UsageError` for
+    what Megatron does not train: adapters, and by optimizers other than AdamW.
     """
     if config.kind == "megatron":
         from burnish.engines.megatron.engine import MegatronEngine
 
+        _require_of_megatron(optim, lora)
         groups = beside.mesh if isinstance(beside, MegatronEngine) else None
         return MegatronEngine(hf_config, config, optim, layout=layout, device=device, mesh=groups)
     mesh = beside.mesh if isinstance(beside, TorchEngine) else None
     return TorchEngine(hf_config, config, optim, layout=layout, device=device, lora=lora, mesh=mesh)
+
+
+def _require_of_megatron(optim: OptimConfig | None, lora: LoraConfig | None) -> None:
+    """Megatron would train the whole model where an adapter is asked for, and by AdamW whatever `optim.kind` says."""
+    given = {"model.lora": lora, "optim.kind": optim and optim.kind}
+    for setting, value in given.items():
+        if value not in (None, "adamw"):
+            raise UsageError(
+                f"the megatron engine does not have {setting}",
+                have=f"{setting}: {value}, engine.kind: megatron",
+                want="engine.kind torch, or a run without it",
+                do=f"set engine.kind=torch, or change {setting}",
+            )
 
 
 def make_frozen(

@@ -177,13 +177,24 @@ def score_by_hand(model: PreTrainedModel, example: Example) -> tuple[Tensor, Ten
 def whole(
     pieces: Sequence[Sequence[tuple[str, Any, Tensor]]], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Put every rank's (name, box, tensor) together; NaN stays where nobody held anything."""
+    """Put every rank's (name, box, tensor) together; NaN stays where nobody held anything. Who holds the same has the same bits."""
     built: dict[str, Tensor] = {}
-    for held in pieces:
+    for rank, held in enumerate(pieces):
         for name, box, tensor in held:
-            whole_tensor = built.setdefault(name, torch.full(shapes[name], torch.nan))
-            whole_tensor[box.slices] = tensor.float().cpu()
+            there = built.setdefault(name, torch.full(shapes[name], torch.nan))[box.slices]
+            own = tensor.float().cpu()
+            is_same = torch.equal(there.where(~there.isnan(), own), own)
+            assert is_same, f"rank {rank} has another {name} than those before it, or one with NaN"
+            there.copy_(own)
     return built
+
+
+def require_learnt(rough: Sequence[float], exact: Sequence[float]) -> None:
+    """Losses in bf16 fall as those in fp32 do, by as much, and are not the same: weights that were one step behind would show."""
+    assert rough == pytest.approx(exact, rel=2e-2)
+    assert rough != pytest.approx(exact, rel=1e-6), "this was not computed in bf16"
+    assert exact[0] - exact[-1] > 0.1 * exact[0]
+    assert rough[0] - rough[-1] == pytest.approx(exact[0] - exact[-1], rel=2e-2)
 
 
 def require_alike(

@@ -6,14 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from adapters_for_tests import EXPERTS, LORA
 from contracts.engine import LR, cut, loss, make_examples
 from distributed import run_ranks
 from engines_for_tests import CPU, make_engine
-from generators_for_tests import DRAWN, GREEDY, differences, make_generator
+from generators_for_tests import DRAWN, GREEDY, differences, make_generator, require_close
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 from traffic import EXCHANGE, Traffic
@@ -60,11 +59,6 @@ def test_its_logprobs_are_those_of_the_engine(
             require_close(differences(engine, generator, config, sampling), precision)
         with pytest.raises(AssertionError):
             require_close(differences(engine, generator, config, adapter=False), precision)
-
-
-def require_close(found: np.ndarray, precision: str) -> None:
-    assert np.abs(found).max() < (1e-5 if precision == "fp32" else 0.3)
-    assert np.abs(found).mean() < (1e-6 if precision == "fp32" else 0.03)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

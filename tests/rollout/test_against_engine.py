@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from engines_for_tests import CPU, make_engine
-from generators_for_tests import differences, make_generator
+from generators_for_tests import differences, make_generator, require_close
 from tiny import FAMILIES, VOCAB, save_tiny, tiny_config
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -23,9 +22,7 @@ def test_raw_logprobs_are_those_of_the_engine(tmp_path: Path, family: str, preci
         engine = make_engine(layout, path, None, precision=precision)
         generator = make_generator(config, engine.layout, precision)
         generator.load_weights(engine.published(), version=0)
-        found = np.abs(differences(engine, generator, config))
-        assert found.max() < (1e-5 if precision == "fp32" else 0.3)
-        assert found.mean() < (1e-6 if precision == "fp32" else 0.03)
+        require_close(differences(engine, generator, config), precision)
 
 
 def test_a_family_that_calls_its_parts_by_other_names(tmp_path: Path) -> None:
@@ -36,4 +33,4 @@ def test_a_family_that_calls_its_parts_by_other_names(tmp_path: Path) -> None:
         engine = make_engine(layout, tmp_path / "m", None, precision="fp32")
         generator = make_generator(config, engine.layout)
         generator.load_weights(engine.published(), version=0)
-        assert np.abs(differences(engine, generator, config)).max() < 1e-5
+        require_close(differences(engine, generator, config), "fp32")

@@ -8,38 +8,20 @@ import numpy as np
 import pytest
 import torch
 from contracts.generator import make_requests
-from engines_for_tests import make_engine
-from tiny import MIXTURES, save_tiny, tiny_config
+from engines_for_tests import CPU, make_engine
+from generators_for_tests import make_generator, scored
+from tiny import MIXTURES, save_tiny, tiny_config, tiny_model
 
-from burnish.data.batching import make_batch
 from burnish.errors import IncompatibleError
-from burnish.models.counting import count_flops
+from burnish.models.names import model_shards
 from burnish.parallel.layout import Layout
 from burnish.parallel.processes import process_group
-from burnish.records import Completion, Example, Request
+from burnish.parallel.shards import Publication
 from burnish.rollout import decoding
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin import BuiltinGenerator
-from burnish.rollout.held import HeldModel
 
-CPU = torch.device("cpu")
-
-
-def generator_of(path: Path, family: str, layout: Layout) -> BuiltinGenerator:
-    generator = BuiltinGenerator(
-        HeldModel(tiny_config(family), device=CPU, dtype=torch.float32),
-        layout=layout,
-        slots=4,
-        eos_token_ids=(7, 8, 9, 10),
-    )
-    engine = make_engine(layout, path, None)
-    generator.load_weights(engine.published(), version=0)
-    return generator
-
-
-def example_of(request: Request, completion: Completion) -> Example:
-    tokens = np.concatenate([request.token_ids, completion.token_ids])
-    return Example(tokens, np.arange(len(tokens)) >= len(request.token_ids))
+ROUTED = Sampling(12, experts=True)
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -49,37 +31,32 @@ def test_the_engine_finds_the_same(
     """Also where what was drawn is read a step later, and completions end at different steps."""
     monkeypatch.setattr(decoding, "steps_behind", lambda _: 1)
     monkeypatch.setattr(decoding, "_PREFILL_TOKENS", 24)
-    path = save_tiny(tmp_path / "m", family, torch.float32)
+    path, config = save_tiny(tmp_path / "m", family, torch.float32), tiny_config(family)
     with process_group(CPU, 60) as layout:
-        generator = generator_of(path, family, layout)
-        requests = make_requests()
-        groups = generator.generate(requests, Sampling(12, experts=True))
-        pairs = [(r, c) for r, group in zip(requests, groups, strict=True) for c in group]
-        assert len({len(completion.token_ids) for _, completion in pairs}) > 2
         engine = make_engine(layout, path, None)
-        examples = [example_of(*pair) for pair in pairs]
-        batch = make_batch(examples, layout, 128, count_flops(tiny_config(family)))
-        outputs = engine.forward(batch, experts=True)
-    for micro, numbers, output in zip(batch.microbatches, batch.examples, outputs, strict=True):
-        parts = output.experts.split(micro.cu_seqlens.diff().tolist())
-        for number, part in zip(numbers, parts, strict=True):
-            found = pairs[number][1].experts
-            assert found is not None
-            assert found.dtype == np.uint8
-            np.testing.assert_array_equal(found, part[:-1].numpy())
+        generator = make_generator(config, layout, eos=(7, 8, 9, 10))
+        generator.load_weights(engine.published(), version=0)
+        found = scored(engine, generator, config, ROUTED, experts=True)
+    assert len({len(each.completion.token_ids) for each in found}) > 2
+    for each in found:
+        noted = each.completion.experts
+        assert noted is not None
+        assert noted.dtype == np.uint8
+        np.testing.assert_array_equal(noted, each.experts)
 
 
-def test_nothing_is_noted_unless_asked_for(tmp_path: Path) -> None:
-    path = save_tiny(tmp_path / "m", "mixtral", torch.float32)
-    with process_group(CPU, 60) as layout:
-        generator = generator_of(path, "mixtral", layout)
-        ((completion,),) = generator.generate(make_requests((5,), 1), Sampling(3))
+def test_nothing_is_noted_unless_asked_for() -> None:
+    ((completion,),) = loaded("mixtral").generate(make_requests((5,), 1), Sampling(3))
     assert completion.experts is None
 
 
-def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
-    path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
-    with process_group(CPU, 60) as layout:
-        generator = generator_of(path, "qwen3", layout)
-        with pytest.raises(IncompatibleError, match="no known routers"):
-            generator.generate(make_requests((5,), 1), Sampling(3, experts=True))
+def test_a_model_without_experts_is_refused() -> None:
+    with pytest.raises(IncompatibleError, match="no known routers"):
+        loaded("qwen3").generate(make_requests((5,), 1), ROUTED)
+
+
+def loaded(family: str) -> BuiltinGenerator:
+    """A generator with the tiny model of a family."""
+    generator, model = make_generator(tiny_config(family), Layout()), tiny_model(family)
+    generator.load_weights(Publication(model_shards(model)), version=0)
+    return generator

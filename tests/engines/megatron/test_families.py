@@ -10,17 +10,15 @@ import pytest
 import torch
 from contracts.engine import assert_relative, cut, make_examples, score_by_hand
 from distributed import run_ranks
+from engines_for_tests import make_engine
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from burnish.config.schema import EngineConfig
-from burnish.engines.base import Part
 from burnish.engines.megatron.building import pipeline_layout
-from burnish.engines.megatron.engine import MegatronEngine
 from burnish.engines.megatron.fitting import require_fitting
 from burnish.errors import UsageError
-from burnish.models.sources import SafetensorsSource
 from burnish.models.value_head import value_config
 from burnish.parallel.layout import Layout
 
@@ -56,30 +54,40 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def said_rank(layout: Layout, paths: Sequence[Path], temperature: float) -> list[list[Tensor]]:
+TEMPERATURES = (1.0, 0.7)
+
+
+def said_rank(layout: Layout, paths: Sequence[Path]) -> list[list[Tensor]]:
+    """By model and temperature the log-probs of all examples."""
     found = []
     for path in paths:
-        config = EngineConfig(kind="megatron", precision="fp32")
-        hf_config = AutoConfig.from_pretrained(path)
-        engine = MegatronEngine(hf_config, config, None, layout=layout, device=torch.device("cpu"))
-        engine.load(SafetensorsSource(path), Part.WEIGHTS)
-        batch = cut(make_examples(VOCAB), engine.layout, 6, temperature)
-        found.append([output.logprobs for output in engine.forward(batch)])
+        engine = make_engine(layout, path, None, kind="megatron")
+        batches = [cut(make_examples(VOCAB), engine.layout, 6, each) for each in TEMPERATURES]
+        found.append([engine.forward(batch)[0].logprobs for batch in batches])
         engine.close()
     return found
 
 
-def test_every_family_says_what_transformers_says(tmp_path: Path) -> None:
+def test_every_family_says_what_transformers_says_at_any_temperature(tmp_path: Path) -> None:
     paths = [
         save_tiny(tmp_path / name, family, torch.float32, **changes)
         for name, (family, changes) in MODELS.items()
     ]
-    found = run_ranks(said_rank, 1, paths, 1.0)[0]
-    for name, path, (logprobs,) in zip(MODELS, paths, found, strict=True):
+    found = run_ranks(said_rank, 1, paths)[0]
+    for name, path, said in zip(MODELS, paths, found, strict=True):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        with torch.no_grad():
-            wanted = [score_by_hand(model, example)[0] for example in make_examples(VOCAB)]
-        assert_relative(logprobs, torch.cat(wanted), 1e-5, name)
+        for temperature, logprobs in zip(TEMPERATURES, said, strict=True):
+            wanted = scored(model, temperature)
+            assert_relative(logprobs, wanted, 1e-5, f"{name} at {temperature}")
+
+
+@torch.no_grad()
+def scored(model: PreTrainedModel, temperature: float) -> Tensor:
+    """The log-probs of all examples, of logits that are divided."""
+    divided = model.lm_head.register_forward_hook(lambda *called: called[-1] / temperature)
+    found = [score_by_hand(model, example)[0] for example in make_examples(VOCAB)]
+    divided.remove()
+    return torch.cat(found)
 
 
 @pytest.mark.parametrize(

@@ -12,28 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.engine import (
-    BETAS,
-    CLIP,
-    make_examples,
-    require_alike,
-    train,
-    train_by_hand,
-)
+from contracts.engine import make_examples, require_alike, train, train_by_hand
 from distributed import run_ranks
+from engines_for_tests import make_engine
 from tiny import VOCAB, save_tiny
 from torch import Tensor
 from transformer_engine_names import use_stand_ins
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from burnish.config.schema import EngineConfig, OptimConfig
-from burnish.engines.base import Part
-from burnish.engines.megatron.engine import MegatronEngine
 from burnish.models.names import model_shards
-from burnish.models.sources import SafetensorsSource
 from burnish.parallel.layout import Layout
 
-OPTIM = OptimConfig(betas=BETAS, weight_decay=0.1)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
     "dp 2": (2, {}),
@@ -112,12 +101,7 @@ def train_rank(
     use_stand_ins()
     found = []
     for path, settings in cases:
-        config = EngineConfig(
-            kind="megatron", precision="fp32", max_grad_norm=CLIP, logprob_chunk=5, **settings
-        )
-        hf_config = AutoConfig.from_pretrained(path)
-        engine = MegatronEngine(hf_config, config, OPTIM, layout=layout, device=torch.device("cpu"))
-        engine.load(SafetensorsSource(path), Part.WEIGHTS)
+        engine = make_engine(layout, path, kind="megatron", **settings)
         found.append(train(engine, make_examples(VOCAB), PER_MICRO[layout.world]))
         engine.close()
     return found

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.engine import BETAS, CLIP, LR, cut, loss, make_examples
+from contracts.engine import LR, cut, loss, make_examples
 from distributed import run_ranks
+from engines_for_tests import CPU, OPTIM, make_engine
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
-from transformers import AutoConfig
 
 from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.engines import resting
@@ -21,12 +21,9 @@ from burnish.engines.base import Part
 from burnish.engines.megatron.engine import MegatronEngine
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.errors import BurnishError
-from burnish.models.sources import SafetensorsSource
 from burnish.parallel.arena import Arena
 from burnish.parallel.layout import Layout
 
-CPU = torch.device("cpu")
-OPTIM = OptimConfig(betas=BETAS, weight_decay=0.1)
 NARROW = OPTIM.model_copy(update={"moments": "bf16"})
 CASES: list[tuple[str, dict[str, Any], OptimConfig]] = [
     ("dense", {"precision": "bf16"}, NARROW),
@@ -40,11 +37,7 @@ def steps_of(
     layout: Layout, path: Path, settings: dict[str, Any], optim: OptimConfig
 ) -> tuple[list[tuple[str, Tensor]], int]:
     """What three steps, between which the engine is parked, leave of weights and moments; the bytes in the arena."""
-    given = {"precision": "fp32", **settings}
-    config = EngineConfig(kind="megatron", max_grad_norm=CLIP, **given)
-    hf_config = AutoConfig.from_pretrained(path)
-    engine = MegatronEngine(hf_config, config, optim, layout=layout, device=CPU)
-    engine.load(SafetensorsSource(path), Part.WEIGHTS)
+    engine = make_engine(layout, path, optim, kind="megatron", **settings)
     batch = cut(make_examples(VOCAB), engine.layout, 3)
     for _ in range(3):
         engine.forward_backward(batch, loss)

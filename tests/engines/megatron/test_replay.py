@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contracts.engine import BETAS, CLIP, assert_relative, cut, loss
+from contracts.engine import assert_relative, cut, loss
 from distributed import run_ranks
+from engines_for_tests import OPTIM, make_engine
 from routers_for_tests import (
     WEIGHT,
     by_hand,
@@ -24,20 +25,17 @@ from routers_for_tests import (
     with_experts,
 )
 from tiny import save_tiny, tiny_config
-from transformers import AutoConfig
 
-from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.config.schema import EngineConfig
 from burnish.engines import making
-from burnish.engines.base import Engine, Part
+from burnish.engines.base import Engine
 from burnish.engines.megatron.replay import RouterReplay
 from burnish.errors import BurnishError, IncompatibleError, UsageError
-from burnish.models.sources import SafetensorsSource
 from burnish.parallel.collectives import gather_objects
 from burnish.parallel.layout import Layout
 from burnish.records import Batch
 from burnish.trainers.check import step_of_engine
 
-OPTIM = OptimConfig(betas=BETAS, weight_decay=0.1)
 DEGREES: dict[int, list[dict[str, int]]] = {
     1: [{}],
     2: [
@@ -76,22 +74,12 @@ CROSSED: list[dict[str, Any]] = [
 """Of both engines; what the first two record all replay."""
 
 
-def make_engine(layout: Layout, path: Path, settings: Mapping[str, Any]) -> Engine:
-    """Of either engine, as the settings say."""
-    settings = {"precision": "fp32", "max_grad_norm": CLIP, "logprob_chunk": 5, **settings}
-    config = EngineConfig(**settings)
-    hf_config = AutoConfig.from_pretrained(path)
-    engine = making.make_engine(hf_config, config, OPTIM, layout=layout, device=torch.device("cpu"))
-    engine.load(SafetensorsSource(path), Part.WEIGHTS)
-    return engine
-
-
 def routed_rank(
     layout: Layout, path: Path, layouts: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     found = []
     for settings in ({"kind": "megatron", **each} for each in layouts):
-        engine = make_engine(layout, path, settings)
+        engine = make_engine(layout, path, **settings)
         batch = cut(examples(), engine.layout, 2)
         told = with_experts(batch, experts_of_others())
         own = recorded(engine, batch)
@@ -103,7 +91,7 @@ def routed_rank(
             }
         )
         engine.close()
-        evened = make_engine(layout, path, {**settings, "router_aux_loss": WEIGHT})
+        evened = make_engine(layout, path, router_aux_loss=WEIGHT, **settings)
         found[-1]["evened"] = step_of_engine(evened, batch, loss, OPTIM)
         evened.close()
     assert not RouterReplay.global_router_replay_instances
@@ -227,11 +215,11 @@ def crossed_rank(
     """By layout: the experts that the other model chooses, and what the model says alone and with those of the first two layouts."""
     found: list[dict[str, Any]] = []
     for settings in layouts:
-        engine = make_engine(layout, other, settings)
+        engine = make_engine(layout, other, **settings)
         found.append({"chosen": recorded(engine, cut(examples(), engine.layout, 2))})
         engine.close()
     for outcome, settings in zip(found, layouts, strict=True):
-        engine = make_engine(layout, path, settings)
+        engine = make_engine(layout, path, **settings)
         batch = cut(examples(), engine.layout, 2)
         outcome["alone"] = said(engine, batch)
         records = [[each["chosen"][number] for number in range(5)] for each in found[:2]]
@@ -269,7 +257,7 @@ def test_what_does_not_fit_is_refused(path: Path, kind: str) -> None:
 
 
 def refusing_rank(layout: Layout, path: Path, kind: str) -> None:
-    engine = make_engine(layout, path, {"kind": kind})
+    engine = make_engine(layout, path, kind=kind)
     batch, whole = cut(examples(), layout, 5), experts_of_others()
     for have, experts in {
         "34 × 1 × 2 numbers": [each[:, :1] for each in whole],

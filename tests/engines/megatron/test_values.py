@@ -8,28 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.engine import BETAS, CLIP, assert_relative, cut, make_examples
+from contracts.engine import CLIP, assert_relative, cut, make_examples
 from distributed import run_ranks
+from engines_for_tests import OPTIM, make_engine, make_frozen
 from tiny import VOCAB, tiny_config
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from burnish.config.schema import EngineConfig, ModelConfig, OptimConfig
-from burnish.engines.base import Part
-from burnish.engines.making import make_frozen
-from burnish.engines.megatron.engine import MegatronEngine
 from burnish.engines.megatron.families import FAMILIES
-from burnish.models.loading import read_model_config
 from burnish.models.names import model_shards
-from burnish.models.sources import SafetensorsSource
 from burnish.models.value_head import value_class, value_config
 from burnish.parallel.layout import Layout
 from burnish.records import Example, MicroBatch, TokenOutputs
 from burnish.tracking.metrics import Stats
 from burnish.trainers.check import step_of_engine
 
-CPU = torch.device("cpu")
-OPTIM = OptimConfig(betas=BETAS, weight_decay=0.1)
 LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel": 2},
     {"tensor_parallel": 2, "megatron_sequence_parallel": False},
@@ -103,19 +96,20 @@ def _values(model: PreTrainedModel, example: Example) -> Tensor:
 def valued_rank(
     layout: Layout, cases: Sequence[tuple[Path, Mapping[str, Any]]]
 ) -> list[tuple[Any, bool]]:
-    """Of each case a step, and whether a frozen model beside it says the same before."""
+    """Of each case a step, and whether a frozen model beside it says the same before, and after it what it said."""
     found = []
     for path, settings in cases:
-        config = EngineConfig(kind="megatron", precision="fp32", max_grad_norm=CLIP, **settings)
-        hf_config = read_model_config(ModelConfig(path=str(path)))
-        engine = MegatronEngine(hf_config, config, OPTIM, layout=layout, device=CPU)
-        engine.load(SafetensorsSource(path), Part.WEIGHTS)
-        frozen = make_frozen(hf_config, config, layout=layout, device=CPU, beside=engine)
-        frozen.load(SafetensorsSource(path), Part.WEIGHTS)
+        engine = make_engine(layout, path, kind="megatron", **settings)
+        frozen = make_frozen(layout, path, engine, kind="megatron", **settings)
         batch = cut(make_examples(VOCAB), engine.layout, 2)
-        both = zip(engine.forward(batch), frozen.forward(batch), strict=True)
-        same = all(torch.equal(mine.values, theirs.values) for mine, theirs in both)
-        found.append((step_of_engine(engine, batch, loss, OPTIM), same))
+        before = engine.forward(batch), frozen.forward(batch)
+        step = step_of_engine(engine, batch, loss, OPTIM)
+        three = zip(*before, frozen.forward(batch), strict=True)
+        same = all(
+            torch.equal(mine.values, theirs.values) and torch.equal(theirs.values, after.values)
+            for mine, theirs, after in three
+        )
+        found.append((step, same))
         frozen.close()
         engine.close()
     return found if layout.is_main else []
