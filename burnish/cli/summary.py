@@ -72,7 +72,7 @@ def _rl_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield (
         "step",
         f"{count_text(batch.prompts, 'prompt')} × {count_text(rollout.n, 'completion')} = "
-        f"{batch.prompts * rollout.n} sequences, {count_text(batch.minibatches, 'optimizer step')}",
+        f"{batch.prompts * rollout.n} sequences, {count_text(batch.minibatches * batch.epochs, 'optimizer step')}",
     )
     prompt = config.data.max_prompt_length
     yield (

@@ -193,7 +193,9 @@ class BatchConfig(Section):
     examples: int = Field(16, ge=1)
     """SFT: examples per step, over all ranks."""
     minibatches: int = Field(1, ge=1)
-    """RL: optimizer steps per step; the prompts are divided among them."""
+    """RL: parts that a step's prompts are divided into, with one optimizer step each."""
+    epochs: int = Field(1, ge=1)
+    """RL: passes of these optimizer steps over the completions of a step, each further one in another order. With each the policy is further from the one that the completions are from."""
     tokens_per_device: int = Field(8192, ge=2)
     """Most tokens in one micro-batch, times `engine.sequence_parallel`. Never exceeded; a longer sequence is an error."""
 
@@ -322,6 +324,8 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus."""
     old_logprobs: Literal["rollout", "recompute"] = "recompute"
     """Where the ratio's denominator comes from: a forward pass of the engine, or the generator's raw log-probs."""
+    mismatch_cap: float | None = Field(None, ge=1)
+    """Truncated importance sampling (Yao et al. 2025): the policy loss of each token times the engine's probability of it before the update over the one that the generator drew it with, at most this; not at all when not given."""
     router_replay: Literal["none", "recompute", "rollout"] = "none"
     """Mixtures of experts: where the experts come from that tokens go to in the update. none: the routers as they are then. recompute (R2, arXiv 2507.18071): the routers before the step's updates. rollout (R3, arXiv 2510.11370): the generator's."""
     kl: KLConfig = Field(default_factory=KLConfig)

@@ -37,7 +37,7 @@ class Operations:
         if self._work.scores:
             found["log-probs"] = self.scorings * forward
         critic = self.passes(engine, critic=True) if self._work.critic else 0.0
-        found["update"] = (self.passes(engine) + critic) * forward
+        found["update"] = self._work.epochs * (self.passes(engine) + critic) * forward
         return found
 
     @property

@@ -65,6 +65,7 @@ class Clock:
         found["update"] = update(layout, engine, microbatches)
         if self.work.critic:
             found["update"] += update(layout, engine, microbatches, critic=True)
+        found["update"] *= self.work.epochs
         if self.work.slots:
             cut = layout.shards if engine.kind == "torch" else layout.tensor * layout.pipeline
             published = self.beside or self.shape.elements

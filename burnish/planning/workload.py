@@ -25,7 +25,7 @@ class Workload:
     trained: int
     """Tokens of each that are trained on."""
     updates: int
-    """Optimizer steps that they are divided among."""
+    """Optimizer steps that they are divided among in one epoch."""
     reference: bool
     """Whether a frozen reference scores them as well."""
     scorings: int
@@ -40,6 +40,8 @@ class Workload:
     """Sequences of each prompt, which the generator reads once for all of them."""
     replayed: bool = False
     """Whether the policy's updates are told which experts tokens go to."""
+    epochs: int = 1
+    """Times that all of them are learned from."""
 
     @classmethod
     def of(cls, config: RunConfig, command: Command) -> Workload:
@@ -48,10 +50,11 @@ class Workload:
             longest = config.data.max_length or config.batch.tokens_per_device
             return cls(config.batch.examples, 0, longest, 1, False, 0, False, 0, False, 1)
         algorithm, rollout = config.algorithm, config.rollout
-        updates = config.batch.minibatches
+        updates, epochs = config.batch.minibatches, config.batch.epochs
         replay = algorithm.router_replay
         before = algorithm.old_logprobs == "recompute" or replay == "recompute"
-        recomputed = updates > 1 and before
+        several = updates * epochs > 1
+        recomputed = several and before
         compared = 0 if algorithm.kl.coef == 0 else 2 if algorithm.kl.place == "reward" else 1
         return cls(
             sequences=config.batch.prompts * rollout.n,
@@ -64,7 +67,8 @@ class Workload:
             slots=rollout.slots,
             nucleus=rollout.top_p < 1,
             samples=rollout.n,
-            replayed=replay == "rollout" or (replay == "recompute" and updates > 1),
+            replayed=replay == "rollout" or (replay == "recompute" and several),
+            epochs=epochs,
         )
 
     @property

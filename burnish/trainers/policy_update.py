@@ -17,11 +17,13 @@ from burnish.algorithms.gae import gae, value_stats
 from burnish.algorithms.kl import kl_penalty
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
+from burnish.data.loader import order
 from burnish.engines.base import Engine
 from burnish.errors import BurnishError
 from burnish.models.flops import ModelFlops
 from burnish.parallel.collectives import gather_objects
 from burnish.records import Batch, Example, Experts, Floats, Rollout, TokenOutputs
+from burnish.records.seeds import derive_seed
 from burnish.tracking.metrics import Stats
 from burnish.trainers.critic import CRITIC, Critic
 
@@ -122,7 +124,7 @@ def minibatches(groups: Groups, credit: Credit, policy: Policy, config: RunConfi
 def with_logprobs(batches: Sequence[Batch], policy: Policy, config: RunConfig) -> list[Batch]:
     """The batches with what the policy's updates are measured against. Collective.
 
-    Where several updates follow each other, the policy's log-probs are computed here, before any of
+    Where several updates follow each other, in mini-batches or `batch.epochs`, the policy's log-probs are computed here, before any of
     them, and so are the experts that tokens go to where routers are replayed
     (`algorithm.router_replay`: recompute). A single update is measured against itself. With KL in the loss
     the reference's log-probs come from here too. A critic needs none of this.
@@ -130,13 +132,22 @@ def with_logprobs(batches: Sequence[Batch], policy: Policy, config: RunConfig) -
     algorithm, batches = config.algorithm, list(batches)
     kept = algorithm.old_logprobs == "rollout"
     replayed = algorithm.router_replay == "recompute"
-    if len(batches) > 1 and (replayed or not kept):
+    if len(batches) * config.batch.epochs > 1 and (replayed or not kept):
         batches = [_as_before(batch, policy, replayed, kept) for batch in batches]
     if policy.reference is not None and algorithm.kl.place == "loss":
         batches = [
             batch.with_ref_logprobs(policy.reference(batch.without_experts())) for batch in batches
         ]
     return batches
+
+
+def in_epochs(batches: Sequence[Batch], config: RunConfig, step: int) -> list[Batch]:
+    """The mini-batches in the order of a step's updates: as they are in the first of `batch.epochs`, in an order drawn from (seed, step, epoch) in each further one."""
+    ordered = list(batches)
+    for epoch in range(1, config.batch.epochs):
+        seed = derive_seed(config.seed, "mini-batches", step)
+        ordered += [batches[i] for i in order(seed, epoch, len(batches))]
+    return ordered
 
 
 def policy_stats(learned: Stats) -> Stats:

@@ -35,6 +35,7 @@ from burnish.trainers.parking import Parking
 from burnish.trainers.policy_update import (
     Policy,
     assign_credit,
+    in_epochs,
     minibatches,
     policy_stats,
     with_logprobs,
@@ -96,9 +97,9 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
                 if learning:
                     batches = with_logprobs(batches, policy, config)
             run.check_stop()
-            stats = credit.stats
-            with run.spans("update"), run.progress.phase("update", len(batches)) as bar:
-                for batch in batches:
+            stats, updates = credit.stats, in_epochs(batches, config, step)
+            with run.spans("update"), run.progress.phase("update", len(updates)) as bar:
+                for batch in updates:
                     if critic is not None:
                         stats = stats.merge(critic.update(batch, step))
                     if learning:

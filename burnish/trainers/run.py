@@ -87,7 +87,7 @@ class Work:
     """What a step's updates ran, for its throughput."""
 
     tokens: int
-    """Tokens over all ranks."""
+    """Tokens over all ranks, however often they were learned from."""
     imbalance: float
     """The mean of the batches' (see `Batch.imbalance`)."""
 

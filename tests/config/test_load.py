@@ -98,7 +98,7 @@ def test_null_on_the_command_line(tmp_path: Path, written: str) -> None:
         ("packing: true\n", [], ["nothing in its place: sequences are always packed", "do:   leave it out"]),
         ("", ["rolout.n=3"], ["no setting rolout.n (command line)", "did you mean rollout.n?"]),
         ("", ["rollout={m: 3}"], ["no setting rollout.m (command line)"]),
-        ("", ["batch.qqq=3"], ["want: one of prompts, examples, minibatches, tokens_per_device"]),
+        ("", ["batch.qqq=3"], ["want: one of prompts, examples, minibatches, epochs, tokens_per_device"]),
         ("", ["reward.functions[0].weight=3"], ["no setting reward.functions[0].weight"]),
         (
             "reward:\n  functions:\n  - function: f\n    wieght: 2\n",

@@ -275,6 +275,19 @@ def test_replayed_routers_are_recorded_by_a_pass_before_several_updates():
     assert [(work.scorings, work.replayed) for work in found] == [(1, True), (0, False)]
 
 
+@pytest.mark.parametrize("kind", ["torch", "megatron"])
+def test_epochs_take_as_many_updates_and_no_more_memory(kind):
+    values = RL | {"engine": {"kind": kind}, "batch": RL["batch"] | {"minibatches": 1}}
+    values |= {"algorithm": {"advantage": "gae"}}
+    epochs = values | {"batch": values["batch"] | {"epochs": 3}}
+    one, three = (planner(v, "rl", "8xH100-80G").as_configured() for v in (values, epochs))
+    for found in ("seconds", "operations"):
+        before, after = getattr(one, found), getattr(three, found)
+        assert after["update"] == pytest.approx(3 * before["update"])
+        assert after["log-probs"] == pytest.approx(2 * before["log-probs"])  # of the policy as well
+    assert three.phases["update"] == one.phases["update"]
+
+
 def test_a_critic_beside_an_adapter_needs_the_memory_of_a_whole_update():
     values = RL | {"model": RL["model"] | {"lora": {"rank": 16}}}
     values |= {"engine": {"activation_checkpointing": "full"}}

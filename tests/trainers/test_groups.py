@@ -17,7 +17,7 @@ from burnish.models.flops import ModelFlops
 from burnish.parallel.layout import Layout
 from burnish.records import Completion, Prompt, Rollout
 from burnish.records.samples import StopReason
-from burnish.trainers.policy_update import Policy, assign_credit, minibatches
+from burnish.trainers.policy_update import Policy, assign_credit, in_epochs, minibatches
 from burnish.trainers.rl import collect_groups
 
 LIMIT = 8
@@ -114,6 +114,23 @@ def test_a_completion_cut_at_its_limit_is_learned_from_like_any_other(advantage:
     for micro, same in zip(one.microbatches, other.microbatches, strict=True):
         for name in ("input_ids", "loss_mask", "advantages"):
             assert torch.equal(getattr(micro, name), getattr(same, name))
+
+
+def test_each_epoch_has_all_mini_batches_in_an_order_of_its_own() -> None:
+    config = configured(batch={"prompts": 8, "minibatches": 8, "epochs": 4}, seed=3)
+    batches = list("abcdefgh")  # which ones is all that matters
+    found = in_epochs(batches, config, 5)
+    epochs = [found[i : i + 8] for i in range(0, 32, 8)]
+    assert epochs[0] == batches
+    assert all(sorted(each) == batches for each in epochs)
+    assert len({tuple(each) for each in epochs}) == 4
+    assert in_epochs(batches, config, 5) == found
+    for other in (
+        in_epochs(batches, config, 6),
+        in_epochs(batches, configured(**{**config.model_dump(), "seed": 4}), 5),
+    ):
+        assert other[:8] == batches
+        assert other[8:] != found[8:]
 
 
 def _cut(each: Rollout) -> Rollout:

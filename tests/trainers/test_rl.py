@@ -22,9 +22,10 @@ from burnish.engines.base import Part
 from burnish.engines.frozen import FrozenEngine
 from burnish.engines.torch_engine import TorchEngine
 from burnish.errors import StoppedError, UsageError
-from burnish.records import Completion, Request, TokenOutputs
+from burnish.records import Batch, Completion, Request, TokenOutputs
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin import BuiltinGenerator
+from burnish.tracking.metrics import Stats
 from burnish.trainers import rl
 from burnish.trainers.policy_update import Credit
 from burnish.trainers.setup import lay_foundation
@@ -211,6 +212,43 @@ def test_the_generator_is_held_to_the_engine_and_its_mismatch_corrected(
     assert shifted["rollout/mismatch_max"] == pytest.approx(0.5, rel=1e-3)
     assert shifted["rollout/mismatch_capped"] == 1
     assert shifted["actor/grad_norm"] == pytest.approx(1.2 * plain["actor/grad_norm"], rel=1e-4)
+
+
+def test_several_epochs_learn_from_the_same_mini_batches_and_resume_exactly(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(work)
+    learned: list[Batch] = []
+
+    def forward_backward(engine: TorchEngine, batch: Batch, *args: Any) -> Stats:
+        learned.append(batch)
+        return plain(engine, batch, *args)
+
+    plain = TorchEngine.forward_backward
+    monkeypatch.setattr(TorchEngine, "forward_backward", forward_backward)
+    settings: dict[str, Any] = {
+        "batch": {**RL["batch"], "minibatches": 2, "epochs": 3},
+        "optim": {"lr": 0.01, "schedule": "linear", "warmup_steps": 8},
+    }
+
+    def run(name: str, steps: int) -> Path:
+        rl.train(RunConfig.model_validate({**RL, **settings, "name": name, "steps": steps}))
+        return work / "runs" / name
+
+    whole = run("epochs", 3)
+    assert len(learned) == 3 * 3 * 2
+    for start in range(0, len(learned), 6):
+        one, two = learned[start : start + 2]
+        for epoch in range(start, start + 6, 2):
+            assert {id(each) for each in learned[epoch : epoch + 2]} == {id(one), id(two)}
+        assert all(micro.old_logprobs is not None for micro in one.microbatches)
+    rows = metrics(whole)[1:]
+    assert [row["actor/lr"] for row in rows] == [0.0, 0.01 / 8, 0.02 / 8]
+    assert rows[-1]["actor/ppo_kl"] != 0
+    run("parts", 2)
+    parts = run("parts", 3)
+    found, wanted = weights(parts), weights(whole)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in wanted.items())
 
 
 def test_a_signal_after_the_rollouts_stops_before_the_update(
