@@ -41,6 +41,6 @@ def sampled(run: Path) -> list[tuple[Any, ...]]:
     """What was generated, to the token, and how it was judged."""
     return [
         (row["prompt_index"], row["sample"], row["completion"], row["reward"])
-        for path in sorted((run / "rollouts").glob("*"))
+        for path in sorted((run / "rollouts").glob("step-*"))
         for row in map(json.loads, path.read_text().splitlines())
     ]

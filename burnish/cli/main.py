@@ -106,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name != "eval":
             command.add_argument("--devices", help=f"with --dry-run: on which, {DEVICES_HELP}")
+        else:
+            command.add_argument("--json", action="store_true", help="print one JSON object")
     config_commands = commands.add_parser(
         "config", description="Show or explain settings."
     ).add_subparsers(dest="config_command", metavar="show|explain", required=True)
@@ -176,6 +178,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             arguments.overrides,
             dry_run=arguments.dry_run,
             devices=getattr(arguments, "devices", None),
+            as_json=getattr(arguments, "json", False),
         )
     elif arguments.config_command == "show":
         settings.show(arguments.config, arguments.overrides)

@@ -5,6 +5,7 @@ torch is imported only behind the checks, so that a mistake shows at once.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shlex
@@ -25,6 +26,7 @@ from burnish.config.schema import RunConfig
 from burnish.errors import MissingError, UsageError
 from burnish.files.remote import Remote
 from burnish.parallel.environment import place_of
+from burnish.tracking.jsonl import json_numbers
 from burnish.tracking.rundir import RunDirectory
 
 log = logging.getLogger("burnish")
@@ -37,18 +39,21 @@ def run(
     *,
     dry_run: bool,
     devices: str | None = None,
+    as_json: bool = False,
 ) -> None:
     """Run `command` with the configuration at `path`; with `dry_run` only say what it would do.
 
     `path` is a file, or for eval also a run's directory, whose `config.yaml` is then read and whose
     checkpoint is evaluated. A dry run is for `devices` (`burnish plan`), by default this machine's,
-    and refuses what does not fit on them. Raises `BurnishError`s for all that is wrong.
+    and refuses what does not fit on them. What an evaluation measured is printed as a table, or `as_json`. Raises `BurnishError`s for all that is wrong.
     """
     run_dir = Path(path) if command == "eval" and Path(path).is_dir() else None
     config = load_config(_config_file(path, run_dir), overrides).config
     layout = place_of(os.environ).layout
     if devices is not None and not dry_run:
         raise UsageError("--devices is for --dry-run", do="leave it out, or add --dry-run")
+    if as_json and dry_run:
+        raise UsageError("a dry run measures nothing that --json could print", do="leave one out")
     target = devices_of(devices) if dry_run else None
     world = layout.world if target is None else target.count
     check(config, command, world)
@@ -63,7 +68,7 @@ def run(
             log.warning("%s", notice)
         numbers = _start(config, command, run_dir)
         if numbers and layout.is_main:
-            print_text(_table(numbers))
+            print_text(json.dumps(json_numbers(numbers)) if as_json else _table(numbers))
     elif layout.is_main:
         memory = None if command == "eval" else fit(config, command, target)
         again = shlex.join(["burnish", command, path, *overrides])

@@ -53,7 +53,7 @@ class TrackingConfig(Section):
     tensorboard: bool = True
     """Write event files under `tensorboard/`."""
     rollouts_every: int = Field(10, ge=0)
-    """Steps between files of rollouts; 0: none."""
+    """Steps between files of rollouts; 0: none. Otherwise the completions of every validation are written beside them."""
     report: bool = True
     """Write report.html at the end and at every checkpoint."""
     progress: bool = True

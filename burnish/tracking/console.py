@@ -155,11 +155,11 @@ def _shown(field: _Field, value: float) -> Text:
 
 
 def _validation(values: Mapping[str, float]) -> dict[str, Text]:
-    """`val/mean@4 0.81`: the validation numbers of a step that has them."""
+    """`val/mean@4 0.81`: the validation numbers of a step that has them, without lengths and those of single sources."""
     return {
         name: _labelled(name, _compact(value), "bold green")
         for name, value in values.items()
-        if name.startswith("val/")
+        if name.startswith("val/") and name.count("/") == 1
     }
 
 

@@ -238,9 +238,10 @@ def _values(points: list[Point]) -> list[float]:
     return [value for _, value in points]
 
 
-def _validation_rank(name: str) -> tuple[int, str]:
+def _validation_rank(name: str) -> tuple[int, int, str]:
+    """What is of all held-out data comes before what is of a source or a part."""
     ranks = [rank for rank, word in enumerate(_FIRST_VALIDATION) if word in name]
-    return (min(ranks, default=len(_FIRST_VALIDATION)), name)
+    return (name.count("/"), min(ranks, default=len(_FIRST_VALIDATION)), name)
 
 
 def _validation(series: Series) -> list[Validation]:

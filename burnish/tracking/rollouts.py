@@ -1,4 +1,4 @@
-"""`rollouts/step-XXXXXXXX.jsonl`: every prompt, completion and reward of a step, to read afterwards.
+"""`rollouts/step-XXXXXXXX.jsonl`: every prompt, completion and reward of a step, to read afterwards; `validation-XXXXXXXX.jsonl`: of a validation.
 
 The file is a function of the rollouts alone: the same step writes the same bytes, whatever the
 order or the rank that made them. Left out: token ids and log-probs, which nobody reads.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from burnish.errors import CorruptError
 from burnish.tracking.atomic import write_atomically
@@ -18,31 +18,38 @@ from burnish.tracking.jsonl import json_line, json_number
 if TYPE_CHECKING:  # the record's module loads torch, which readers of rollouts do not need
     from burnish.records import Rollout
 
+Kind = Literal["step", "validation"]
+"""What rollouts are of: a training step, or the validation after it."""
+
 _REQUIRED = {"step", "prompt_index", "prompt", "completion", "reward"}
 """What every row has, whoever wrote it."""
 
 
-def rollouts_path(directory: Path, step: int) -> Path:
-    """Where a step's rollouts lie: `step-00000010.jsonl`."""
-    return directory / f"step-{step:08d}.jsonl"
+def rollouts_path(directory: Path, step: int, kind: Kind = "step") -> Path:
+    """Where a step's rollouts lie: `step-00000010.jsonl`, those of its validation in `validation-00000010.jsonl`."""
+    return directory / f"{kind}-{step:08d}.jsonl"
 
 
 def write_rollouts(
-    directory: Path, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float]
+    directory: Path,
+    step: int,
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[float | None],
+    kind: Kind = "step",
 ) -> Path:
     """Write a step's rollouts atomically, one JSON object a line, by prompt index and sample.
 
     `advantages` has one number per rollout, in the same order; for advantages per token, their mean
-    over the completion. Numbers that are not finite become strings (see `burnish.tracking.jsonl`).
+    over the completion; None where there are none. Numbers that are not finite become strings (see `burnish.tracking.jsonl`).
     """
     rows = [_row(step, *pair) for pair in zip(rollouts, advantages, strict=True)]
     rows.sort(key=lambda row: (row["prompt_index"], row["sample"]))
-    path = rollouts_path(directory, step)
+    path = rollouts_path(directory, step, kind)
     write_atomically(path, "".join(json_line(row) for row in rows))
     return path
 
 
-def _row(step: int, rollout: Rollout, advantage: float) -> dict[str, Any]:
+def _row(step: int, rollout: Rollout, advantage: float | None) -> dict[str, Any]:
     parts = {name: json_number(float(value)) for name, value in rollout.reward_parts.items()}
     return {
         "step": step,
@@ -54,7 +61,7 @@ def _row(step: int, rollout: Rollout, advantage: float) -> dict[str, Any]:
         "reward": json_number(float(rollout.reward)),
         "reward_parts": parts,
         "reward_error": rollout.reward_error,
-        "advantage": json_number(float(advantage)),
+        "advantage": None if advantage is None else json_number(float(advantage)),
         "stop_reason": rollout.completion.stop_reason,
         "length": len(rollout.completion.token_ids),
         "weights_version": rollout.completion.weights_version,
@@ -62,16 +69,16 @@ def _row(step: int, rollout: Rollout, advantage: float) -> dict[str, Any]:
     }
 
 
-def rollout_files(directory: Path) -> list[tuple[int, Path]]:
-    """The steps that have a file, ascending, with their paths. Empty without the directory."""
-    paths = directory.glob("step-*.jsonl")
-    steps = ((path.stem.removeprefix("step-"), path) for path in paths)
+def rollout_files(directory: Path, kind: Kind = "step") -> list[tuple[int, Path]]:
+    """The steps that have a file of this kind, ascending, with their paths. Empty without the directory."""
+    paths = directory.glob(f"{kind}-*.jsonl")
+    steps = ((path.stem.removeprefix(f"{kind}-"), path) for path in paths)
     return sorted((int(digits), path) for digits, path in steps if digits.isdecimal())
 
 
 def discard_rollouts_after(directory: Path, step: int) -> None:
     """Remove the files of later steps: a run that resumes from `step` makes them again."""
-    for later, path in rollout_files(directory):
+    for later, path in rollout_files(directory) + rollout_files(directory, "validation"):
         if later > step:
             path.unlink()
 

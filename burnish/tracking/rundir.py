@@ -3,7 +3,7 @@
 ```
 runs/NAME/
   config.yaml        environment.json        metrics.jsonl        tensorboard/
-  rollouts/step-00000010.jsonl               checkpoints/         report.html
+  rollouts/{step,validation}-00000010.jsonl  checkpoints/         report.html
 ```
 
 Left out: what the files hold (each has its own writer), and whether a directory's configuration
@@ -59,7 +59,7 @@ class RunDirectory:
 
     @property
     def rollouts(self) -> Path:
-        """Directory of the steps' rollouts."""
+        """Directory of the rollouts of steps and validations."""
         return self.root / "rollouts"
 
     @property

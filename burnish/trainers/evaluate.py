@@ -1,13 +1,14 @@
 """Validation on held-out data, during training and by itself.
 
 Prompts are answered n times and scored by the first reward function (mean@n, pass@n, maj@n; 0 where it
-does not apply; the weighted sum of all is `val/reward`); examples are scored by their loss. Draws do not depend on the step, so that two validations differ by the weights alone.
+does not apply; the weighted sum of all is `val/reward`), whole and by source; examples are scored by their loss. Draws do not depend on the step, so that two validations differ by the weights alone.
 Left out: benchmarks with harnesses of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,8 +28,10 @@ from burnish.models.lora_names import ADAPTER_STATE
 from burnish.models.lora_record import require_same_adapter
 from burnish.parallel.collectives import reduce_stats, same_on_all_ranks
 from burnish.parallel.layout import Layout
+from burnish.records import Rollout
 from burnish.records.seeds import derive_seed
 from burnish.rewards.builtin import extract_answer
+from burnish.rewards.overview import rollout_stats
 from burnish.rewards.pool import RewardPool, part_names
 from burnish.tracking.metrics import Mean, Stats
 from burnish.tracking.progress import Progress
@@ -49,6 +52,8 @@ from burnish.trainers.setup import (
 )
 from burnish.trainers.signals import Stopper, StopRequested, catch_signals, check_stop
 
+_LENGTHS = ("response_length/mean", "response_length/clip_ratio")
+
 
 def held_out_prompts(foundation: Foundation, pool: RewardPool) -> PromptDataset | None:
     """The held-out prompts; None where the configuration names none.
@@ -64,9 +69,15 @@ def held_out_prompts(foundation: Foundation, pool: RewardPool) -> PromptDataset 
 
 
 def prompt_validation(
-    foundation: Foundation, collector: Collector, dataset: PromptDataset | None
+    foundation: Foundation,
+    collector: Collector,
+    dataset: PromptDataset | None,
+    keep: Callable[[Sequence[Rollout]], None] | None = None,
 ) -> Validation | None:
-    """Answers held-out prompts with the generator's current weights and scores the answers; None without such data."""
+    """Answers held-out prompts with the generator's current weights and scores the answers; None without such data.
+
+    `keep` gets the rollouts of each validation, on every rank.
+    """
     if dataset is None:
         return None
     config = foundation.config
@@ -77,15 +88,44 @@ def prompt_validation(
 
     def validate() -> dict[str, float]:
         groups = collector.collect(prompts, 0, config.evaluation.n, how)
-        rewards = [rollout.reward for group in groups for rollout in group]
-        # Where the first function says by None that it does not apply, no other one stands in for it.
-        scores = [[r.reward_parts.get(judged_by, 0.0) for r in group] for group in groups]
-        answers = [[extract_answer(rollout.text) for rollout in group] for group in groups]
-        reward = Mean(sum(rewards), len(rewards))
-        stats = evaluation_stats(scores, answers, config.evaluation.solved)
-        return stats.merge(Stats({"val/reward": reward})).values_by_name()
+        if keep is not None:
+            keep([rollout for group in groups for rollout in group])
+        return _by_source(groups, judged_by, config.evaluation.solved)
 
     return validate
+
+
+def _by_source(
+    groups: Sequence[Sequence[Rollout]], judged_by: str, solved: float
+) -> dict[str, float]:
+    """`val/NAME` of all prompts, and `val/SOURCE/NAME` of those of each source that has a name."""
+    sources: defaultdict[str, list[Sequence[Rollout]]] = defaultdict(list)
+    for group in groups:
+        sources[group[0].prompt.source].append(group)
+    sources.pop("", None)
+    found = {f"val/{name}": x for name, x in _numbers(groups, judged_by, solved).items()}
+    for source, theirs in sorted(sources.items()):
+        numbers = _numbers(theirs, judged_by, solved)
+        found |= {f"val/{source}/{name}": x for name, x in numbers.items()}
+    return found
+
+
+def _numbers(
+    groups: Sequence[Sequence[Rollout]], judged_by: str, solved: float
+) -> dict[str, float]:
+    """What answers are worth, by the part `judged_by`, the reward and its parts where it has several, and how long they are."""
+    # Where the first function says by None that it does not apply, no other one stands in for it.
+    scores = [[r.reward_parts.get(judged_by, 0.0) for r in group] for group in groups]
+    answers = [[extract_answer(rollout.text) for rollout in group] for group in groups]
+    worth = evaluation_stats(scores, answers, solved).values_by_name()
+    all_of_it = rollout_stats([r for group in groups for r in group]).values_by_name()
+    parts = {name: x for name, x in all_of_it.items() if name.startswith("reward/parts/")}
+    return {
+        **{name.removeprefix("val/"): x for name, x in worth.items()},
+        "reward": all_of_it["reward/mean"],
+        **(parts if len(parts) > 1 else {}),
+        **{name: all_of_it[name] for name in _LENGTHS},
+    }
 
 
 def example_validation(

@@ -228,6 +228,13 @@ class Run:
             ):
                 write_rollouts(self.directory.rollouts, step, rollouts, advantages)
 
+    def write_validation(self, rollouts: Sequence[Rollout]) -> None:
+        """Keep the completions of a validation of the current position, where rollouts are kept at all. Collective."""
+        with agree(self.layout), self._writing():
+            if self.layout.is_main and self.config.tracking.rollouts_every:
+                directory, nothing = self.directory.rollouts, [None] * len(rollouts)
+                write_rollouts(directory, self.position.step, rollouts, nothing, "validation")
+
     def save(self, *, background: bool = False) -> None:
         """Commit the current position, unless it is committed already; in the background, only begin to. Collective.
 

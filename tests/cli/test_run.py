@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -256,6 +257,8 @@ def test_evaluating_a_runs_directory(work: Path, capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     assert f"newest checkpoint of {directory}" in text
     assert "2 per prompt" in text
+    assert main(["eval", str(directory), "--dry-run", "--json"]) == 2
+    assert "--json" in capsys.readouterr().err
     assert main(["eval", "tiny", "--dry-run"]) == 5
     assert "not a run's directory" in capsys.readouterr().err
 
@@ -284,7 +287,8 @@ def test_each_command_starts_its_trainer(
     assert capsys.readouterr().out == ""
     assert main(["eval", "c.yaml", "steps=5"]) == 0
     assert capsys.readouterr().out == "val/n            12\nval/reward/mean  0.5\n"
-    assert main(["eval", str(directory)]) == 0
+    assert main(["eval", str(directory), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"val/reward/mean": 0.5, "val/n": 12.0}
     config = load_config("c.yaml", ["steps=5"]).config
     assert started[:3] == [("sft", config), ("rl", config), ("evaluate", config, None)]
     assert started[3][2] == directory

@@ -63,6 +63,7 @@ def test_errors_of_reward_functions_are_shown_where_there_are_any() -> None:
 def test_a_step_shows_what_it_has() -> None:
     assert lines({3: {"actor/loss": 2.5, "other/thing": 1.0}}) == ["step 3  loss   2.500"]
     assert lines({0: {"val/mean@1": 0.25}}) == ["step 0  val/mean@1 0.250"]
+    assert lines({0: {"val/mean@1": 0.25, "val/math/mean@1": 0.5}}) == ["step 0  val/mean@1 0.250"]
     assert lines({0: {}}) == ["step 0"]
 
 

@@ -205,6 +205,12 @@ def test_a_repeated_step_counts_as_it_was_last(run: RunDirectory) -> None:
     assert report(run).points("loss") == [[1, 2.0]]
 
 
+def test_the_whole_of_a_validation_comes_before_its_sources(run: RunDirectory) -> None:
+    log(run, {1: {"val/a/mean@1": 0.25, "val/mean@1": 0.5, "val/response_length/mean": 9.0}})
+    text = report(run).text
+    assert text.index("Validation mean@1") < text.index("a/mean@1")
+
+
 def test_a_configuration_that_is_not_yaml_is_shown_as_it_is(run: RunDirectory) -> None:
     run.write_config("name: [half")
     assert "name: [half" in report(run).text

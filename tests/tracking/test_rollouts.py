@@ -82,10 +82,14 @@ def test_every_rollout_needs_its_advantage(tmp_path: Path) -> None:
 def test_files_of_later_steps_are_discarded(tmp_path: Path) -> None:
     for step in (5, 10, 100_000_000):
         write_rollouts(tmp_path, step, [], [])
+        write_rollouts(tmp_path, step, [made_rollout()], [None], "validation")
     (tmp_path / "step-notes.jsonl").write_text("mine")
     assert [step for step, _ in rollout_files(tmp_path)] == [5, 10, 100_000_000]
     discard_rollouts_after(tmp_path, 5)
     assert rollout_files(tmp_path) == [(5, rollouts_path(tmp_path, 5))]
+    validation = rollouts_path(tmp_path, 5, "validation")
+    assert rollout_files(tmp_path, "validation") == [(5, validation)]
+    assert [row["advantage"] for row in read_rollouts(validation)] == [None]
     assert (tmp_path / "step-notes.jsonl").exists()
     assert rollout_files(tmp_path / "nowhere") == []
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.checkpoint.committed import committed
 from burnish.tracking.jsonl import read_metrics
+from burnish.tracking.rollouts import read_rollouts, rollouts_path
 
 
 def test_sft_learns_and_its_model_is_a_plain_one_that_answers_alike(work):
@@ -129,11 +130,17 @@ def test_evaluating_gives_what_training_logged(work, kind, number):
     run = done(work, kind, f"{kind}.yaml", f"name=evaluated_{kind}", "steps=3")
     for where, row in ((str(run), metrics(run)[-1]), (f"{kind}.yaml", metrics(run)[0])):
         code, output = burnish(
-            work, "eval", where, *(["reward.functions=[]"] if kind == "sft" else [])
+            work, "eval", where, "--json", *(["reward.functions=[]"] if kind == "sft" else [])
         )
         assert code == 0, output
-        said = dict(line.split() for line in output.splitlines() if line.startswith("val/"))
-        assert float(said[number]) == pytest.approx(row[number], rel=1e-5)  # six digits are said
+        (said,) = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        assert said.keys() == {name for name in row if name.startswith("val/")}
+        assert said[number] == pytest.approx(row[number], rel=1e-5)
+    if kind == "rl":
+        rows = list(read_rollouts(rollouts_path(run / "rollouts", 3, "validation")))
+        worth = sum(row["reward"] for row in rows) / len(rows)
+        assert worth == pytest.approx(metrics(run)[-1]["val/reward"])
+        assert {row["advantage"] for row in rows} == {None}
 
 
 def test_a_runs_weights_are_evaluated_and_a_plain_directory_as_it_is(work):
