@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from checkpoints_for_tests import contents_of
+from corruption import flip
 from peft import PeftModel
 from safetensors.torch import load_file
 from tokenizers_for_tests import save_char_tokenizer
@@ -32,6 +33,18 @@ def lora(work):
     return work
 
 
+@pytest.fixture(scope="module")
+def alone(lora):
+    """A run of six steps on one process."""
+    return done(lora, "sft", "sft-lora.yaml", "name=alone")
+
+
+@pytest.fixture(scope="module")
+def first(lora):
+    """A run of three steps, of which others begin."""
+    return done(lora, "sft", "sft-lora.yaml", "name=first", "steps=3")
+
+
 def save_base(directory, seed, **changes):
     settings = FRESH | changes
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -41,12 +54,19 @@ def save_base(directory, seed, **changes):
     save_char_tokenizer(directory)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [("sft", []), ("rl", []), ("rl", ["model.lora.publish=adapter"])]
-)
-def test_interrupted_equals_uninterrupted(lora, kind, options):
-    argv, name = [kind, f"{kind}-lora.yaml", *options], f"{kind}{len(options)}"
-    peace = outcome(done(lora, *argv, f"name={name}_peace"))
+def test_interrupted_equals_uninterrupted(lora, alone):
+    require_same_when_interrupted(lora, ["sft", "sft-lora.yaml"], "sft", alone)
+
+
+@pytest.mark.parametrize("publish", ["merged", "adapter"])
+def test_interrupted_reinforcement_learning_equals_uninterrupted(lora, publish):
+    argv = ["rl", "rl-lora.yaml", f"model.lora.publish={publish}"]
+    peace = done(lora, *argv, f"name={publish}_peace")
+    require_same_when_interrupted(lora, argv, publish, peace)
+
+
+def require_same_when_interrupted(lora, argv, name, uninterrupted):
+    peace = outcome(uninterrupted)
     done(lora, *argv, f"name={name}_war", "steps=3")
     assert outcome(done(lora, *argv, f"name={name}_war")) == peace
     assert {name for name in peace if name.endswith(".safetensors")} == {
@@ -67,15 +87,18 @@ def test_the_kl_to_the_model_without_it_begins_at_zero(lora):
     assert kl[2] > 0
 
 
-def test_on_other_numbers_of_processes_it_continues(lora):
-    alone = weights(done(lora, "sft", "sft-lora.yaml", "name=alone"))
+def test_on_other_numbers_of_processes_it_continues(lora, alone):
     done(lora, "sft", "sft-lora.yaml", "name=grown", "steps=3")
-    grown = weights(done(lora, "sft", "sft-lora.yaml", "name=grown", world=2))
-    assert alone.keys() == grown.keys()
-    for name, tensor in alone.items():
-        if name.startswith("exp_avg"):
-            error = (grown[name] - tensor).norm() / tensor.norm().clamp_min(1e-30)
-            assert error < 1e-3, name
+    require_same_moments(done(lora, "sft", "sft-lora.yaml", "name=grown", world=2), alone)
+
+
+def require_same_moments(run, other):
+    found, wanted = weights(run), weights(other)
+    assert found.keys() == wanted.keys()
+    moments = [name for name in wanted if "/exp_avg" in name]
+    assert moments
+    for name in moments:
+        assert (found[name] - wanted[name]).norm() <= 1e-3 * wanted[name].norm(), name
 
 
 def test_experts_continue_on_more_processes_and_are_pefts(lora):
@@ -83,13 +106,10 @@ def test_experts_continue_on_more_processes_and_are_pefts(lora):
     save_base(lora / "mixture", 0, **mixture)
     targets = "model.lora.targets=[v_proj,experts.gate_up_proj,experts.down_proj]"
     argv = ["sft", "sft-lora.yaml", "model.path=mixture", targets]
-    alone = weights(done(lora, *argv, "name=mixed"))
+    alone = done(lora, *argv, "name=mixed")
     done(lora, *argv, "name=mixed_grown", "steps=3")
     run = done(lora, *argv, "name=mixed_grown", world=2)
-    grown = weights(run)
-    assert alone.keys() == grown.keys()
-    for name in (name for name in alone if name.startswith("exp_avg")):
-        assert (grown[name] - alone[name]).norm() <= 1e-3 * alone[name].norm(), name
+    require_same_moments(run, alone)
     code, output = burnish(lora, "ckpt", "export", "runs/mixed_grown", "merged_mixture", "--merged", "--dtype", "fp32")  # fmt: skip
     assert code == 0, output
     base = AutoModelForCausalLM.from_pretrained(lora / "mixture", dtype=torch.float32)
@@ -99,10 +119,10 @@ def test_experts_continue_on_more_processes_and_are_pefts(lora):
     with torch.no_grad():
         wanted, found = loaded(ids).logits, merged.eval()(ids).logits
         with loaded.disable_adapter():
-            assert (loaded(ids).logits - wanted).abs().max() > 1e-4
-    assert (
-        found - wanted
-    ).norm() <= 1e-2 * wanted.norm()  # the adapter is in bf16, what is merged is exact
+            off = loaded(ids).logits
+    assert (off - wanted).norm() > 0.1 * wanted.norm()
+    # The adapter is in bf16, what is merged is exact.
+    assert (found - wanted).norm() <= 1e-2 * wanted.norm()
 
 
 def test_what_it_learned_is_in_pefts_adapter_and_in_the_merged_model(lora):
@@ -133,8 +153,7 @@ def test_what_it_learned_is_in_pefts_adapter_and_in_the_merged_model(lora):
     assert "burnish ckpt export" in output
 
 
-def test_another_run_goes_on_from_it(lora):
-    first = done(lora, "sft", "sft-lora.yaml", "name=first", "steps=3")
+def test_another_run_goes_on_from_it(lora, first):
     step = committed(first / "checkpoints")[-1].path
     base = ["sft", "sft.yaml", "model.path=base", "model.fresh=null"]
     start = [*base, f"model.lora.path={step}/model"]
@@ -158,8 +177,7 @@ def test_another_run_goes_on_from_it(lora):
     assert (code, "model.lora.path: there is no directory" in output) == (5, True), output
 
 
-def test_the_kl_to_the_adapter_that_it_starts_from_begins_at_zero(lora):
-    first = done(lora, "sft", "sft-lora.yaml", "name=kl_from", "steps=3")
+def test_the_kl_to_the_adapter_that_it_starts_from_begins_at_zero(lora, first):
     start = ["rl", "rl.yaml", "model.path=base", "model.fresh=null", "engine.park=true"]
     start += [f"model.lora.path={committed(first / 'checkpoints')[-1].path}/model"]
     start += ["algorithm.kl.coef=0.1", "engine.precision=bf16", "steps=3"]
@@ -178,7 +196,7 @@ def test_what_it_started_from_is_read_whole_and_only_resuming_needs_it_again(lor
     argv = ["sft", "sft.yaml", "model.path=base", "model.fresh=null", f"model.lora.path={adapter}"]
     run = done(lora, *argv, "name=heir", "steps=3")
     file = adapter / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    flip(file)
     code, output = burnish(lora, *argv, "name=damaged", "steps=1")
     assert (code, "model/adapter_model.safetensors is damaged" in output) == (3, True), output
     shutil.rmtree(first)
@@ -199,7 +217,7 @@ def test_a_base_in_a_step_is_looked_at_again_wherever_it_is_read_again(lora):
     for argv in (upon, held):
         done(lora, *argv, "steps=1")
     file = base / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+    flip(file)
     for argv in ([*upon, "steps=2"], ["eval", "runs/upon"], [*held, "steps=2"]):
         code, output = burnish(lora, *argv)
         assert (code, f"{file} is damaged" in output) == (3, True), output
@@ -223,7 +241,7 @@ def test_another_adapter_is_refused(lora):
     assert (code, "have: an adapter\n  want: a whole model" in output) == (4, True), output
     (run / "config.yaml").unlink()
     file = run / "checkpoints/step-00000001/model/adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    flip(file)
     code, output = burnish(lora, "sft", "sft-lora.yaml", "name=mine", "steps=2")
     assert (code, "model/adapter_model.safetensors is damaged" in output) == (3, True), output
     assert f"{PREFIX}model.layers." in output

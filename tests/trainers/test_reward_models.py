@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from corruption import flip
 from distributed import run_ranks
+from safetensors.torch import load_file, save_file
 from tiny import tiny_config
 from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
 from training_files import burnish, done, metrics
@@ -163,7 +165,7 @@ def test_several_models_and_their_names(tmp_path: Path) -> None:
     assert list(first.reward_parts) == ["f", "kind"]
 
 
-def test_what_is_too_long_or_says_no_number_is_an_error_of_its_rollout(tmp_path: Path) -> None:
+def test_what_is_too_long_is_an_error_of_its_rollout(tmp_path: Path) -> None:
     path = save_classifier(tmp_path / "judge")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
@@ -172,6 +174,18 @@ def test_what_is_too_long_or_says_no_number_is_an_error_of_its_rollout(tmp_path:
     error = "judge: reads less than 40 tokens"
     long = next(each for each in found if each.reward_error)
     assert (long.reward_error, long.reward, long.reward_parts["judge"]) == (error, 0.5, 0.0)
+
+
+def test_a_model_that_says_no_number_is_an_error_of_each_rollout(tmp_path: Path) -> None:
+    path = save_classifier(tmp_path / "judge")
+    weights = load_file(path / "model.safetensors")
+    weights["score.weight"].fill_(float("nan"))
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    reward = {"models": [{"path": str(path), "weight": 2.0}], "on_error": -1.0}
+    with process_group(CPU, 60.0) as layout:
+        (found,) = judged_rank(layout, {"reward": reward}, [{}])
+    assert {each.reward_error for each in found} == {"judge: said nan"}
+    assert {(each.reward, each.reward_parts["judge"]) for each in found} == {(0.5 - 2.0, -1.0)}
 
 
 def test_the_longest_text_leaves_a_place_for_the_token_after_it(tmp_path: Path) -> None:
@@ -195,7 +209,7 @@ def test_a_damaged_model_of_a_step_is_refused(work: Path) -> None:
     argv.append(f"reward.models=[{{path: {judge}}}]")
     done(work, *argv, "name=judged_by_a_critic")
     file = judge / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    flip(file)
     code, said = burnish(work, *argv, "name=judged_by_damage")
     assert (code, "critic/model/model.safetensors is damaged" in said) == (3, True), said
 
