@@ -19,6 +19,7 @@ _UNUSED: Mapping[Command, Sequence[str]] = {
         "critic",
         "batch.prompts",
         "batch.minibatches",
+        "batch.epochs",
         "data.answer_column",
         "data.max_prompt_length",
         "evaluation.n",
