@@ -50,7 +50,7 @@ def notices(config: RunConfig, command: Command) -> Iterator[str]:
 
 def _of_unused(config: RunConfig, command: Command) -> Iterator[str]:
     if found := [name for name in _UNUSED[command] if _is_set(config, name)]:
-        yield f"burnish {command} does not use what is set of {', '.join(found)}"
+        yield f"set, and not used by burnish {command}: {', '.join(found)}"
 
 
 def _is_set(config: RunConfig, name: str) -> bool:

@@ -94,6 +94,15 @@ def test_an_adapter_needs_its_package(
     assert install("lora") in capsys.readouterr().err
 
 
+def test_a_reward_that_needs_its_package(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    override = "reward.functions=[{function: math_verify}]"
+    assert main(["rl", "c.yaml", override, "--dry-run"]) == 5
+    assert install("math") in capsys.readouterr().err
+
+
 def test_a_dry_run_loads_no_torch(work: Path) -> None:
     program = (
         "import sys; from burnish.cli.main import main\n"

@@ -60,11 +60,11 @@ def test_what_a_command_does_not_use() -> None:
     shared = ["data.prompt_column=q", "batch.tokens_per_device=100", "optim.lr=1", "rollout.n=8"]
     given = [*shared, reward, "batch.prompts=4", "batch.examples=4", "evaluation.temperature=0", GSPO]
     config = load_config(None, given).config
-    used = "does not use what is set of"
+    used = "set, and not used by burnish"
     assert list(notices(config, "sft")) == [
-        f"burnish sft {used} reward, algorithm, batch.prompts, evaluation.temperature"
+        f"{used} sft: reward, algorithm, batch.prompts, evaluation.temperature"
     ]
-    assert next(notices(config, "rl")) == f"burnish rl {used} batch.examples"
+    assert next(notices(config, "rl")) == f"{used} rl: batch.examples"
     assert list(notices(config, "eval")) == []
     assert list(notices(load_config(None, shared).config, "sft")) == []
 
