@@ -58,7 +58,14 @@ def test_cispo_with_a_lower_side_and_another_aggregation() -> None:
 def test_what_a_command_does_not_use() -> None:
     reward = "reward.functions=[{function: numeric}]"
     shared = ["data.prompt_column=q", "batch.tokens_per_device=100", "optim.lr=1", "rollout.n=8"]
-    given = [*shared, reward, "batch.prompts=4", "batch.examples=4", "evaluation.temperature=0", GSPO]
+    given = [
+        *shared,
+        reward,
+        "batch.prompts=4",
+        "batch.examples=4",
+        "evaluation.temperature=0",
+        GSPO,
+    ]
     config = load_config(None, given).config
     used = "set, and not used by burnish"
     assert list(notices(config, "sft")) == [
