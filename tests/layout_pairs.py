@@ -5,7 +5,7 @@ Each layout saves once; each then loads what every other has saved, one after th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from contracts.engine import LR, cut, loss, make_examples, whole
 from distributed import run_ranks
+from engines_for_tests import make_engine
 from tiny import VOCAB
 from torch import Tensor
 
@@ -21,23 +22,22 @@ from burnish.checkpoint.contents import Contents, ModelContents
 from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.tensor_sets import MAIN
+from burnish.config.schema import OptimConfig
 from burnish.engines.base import Engine, Part
-from burnish.models.sources import SafetensorsSource
 from burnish.parallel.layout import Layout
 
-Make = Callable[[Layout, Path, Mapping[str, Any]], Engine]
-"""Makes the engine of the model in a directory, with these settings; a function at the top level of its module."""
+DEFAULTS = OptimConfig()
 Layouts = Mapping[int, Mapping[str, Mapping[str, Any]]]
 """By processes and name: what the engine is told."""
 
 
 def require_every_pair(
-    make: Make,
     path: Path,
     root: Path,
     layouts: Layouts,
     each: Sequence[int] | None = None,
     relative: float = 1e-6,
+    optim: OptimConfig = DEFAULTS,
 ) -> None:
     """Weights and slots that were saved are loaded bit for bit, and the loss of the next step is what it would have been where they were saved.
 
@@ -47,7 +47,7 @@ def require_every_pair(
     """
     saved: dict[str, list[dict[str, Any]]] = {}
     for world, of_world in layouts.items():
-        ranks = run_ranks(save_rank, world, make, path, root, of_world, timeout=400)
+        ranks = run_ranks(save_rank, world, path, optim, root, of_world, timeout=400)
         saved |= {name: [rank[name] for rank in ranks] for name in of_world}
     names = list(saved)
     writers = {
@@ -56,7 +56,7 @@ def require_every_pair(
     }
     for world, of_world in layouts.items():
         told = {name: (settings, writers[name]) for name, settings in of_world.items()}
-        ranks = run_ranks(load_rank, world, make, path, root, told, timeout=400)
+        ranks = run_ranks(load_rank, world, path, optim, root, told, timeout=400)
         for reader in of_world:
             for number, writer in enumerate(writers[reader]):
                 loaded = [rank[reader][number] for rank in ranks]
@@ -65,36 +65,43 @@ def require_every_pair(
                 wanted = saved[writer][0]["loss"]
                 tolerance = 1e-6 if reader == writer else relative
                 for rank in loaded:
-                    told = f"{pair}: {rank['loss']}, not {wanted}"
-                    assert rank["loss"] == pytest.approx(wanted, rel=tolerance), told
+                    what = f"{pair}: {rank['loss']}, not {wanted}"
+                    assert rank["loss"] == pytest.approx(wanted, rel=tolerance), what
 
 
 def save_rank(
-    layout: Layout, make: Make, path: Path, root: Path, layouts: Mapping[str, Mapping[str, Any]]
+    layout: Layout,
+    path: Path,
+    optim: OptimConfig,
+    root: Path,
+    layouts: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, dict[str, Any]]:
     """By layout, what was saved after two steps below `root / name`."""
     return {
-        name: _save(layout, make(layout, path, told), path, root / name)
-        for name, told in layouts.items()
+        name: _save(layout, make_engine(layout, path, optim, **settings), root / name)
+        for name, settings in layouts.items()
     }
 
 
 def load_rank(
     layout: Layout,
-    make: Make,
     path: Path,
+    optim: OptimConfig,
     root: Path,
     layouts: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]],
 ) -> dict[str, list[dict[str, Any]]]:
     """By layout, what the checkpoints of these layouts give."""
     return {
-        name: _load(layout, make(layout, path, settings), [root / each for each in writers])
+        name: _load(
+            layout,
+            make_engine(layout, path, optim, **settings),
+            [root / each for each in writers],
+        )
         for name, (settings, writers) in layouts.items()
     }
 
 
-def _save(layout: Layout, engine: Engine, path: Path, root: Path) -> dict[str, Any]:
-    engine.load(SafetensorsSource(path), Part.WEIGHTS)
+def _save(layout: Layout, engine: Engine, root: Path) -> dict[str, Any]:
     batch = cut(make_examples(VOCAB), engine.layout, 2)
     for _ in range(2):
         engine.forward_backward(batch, loss)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from layout_pairs import Layouts, require_every_pair
 from tiny import save_tiny
-from transformers import AutoConfig
 
 from burnish.checkpoint.committed import newest
-from burnish.config.schema import EngineConfig, OptimConfig
-from burnish.engines.base import Engine
-from burnish.engines.megatron.engine import MegatronEngine
-from burnish.engines.torch_engine import TorchEngine
-from burnish.parallel.layout import Layout
+from burnish.config.schema import OptimConfig
 
-CPU = torch.device("cpu")
 EVEN, UNEVEN = 4, 5
 """Layers, which two stages share evenly or do not."""
 PLAIN_TP: dict[str, Any] = {"tensor_parallel": 2, "megatron_sequence_parallel": False}
@@ -55,18 +47,6 @@ def layouts(more: dict[str, dict[str, Any]]) -> Layouts:
     }
 
 
-def make_engine(
-    layout: Layout,
-    path: Path,
-    settings: Mapping[str, Any],
-    moments: Literal["fp32", "bf16"] = "fp32",
-) -> Engine:
-    config = EngineConfig(**{"precision": "fp32", "logprob_chunk": 5, **settings})
-    made = MegatronEngine if config.kind == "megatron" else TorchEngine
-    hf_config = AutoConfig.from_pretrained(path)
-    return made(hf_config, config, OptimConfig(moments=moments), layout=layout, device=CPU)
-
-
 def save_mixture(directory: Path, layers: int) -> Path:
     """With tied embeddings, and layers with experts and without."""
     changes = {"tie_word_embeddings": True, "num_hidden_layers": layers}
@@ -84,7 +64,7 @@ def test_every_layout_is_saved_and_loaded(tmp_path: Path) -> None:
     """Of each engine by the other, and by layouts of its own."""
     path = save_mixture(tmp_path / "m", UNEVEN)
     told = layouts({"ep 2": {"expert_parallel": 2}})
-    require_every_pair(make_engine, path, tmp_path, told, each=[6])
+    require_every_pair(path, tmp_path, told, each=[6])
 
 
 def test_every_pair_in_bf16(tmp_path: Path) -> None:
@@ -95,8 +75,8 @@ def test_every_pair_in_bf16(tmp_path: Path) -> None:
         for name, settings in told.items()
     }
     path = save_mixture(tmp_path / "m", EVEN)
-    make = partial(make_engine, moments="bf16")
-    require_every_pair(make, path, tmp_path, {2: in_bf16}, relative=1e-2)
+    optim = OptimConfig(moments="bf16")
+    require_every_pair(path, tmp_path, {2: in_bf16}, relative=1e-2, optim=optim)
     for name in in_bf16:
         step = newest(tmp_path / name)
         assert step is not None
@@ -110,7 +90,7 @@ def test_every_pair_in_bf16(tmp_path: Path) -> None:
 def test_every_pair_with_a_mixture(tmp_path: Path, layers: int) -> None:
     path = save_mixture(tmp_path / "m", layers)
     told = layouts({"ep 2": {"expert_parallel": 2}})
-    require_every_pair(make_engine, path, tmp_path, told)
+    require_every_pair(path, tmp_path, told)
 
 
 @pytest.mark.contract
@@ -118,4 +98,4 @@ def test_every_pair_with_a_mixture(tmp_path: Path, layers: int) -> None:
 @pytest.mark.parametrize("layers", [EVEN, UNEVEN])
 def test_every_pair_with_a_dense_model(tmp_path: Path, layers: int) -> None:
     path = save_dense(tmp_path / "m", layers)
-    require_every_pair(make_engine, path, tmp_path, layouts({"tp 2": PLAIN_TP}))
+    require_every_pair(path, tmp_path, layouts({"tp 2": PLAIN_TP}))

@@ -1,0 +1,66 @@
+"""Saved at one layout of the torch engine, loaded at any other: every weight and slot bit-equal, the next loss the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from layout_pairs import require_every_pair
+from tiny import save_tiny
+
+from burnish.checkpoint.committed import newest
+from burnish.config.schema import OptimConfig
+
+LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
+    1: {"1": {}},
+    2: {"fsdp 2": {}, "tp 2": {"tensor_parallel": 2}, "sp 2": {"sequence_parallel": 2}},
+    3: {"fsdp 3": {}},
+    4: {
+        "fsdp 4": {},
+        "hsdp 2x2": {"replicas": 2},
+        "fsdp 2 x tp 2": {"tensor_parallel": 2},
+        "fsdp 2 x sp 2": {"sequence_parallel": 2},
+        "hsdp 2 x tp 2": {"replicas": 2, "tensor_parallel": 2},
+    },
+}
+"""By processes: what the engine is told."""
+SOME = {1: {"1": {}}, 2: {name: LAYOUTS[2][name] for name in ("fsdp 2", "tp 2")}}
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    """With tied embeddings, and layers with experts and without."""
+    return save_tiny(tmp_path / "m", "qwen3_moe", torch.float32, tie_word_embeddings=True)
+
+
+@pytest.mark.timeout(600)
+def test_every_layout_is_saved_and_loaded(mixture: Path, tmp_path: Path) -> None:
+    """Each by two others, of which one has another number of processes."""
+    require_every_pair(mixture, tmp_path, LAYOUTS, each=[1, 5])
+
+
+@pytest.mark.contract
+@pytest.mark.timeout(3600)
+def test_every_pair_of_layouts(mixture: Path, tmp_path: Path) -> None:
+    require_every_pair(mixture, tmp_path, LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "slot", "relative"),
+    [
+        ("muon", "momentum_buffer", 1e-6),
+        ("adamw8bit", "exp_avg_scale", 1e-4),  # its loss is 0.0065 by then, of logits up to 15
+    ],
+)
+def test_the_state_of_other_optimizers_through_pairs_of_layouts(
+    tmp_path: Path, kind: Literal["muon", "adamw8bit"], slot: str, relative: float
+) -> None:
+    """Half a row is a block of those that have 8 bits."""
+    shapes = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128}
+    path = save_tiny(tmp_path / "m", "qwen3", torch.float32, num_hidden_layers=1, **shapes)
+    require_every_pair(path, tmp_path, SOME, relative=relative, optim=OptimConfig(kind=kind))
+    step = newest(tmp_path / "tp 2")
+    assert step is not None
+    assert f"training/{slot}.safetensors" in step.manifest.files
