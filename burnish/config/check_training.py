@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from burnish.config.parts import part_names
 from burnish.config.problems import Problem, either
 from burnish.config.schema import RunConfig
 
@@ -184,6 +185,28 @@ def _of_rollout(config: RunConfig) -> Iterator[Problem]:
             have="rollout.n: 1",
             want="rollout.n 2 or more",
             do="set rollout.n=8, or algorithm.dynamic_sampling.enabled=false",
+        )
+    yield from _of_compared_part(config)
+
+
+def _of_compared_part(config: RunConfig) -> Iterator[Problem]:
+    """A part FUNCTION/NAME is known by its answers alone: of it only the function is looked for."""
+    part, names = config.algorithm.dynamic_sampling.part, part_names(config.reward)
+    if part is None:
+        return
+    if not config.algorithm.dynamic_sampling.enabled:
+        yield Problem(
+            "algorithm.dynamic_sampling.part is set, and there is no dynamic sampling",
+            have=f"algorithm.dynamic_sampling.part: {part}, algorithm.dynamic_sampling.enabled: false",
+            want="both, or neither",
+            do="set algorithm.dynamic_sampling.enabled=true, or remove the part",
+        )
+    if part not in names and part.rpartition("/")[0] not in names:
+        yield Problem(
+            "algorithm.dynamic_sampling.part is no part of the reward",
+            have=f"algorithm.dynamic_sampling.part: {part}",
+            want=f"one of {', '.join(names)}",
+            do="set algorithm.dynamic_sampling.part to one of them, or remove it",
         )
 
 

@@ -279,6 +279,8 @@ class DynamicSamplingConfig(Section):
 
     enabled: bool = False
     """Replace groups whose rewards are all equal by groups of further prompts."""
+    part: str | None = None
+    """The part of the reward that is compared, by its name in the metrics `reward/parts/NAME`; the whole reward when not given. With several functions the whole varies where only a lesser one does."""
     max_refills: int = Field(4, ge=1)
     """Rounds of further generation in one step; after them the step runs with what there is."""
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from burnish.config.schema import RewardConfig, RewardFunctionConfig, RewardModelConfig
+from burnish.config.parts import part_names
+from burnish.config.schema import RewardConfig, RewardFunctionConfig
 from burnish.errors import MissingError, UsageError
 from burnish.records import Rollout
 from burnish.rewards.arguments import arguments
@@ -162,22 +163,3 @@ def _note(
 ) -> None:
     for i, answer in zip(members, answers, strict=True):
         said[i][function.part] = answer
-
-
-def model_name(model: RewardModelConfig) -> str:
-    """What a reward model is called: as its settings say, or after its directory."""
-    return model.name or model.path.rstrip("/").rpartition("/")[2]
-
-
-def part_names(config: RewardConfig) -> list[str]:
-    """The functions' own names, then those of the models; the second of a name is `name_2`."""
-    given = [function.function.rpartition(":")[2] for function in config.functions]
-    given += [model_name(model) for model in config.models]
-    names: list[str] = []
-    for base in given:
-        name, number = base, 1
-        while name in names:
-            number += 1
-            name = f"{base}_{number}"
-        names.append(name)
-    return names

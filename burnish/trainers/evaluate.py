@@ -18,6 +18,7 @@ from burnish.algorithms.evaluation import evaluation_stats
 from burnish.checkpoint.committed import Committed, newest
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.verify import check_small_files
+from burnish.config.parts import part_names
 from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import PromptDataset
@@ -32,7 +33,7 @@ from burnish.records import Rollout
 from burnish.records.seeds import derive_seed
 from burnish.rewards.builtin import extract_answer
 from burnish.rewards.overview import rollout_stats
-from burnish.rewards.pool import RewardPool, part_names
+from burnish.rewards.pool import RewardPool
 from burnish.tracking.metrics import Mean, Stats
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory

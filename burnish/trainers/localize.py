@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from burnish.config.parts import model_name
 from burnish.config.schema import CriticConfig, ModelConfig, RewardConfig, RunConfig
 from burnish.data.kinds import is_data
 from burnish.errors import MissingError
@@ -22,7 +23,6 @@ from burnish.files.urls import is_url
 from burnish.models.lora_names import ADAPTER_CONFIG
 from burnish.models.lora_start import with_adapter
 from burnish.parallel.environment import place_of
-from burnish.rewards.pool import model_name
 from burnish.tracking.progress import Progress
 
 _MODEL_SUFFIXES = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja", ".py"})

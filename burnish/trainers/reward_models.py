@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from burnish.config.parts import part_names
 from burnish.config.schema import ModelConfig, RewardModelConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.chat import ChatEncoder, shared_beginning
@@ -34,7 +35,6 @@ from burnish.models.value_head import has_value_head
 from burnish.parallel.collectives import gather_objects
 from burnish.parallel.layout import Layout
 from burnish.records import Example, Rollout, TokenIds
-from burnish.rewards.pool import part_names
 
 Judge = Callable[[Sequence[Rollout]], list[Rollout]]
 """Adds to the rewards of rollouts, which all ranks have alike. Collective."""

@@ -7,6 +7,7 @@ runs in every process. Left out: generation ahead of training, environments of s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,11 +17,13 @@ from burnish.algorithms.dapo import overlong_penalty, select_groups
 from burnish.algorithms.loss import policy_loss_fn
 from burnish.algorithms.schedule import learning_rate
 from burnish.checkpoint.tensor_sets import MAIN
+from burnish.config.parts import part_names
 from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
 from burnish.data.tasks import PromptDataset
 from burnish.engines.base import Engine, Part
 from burnish.engines.making import make_frozen
+from burnish.errors import UsageError
 from burnish.launch.run import launch
 from burnish.parallel.layout import Layout
 from burnish.records import Rollout
@@ -174,7 +177,7 @@ def collect_groups(
 ) -> tuple[list[list[Rollout]], list[list[Rollout]]]:
     """The scored groups that a step trains on, and those left out. Collective; the same on every rank.
 
-    With dynamic sampling, groups whose rewards are all equal are replaced by those of the next
+    With dynamic sampling, groups whose rewards, or a part of them, are all equal are replaced by those of the next
     prompts, in a bounded number of rounds. Compared are the rewards before the penalty for length,
     so that unequal lengths alone keep no group.
     """
@@ -189,7 +192,7 @@ def collect_groups(
         prompts = [dataset[index] for index in loader.take(wanted)]
         groups += collector.collect(prompts, first_key, config.rollout.n, how)
         selection = select_groups(
-            [[rollout.reward for rollout in group] for group in groups],
+            compared(groups, config),
             config.batch.prompts,
             refills,
             config.algorithm.dynamic_sampling,
@@ -199,6 +202,29 @@ def collect_groups(
             chosen = [shaped[index] for index in selection.keep]
             return chosen, [g for i, g in enumerate(shaped) if i not in selection.keep]
         wanted, refills = selection.refill, refills + 1
+
+
+def compared(groups: Sequence[Sequence[Rollout]], config: RunConfig) -> list[list[float]]:
+    """What dynamic sampling compares the completions of each prompt by: the reward, or its part `algorithm.dynamic_sampling.part` where it has it.
+
+    Raises `UsageError` for a part that no completion has though its function answered for some.
+    """
+    part = config.algorithm.dynamic_sampling.part
+    if part is None:
+        return [[rollout.reward for rollout in group] for group in groups]
+    parts = [
+        rollout.reward_parts for group in groups for rollout in group if not rollout.reward_error
+    ]
+    known = {name for each in parts for name in each}
+    if parts and part not in known | {*part_names(config.reward)}:
+        raise UsageError(
+            "algorithm.dynamic_sampling.part is no part of any reward",
+            have=f"algorithm.dynamic_sampling.part: {part}",
+            want=f"one of {', '.join(sorted(known))}",
+            do="set algorithm.dynamic_sampling.part to one of them, or remove it",
+        )
+    found = [[rollout.reward_parts.get(part) for rollout in group] for group in groups]
+    return [[value for value in group if value is not None] for group in found]
 
 
 def _shaped(rollout: Rollout, config: RunConfig) -> Rollout:

@@ -219,6 +219,12 @@ BAD: list[tuple[Command, list[str], list[str]]] = [
         ["rollout.n=1", "algorithm.advantage=reinforce_plus_plus", "algorithm.dynamic_sampling.enabled=true"],
         ["dynamic_sampling", "rollout.n: 1"],
     ),
+    (
+        "rl",
+        ["algorithm.dynamic_sampling={enabled: true, part: accuracy}"],
+        ["dynamic_sampling.part: accuracy", "want: one of numeric"],
+    ),
+    ("rl", ["algorithm.dynamic_sampling.part=numeric"], ["enabled: false", "enabled=true"]),
     ("rl", ["algorithm.dual_clip=3", "algorithm.policy_loss=gspo"], ["dual_clip: 3.0", "gspo"]),
     (
         "rl",
@@ -258,6 +264,8 @@ def test_what_does_not_go_together(
     [
         ("rl", ["rollout.n=1", "algorithm.advantage=reinforce_plus_plus"]),
         ("rl", ["algorithm.dual_clip=3"]),
+        ("rl", ["algorithm.dynamic_sampling={enabled: true, part: numeric}"]),
+        ("rl", ["algorithm.dynamic_sampling={enabled: true, part: numeric/extracted}"]),
         ("rl", ["algorithm.advantage=gae", "critic.lr=1e-4", "critic.clip=null", "rollout.n=1"]),
         ("rl", ["algorithm.advantage=gae", "critic.warmup_steps=5"]),
         ("rl", ["algorithm.old_logprobs=rollout", "rollout.top_p=0.9"]),

@@ -13,12 +13,13 @@ import torch
 
 from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
+from burnish.errors import UsageError
 from burnish.models.flops import ModelFlops
 from burnish.parallel.layout import Layout
 from burnish.records import Completion, Prompt, Rollout
 from burnish.records.samples import StopReason
 from burnish.trainers.policy_update import Policy, assign_credit, in_epochs, minibatches
-from burnish.trainers.rl import collect_groups
+from burnish.trainers.rl import collect_groups, compared
 
 LIMIT = 8
 """Tokens of the longest completion."""
@@ -78,6 +79,50 @@ def test_unequal_lengths_alone_keep_no_group() -> None:
     chosen, left_out = collected(told, configured(algorithm=algorithm))
     assert rewards(chosen) == {1: [0, 0], 3: [0.5, 0]}
     assert rewards(left_out) == {0: [1, 0], 2: [-0.5, -0.75]}
+
+
+class InParts(Script):
+    """Rewards of two parts, (right, well written) in place of (reward, length)."""
+
+    def collect(self, prompts: Sequence[Prompt], *_: object) -> list[list[Rollout]]:
+        told = {p.index: self.told[p.index] for p in prompts}
+        return [
+            [
+                replace(
+                    rollout(i, right + 0.1 * form, 3), reward_parts={"numeric": right, "form": form}
+                )
+                for right, form in told[i]
+            ]
+            for i in told
+        ]
+
+
+@pytest.mark.parametrize(("part", "kept"), [(None, [0, 1]), ("numeric", [2, 3]), ("form", [0, 1])])
+def test_dynamic_sampling_compares_the_part_that_it_is_told(
+    part: str | None, kept: list[int]
+) -> None:
+    """Right and wrong alone, as DAPO has it, or what is added to that."""
+    told = [[(1, 0), (1, 1)], [(0, 1), (0, 0)], [(1, 1), (0, 1)], [(1, 0), (0, 0)]]
+    functions = [{"function": "numeric"}, {"function": "f.py:form", "weight": 0.1}]
+    config = configured(
+        algorithm={"dynamic_sampling": {"enabled": True, "part": part}},
+        reward={"functions": functions},
+    )
+    loader = Loader(len(told), 0, shuffle=False)
+    chosen, _ = collect_groups(PROMPTS, loader, InParts(told), config, step=0)
+    assert list(rewards(chosen)) == kept
+
+
+def test_a_part_that_no_answer_has_is_refused_and_one_that_some_have_compares_those() -> None:
+    dynamic = {"dynamic_sampling": {"enabled": True, "part": "score/right"}}
+    config = configured(algorithm=dynamic, reward={"functions": [{"function": "f.py:score"}]})
+    parts = [{"score": 1.0}, {"score": 1.0, "score/right": 0.0}, {"score": 1.0, "score/right": 1.0}]
+    groups = [[replace(rollout(0, 1, 3), reward_parts=each) for each in parts]]
+    assert compared(groups, config) == [[0.0, 1.0]]
+    failed = replace(groups[0][0], reward_error="score: it raised")
+    assert compared([[failed]], config) == [[]]
+    with pytest.raises(UsageError, match=r"part: score/right\n.*want: one of score\n"):
+        compared([groups[0][:1]], config)
 
 
 def test_without_dynamic_sampling_every_group_is_kept_and_shaped() -> None:

@@ -12,12 +12,12 @@ from tokenizers_for_tests import save_char_tokenizer
 from training_files import FRESH, REWARDS, burnish, make_files
 
 from burnish.config.load import load_config
+from burnish.config.parts import part_names
 from burnish.config.schema import RunConfig
 from burnish.data.sources import load_rows
 from burnish.errors import MissingError, UsageError
 from burnish.files.remote import Remote
 from burnish.rewards.load import load_function
-from burnish.rewards.pool import part_names
 from burnish.trainers.localize import with_local_inputs
 
 number = itertools.count()
