@@ -26,4 +26,4 @@ def test_interrupted_equals_uninterrupted_and_it_goes_on_elsewhere(work):
     for name in scales:
         torch.testing.assert_close(grown[name], alone[name], rtol=0.1, atol=0, msg=name)
     code, output = burnish(work, *BYTES, "name=bytes_war", "optim.kind=adamw", "steps=7")
-    assert code == 4, output
+    assert (code, "a run that differs in optim.kind" in output) == (4, True), output

@@ -55,7 +55,7 @@ LEVEL = "reward.functions=[{function: 'rewards.py:needs_level'}]"
         ("sft", ["model.fresh=null", "model.path=shard_missing"], 5, ["model-00002-of-00002"]),
         ("sft", ["model.fresh=null", "model.path=wrong_shape"], 4, ["shape"]),
         ("sft", ["data.train=[empty.jsonl]"], 2, ["empty.jsonl"]),
-        ("sft", ["data.train=[broken.jsonl]"], 2, ["broken.jsonl", "2"]),
+        ("sft", ["data.train=[broken.jsonl]"], 2, ["broken.jsonl, line 2"]),
         ("sft", ["data.train=[columns.jsonl]"], 5, ["wort", "reply"]),
         ("rl", ["data.train=[columns.jsonl]"], 5, ["wort", "reply"]),
         ("rl", [LEVEL, "data.train=[no_level.jsonl]", "data.validation=[level.jsonl]"], 5, ["needs_level", "data.train lacks", "level"]),
