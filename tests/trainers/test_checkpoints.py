@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from checkpoints_for_tests import contents_of, make_state
+from corruption import flip
 from training_files import burnish, done, metrics, outcome
 from transformers import AutoModelForCausalLM
 
@@ -84,12 +85,6 @@ def test_a_model_in_fp32_has_no_residual_and_either_kind_goes_on_as_the_other(wo
 def step_of(run):
     """The newest."""
     return committed(run / "checkpoints")[-1].path
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[-50] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_older(work):

@@ -8,9 +8,10 @@ import signal
 import pytest
 import same_runs
 from same_runs import assert_same
-from training_files import FRESH, burnish, done, metrics, outcome, ranks, weights
+from training_files import FRESH, At, burnish, done, metrics, outcome, ranks, weights
 
 MEGATRON = "engine.kind=megatron"
+STEP = "burnish.engines.megatron.engine:MegatronEngine.optim_step"
 RL = [
     *same_runs.RL,
     "optim.lr=0.003",
@@ -66,15 +67,19 @@ def test_ppo_is_that_of_the_torch_engine(work, critics_of_torch, layout):
     assert any("critic/model" in name for name in weights(run))
 
 
+@pytest.fixture(scope="module")
+def not_replayed(work):
+    return done(work, *RL, f"model.fresh={json.dumps(MIXTURE)}", "name=not_replayed")
+
+
 @pytest.mark.parametrize("replay", ["recompute", "rollout"])
-def test_replayed_mixtures_are_those_of_the_torch_engine(work, replay):
+def test_replayed_mixtures_are_those_of_the_torch_engine(work, not_replayed, replay):
     """Experts that others chose, the generator or the policy before its update, are those of the second update too."""
     argv = [*RL, f"model.fresh={json.dumps(MIXTURE)}"]
-    free = done(work, *argv, f"name=not_{replay}")
     argv.append(f"algorithm.router_replay={replay}")
     wanted = done(work, *argv, f"name={replay}_torch")
     with pytest.raises(AssertionError):
-        assert_same(free, wanted)
+        assert_same(not_replayed, wanted)
     for number, layout in enumerate(REPLAYED[replay]):
         run = done(work, *argv, MEGATRON, layout, f"name={replay}_{number}", world=2)
         assert_same(run, wanted)
@@ -96,7 +101,7 @@ def test_supervised_fine_tuning_is_that_of_the_torch_engine(work):
 
 def test_a_killed_mixture_goes_on_as_if_nothing_had_happened(work):
     argv = ["sft", "sft.yaml", f"model.fresh={json.dumps(MIXTURE)}"]
-    require_unharmed(work, "sft", [*argv, "engine.expert_parallel=2"])
+    require_unharmed(work, "sft", [*argv, "engine.expert_parallel=2"], update=4)
 
 
 @pytest.mark.contract
@@ -105,17 +110,16 @@ def test_reinforcement_learning_goes_on_as_if_nothing_had_happened(work, degrees
     """Of a mixture with a reference, two updates a step and experts that are replayed, at every kind of layout."""
     fresh = f"model.fresh={json.dumps(MIXTURE | {'num_hidden_layers': 4})}"
     name = f"rl_{KILLED.index(degrees)}"
-    require_unharmed(work, name, [*RL, fresh, "algorithm.router_replay=recompute", *degrees])
+    argv = [*RL, fresh, "algorithm.router_replay=recompute", *degrees]
+    require_unharmed(work, name, argv, update=7)
 
 
-def require_unharmed(work, name, argv):
-    """A run that saves in the background, of which a rank is killed, comes to the end of one that is left alone, bit for bit."""
+def require_unharmed(work, name, argv, update):
+    """A run that saves in the background, of which a rank is killed in an update, comes to the end of one that is left alone, bit for bit."""
     left_alone = done(work, *argv, MEGATRON, f"name=left_alone_{name}", world=2)
     argv = [*argv, MEGATRON, "checkpoint.save_every=1", "checkpoint.background=true"]
-    started = ranks(work, [*argv, f"name=killed_{name}"], 2)
-    assert started[0].reached(3), started[0].output
-    started[1].send(signal.SIGKILL)
-    assert [each.wait() for each in started] == [1, -signal.SIGKILL]
+    started = ranks(work, [*argv, f"name=killed_{name}"], 2, at=At(STEP, update, signal.SIGKILL))
+    assert [each.wait() for each in started] == [-signal.SIGKILL, 1]
     assert outcome(done(work, *argv, f"name=killed_{name}", world=2)) == outcome(left_alone)
 
 

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,15 @@ PPO = [*RL, "algorithm.kl.place=reward", "algorithm.advantage=gae", "critic.lr=0
 RUNS = {"sft": ["sft", "sft.yaml"], "rl": RL, "ppo": PPO}
 
 
+@pytest.fixture(scope="module")
+def of_one(work):
+    """By kind, the run of one process."""
+    return cache(lambda kind: done(work, *RUNS[kind], f"name=one_{kind}"))
+
+
 @pytest.mark.parametrize("kind", RUNS)
-def test_two_processes_do_what_one_does(work, kind):
-    argv = RUNS[kind]
-    one = done(work, *argv, f"name=one_{kind}")
+def test_two_processes_do_what_one_does(work, of_one, kind):
+    argv, one = RUNS[kind], of_one(kind)
     assert_same(done(work, *argv, f"name=two_{kind}", world=2), one)
     for first, second in ((1, 2), (2, 1)):
         name = f"name={kind}_{first}_then_{second}"
@@ -32,10 +38,9 @@ def test_two_processes_do_what_one_does(work, kind):
         assert_same(done(work, *argv, name, world=second), one)
 
 
-def test_three_processes_go_on_from_two(work):
-    one = done(work, "sft", "sft.yaml", "name=by_one")
+def test_three_processes_go_on_from_two(work, of_one):
     done(work, "sft", "sft.yaml", "name=by_three", "steps=3", world=2)
-    assert_same(done(work, "sft", "sft.yaml", "name=by_three", world=3), one)
+    assert_same(done(work, "sft", "sft.yaml", "name=by_three", world=3), of_one("sft"))
 
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])
@@ -51,11 +56,11 @@ def test_an_epoch_is_every_sample_once_on_any_number_of_processes_and_when_prolo
     assert_same(done(work, *argv, name, "epochs=2", world=2), one)
 
 
-def test_shared_matrices_and_then_shared_tokens_do_what_one_process_does(work):
+def test_shared_matrices_and_then_shared_tokens_do_what_one_process_does(work, of_one):
     argv = ["sft", "sft.yaml", "name=sft_shared"]
     done(work, *argv, "engine.tensor_parallel=2", "steps=3", world=2)
     run = done(work, *argv, "engine.sequence_parallel=2", world=2)
-    assert_same(run, done(work, "sft", "sft.yaml", "name=sft_alone"))
+    assert_same(run, of_one("sft"))
     shared = done(work, *RL, "name=rl_shared", "engine.sequence_parallel=2", "steps=3", world=2)
     assert_same(shared, done(work, *RL, "name=rl_alone", "steps=3"))
 
@@ -98,6 +103,6 @@ def test_a_killed_rank_ends_the_others_soon(work, victim):
     started = ranks(work, argv, 2)
     assert started[0].reached(2), started[0].output
     started[victim].send(signal.SIGKILL)
-    assert started[1 - victim].wait(60) == 1  # a collective's time-out would be ten minutes
+    assert started[1 - victim].wait() == 1  # a collective's time-out would be ten minutes
     assert f"rank {victim}" in started[1 - victim].output.partition("error: ")[2]
     assert started[victim].wait() == -signal.SIGKILL
