@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from contracts.engine import CLIP, make_examples, score_by_hand
+from contracts.engine import CLIP, examples_that_begin_alike, score_by_hand
 from tiny import VOCAB
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -18,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from burnish.engines.base import Engine
 from burnish.models.names import model_shards, regions
 from burnish.parallel.collectives import gather_objects
-from burnish.records import Batch, Example
+from burnish.records import Batch
 
 LAYERS, EXPERTS, CHOSEN = 2, 4, 2
 """Of the tiny Mixtral."""
@@ -77,19 +76,12 @@ def balancing_loss(model: PreTrainedModel, logits: list[list[Tensor]]) -> Tensor
     return loss
 
 
-def examples() -> list[Example]:
-    """Five sequences, of which two begin alike."""
-    made = make_examples(VOCAB, (9, 4, 12, 2, 7))
-    shared = np.concatenate([made[2].token_ids[:8], made[0].token_ids[8:]])
-    return [replace(made[0], token_ids=shared), *made[1:]]
-
-
 def experts_of_others() -> list[Tensor]:
     """By sequence, [T, L, k]; where two begin alike they go to the same ones."""
     generator = torch.Generator().manual_seed(1)
     made = [
         torch.rand(len(e.token_ids), LAYERS, EXPERTS, generator=generator).argsort(-1)[..., :CHOSEN]
-        for e in examples()
+        for e in examples_that_begin_alike(VOCAB)
     ]
     made[0][:8] = made[2][:8]
     return made
@@ -118,9 +110,9 @@ def by_hand(path: Path, experts: Sequence[Tensor] | None) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     made = prescribe(model) if experts else []
     logits = record_logits(model)
-    tokens = sum(int(example.loss_mask.sum()) for example in examples())
+    tokens = sum(int(example.loss_mask.sum()) for example in examples_that_begin_alike(VOCAB))
     total, logprobs = torch.zeros(()), []
-    for number, example in enumerate(examples()):
+    for number, example in enumerate(examples_that_begin_alike(VOCAB)):
         for layer, router in enumerate(made):
             router.experts = experts[number][:, layer] if experts else None
         scored = score_by_hand(model, example)
@@ -136,7 +128,7 @@ def by_hand(path: Path, experts: Sequence[Tensor] | None) -> dict[str, Any]:
     shards = model_shards(model, gradients, parts=regions(model)) if experts is None else ()
     own = [
         torch.stack([layer[number].topk(CHOSEN).indices for layer in logits], dim=1)
-        for number in range(len(examples()))
+        for number in range(len(examples_that_begin_alike(VOCAB)))
     ]
     return {
         "loss": float(total.detach()),

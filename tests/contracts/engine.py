@@ -39,6 +39,13 @@ def make_examples(
     return examples
 
 
+def examples_that_begin_alike(vocab: int) -> list[Example]:
+    """Five sequences, of which two begin alike."""
+    made = make_examples(vocab, (9, 4, 12, 2, 7))
+    shared = np.concatenate([made[2].token_ids[:8], made[0].token_ids[8:]])
+    return [replace(made[0], token_ids=shared), *made[1:]]
+
+
 def cut(
     examples: Sequence[Example], layout: Layout, per_micro: int, temperature: float = 1.0
 ) -> Batch:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from adapters_for_tests import RandomAdapter
@@ -21,8 +19,8 @@ from contracts.engine import (
     LR,
     STEPS,
     cut,
+    examples_that_begin_alike,
     loss,
-    make_examples,
     require_alike,
     train,
     train_by_hand,
@@ -46,7 +44,7 @@ from burnish.models.scorer import Scorer
 from burnish.models.sources import FreshSource
 from burnish.models.value_head import value_config
 from burnish.parallel.layout import Layout
-from burnish.records import Example, MicroBatch, TokenOutputs
+from burnish.records import MicroBatch, TokenOutputs
 from burnish.tracking.metrics import Stats
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -89,20 +87,13 @@ PER_MICRO = {1: 3, 2: 2, 4: 1}
 """Sequences in a micro-batch, by processes: with five sequences, some ranks have none in the last round."""
 
 
-def examples() -> list[Example]:
-    """Five sequences, of which two begin alike."""
-    made = make_examples(VOCAB, (9, 4, 12, 2, 7))
-    shared = np.concatenate([made[2].token_ids[:8], made[0].token_ids[8:]])
-    return [replace(made[0], token_ids=shared), *made[1:]]
-
-
 def train_rank(
     layout: Layout, cases: Sequence[tuple[Path, Mapping[str, Any], LoraConfig | None]]
 ) -> list[dict[str, Any]]:
     found = []
     for path, settings, lora in cases:
         engine = make_engine(layout, path, lora=lora, **settings)
-        found.append(train(engine, examples(), PER_MICRO[layout.world]))
+        found.append(train(engine, examples_that_begin_alike(VOCAB), PER_MICRO[layout.world]))
         engine.close()
     return found
 
@@ -113,7 +104,7 @@ def oracle(path: Path, lora: LoraConfig | None = None) -> dict[str, Any]:
     parts = Adapter(model, lora).weights if lora else regions(model)
     if lora:
         RandomAdapter().fill(model_shards(model, parts=parts))
-    wanted = train_by_hand(model, examples())
+    wanted = train_by_hand(model, examples_that_begin_alike(VOCAB))
     return wanted | {
         kind: {s.spec.name: s.tensor for s in model_shards(model, tensors, parts=parts)}
         for kind, tensors in (("gradients", wanted["gradients"]), ("weights", None))
@@ -212,7 +203,7 @@ def idle_rank(
     found = []
     for settings in layouts:
         engine = make_engine(layout, path, **settings)
-        batch = cut(examples()[:1], engine.layout, 1)
+        batch = cut(examples_that_begin_alike(VOCAB)[:1], engine.layout, 1)
         value = engine.forward_backward(batch, loss).values_by_name()["loss"]
         norm = engine.optim_step(LR).values_by_name()["grad_norm"]
         engine.forward_backward(batch, poisoned)
@@ -297,7 +288,7 @@ class FakeGroup:
 
 
 def numbers_of(engine: TorchEngine, loss_of: LossFn) -> list[float]:
-    batch = cut(examples(), engine.layout, 2)
+    batch = cut(examples_that_begin_alike(VOCAB), engine.layout, 2)
     numbers = []
     for _ in range(STEPS):
         numbers.append(engine.forward_backward(batch, loss_of).values_by_name()["loss"])

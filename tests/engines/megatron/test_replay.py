@@ -13,18 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contracts.engine import assert_relative, cut, loss
+from contracts.engine import assert_relative, cut, examples_that_begin_alike, loss
 from distributed import run_ranks
 from engines_for_tests import OPTIM, make_engine
 from routers_for_tests import (
     WEIGHT,
     by_hand,
-    examples,
     experts_of_others,
     recorded,
     with_experts,
 )
-from tiny import save_tiny, tiny_config
+from tiny import VOCAB, save_tiny, tiny_config
 
 from burnish.config.schema import EngineConfig
 from burnish.engines import making
@@ -80,7 +79,7 @@ def routed_rank(
     found = []
     for settings in ({"kind": "megatron", **each} for each in layouts):
         engine = make_engine(layout, path, **settings)
-        batch = cut(examples(), engine.layout, 2)
+        batch = cut(examples_that_begin_alike(VOCAB), engine.layout, 2)
         told = with_experts(batch, experts_of_others())
         own = recorded(engine, batch)
         found.append(
@@ -216,11 +215,13 @@ def crossed_rank(
     found: list[dict[str, Any]] = []
     for settings in layouts:
         engine = make_engine(layout, other, **settings)
-        found.append({"chosen": recorded(engine, cut(examples(), engine.layout, 2))})
+        found.append(
+            {"chosen": recorded(engine, cut(examples_that_begin_alike(VOCAB), engine.layout, 2))}
+        )
         engine.close()
     for outcome, settings in zip(found, layouts, strict=True):
         engine = make_engine(layout, path, **settings)
-        batch = cut(examples(), engine.layout, 2)
+        batch = cut(examples_that_begin_alike(VOCAB), engine.layout, 2)
         outcome["alone"] = said(engine, batch)
         records = [[each["chosen"][number] for number in range(5)] for each in found[:2]]
         outcome["replayed"] = [said(engine, with_experts(batch, record)) for record in records]
@@ -258,7 +259,7 @@ def test_what_does_not_fit_is_refused(path: Path, kind: str) -> None:
 
 def refusing_rank(layout: Layout, path: Path, kind: str) -> None:
     engine = make_engine(layout, path, kind=kind)
-    batch, whole = cut(examples(), layout, 5), experts_of_others()
+    batch, whole = cut(examples_that_begin_alike(VOCAB), layout, 5), experts_of_others()
     for have, experts in {
         "34 × 1 × 2 numbers": [each[:, :1] for each in whole],
         "34 × 2 × 1 numbers": [each[..., :1] for each in whole],
@@ -269,7 +270,7 @@ def refusing_rank(layout: Layout, path: Path, kind: str) -> None:
         with pytest.raises(IncompatibleError, match="the recorded experts are not") as caught:
             engine.forward_backward(with_experts(batch, experts), loss)
         assert have in str(caught.value)
-    told = with_experts(cut(examples(), layout, 2), whole)
+    told = with_experts(cut(examples_that_begin_alike(VOCAB), layout, 2), whole)
     first, *others = told.microbatches
     some = replace(told, microbatches=(replace(first, experts=None), *others))
     with pytest.raises(BurnishError, match=r"(?s)experts in 2 of 3 micro-batches, none in the 1\."):
