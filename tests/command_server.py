@@ -73,7 +73,7 @@ def run(request: dict[str, Any]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable()
     if request["at"]:
-        _signal_at(*request["at"])
+        signal_at(*request["at"])
     if request["audit"]:
         audit.install(*request["audit"])
     from burnish.cli.main import main
@@ -81,7 +81,7 @@ def run(request: dict[str, Any]) -> int:
     return main(request["argv"])
 
 
-def _signal_at(place: str, nth: int, number: int) -> None:
+def signal_at(place: str, nth: int, number: int) -> None:
     """Send this process a signal when it calls the place for the nth time."""
     module, _, path = place.partition(":")
     *parents, name = path.split(".")

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,9 @@ REPOSITORY = Path(__file__).parents[2]
 STEPS = 6
 KINDS = {"sft": ("train/loss", "val/loss"), "rl": ("reward/mean", "val/mean@1")}
 COMMON = ["engine.precision=bf16", f"steps={STEPS}", "checkpoint.save_every=1"]
-KILL_AFTER = 2
-SECONDS = 120
+KILLED = "burnish.engines.torch_engine:TorchEngine.optim_step", 3, signal.SIGKILL
+"""Where a run kills itself: in its third step."""
+SECONDS = 600
 
 
 @pytest.fixture(scope="module")
@@ -35,36 +35,42 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_files(tmp_path_factory.mktemp("device"))
 
 
-def start(work: Path, kind: str, name: str, device: torch.device) -> subprocess.Popen[bytes]:
+PROGRAM = """\
+import sys
+from command_server import signal_at
+from burnish.cli.main import main
+signal_at(*{at})
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def start(
+    work: Path,
+    kind: str,
+    name: str,
+    device: torch.device,
+    at: tuple[str, int, int] | None = None,
+) -> subprocess.Popen[bytes]:
+    """A run; `at` is as in `training_files.At`."""
+    program = ["-m", "burnish"] if at is None else ["-c", PROGRAM.format(at=(*at[:2], int(at[2])))]
+    modules = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests")))
     hidden = {} if device.type == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
     with (work / f"{name}.txt").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "burnish", kind, f"{kind}.yaml", f"name={name}", *COMMON],
+            [sys.executable, *program, kind, f"{kind}.yaml", f"name={name}", *COMMON],
             cwd=work,
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | hidden,
+            env=os.environ | {"PYTHONPATH": modules, "OMP_NUM_THREADS": "1"} | hidden,
             stdout=log,
             stderr=log,
         )
 
 
-def finish(process: subprocess.Popen[bytes], work: Path, name: str) -> None:
+def finish(process: subprocess.Popen[bytes], work: Path, name: str, code: int = 0) -> None:
     try:
-        assert process.wait(SECONDS) == 0, (work / f"{name}.txt").read_text()
+        assert process.wait(SECONDS) == code, (work / f"{name}.txt").read_text()
     finally:
         process.kill()
         process.wait()
-
-
-def kill_after(process: subprocess.Popen[bytes], steps: int, run: Path, log: Path) -> None:
-    deadline = time.monotonic() + SECONDS
-    try:
-        while len(read_metrics(run / "metrics.jsonl")) <= steps:
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.01)
-    finally:
-        process.kill()
-    assert process.wait() == -signal.SIGKILL, log.read_text()
 
 
 @pytest.mark.slow
@@ -82,12 +88,7 @@ def test_a_run_and_the_same_killed_and_resumed(work: Path, kind: str, device: to
     surroundings = json.loads((run / "environment.json").read_text())
     assert surroundings["device"] == device_name(device)
 
-    kill_after(
-        start(work, kind, killed, device),
-        KILL_AFTER,
-        work / "runs" / killed,
-        work / f"{killed}.txt",
-    )
+    finish(start(work, kind, killed, device, KILLED), work, killed, -signal.SIGKILL)
     finish(start(work, kind, killed, device), work, killed)
     resumed = work / "runs" / killed
     assert "resuming step" in (work / f"{killed}.txt").read_text()
