@@ -106,11 +106,12 @@ def transformer_config(
         pipeline_model_parallel_layout=pipeline_layout(shape.layers, config),
         pipeline_dtype=dtype,
         variable_seq_lengths=True,
-        deallocate_pipeline_outputs=True,
         # With virtual stages two stages may be both before and behind each other, and exchanges in one
-        # batch would be taken for one another.
+        # batch would be taken for one another. Those that are not in a batch are still under way when Megatron
+        # frees what it has sent (pipeline_parallel/schedules.py, after `send_forward_recv_forward`).
         overlap_p2p_comm=config.virtual_stages > 1,
         batch_p2p_comm=config.virtual_stages == 1,
+        deallocate_pipeline_outputs=config.virtual_stages == 1,
         moe_token_dispatcher_type="alltoall",  # the one that knows variable lengths; asked of dense models too
         cuda_graph_scope=[],
         # Losses are sums that are divided already: gradients are added up, over micro-batches and ranks.
