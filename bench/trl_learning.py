@@ -29,7 +29,7 @@ def learn(settings: dict[str, Any]) -> list[float]:
     config = GRPOConfig(
         output_dir=settings["output"],
         use_cpu=not torch.cuda.is_available(),
-        bf16=True,
+        bf16=False,
         gradient_checkpointing=False,
         per_device_train_batch_size=settings["prompts"] * settings["samples"],
         num_generations=settings["samples"],

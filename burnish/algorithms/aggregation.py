@@ -43,24 +43,24 @@ class Aggregation:
 
 
 def aggregation(kind: AggregationKind, micro: MicroBatch, max_response_length: int) -> Aggregation:
-    """The coefficients of one way of aggregating. m_t is the loss mask, w_s a sequence's weight, ℓ_t a token's loss.
+    """The coefficients of one way of aggregating. m_t is the loss mask, ℓ_t a token's loss.
 
-    - token_mean (DAPO, arXiv 2503.14476, equation 8): Σ_s w_s Σ_t m_t ℓ_t / (loss tokens)
-    - sequence_mean (GRPO, arXiv 2402.03300, equation 3): Σ_s w_s (Σ_t m_t ℓ_t / Σ_t m_t) / (sequences)
-    - sequence_sum_fixed (Dr. GRPO, arXiv 2503.20783): Σ_s w_s (Σ_t m_t ℓ_t / `max_response_length`) / (sequences)
+    - token_mean (DAPO, arXiv 2503.14476, equation 8): Σ_s Σ_t m_t ℓ_t / (loss tokens)
+    - sequence_mean (GRPO, arXiv 2402.03300, equation 3): Σ_s (Σ_t m_t ℓ_t / Σ_t m_t) / (sequences)
+    - sequence_sum_fixed (Dr. GRPO, arXiv 2503.20783): Σ_s (Σ_t m_t ℓ_t / `max_response_length`) / (sequences)
 
     Sequences without a loss token count nowhere.
     """
     lengths = loss_lengths(micro)
     if kind == "token_mean":
         local_units, global_units = lengths.sum(), micro.num_tokens
-        per_sequence = micro.weights
+        per_sequence = torch.ones_like(lengths, dtype=torch.float32)
     elif kind == "sequence_mean":
         local_units, global_units = (lengths > 0).sum(), micro.num_sequences
-        per_sequence = micro.weights / lengths.clamp(min=1)
+        per_sequence = 1.0 / lengths.clamp(min=1)
     else:
         local_units, global_units = (lengths > 0).sum(), micro.num_sequences
-        per_sequence = micro.weights / max_response_length
+        per_sequence = torch.full_like(lengths, 1 / max_response_length, dtype=torch.float32)
     per_token = to_tokens(per_sequence / max(global_units, 1), micro)
     return Aggregation(
         coefficients=torch.where(micro.loss_mask, per_token, 0.0),

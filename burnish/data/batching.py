@@ -168,12 +168,10 @@ def _pack(packed: Sequence[Example], optional: Sequence[str]) -> dict[str, Any]:
     """The fields of a micro-batch of examples laid end to end."""
     lengths = np.fromiter((len(e.token_ids) for e in packed), np.int64, len(packed))
     ends = np.cumsum(lengths)
-    weights = np.fromiter((e.weight for e in packed), np.float32, len(packed))
     return {
         "input_ids": _joined(packed, "token_ids", np.int64),
         "cu_seqlens": torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
         "loss_mask": _joined(packed, "loss_mask", np.bool_),
-        "weights": torch.from_numpy(weights),
         **{name: _joined(packed, name, _OPTIONAL[name]) for name in optional},
     }
 

@@ -28,8 +28,6 @@ class MicroBatch:
     """[S + 1] int32, where each sequence starts; the last entry is T."""
     loss_mask: Tensor
     """[T] bool, True where the token's prediction is trained on."""
-    weights: Tensor
-    """[S] fp32, factor on each sequence's loss."""
     num_tokens: int
     """Loss tokens in the *global* batch, over all ranks and micro-batches."""
     num_sequences: int

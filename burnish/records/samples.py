@@ -124,5 +124,3 @@ class Example:
     """RL with a critic: what it said of that state before the update."""
     experts: Experts | None = None
     """RL: the experts that each token goes to; those that its routers choose where None."""
-    weight: float = 1.0
-    """Factor on this sequence's loss."""

@@ -236,7 +236,7 @@ def _cut(example: Example) -> Example:
     window = slice(start, start + LONGEST)
     mask = example.loss_mask[window].copy()
     mask[0] = False
-    return Example(example.token_ids[window], mask, weight=example.weight)
+    return Example(example.token_ids[window], mask)
 
 
 def _random_example(prompt: Any, vocabulary: int, seed: int) -> Example:

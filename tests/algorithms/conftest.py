@@ -20,12 +20,12 @@ class Case:
     micro: MicroBatch
     outputs: TokenOutputs
 
-    def sequences(self) -> Iterator[tuple[float, list[int]]]:
-        """Weight and loss token indices of each sequence, one after another, in plain Python."""
+    def sequences(self) -> Iterator[list[int]]:
+        """Loss token indices of each sequence, one after another, in plain Python."""
         bounds = self.micro.cu_seqlens.tolist()
         mask = self.micro.loss_mask.tolist()
-        for s, (start, end) in enumerate(itertools.pairwise(bounds)):
-            yield float(self.micro.weights[s]), [t for t in range(start, end) if mask[t]]
+        for start, end in itertools.pairwise(bounds):
+            yield [t for t in range(start, end) if mask[t]]
 
 
 CaseMaker = Callable[..., Case]
@@ -56,7 +56,6 @@ def _make_case(
         input_ids=torch.zeros(total, dtype=torch.int64),
         cu_seqlens=torch.tensor(np.concatenate([[0], np.cumsum(sizes)]), dtype=torch.int32),
         loss_mask=torch.tensor(mask, dtype=torch.bool),
-        weights=torch.tensor(rng.uniform(0.5, 1.5, len(lengths)), dtype=torch.float32),
         # The global batch is larger than this micro-batch.
         num_tokens=int(mask.sum()) + 11,
         num_sequences=sum(done > 0 for _, done in lengths) + 2,

@@ -19,16 +19,16 @@ KINDS = ["token_mean", "sequence_mean", "sequence_sum_fixed"]
 
 def slow(kind: str, case, losses: list[float]) -> float:
     total = 0.0
-    for weight, tokens in case.sequences():
+    for tokens in case.sequences():
         if not tokens:
             continue
         summed = sum(losses[t] for t in tokens)
         if kind == "token_mean":
-            total += weight * summed / case.micro.num_tokens
+            total += summed / case.micro.num_tokens
         elif kind == "sequence_mean":
-            total += weight * summed / len(tokens) / case.micro.num_sequences
+            total += summed / len(tokens) / case.micro.num_sequences
         else:
-            total += weight * summed / 32 / case.micro.num_sequences
+            total += summed / 32 / case.micro.num_sequences
     return total
 
 
@@ -72,7 +72,6 @@ def cut(micro: MicroBatch, first: int, last: int) -> tuple[MicroBatch, slice]:
         micro,
         cu_seqlens=bounds - bounds[0],
         loss_mask=micro.loss_mask[tokens],
-        weights=micro.weights[first:last],
     ), tokens
 
 
@@ -98,7 +97,7 @@ def test_sequence_means_and_back(make_case) -> None:
     case = make_case()
     means = sequence_means(case.outputs.logprobs.detach(), case.micro)
     values = case.outputs.logprobs.tolist()
-    want = [np.mean([values[t] for t in tokens]) if tokens else 0 for _, tokens in case.sequences()]
+    want = [np.mean([values[t] for t in tokens]) if tokens else 0 for tokens in case.sequences()]
     np.testing.assert_allclose(means, want, rtol=1e-6)
     spread = to_tokens(means, case.micro)
     bounds = case.micro.cu_seqlens.tolist()

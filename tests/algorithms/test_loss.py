@@ -22,11 +22,7 @@ KINDS = ["token_mean", "sequence_mean", "sequence_sum_fixed"]
 def test_sft_is_the_mean_negative_log_likelihood(make_case) -> None:
     case = make_case()
     loss, stats = sft_loss(case.outputs, case.micro)
-    want = -sum(
-        weight * case.outputs.logprobs[t].item()
-        for weight, tokens in case.sequences()
-        for t in tokens
-    )
+    want = -sum(case.outputs.logprobs[t].item() for tokens in case.sequences() for t in tokens)
     np.testing.assert_allclose(loss.item(), want / case.micro.num_tokens, rtol=1e-6)
     assert stats.values_by_name() == {"tokens": 15}
     loss.backward()
@@ -85,7 +81,7 @@ def test_statistics_are_means_over_loss_tokens(make_case) -> None:
     new, micro = case.outputs.logprobs, case.micro
     _, stats = policy_loss_fn(AlgorithmConfig(dual_clip=1.5), 16)(case.outputs, micro)
     values = stats.values_by_name()
-    tokens = [t for _, members in case.sequences() for t in members]
+    tokens = [t for members in case.sequences() for t in members]
     ratios = [math.exp(new[t].item() - micro.old_logprobs[t].item()) for t in tokens]
     signs = [micro.advantages[t].item() > 0 for t in tokens]
     pairs = list(zip(ratios, signs, strict=True))
@@ -135,7 +131,6 @@ def test_finite_differences_agree_with_the_gradient() -> None:
         input_ids=torch.zeros(8, dtype=torch.int64),
         cu_seqlens=torch.tensor([0, 3, 8], dtype=torch.int32),
         loss_mask=torch.tensor([False, True, True, False, True, True, True, True]),
-        weights=torch.ones(2),
         num_tokens=6,
         num_sequences=2,
         advantages=torch.tensor(rng.normal(size=8), dtype=torch.float32),

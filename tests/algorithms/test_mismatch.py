@@ -46,7 +46,6 @@ def test_it_estimates_the_divergence_of_the_generator() -> None:
         input_ids=torch.tensor(tokens),
         cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32),
         loss_mask=torch.ones(len(tokens), dtype=torch.bool),
-        weights=torch.ones(1),
         num_tokens=len(tokens),
         num_sequences=1,
         sampled_logprobs=torch.tensor(np.log(mu)[tokens], dtype=torch.float32),

@@ -32,7 +32,7 @@ def test_ppo_equals_the_slow_transcription(make_case, dual: float | None) -> Non
     new, micro = case.outputs.logprobs, case.micro
     got = ppo_clip(new, micro, LOW, HIGH, dual)
     held = held_lower = 0
-    for _, tokens in case.sequences():
+    for tokens in case.sequences():
         for t in tokens:
             args = new[t].item(), micro.old_logprobs[t].item(), micro.advantages[t].item()
             want = slow_ppo(*args, dual)
@@ -71,14 +71,14 @@ def test_gspo_equals_the_sequence_objective_in_value_and_gradient(make_case) -> 
 
     double = new.detach().double().clone().requires_grad_()
     objective = torch.zeros((), dtype=torch.float64)
-    for weight, tokens in case.sequences():
+    for tokens in case.sequences():
         if not tokens:
             continue
         difference = double[tokens] - micro.old_logprobs[tokens].double()
         ratio = torch.exp(difference.sum() / len(tokens))
         advantage = micro.advantages[tokens[0]].double()
         held = ratio.clamp(1 - LOW, 1 + HIGH)
-        objective = objective + weight * torch.minimum(ratio * advantage, held * advantage)
+        objective = objective + torch.minimum(ratio * advantage, held * advantage)
     want = -objective / micro.num_sequences
     want.backward()
     np.testing.assert_allclose(loss.item(), want.item(), rtol=1e-5)
@@ -88,7 +88,7 @@ def test_gspo_equals_the_sequence_objective_in_value_and_gradient(make_case) -> 
 
 def with_sequence_advantages(case):
     advantages = torch.full_like(case.micro.advantages, float("nan"))
-    for s, (_, tokens) in enumerate(case.sequences()):
+    for s, tokens in enumerate(case.sequences()):
         advantages[tokens] = (-1.0) ** s * (s + 1)
     return replace(case.micro, advantages=advantages)
 
@@ -114,7 +114,7 @@ def test_cispo_equals_the_slow_transcription_and_every_token_keeps_its_gradient(
     got = cispo(new, micro, LOW, HIGH)
     got.loss.sum().backward()
     held = 0
-    for _, tokens in case.sequences():
+    for tokens in case.sequences():
         for t in tokens:
             ratio = math.exp(new[t].item() - micro.old_logprobs[t].item())
             weight = clip(ratio, 1 - LOW, 1 + HIGH)

@@ -31,7 +31,7 @@ def slow(kind: str, clip: float | None, case, outputs: TokenOutputs, micro: Micr
     values, old, returns = (
         t.detach().tolist() for t in (outputs.values, micro.old_values, micro.returns)
     )
-    for weight, tokens in case.sequences():
+    for tokens in case.sequences():
         summed = 0.0
         for t in tokens:
             loss = (values[t] - returns[t]) ** 2 / 2
@@ -45,11 +45,11 @@ def slow(kind: str, clip: float | None, case, outputs: TokenOutputs, micro: Micr
         if not tokens:
             continue
         if kind == "token_mean":
-            total += weight * summed / micro.num_tokens
+            total += summed / micro.num_tokens
         elif kind == "sequence_mean":
-            total += weight * summed / len(tokens) / micro.num_sequences
+            total += summed / len(tokens) / micro.num_sequences
         else:
-            total += weight * summed / 32 / micro.num_sequences
+            total += summed / 32 / micro.num_sequences
     return total, held / count
 
 
@@ -75,9 +75,7 @@ def test_the_gradient_is_that_of_the_formula_and_stops_at_the_clip(make_case) ->
     value_loss_fn("token_mean", 0.2, 32)(outputs, micro)[0].backward()
     near = micro.old_values + (values.detach() - micro.old_values).clamp(-0.2, 0.2)
     plain, clipped = (values.detach() - micro.returns) ** 2, (near - micro.returns) ** 2
-    sizes = micro.cu_seqlens.diff()
-    weight = torch.repeat_interleave(micro.weights, sizes) / micro.num_tokens
-    wanted = torch.where(clipped > plain, 0.0, (values.detach() - micro.returns) * weight)
+    wanted = torch.where(clipped > plain, 0.0, (values.detach() - micro.returns) / micro.num_tokens)
     torch.testing.assert_close(values.grad[mask], wanted[mask])
     assert not values.grad[~mask].any()
     assert (clipped > plain)[mask].any()
@@ -103,7 +101,6 @@ def test_a_value_within_the_clip_is_not_held_back() -> None:
         input_ids=torch.zeros(1000, dtype=torch.int64),
         cu_seqlens=torch.tensor([0, 1000], dtype=torch.int32),
         loss_mask=torch.ones(1000, dtype=torch.bool),
-        weights=torch.ones(1),
         num_tokens=1000,
         num_sequences=1,
         returns=returns,

@@ -74,7 +74,6 @@ def _pack(examples: Sequence[Example], tokens: int, sequences: int) -> MicroBatc
         input_ids=torch.from_numpy(np.concatenate([e.token_ids for e in examples])),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
         loss_mask=torch.from_numpy(np.concatenate([e.loss_mask for e in examples])),
-        weights=torch.ones(len(examples)),
         num_tokens=tokens,
         num_sequences=sequences,
     )

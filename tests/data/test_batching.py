@@ -87,19 +87,14 @@ def test_the_counts_are_of_the_whole_however_it_is_cut(case, random):
 
 
 def test_types_are_as_the_record_says():
-    batch = make_batch([example(3, weight=0.5), example(2)], Layout(), 10, FLOPS, temperature=0.7)
+    batch = make_batch([example(3), example(2)], Layout(), 10, FLOPS, temperature=0.7)
     micro = batch.microbatches[0]
-    types = {
-        name: getattr(micro, name).dtype
-        for name in ("input_ids", "cu_seqlens", "loss_mask", "weights")
-    }
+    types = {name: getattr(micro, name).dtype for name in ("input_ids", "cu_seqlens", "loss_mask")}
     assert types == {
         "input_ids": torch.int64,
         "cu_seqlens": torch.int32,
         "loss_mask": torch.bool,
-        "weights": torch.float32,
     }
-    assert micro.weights.tolist() == [0.5, 1.0]
     assert micro.temperature == 0.7
     assert (micro.advantages, micro.old_logprobs, micro.ref_logprobs) == (None, None, None)
     assert batch.examples == ((0, 1),)

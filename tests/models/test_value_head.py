@@ -61,7 +61,6 @@ def batch_of(prefix: int = 0) -> Batch:
         input_ids=torch.from_numpy(np.concatenate(ids)),
         cu_seqlens=torch.tensor([0, *np.cumsum([len(each) for each in ids])], dtype=torch.int32),
         loss_mask=torch.from_numpy(mask),
-        weights=torch.ones(len(ids)),
         num_tokens=tokens,
         num_sequences=len(ids),
         old_values=torch.from_numpy(rng.normal(size=len(mask)).astype(np.float32)),
