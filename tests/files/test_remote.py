@@ -212,12 +212,13 @@ def test_hdfs_killed_and_started_again_is_waited_for(hdfs_server: HdfsServer, so
 
 
 def test_hdfs_that_hangs_is_given_up(hdfs_server: HdfsServer) -> None:
-    remote = Remote(hdfs_server.url, Patience(tries=2, first_pause=0.01, silence=0.5))
+    remote = Remote(hdfs_server.url)
     remote.put("hangs", b"content")
+    hurried = Remote(hdfs_server.url, Patience(tries=2, first_pause=0.01, silence=0.5))
     hdfs_server.pause("namenode")
     try:
         with pytest.raises(BurnishError, match=r"nothing moved for 0\.5 s"):
-            remote.stat("hangs")
+            hurried.stat("hangs")
     finally:
         hdfs_server.resume("namenode")
     assert remote.read("hangs", 10) == b"content"
