@@ -194,7 +194,8 @@ def test_gcs_refusals_are_not_tried_again(gcs_server: GcsServer) -> None:
 
 
 def test_hdfs_killed_and_started_again_is_waited_for(hdfs_server: HdfsServer, source: Path) -> None:
-    remote = Remote(f"{hdfs_server.url}/killed", Patience(first_pause=0.1, longest_pause=1))
+    patience = Patience(tries=100, first_pause=0.1, longest_pause=1)
+    remote = Remote(f"{hdfs_server.url}/killed", patience)
     content = source.read_bytes()
 
     def kill_once(count: int, killed: list[bool] = []) -> None:  # noqa: B006 - remembers
