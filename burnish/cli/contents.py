@@ -16,7 +16,7 @@ from burnish.cli.inputs import TOKENIZER_FILES, data_files
 from burnish.config.check import Command
 from burnish.config.problems import Problem, refusal
 from burnish.config.schema import DataConfig, RunConfig
-from burnish.data.kinds import PROMPT_COLUMNS
+from burnish.data.kinds import PROMPT_COLUMNS, prompt_columns
 from burnish.data.peek import Columns, columns_of, has_column
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, few
 from burnish.files.safetensors import read_header
@@ -155,8 +155,8 @@ _Lack = tuple[tuple[str, ...], str, str]
 
 def _missing_of_prompts(columns: Columns, data: DataConfig) -> _Lack | None:
     """What `burnish.data.tasks.PromptDataset` would not find."""
-    usual = (PROMPT_COLUMNS[0], data.messages_column, *PROMPT_COLUMNS[1:])
-    names = usual if data.prompt_column is None else (data.prompt_column,)
+    chosen = data.prompt_column
+    names = prompt_columns(data.messages_column) if chosen is None else (chosen,)
     if not any(has_column(columns, name) for name in names):
         return names, f"a prompt in {' or '.join(names)}", "data.prompt_column"
     answer = data.answer_column

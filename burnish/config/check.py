@@ -23,9 +23,19 @@ Command = Literal["sft", "rl", "eval"]
 _LARGEST_BETA_IN_BF16 = 0.996
 _HOW_TO_RENDER = frozenset(
     {
-        *("conversation", "messages", "chat_template", "add_generation_prompt", "tokenize"),
-        *("continue_final_message", "padding", "truncation", "max_length", "return_tensors"),
-        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
     }
 )
 """What `apply_chat_template` is told by Burnish itself."""

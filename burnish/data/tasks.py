@@ -26,7 +26,7 @@ from burnish.data.columns import (
     text_of,
     value_at,
 )
-from burnish.data.kinds import ANSWER_COLUMNS, PROMPT_COLUMNS
+from burnish.data.kinds import ANSWER_COLUMNS, PROMPT_COLUMNS, prompt_columns
 from burnish.data.sources import Row, Rows
 from burnish.errors import UsageError
 from burnish.records import Example, Prompt, TokenIds
@@ -184,7 +184,7 @@ class PromptDataset(_Items[Prompt]):
         limits: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(rows, tokenizer, data)
-        usual = (PROMPT_COLUMNS[0], data.messages_column, *PROMPT_COLUMNS[1:])
+        usual = prompt_columns(data.messages_column)
         column = find_column(rows, data.prompt_column, usual, "data.prompt_column")
         if column is None:
             raise nothing_found(

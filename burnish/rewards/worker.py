@@ -32,12 +32,12 @@ Said = list[Answer] | Literal["begun", "late"]
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How the calls of an async function are made."""
+    """How calls are made."""
 
     concurrency: int
-    """Calls under way at one time."""
+    """Calls of an async function under way at one time."""
     timeout: float
-    """Deadline of each in seconds, from when it begins."""
+    """Deadline of each call in seconds, from when it begins."""
 
 
 def main(descriptor: int, parent: int) -> None:

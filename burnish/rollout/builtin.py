@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from burnish.errors import UsageError
 from burnish.parallel.layout import Layout
@@ -19,14 +18,6 @@ from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.decoding import Decoding
 from burnish.rollout.held import HeldModel
 from burnish.rollout.stopping import Decode, StopRule
-
-_KERNELS = [
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-    SDPBackend.OVERRIDEABLE,
-]
-"""Of attention. cuDNN's, which torch takes first on new GPUs, is planned anew for every shape, and shapes change with every step."""
 
 
 class BuiltinGenerator:
@@ -66,8 +57,7 @@ class BuiltinGenerator:
             self._check_length(request, sampling.max_tokens)
         stop_rule = StopRule(sampling, self._eos_token_ids, self._decode)
         decoding = Decoding(self._network, requests, sampling, stop_rule, self._slots)
-        with sdpa_kernel(_KERNELS):
-            return decoding.run(self._version, watch)
+        return decoding.run(self._version, watch)
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """See `Generator.load_weights`. The pieces have to be the same at every call."""

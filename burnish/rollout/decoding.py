@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from burnish.errors import IncompatibleError
 from burnish.models.routing import Routing
@@ -30,6 +31,13 @@ from burnish.rollout.stopping import StopRule
 
 _PREFILL_TOKENS = 8192
 """Prompts are read in chunks of at most so many tokens (a longer prompt alone)."""
+_KERNELS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+    SDPBackend.OVERRIDEABLE,
+]
+"""Of attention. cuDNN's, which torch takes first on new GPUs, is planned anew for every shape, and shapes change with every step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,11 +142,12 @@ class Decoding:
     def run(self, version: int, watch: Watch | None = None) -> list[list[Completion]]:
         """Decode to the end: for each request its completions, marked with the weights' version."""
         reported = 0
-        while running := self._refill():
-            self._step(running)
-            if watch is not None:
-                watch(self._ended - reported)
-                reported = self._ended
+        with sdpa_kernel(_KERNELS):
+            while running := self._refill():
+                self._step(running)
+                if watch is not None:
+                    watch(self._ended - reported)
+                    reported = self._ended
         if watch is not None:
             watch(self._ended - reported)
         return [[sequence.finished(version) for sequence in group] for group in self._groups]

@@ -16,8 +16,6 @@ from bench.words import model_config, write_prompts, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {path.stem: path.read_text() for path in (ROOT / "bench").glob("*.py")}
-PEERS = {name for name, text in SOURCES.items() if "Turns()" in text}
-"""Those that answer another program's questions."""
 PROGRAMS = sorted(name for name, text in SOURCES.items() if ".parse_args()" in text)
 STARTED = """
 import runpy, sys

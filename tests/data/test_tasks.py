@@ -249,7 +249,6 @@ def test_chats_become_examples(rows_of, template):
     rows = rows_of([{"messages": [user("a"), bot("x"), user("b"), bot("y")], "id": 5}])
     example = ExampleDataset(rows, tokenizer, DataConfig())[0]
     assert trained(example) == "x<|im_end|>y<|im_end|>"
-    assert example.weight == 1.0
     assert example.advantages is None
 
 

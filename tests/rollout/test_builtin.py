@@ -166,6 +166,20 @@ class TestSchedule:
         monkeypatch.setattr(decoding, "_PREFILL_TOKENS", 36)
         assert_same(builtin(tiny_model(), slots=3).generate(requests, sampling), whole)
 
+    def test_attention_is_not_cudnns_which_plans_every_shape_anew(self) -> None:
+        generator = builtin(tiny_model())
+        network, asked = generator._network, []
+
+        def forward(*given: Any) -> Tensor:
+            asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+            return network.forward(*given)
+
+        generator._network = decoding.Network(forward, network.logits, CPU, network.layers)
+        before = torch.backends.cuda.cudnn_sdp_enabled()
+        generator.generate(make_requests(), Sampling(3))
+        assert set(asked) == {False}
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
     def test_what_was_read_is_let_go(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Memory follows the slots, not the prompts: what has been read is kept until its last completion starts."""
         living, most = weakref.WeakSet[PromptCache](), [0]

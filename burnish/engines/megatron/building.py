@@ -107,8 +107,8 @@ def transformer_config(
         pipeline_dtype=dtype,
         variable_seq_lengths=True,
         # With virtual stages two stages may be both before and behind each other, and exchanges in one
-        # batch would be taken for one another. Those that are not in a batch are still under way when Megatron
-        # frees what it has sent (pipeline_parallel/schedules.py, after `send_forward_recv_forward`).
+        # batch would be taken for one another. One by one, what is sent is still under way when Megatron would free it
+        # (pipeline_parallel/schedules.py: `pp_pre_forward` frees what `pp_post_forward` waits for later).
         overlap_p2p_comm=config.virtual_stages > 1,
         batch_p2p_comm=config.virtual_stages == 1,
         deallocate_pipeline_outputs=config.virtual_stages == 1,
