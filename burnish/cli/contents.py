@@ -16,8 +16,8 @@ from burnish.cli.inputs import TOKENIZER_FILES, data_files
 from burnish.config.check import Command
 from burnish.config.problems import Problem, refusal
 from burnish.config.schema import DataConfig, RunConfig
-from burnish.data.kinds import PROMPT_COLUMNS, prompt_columns
 from burnish.data.peek import Columns, columns_of, has_column
+from burnish.data.shapes import Lack, answer_column, example_shape, prompt_column
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, few
 from burnish.files.safetensors import read_header
 from burnish.files.urls import is_url
@@ -133,52 +133,26 @@ def _columns(path: str, data: DataConfig, *, prompts: bool) -> None:
     """The first file of an entry has the columns of prompts, or of examples; the data layer has all files agree."""
     files = sorted(data_files(path))
     file = next((each for each in files if each.stat().st_size), files[0])
-    missing = _missing_of_prompts if prompts else _missing_of_examples
-    columns = columns_of(file, lambda columns: missing(columns, data) is None)
-    if columns is None or (lack := missing(columns, data)) is None:
+    columns = columns_of(file, lambda columns: _lack(columns, data, prompts=prompts) is None)
+    if columns is None or (lack := _lack(columns, data, prompts=prompts)) is None:
         return
-    names, want, setting = lack
-    near = [close for name in names for close in get_close_matches(name, columns, n=1)]
+    near = [close for name in lack.names for close in get_close_matches(name, columns, n=1)]
     raise MissingError(
         f"no usable columns in {file}",
         have=f"columns {', '.join(columns)}" if columns else "no rows",
-        want=want,
-        do=f"did you mean {near[0]}? Name the column in {setting}"
+        want=lack.want,
+        do=f"did you mean {near[0]}? Name the column in {lack.setting}"
         if near
-        else f"name the column in {setting}",
+        else f"name the column in {lack.setting}",
     )
 
 
-_Lack = tuple[tuple[str, ...], str, str]
-# The columns of which one is missing; what would be right, in words; the setting that names another.
-
-
-def _missing_of_prompts(columns: Columns, data: DataConfig) -> _Lack | None:
-    """What `burnish.data.tasks.PromptDataset` would not find."""
-    chosen = data.prompt_column
-    names = prompt_columns(data.messages_column) if chosen is None else (chosen,)
-    if not any(has_column(columns, name) for name in names):
-        return names, f"a prompt in {' or '.join(names)}", "data.prompt_column"
-    answer = data.answer_column
-    if answer is not None and not has_column(columns, answer):
-        return (answer,), f"the answer in {answer}", "data.answer_column"
-    return None
-
-
-def _missing_of_examples(columns: Columns, data: DataConfig) -> _Lack | None:
-    """What `burnish.data.tasks.ExampleDataset` would not find."""
-    chosen = data.prompt_column
-    if chosen is not None and not has_column(columns, chosen):
-        return (chosen,), f"a prompt in {chosen}", "data.prompt_column"
-    prompt = any(has_column(columns, name) for name in ((chosen,) if chosen else PROMPT_COLUMNS))
-    chat = data.messages_column in columns and chosen is None
-    if chat or (prompt and data.completion_column in columns) or data.text_column in columns:
-        return None
-    if prompt:
-        name = data.completion_column
-        return (name,), f"a completion in {name} beside the prompt", "data.completion_column"
-    names = (data.messages_column, *PROMPT_COLUMNS, data.text_column)
-    want = (
-        f"{data.messages_column}, or a prompt and {data.completion_column}, or {data.text_column}"
+def _lack(columns: Columns, data: DataConfig, *, prompts: bool) -> Lack | None:
+    """The column that a run would not find."""
+    has = partial(has_column, columns)
+    found = (
+        [prompt_column(data, has), answer_column(data, has)]
+        if prompts
+        else [example_shape(data, has)]
     )
-    return names, want, "data.messages_column, data.prompt_column or data.text_column"
+    return next((each for each in found if isinstance(each, Lack)), None)

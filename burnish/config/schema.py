@@ -161,14 +161,14 @@ class DataConfig(Section):
     """The same, held out."""
     prompt_column: str | None = None
     """RL and prompt/completion data: the column of the prompt, text or messages. Found by its usual names when not given."""
-    completion_column: str = "completion"
-    """SFT: the column of the answer, for prompt/completion data."""
+    completion_column: str | None = None
+    """SFT: the column of the answer, for prompt/completion data; `completion` when not given."""
     answer_column: str | None = None
     """RL: the column of the ground truth; `answer`, `ground_truth` or verl's `reward_model.ground_truth` when not given."""
-    messages_column: str = "messages"
-    """Chat data: the column of the messages."""
-    text_column: str = "text"
-    """Plain text data: the column of the text."""
+    messages_column: str | None = None
+    """Chat data: the column of the messages; `messages` when not given."""
+    text_column: str | None = None
+    """Plain text data: the column of the text; `text` when not given. A column that is named here or above is the one that is read, whatever others there are; dots go into nested columns."""
     string_prompts: Literal["raw", "user"] = "raw"
     """How a prompt that is a string is read. raw: as it stands, without the chat template, as TRL does. user: as the message of a user, so that reward functions and models get messages, and a string completion of SFT is the assistant's."""
     system_prompt: str | None = None

@@ -5,24 +5,11 @@ Left out: reading files (`burnish.data.sources`) and tokens (`burnish.data.chat`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from burnish.data.chat import Message
 from burnish.data.sources import Row, Rows
 from burnish.errors import MissingError, UsageError
-
-
-def find_column(rows: Rows, chosen: str | None, usual: Sequence[str], setting: str) -> str | None:
-    """The column to use: the chosen one, else the first usual one that is there, else None.
-
-    Names may be dotted. Raises `MissingError` when the chosen one is not there.
-    """
-    if chosen is not None:
-        if not has_column(rows, chosen):
-            rows.require(chosen, setting)
-        return chosen
-    return next((name for name in usual if has_column(rows, name)), None)
 
 
 def has_column(rows: Rows, name: str) -> bool:
@@ -99,10 +86,13 @@ def _not_messages(name: str, have: str) -> UsageError:
     )
 
 
-def text_of(value: Any, name: str) -> str:
-    """The value if it is a string; otherwise `UsageError` naming the row."""
+def text_of(value: Any, column: str, name: str) -> str:
+    """The value of a column if it is a string; otherwise `UsageError` naming row and column."""
     if isinstance(value, str):
         return value
     raise UsageError(
-        f"{name} has no text", have=repr(value)[:60], want="a string", do="correct the row"
+        f"{name} has no text",
+        have=f"{value!r:.60} in column {column!r}",
+        want="a string",
+        do="correct the row, or name another column in data.messages_column, data.prompt_column or data.text_column",
     )

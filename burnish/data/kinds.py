@@ -14,11 +14,6 @@ ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "soluti
 """Where the ground truth is looked for; a dot goes into a nested column."""
 
 
-def prompt_columns(messages: str) -> tuple[str, ...]:
-    """Where the prompt of reinforcement learning is looked for, in this order; `messages` is the column of chats."""
-    return PROMPT_COLUMNS[0], messages, *PROMPT_COLUMNS[1:]
-
-
 def is_data(name: str) -> bool:
     """Whether a file of this name is one of data."""
     return PurePosixPath(name).suffix in READERS

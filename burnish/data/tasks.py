@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
@@ -20,13 +21,13 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.schema import DataConfig
 from burnish.data.chat import ChatEncoder, Conversation, Encoded, Message, Text
 from burnish.data.columns import (
-    find_column,
+    has_column,
     messages_of,
     nothing_found,
     text_of,
     value_at,
 )
-from burnish.data.kinds import ANSWER_COLUMNS, PROMPT_COLUMNS, prompt_columns
+from burnish.data.shapes import Lack, answer_column, example_shape, holds_chats, prompt_column
 from burnish.data.sources import Row, Rows
 from burnish.errors import UsageError
 from burnish.records import Example, Prompt, TokenIds
@@ -34,6 +35,7 @@ from burnish.records import Example, Prompt, TokenIds
 logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item", Prompt, Example)
+_T = TypeVar("_T")
 
 _SPAN = 512
 """Rows tokenized together."""
@@ -184,14 +186,11 @@ class PromptDataset(_Items[Prompt]):
         limits: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(rows, tokenizer, data)
-        usual = prompt_columns(data.messages_column)
-        column = find_column(rows, data.prompt_column, usual, "data.prompt_column")
-        if column is None:
-            raise nothing_found(
-                rows, f"a prompt in one of {', '.join(usual)}", "set data.prompt_column=COLUMN"
-            )
+        has = partial(has_column, rows)
+        column = _found(prompt_column(data, has), rows)
         self._column = column
-        self._answer = find_column(rows, data.answer_column, ANSWER_COLUMNS, "data.answer_column")
+        answer = answer_column(data, has)
+        self._answer = None if answer is None else _found(answer, rows)
         if isinstance(value_at(rows[0], column), str):
             self._notice_raw(column)
         most = dict(limits or {})
@@ -248,7 +247,7 @@ class PromptDataset(_Items[Prompt]):
             self._require_no_chat_settings(name)
             return value, None
         messages = messages_of(_as_messages(value, "user"), name)
-        if self._column == self._data.messages_column and messages[-1]["role"] == "assistant":
+        if holds_chats(self._data, self._column) and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if not messages:
             raise UsageError(f"{name} has no messages before the assistant's", do="correct the row")
@@ -259,8 +258,7 @@ class PromptDataset(_Items[Prompt]):
 class ExampleDataset(_Items[Example]):
     """Examples for supervised fine-tuning: a `Sequence[Example]`.
 
-    Rows are, by the columns there are: a chat (`data.messages_column`, unless `data.prompt_column`
-    is set), every assistant turn of which is trained on; a prompt and completion, each text or messages, of which the completion is
+    Rows are, by the columns that settings name or that there are: a chat (`data.messages_column`), every assistant turn of which is trained on; a prompt and completion, each text or messages, of which the completion is
     trained on; or plain text (`data.text_column`), all of which is. Two strings are joined as they
     stand; a string beside messages, or with `data.string_prompts` user, becomes a user's or the assistant's message. Text and string
     completions are closed with the end-of-sequence token.
@@ -278,39 +276,24 @@ class ExampleDataset(_Items[Example]):
         max_length: int | None = None,
     ) -> None:
         super().__init__(rows, tokenizer, data)
-        self._prompt_column = find_column(
-            rows, data.prompt_column, PROMPT_COLUMNS, "data.prompt_column"
-        )
-        self._shape = self._find_shape()
+        shape = _found(example_shape(data, partial(has_column, rows)), rows)
+        self._columns = shape.columns
+        if shape.kind == "pair" and all(
+            isinstance(value_at(rows[0], name), str) for name in shape.columns
+        ):
+            self._notice_raw(shape.columns[0])
+        read = {"chat": self._chat, "pair": self._completion, "text": self._text}
+        self._read: Callable[[int, Row], Conversation | Text] = read[shape.kind]
         self._scan(max_length, "data.max_length")
-
-    def _find_shape(self) -> Callable[[int, Row], Conversation | Text]:
-        data, columns = self._data, self.rows.columns
-        if data.messages_column in columns and data.prompt_column is None:
-            return self._chat
-        if self._prompt_column is not None and data.completion_column in columns:
-            pair = (self._prompt_column, data.completion_column)
-            if all(isinstance(value_at(self.rows[0], name), str) for name in pair):
-                self._notice_raw(self._prompt_column)
-            return self._completion
-        if data.text_column in columns:
-            return self._text
-        if self._prompt_column is not None:
-            self.rows.require(data.completion_column, "data.completion_column")
-        raise nothing_found(
-            self.rows,
-            f"{data.messages_column}, or a prompt and {data.completion_column}, or {data.text_column}",
-            "set data.messages_column, data.prompt_column and data.completion_column, or data.text_column",
-        )
 
     def _chat(self, index: int, row: Row) -> Conversation | Text:
         name = self.rows.where(index)
-        messages = messages_of(row[self._data.messages_column], name)
+        messages = messages_of(value_at(row, self._columns[0]), name)
         return Conversation(self._opened(messages), name)
 
     def _completion(self, index: int, row: Row) -> Conversation | Text:
-        prompt = value_at(row, self._prompt_column or "")
-        completion, name = row[self._data.completion_column], self.rows.where(index)
+        prompt, completion = (value_at(row, name) for name in self._columns)
+        name = self.rows.where(index)
         strings = isinstance(prompt, str) and isinstance(completion, str)
         if strings and self._data.string_prompts == "raw":
             self._require_no_chat_settings(name)
@@ -323,7 +306,7 @@ class ExampleDataset(_Items[Example]):
     def _text(self, index: int, row: Row) -> Conversation | Text:
         name = self.rows.where(index)
         self._require_no_chat_settings(name)
-        return Text(text_of(row[self._data.text_column], name))
+        return Text(text_of(value_at(row, self._columns[0]), self._columns[0], name))
 
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
         return [
@@ -336,12 +319,21 @@ class ExampleDataset(_Items[Example]):
         return Example(token_ids=ids, loss_mask=mask)
 
     def _encode(self, indices: range, rows: list[Row]) -> list[Encoded]:
-        shaped = [self._shape(index, row) for index, row in zip(indices, rows, strict=True)]
+        shaped = [self._read(index, row) for index, row in zip(indices, rows, strict=True)]
         chats = iter(
             self._encoder.conversations([x for x in shaped if isinstance(x, Conversation)])
         )
         texts = iter(self._encoder.texts([x for x in shaped if isinstance(x, Text)]))
         return [next(chats) if isinstance(x, Conversation) else next(texts) for x in shaped]
+
+
+def _found(answer: _T | Lack, rows: Rows) -> _T:
+    """What was found. Raises `MissingError` where it was not."""
+    if not isinstance(answer, Lack):
+        return answer
+    if len(answer.names) == 1:
+        rows.require(answer.names[0], answer.setting)
+    raise nothing_found(rows, answer.want, f"name the column in {answer.setting}")
 
 
 def _as_messages(value: Any, role: str) -> Any:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,50 @@ def test_everything_is_reported_together(work: Path) -> None:
         assert fact in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "commands", "files"),
+    [
+        ("model.path=b", "sft rl eval", ["b/config.json", "b/model.safetensors", "b/tokenizer.json"]),
+        ("model.tokenizer=b", "sft rl eval", ["b/tokenizer.json"]),
+        ("model.lora.path=b", "sft rl eval", ["b/model.safetensors"]),
+        ("model={path: null, fresh: b.json, tokenizer: m}", "sft rl eval", ["b.json"]),
+        ("critic.path=b", "rl", ["b/config.json", "b/model.safetensors"]),
+        ("reward.models=[{path: b}]", "rl eval", ["b/config.json", "b/model.safetensors", "b/tokenizer.json"]),
+        ("reward.functions=[{function: 'b.py:f'}]", "rl eval", ["b.py"]),
+        ("data.train=[b.jsonl]", "sft rl", ["b.jsonl"]),
+        ("data.validation=[b.jsonl]", "sft rl eval", ["b.jsonl"]),
+    ],
+)  # fmt: skip
+def test_each_command_looks_at_what_it_reads(
+    work: Path, override: str, commands: str, files: list[str]
+) -> None:
+    (work / "d.jsonl").write_text('{"prompt": "1+1", "completion": "2"}\n')
+    (work / "b").mkdir()
+    for name in ("b/config.json", "b/model.safetensors", "b/tokenizer.json", "b.json", "b.jsonl", "b.py"):  # fmt: skip
+        (work / name).write_text("(")
+    for command in ("sft", "rl", "eval"):
+        said = ""
+        try:
+            look(override, command=command)
+        except BurnishError as error:
+            said = str(error)
+        named = sorted(set(re.findall(r"\bb[./][\w.]*\w", said)))
+        assert named == (files if command in commands.split() else []), command
+
+
+def test_what_lies_behind_urls_is_left_to_the_run(work: Path) -> None:
+    url = "s3://b/x"
+    look(f"model={{path: {url}, tokenizer: {url}, lora: {{path: {url}}}}}", f"critic.path={url}")
+    look(
+        f"model={{path: null, fresh: {url}, tokenizer: {url}}}", f"reward.models=[{{path: {url}}}]"
+    )
+    look(
+        f"data.train=[{url}]",
+        f"data.validation=[{url}]",
+        f"reward.functions=[{{function: '{url}.py:f'}}]",
+    )
+
+
 def test_a_run_that_is_evaluated_brings_its_own_model(work: Path) -> None:
     (work / "m/model.safetensors").unlink()
     with pytest.raises(MissingError, match="lacks weights"):
@@ -126,6 +171,9 @@ ROWS: list[tuple[dict[str, Any], list[str]]] = [
     ({"chat": CHAT}, ["data.messages_column=chat"]),
     ({"chat": CHAT}, []),
     ({"text": "a"}, []),
+    ({"text": "a", "in": {"chat": CHAT}}, ["data.messages_column=in.chat"]),
+    ({"text": "a", "prompt": "b"}, ["data.messages_column=gone"]),
+    ({"messages": CHAT, "prompt": "b"}, ["data.text_column=gone"]),
     ({"prompt": "a", "completion": "b"}, []),
     ({"prompt": "a", "reply": "b"}, ["data.completion_column=reply"]),
     ({"prompt": "a", "reply": "b"}, []),

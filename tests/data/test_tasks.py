@@ -76,6 +76,8 @@ def test_chosen_columns_are_used(rows_of):
     rows = rows_of([{"prompt": "no", "ask": "yes", "answer": "no", "meta": {"gold": "7"}}])
     prompt = prompts(rows, prompt_column="ask", answer_column="meta.gold")[0]
     assert (prompt.text, prompt.answer) == ("yes", "7")
+    chats = rows_of([{"prompt": "no", "in": {"chat": [user("a"), bot("b")]}}], "chats.jsonl")
+    assert prompts(chats, messages_column="in.chat")[0].messages == [user("a")]
 
 
 @pytest.mark.parametrize(
@@ -291,6 +293,34 @@ def test_columns_of_other_names_become_examples(rows_of):
     assert TOKENIZER.decode(examples(rows, **settings)[0].token_ids) == "qa<|im_end|>"
     assert trained(examples(rows)[0]) == "n<|im_end|>"
     assert trained(examples(rows, messages_column="x", text_column="question")[0]) == "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("settings", "learned"),
+    [
+        ({}, "m<|im_end|>"),
+        ({"messages_column": "in.chat"}, "n<|im_end|>"),
+        ({"text_column": "in.body"}, "ody<|im_end|>"),
+        ({"prompt_column": "in.body"}, "c<|im_end|>"),
+        ({"completion_column": "in.body"}, "body<|im_end|>"),
+        ({"messages_column": "gone", "text_column": "in.body"}, "ody<|im_end|>"),
+    ],
+)
+def test_a_column_that_is_named_comes_before_the_usual_ones(rows_of, settings, learned):
+    inner = {"chat": [user("a"), bot("n")], "body": "body"}
+    row = {"messages": [user("a"), bot("m")], "text": "t", "prompt": "p", "completion": "c"}
+    assert trained(examples(rows_of([row | {"in": inner}]), **settings)[0]) == learned
+
+
+@pytest.mark.parametrize("setting", ["messages", "prompt", "completion", "text"])
+def test_a_column_that_is_named_and_missing_is_not_passed_over_for_another(rows_of, setting):
+    row = {"messages": [user("a"), bot("m")], "text": "t", "prompt": "p", "completion": "c"}
+    rows, named = rows_of([row]), {f"{setting}_column": "meta.gone"}
+    with pytest.raises(MissingError, match=rf"no column 'meta\.gone'(?s:.*)data\.{setting}_column"):
+        examples(rows, **named)
+    if setting in ("messages", "prompt"):
+        with pytest.raises(MissingError, match=rf"(?s)'meta\.gone'.*data\.{setting}_column"):
+            prompts(rows, **named)
 
 
 def test_long_examples_are_dropped_and_counted(rows_of, caplog):
