@@ -40,7 +40,7 @@ from burnish.errors import BurnishError
 from burnish.parallel.layout import Layout
 
 
-def opened(root, layout=None, storage=None, keep_last=9, timeout=30.0):
+def opened(root, layout=None, storage=None, keep_last=9, timeout=250.0):
     return Checkpoints(
         root,
         layout or Layout(),
@@ -167,7 +167,8 @@ def test_a_writer_that_is_killed_is_started_again(tmp_path):
         assert "-9" in str(finished.error)
         assert (steps_in(tmp_path), leftovers(tmp_path)) == ([], [])
         os.kill(writer_pid(checkpoints), signal.SIGKILL)  # the next one, with nothing to do
-        time.sleep(0.2)
+        while is_alive(writer_pid(checkpoints)):
+            time.sleep(0.01)
         checkpoints.begin_save(2, contents_of(*make_state(2)))
         assert checkpoints.finished(wait=True).error is None
     assert steps_in(tmp_path) == [2]
@@ -207,9 +208,9 @@ def lose_a_writer(layout, root, how, victim):
     storage = SlowStorage(600) if how == "hang" and layout.rank == victim else SlowStorage(0.1)
     if how == "full" and layout.rank == victim:
         storage = OnceFullStorage(Path(root) / "full")
-    timeout = 4.0 if how == "hang" else 30.0
+    timeout = {"timeout": 4.0} if how == "hang" else {}
     weights, slots = make_state(1, BIG_SHAPES)
-    with opened(Path(root), layout, storage, timeout=timeout) as checkpoints:
+    with opened(Path(root), layout, storage, **timeout) as checkpoints:
         checkpoints.begin_save(1, contents_of(weights, slots, layout))
         if how == "kill" and layout.rank == victim:
             while not list(Path(root).glob(".inflight*/training/*")):

@@ -154,7 +154,7 @@ def save_and_mirror(layout, run, url):
     with Checkpoints(mirror.root, layout) as checkpoints:
         checkpoints.mirror_to(mirror)
         checkpoints.save(1, contents_of(*make_state(1, BIG_SHAPES), layout))
-        return checkpoints.settle_mirror(60, lambda: False, lambda progress: None)
+        return checkpoints.settle_mirror(250, lambda: False, lambda progress: None)
 
 
 def resume_elsewhere(layout, run, url):
@@ -181,7 +181,7 @@ def far_mirror(tmp_path):
     return mirror_of(tmp_path / "run", f"file://{tmp_path}/far")
 
 
-def settle(checkpoints, seconds=30.0):
+def settle(checkpoints, seconds=250):
     return checkpoints.settle_mirror(seconds, lambda: False, lambda progress: None)
 
 
@@ -194,7 +194,7 @@ def test_steps_go_up_while_training_goes_on(tmp_path):
         for step in (1, 2, 3):
             checkpoints.save(step, contents_of(*make_state(step)))
             checkpoints.finished(wait=False)
-        assert checkpoints.settle_mirror(30, lambda: False, shown.append) is None
+        assert checkpoints.settle_mirror(250, lambda: False, shown.append) is None
     steps = mirror.steps()
     assert [step.step for step in committed(steps.root, steps)] == [1, 2, 3]
     assert [step.step for step in committed(mirror.root)] == [3]  # the others were only waiting
@@ -223,8 +223,8 @@ def test_the_end_waits_so_long_and_says_why(tmp_path):
         checkpoints.mirror_to(mirror)
         os.rename(tmp_path / "far", tmp_path / "away")
         checkpoints.save(1, contents_of(*make_state(1)))
-        error = settle(checkpoints, 1.0)
-    assert error is not None
+        error = settle(checkpoints, 0)
+    assert str(mirror.remote) in str(error)
     assert [step.step for step in committed(mirror.root)] == [1]
 
 
