@@ -6,7 +6,7 @@ compares ids. It never comes from a search for strings. What an assistant writes
 token that ends its turn included; the first token of a sequence never is. What a template leaves
 out of past turns (the thoughts of thinking models, and the opening of them that is part of the
 prompt) is not trained on in them, and in the last turn a template must write what it prompts with.
-Left out: tools and images in templates, and cutting long sequences.
+Descriptions of tools go to the template with the conversation. Left out: images, and cutting long sequences.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from burnish.records import Mask, TokenIds
 Message = dict[str, Any]
 """One turn: `role`, `content`, and whatever else the chat template reads."""
 
+Tools = list[dict[str, Any]]
+"""What may be called in a conversation: a JSON schema each, as chat templates read them."""
+
 Encoded = tuple[TokenIds, Mask]
 """Token ids [T] and, for each, whether its prediction is trained on."""
 
@@ -45,6 +48,8 @@ class Conversation:
     """Which row this is, for error messages."""
     trained_from: int = 0
     """Assistant turns before this index are context only."""
+    tools: Tools | None = None
+    """What its assistant may call."""
 
     @property
     def turns(self) -> list[int]:
@@ -77,6 +82,8 @@ class ChatEncoder:
         self._eos = tokenizer.eos_token_id
         ends = {end_of_turn_id(tokenizer), self._eos} - {None}
         self._ends = np.array(sorted(ends), dtype=np.int64)
+        self.reads_tools = _reads(tokenizer, "tools")
+        """Whether the chat template has a place for descriptions of tools."""
         tail = tokenizer("", add_special_tokens=True)["input_ids"][-1:]
         self._closes_itself = self._eos is not None and tail == [self._eos]
 
@@ -89,21 +96,24 @@ class ChatEncoder:
         )["input_ids"]
         return [tokens[:-1] for tokens in lists] if special and self._closes_itself else lists
 
-    def prompt(self, messages: list[Message], name: str) -> str:
+    def prompt(self, messages: list[Message], name: str, tools: Tools | None = None) -> str:
         """The conversation as text, ready for the assistant to write.
 
         One whose last message is the assistant's is left open, to be continued.
         """
         if messages[-1].get("role") == "assistant":
-            return str(self._render(messages, name, tokenize=False, continue_final_message=True))
-        return self._before(messages, name)
+            options = {"tokenize": False, "continue_final_message": True}
+            return str(self._render(messages, name, tools, **options))
+        return self._before(messages, name, tools)
 
     def answered(self, messages: list[Message], answer: str, name: str) -> str:
         """The conversation as text, with what the assistant wrote: a message, or the rest of its last one."""
         *before, last = messages
         if last.get("role") == "assistant":
-            return self._whole([*before, last | {"content": f"{last['content']}{answer}"}], name)
-        return self._whole([*messages, {"role": "assistant", "content": answer}], name)
+            return self._whole(
+                [*before, last | {"content": f"{last['content']}{answer}"}], name, None
+            )
+        return self._whole([*messages, {"role": "assistant", "content": answer}], name, None)
 
     def texts(self, rows: Sequence[Text]) -> list[Encoded]:
         """Prompt, text and an end of sequence; all but the prompt and the first token is trained on.
@@ -139,12 +149,12 @@ class ChatEncoder:
         """Masks from `{% generation %}`, and the end of turn where the template left it outside."""
         encoded = []
         for row in rows:
-            out = self._render(row.messages, row.name, return_assistant_tokens_mask=True)
+            out = self._render(row.messages, row.name, row.tools, return_assistant_tokens_mask=True)
             ids = np.array(out["input_ids"], dtype=np.int64)
             mask = np.array(out["assistant_masks"], dtype=np.bool_)
             mask[1:] |= mask[:-1] & np.isin(ids[1:], self._ends)
             if row.trained_from:
-                before = self._before(row.messages[: row.trained_from], row.name)
+                before = self._before(row.messages[: row.trained_from], row.name, row.tools)
                 mask[: shared_beginning(self.ids([before], special=False)[0], ids)] = False
             encoded.append((ids, mask))
         return encoded
@@ -153,10 +163,10 @@ class ChatEncoder:
         """Masks from comparing each conversation with its own beginnings."""
         texts: list[str] = []
         for row in rows:
-            texts.append(self._whole(row.messages, row.name))
+            texts.append(self._whole(row.messages, row.name, row.tools))
             for turn in row.turns:
-                texts.append(self._before(row.messages[:turn], row.name))
-                texts.append(self._whole(row.messages[: turn + 1], row.name))
+                texts.append(self._before(row.messages[:turn], row.name, row.tools))
+                texts.append(self._whole(row.messages[: turn + 1], row.name, row.tools))
         tokenized = iter(zip(texts, self.ids(texts, special=False), strict=True))
         encoded = []
         for row in rows:
@@ -195,7 +205,7 @@ class ChatEncoder:
         for content in _CONTENTS:
             messages = list(row.messages)
             messages[turn] = messages[turn] | {"content": content}
-            texts.append(self._whole(messages, row.name))
+            texts.append(self._whole(messages, row.name, row.tools))
         one, other = texts
         return one[: _first_difference(one, other)]
 
@@ -214,26 +224,32 @@ class ChatEncoder:
         inside = stops[stops < end]
         return int(inside[-1]) + 1 if len(inside) else end
 
-    def _before(self, messages: list[Message], name: str) -> str:
+    def _before(self, messages: list[Message], name: str, tools: Tools | None) -> str:
         if not messages:
             raise UsageError(
                 f"{name} begins with the assistant",
                 want="a user or system message before the assistant's first",
                 do="correct the row, or use a chat template with {% generation %}",
             )
-        return str(self._render(messages, name, tokenize=False, add_generation_prompt=True))
+        options = {"tokenize": False, "add_generation_prompt": True}
+        return str(self._render(messages, name, tools, **options))
 
-    def _whole(self, messages: list[Message], name: str) -> str:
-        return str(self._render(messages, name, tokenize=False))
+    def _whole(self, messages: list[Message], name: str, tools: Tools | None) -> str:
+        return str(self._render(messages, name, tools, tokenize=False))
 
-    def _render(self, messages: list[Message], name: str, **options: Any) -> Any:
+    def _render(
+        self, messages: list[Message], name: str, tools: Tools | None, **options: Any
+    ) -> Any:
         if not self._tokenizer.chat_template:
             raise UsageError(
                 f"{name} is a conversation, and the tokenizer has no chat template",
                 do="set model.chat_template to a Jinja file, or use plain prompts and completions",
             )
+        variables = (
+            self._template_kwargs if tools is None else self._template_kwargs | {"tools": tools}
+        )
         try:
-            return self._tokenizer.apply_chat_template(messages, **self._template_kwargs, **options)
+            return self._tokenizer.apply_chat_template(messages, **variables, **options)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise UsageError(
                 f"the chat template refuses {name}: {error}",
@@ -250,16 +266,20 @@ def shared_beginning(start: Sequence[int] | TokenIds, ids: TokenIds) -> int:
 
 
 def _require_read(tokenizer: PreTrainedTokenizerBase, names: Collection[str]) -> None:
-    template = str(tokenizer.chat_template or "")
-    unread = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
+    unread = [name for name in names if not _reads(tokenizer, name)]
     if unread:
         raise UsageError(
             f"the chat template does not read {', '.join(unread)}",
             have="data.chat_template_kwargs, and "
-            + ("a template without" if template else "no chat template"),
+            + ("a template without" if tokenizer.chat_template else "no chat template"),
             want="names that occur in the template",
             do="correct data.chat_template_kwargs, or set model.chat_template to a template that reads them",
         )
+
+
+def _reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    template = str(tokenizer.chat_template or "")
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def _first_difference(one: str, other: str) -> int:

@@ -5,9 +5,11 @@ Left out: reading files (`burnish.data.sources`) and tokens (`burnish.data.chat`
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from burnish.data.chat import Message
+from burnish.data.chat import Message, Tools
+from burnish.data.kinds import TOOLS_COLUMN
 from burnish.data.sources import Row, Rows
 from burnish.errors import MissingError, UsageError
 
@@ -56,6 +58,33 @@ def messages_of(value: Any, name: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise _not_messages(name, f"{type(value).__name__} {str(value)[:60]!r}")
     return [_message(turn, f"message {i} of {name}") for i, turn in enumerate(value)]
+
+
+def tools_of(row: Row, name: str) -> Tools | None:
+    """What may be called in the row's conversation, from TRL's column: a list of JSON schemas, or that list as JSON text.
+
+    None where there is nothing. Raises `UsageError` naming the row for anything else.
+    """
+    value = row.get(TOOLS_COLUMN)
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise _not_tools(name, value) from error
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise _not_tools(name, value)
+    return [_without_nulls(tool) for tool in value]
+
+
+def _not_tools(name: str, value: Any) -> UsageError:
+    return UsageError(
+        f"the column {TOOLS_COLUMN!r} of {name} does not describe tools",
+        have=f"{value!r:.60}",
+        want="a list of JSON schemas, or such a list as JSON text",
+        do="correct the row, or give the column another name, and it is not read",
+    )
 
 
 def _message(turn: Any, name: str) -> Message:

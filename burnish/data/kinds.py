@@ -12,6 +12,8 @@ PROMPT_COLUMNS = ("prompt", "question", "problem")
 """Where the prompt is looked for (verl and TRL; GSM8K; MATH)."""
 ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution")
 """Where the ground truth is looked for; a dot goes into a nested column."""
+TOOLS_COLUMN = "tools"
+"""What the assistant of a row's conversation may call (TRL)."""
 
 
 def is_data(name: str) -> bool:

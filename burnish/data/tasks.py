@@ -19,14 +19,16 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.schema import DataConfig
-from burnish.data.chat import ChatEncoder, Conversation, Encoded, Message, Text
+from burnish.data.chat import ChatEncoder, Conversation, Encoded, Message, Text, Tools
 from burnish.data.columns import (
     has_column,
     messages_of,
     nothing_found,
     text_of,
+    tools_of,
     value_at,
 )
+from burnish.data.kinds import TOOLS_COLUMN
 from burnish.data.shapes import Lack, answer_column, example_shape, holds_chats, prompt_column
 from burnish.data.sources import Row, Rows
 from burnish.errors import UsageError
@@ -127,6 +129,16 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
                 column,
             )
 
+    def _tools(self, row: Row, name: str) -> Tools | None:
+        """The tools of a row's conversation, where the chat template has a place for them."""
+        return tools_of(row, name) if self._encoder.reads_tools else None
+
+    def _notice_tools(self) -> None:
+        if TOOLS_COLUMN in self.rows.columns and not self._encoder.reads_tools:
+            logger.warning(
+                "the column %r is not read: the chat template has no place for tools", TOOLS_COLUMN
+            )
+
     def _opened(self, messages: list[Message]) -> list[Message]:
         """The conversation with `data.system_prompt`, unless it begins with a system message of its own."""
         system = self._data.system_prompt
@@ -169,7 +181,7 @@ class PromptDataset(_Items[Prompt]):
     the assistant's last turn is left off. A plain string is used as it stands, without the chat
     template, or is a user's message, as `data.string_prompts` says. The answer is `data.answer_column`, or the first there is of `answer`,
     `ground_truth`, verl's `reward_model.ground_truth` and `solution`; without one it is None. So
-    verl's parquet files, TRL's and GSM8K's columns work as they are.
+    verl's parquet files, TRL's and GSM8K's columns work as they are. The column `tools` goes to the chat template with the messages.
 
     A prompt over `data.max_prompt_length`, or over the least of `limits` (tokens by what sets them: what
     a completion leaves of a micro-batch or of the model's positions), is dropped and counted in
@@ -186,6 +198,7 @@ class PromptDataset(_Items[Prompt]):
         limits: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(rows, tokenizer, data)
+        self._notice_tools()
         has = partial(has_column, rows)
         column = _found(prompt_column(data, has), rows)
         self._column = column
@@ -252,7 +265,7 @@ class PromptDataset(_Items[Prompt]):
         if not messages:
             raise UsageError(f"{name} has no messages before the assistant's", do="correct the row")
         messages = self._opened(messages)
-        return self._encoder.prompt(messages, name), messages
+        return self._encoder.prompt(messages, name, self._tools(row, name)), messages
 
 
 class ExampleDataset(_Items[Example]):
@@ -260,7 +273,8 @@ class ExampleDataset(_Items[Example]):
 
     Rows are, by the columns that settings name or that there are: a chat (`data.messages_column`), every assistant turn of which is trained on; a prompt and completion, each text or messages, of which the completion is
     trained on; or plain text (`data.text_column`), all of which is. Two strings are joined as they
-    stand; a string beside messages, or with `data.string_prompts` user, becomes a user's or the assistant's message. Text and string
+    stand; a string beside messages, or with `data.string_prompts` user, becomes a user's or the assistant's message. The column
+    `tools` goes to the chat template with the messages. Text and string
     completions are closed with the end-of-sequence token.
 
     An example over `max_length` tokens is dropped and counted in `dropped_overlong`, or raises
@@ -278,6 +292,8 @@ class ExampleDataset(_Items[Example]):
         super().__init__(rows, tokenizer, data)
         shape = _found(example_shape(data, partial(has_column, rows)), rows)
         self._columns = shape.columns
+        if shape.kind != "text":
+            self._notice_tools()
         if shape.kind == "pair" and all(
             isinstance(value_at(rows[0], name), str) for name in shape.columns
         ):
@@ -289,7 +305,7 @@ class ExampleDataset(_Items[Example]):
     def _chat(self, index: int, row: Row) -> Conversation | Text:
         name = self.rows.where(index)
         messages = messages_of(value_at(row, self._columns[0]), name)
-        return Conversation(self._opened(messages), name)
+        return Conversation(self._opened(messages), name, tools=self._tools(row, name))
 
     def _completion(self, index: int, row: Row) -> Conversation | Text:
         prompt, completion = (value_at(row, name) for name in self._columns)
@@ -301,7 +317,7 @@ class ExampleDataset(_Items[Example]):
         before = messages_of(_as_messages(prompt, "user"), f"the prompt of {name}")
         after = messages_of(_as_messages(completion, "assistant"), f"the completion of {name}")
         before = self._opened(before)
-        return Conversation(before + after, name, trained_from=len(before))
+        return Conversation(before + after, name, len(before), self._tools(row, name))
 
     def _text(self, index: int, row: Row) -> Conversation | Text:
         name = self.rows.where(index)

@@ -122,6 +122,26 @@ def test_differencing_agrees_with_generation_marks(chats, system):
         np.testing.assert_array_equal(one[1], other[1])
 
 
+TOOL = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
+def test_tools_stand_where_the_template_puts_them_and_are_context(template):
+    tokenizer = char_tokenizer(
+        "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}" + template
+    )
+    encoder, messages = ChatEncoder(tokenizer), chat(user("a"), bot("b"), user("c"), bot("d"))
+    plain = encoder.conversations([Conversation(messages, "row 0", trained_from=2)])[0]
+    given = encoder.conversations([Conversation(messages, "row 0", 2, [TOOL])])[0]
+    assert spelled(encoder, given) == "look;" + spelled(encoder, plain)
+    assert encoder.prompt(messages[:1], "row 0", [TOOL]) == "look;" + encoder.prompt(
+        messages[:1], "row 0"
+    )
+    own = ChatEncoder(tokenizer, {"tools": [TOOL, TOOL]})
+    assert own.prompt(messages[:1], "row 0").startswith("look;look;<")
+    assert own.prompt(messages[:1], "row 0", [TOOL]).startswith("look;<")
+
+
 def test_an_end_of_turn_outside_the_marks_is_trained_on_too():
     encoder = ChatEncoder(char_tokenizer(END_OUTSIDE))
     encoded = encoder.conversations([Conversation(chat(user("a"), bot("x")), "row 0")])[0]

@@ -187,6 +187,28 @@ def test_a_variable_that_the_template_does_not_read_is_refused(rows_of):
         prompts(rows, chat_template_kwargs={"enable_thinkng": False})
 
 
+@pytest.mark.parametrize("tools", [[{"name": "look", "of": None}], '[{"name": "look"}]'])
+def test_tools_of_a_row_reach_a_template_that_reads_them(rows_of, caplog, tools):
+    rows = rows_of([{"messages": [user("a"), bot("b")], "tools": tools}])
+    reading = char_tokenizer("{{ tools | tojson if tools else '' }}" + CHATML_MARKED)
+    for dataset in (PromptDataset, ExampleDataset):
+        text = reading.decode(dataset(rows, reading, DataConfig())[0].token_ids)
+        assert text.startswith('[{"name": "look"}]' + ASK.format("a"))
+    assert caplog.text == ""
+    for make in (prompts, examples):
+        caplog.clear()
+        assert TOKENIZER.decode(make(rows)[0].token_ids).startswith(ASK.format("a"))
+        assert "the chat template has no place for tools" in caplog.text
+
+
+@pytest.mark.parametrize("tools", ["look", "3", ["look"], {"name": "look"}])
+def test_what_does_not_describe_tools_is_named(rows_of, tools):
+    reading = char_tokenizer("{{ tools }}" + CHATML_MARKED)
+    rows = rows_of([{"messages": [user("a"), bot("b")], "tools": tools}])
+    with pytest.raises(UsageError, match=r"(?s)'tools' of row 0 .*(look|3).*JSON schemas"):
+        ExampleDataset(rows, reading, DataConfig())
+
+
 def test_long_prompts_are_dropped_and_counted(rows_of, caplog):
     rows = rows_of([{"prompt": "a" * n} for n in (3, 9, 5, 6)])
     data = prompts(rows, max_prompt_length=5)
