@@ -158,7 +158,7 @@ def try_moment(
         args = (disks.url, str(disks.run(each)), each, at)
         processes.append(forkserver().Process(target=bring, args=args, daemon=True))
         processes[-1].start()
-    wait([processes[disk].sentinel], 60)
+    wait([processes[disk].sentinel], 250)
     struck = processes[disk].exitcode == -signal.SIGKILL
     for process in processes:
         process.kill()

@@ -30,6 +30,8 @@ from burnish.parallel.processes import process_group
 
 _PRELOADED = {"burnish", "datasets", "hypothesis", "peft", "pytest", "torch", "transformers"}
 # Of these packages, ranks find imported what the test run had imported before the first of them.
+PATIENCE_SECONDS = 500.0
+"""How long processes may take where nothing else is said: less than pytest gives a test, so that their stacks are seen."""
 _STRAGGLER_SECONDS = 15.0
 # How long the others may still take after one process has failed.
 
@@ -45,7 +47,9 @@ class RankFailed(AssertionError):
         super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float = PATIENCE_SECONDS
+) -> list[Any]:
     """`fn(layout, *args)` in `world` processes that form one process group; the results by rank.
 
     `fn` is a function at the top level of its module; arguments and results are pickled. Raises
@@ -62,7 +66,7 @@ def run_processes(
     fn: Callable[..., Any],
     environs: Sequence[Mapping[str, str]],
     *args: Any,
-    timeout: float = 120,
+    timeout: float = PATIENCE_SECONDS,
 ) -> list[Any]:
     """`fn(*args)` in one process per environment, without a process group; the results in order."""
     call = (_source(fn), pickle.dumps(args))

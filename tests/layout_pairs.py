@@ -47,7 +47,7 @@ def require_every_pair(
     """
     saved: dict[str, list[dict[str, Any]]] = {}
     for world, of_world in layouts.items():
-        ranks = run_ranks(save_rank, world, path, optim, root, of_world, timeout=400)
+        ranks = run_ranks(save_rank, world, path, optim, root, of_world)
         saved |= {name: [rank[name] for rank in ranks] for name in of_world}
     names = list(saved)
     writers = {
@@ -56,7 +56,7 @@ def require_every_pair(
     }
     for world, of_world in layouts.items():
         told = {name: (settings, writers[name]) for name, settings in of_world.items()}
-        ranks = run_ranks(load_rank, world, path, optim, root, told, timeout=400)
+        ranks = run_ranks(load_rank, world, path, optim, root, told)
         for reader in of_world:
             for number, writer in enumerate(writers[reader]):
                 loaded = [rank[reader][number] for rank in ranks]

@@ -88,7 +88,6 @@ def test_the_readmes_command_does_what_the_torch_engine_does(demo: Path, begun: 
 
 
 @pytest.mark.contract
-@pytest.mark.timeout(600)
 def test_the_readmes_command_runs_as_it_is_written(demo: Path, begun: str) -> None:
     """But for fewer steps, and a port of its own."""
     port = f"--master-port={free_port()}"

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import command_server
+from distributed import PATIENCE_SECONDS
 from ports import free_port
 from safetensors.torch import load_file
 from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
@@ -163,9 +164,9 @@ class Command:
         """Whether its end has not been told yet."""
         return not select.select([self._socket], [], [], 0)[0]
 
-    def reached(self, step: int, seconds: float = 100) -> bool:
+    def reached(self, step: int) -> bool:
         """Whether it gets to a step: returns once it has told of it or a later one, or has ended."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             ended = not self.is_running()
             if any(int(told) >= step for told in re.findall(r"^step +(\d+)/", self.output, re.M)):
@@ -179,7 +180,7 @@ class Command:
         with suppress(ProcessLookupError):  # it has ended by itself
             os.kill(self.pid, number)
 
-    def wait(self, seconds: float = 100) -> int:
+    def wait(self, seconds: float = PATIENCE_SECONDS) -> int:
         """Its exit code, minus the signal's number if one killed it."""
         self._socket.settimeout(seconds)
         try:

@@ -51,7 +51,7 @@ def where(tmp_path, *of_rank, url=None, environ=None):
 
 
 def settle(checkpoints):
-    return checkpoints.settle_mirror(60, lambda: False, lambda progress: None)
+    return checkpoints.settle_mirror(250, lambda: False, lambda progress: None)
 
 
 def steps_on(disks):
@@ -126,7 +126,7 @@ def test_a_portion_is_whole_files_and_no_step(tmp_path):
 
 def save_in_the_background(layout, disks):
     """By all the processes that there are in a run."""
-    with disks.open(layout, background_timeout=60) as checkpoints:
+    with disks.open(layout, background_timeout=250) as checkpoints:
         checkpoints.mirror_to(disks.mirror(layout.rank))
         assert checkpoints.resume(lambda step, source: None) is None
         for step in (1, 2):
@@ -259,7 +259,7 @@ def save_where_one_fails(layout, disks):
             checkpoints.save(1, contents_of(*make_state(1), layout))
         left = [path.name for path in checkpoints._root.glob(".*0*")]
     storage = OnceFullStorage(disks.directory / "full") if layout.rank else None
-    with disks.open(layout, storage=storage, background_timeout=60) as checkpoints:
+    with disks.open(layout, storage=storage, background_timeout=250) as checkpoints:
         errors = []
         for step in (2, 3):
             checkpoints.begin_save(step, contents_of(*make_state(step), layout))

@@ -130,7 +130,7 @@ def save_in_background(layout, root):
     weights, slots = state(layout)
     size = sum(shard.tensor.nbytes for shard in [*weights, *slots])
     contents = contents_of({}, {}, layout, weights=weights, training=slots, check_finite=True)
-    with Checkpoints(Path(root), layout, background_timeout=60) as checkpoints:
+    with Checkpoints(Path(root), layout, background_timeout=250) as checkpoints:
         save_small(checkpoints, layout, background=True)
         idle = writer_memory(checkpoints, "VmRSS")
         before = held()

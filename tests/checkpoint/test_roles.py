@@ -66,7 +66,7 @@ def state_of(role):
 
 
 def save_on_ranks(layout, root, background):
-    with Checkpoints(Path(root), layout, background_timeout=60 if background else None) as saving:
+    with Checkpoints(Path(root), layout, background_timeout=250 if background else None) as saving:
         if background:
             saving.begin_save(1, contents(layout))
             assert saving.finished(wait=True).error is None

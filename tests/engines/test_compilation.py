@@ -49,7 +49,7 @@ def count_rank(layout: Layout, path: Path) -> tuple[list[int], list[tuple[float,
 
 def test_layers_are_compiled_once_for_all_lengths(tmp_path: Path) -> None:
     path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
-    ((graphs, losses),) = run_ranks(count_rank, 1, path, timeout=280)
+    ((graphs, losses),) = run_ranks(count_rank, 1, path)
     assert 0 < graphs[0] <= PIECES + 1
     assert graphs[1] <= 2 * PIECES, "once more for lengths in general"
     assert set(graphs[1:]) == {graphs[1]}, "lengths make it compile again"

@@ -25,7 +25,7 @@ from contracts.engine import (
     train,
     train_by_hand,
 )
-from distributed import run_ranks
+from distributed import PATIENCE_SECONDS, run_ranks
 from engines_for_tests import CPU, OPTIM, make_engine
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
@@ -140,7 +140,10 @@ def some_cases() -> list[Case]:
 
 
 def check_cases(
-    models: Mapping[str, Path], oracles: Mapping[str, Any], cases: Sequence[Case], timeout: float
+    models: Mapping[str, Path],
+    oracles: Mapping[str, Any],
+    cases: Sequence[Case],
+    timeout: float = PATIENCE_SECONDS,
 ) -> None:
     """Run cases of as many processes, and compare loss, norm, log-probs, gradients and weights with the plain model's."""
     told = [
@@ -158,13 +161,13 @@ def test_every_layout_trains_like_one_plain_model(
     models: dict[str, Path], oracles: dict[str, dict[str, Any]], world: int
 ) -> None:
     cases = [case for case in some_cases() if LAYOUTS[case[0]][0] == world]
-    check_cases(models, oracles, cases, timeout=280)
+    check_cases(models, oracles, cases)
 
 
 def test_a_compiled_model_trains_like_one_that_is_not(
     models: dict[str, Path], oracles: dict[str, dict[str, Any]]
 ) -> None:
-    check_cases(models, oracles, [("fsdp 2", "dense", "compiled")], timeout=280)
+    check_cases(models, oracles, [("fsdp 2", "dense", "compiled")])
 
 
 @pytest.mark.contract
@@ -215,7 +218,7 @@ def idle_rank(
 def test_ranks_without_data_and_a_nan_on_one_share(models: dict[str, Path]) -> None:
     layouts = [settings for ranks, settings in LAYOUTS.values() if ranks == 4]
     ((value, norm, *_),) = run_ranks(idle_rank, 1, models["dense"], [{}])[0]
-    for rank in run_ranks(idle_rank, 4, models["dense"], layouts, timeout=280):
+    for rank in run_ranks(idle_rank, 4, models["dense"], layouts):
         for found in rank:
             assert found[:2] == pytest.approx((value, norm), rel=1e-5)
             assert found[2:] == (1.0, 1)

@@ -106,7 +106,7 @@ def said_rank(layout: Layout) -> list[str]:
 
 
 def test_every_rank_is_told_where_one_has_no_room() -> None:
-    first, last = run_ranks(said_rank, 2, timeout=40)
+    first, last = run_ranks(said_rank, 2)
     for mine, theirs in zip(first, last, strict=True):
         assert mine == f"rank 1: {theirs}"
 
@@ -121,5 +121,5 @@ def muon_rank(layout: Layout) -> str:
 
 
 def test_every_rank_is_told_where_one_has_no_room_for_momentum() -> None:
-    first, last = run_ranks(muon_rank, 2, timeout=40)
+    first, last = run_ranks(muon_rank, 2)
     assert first == f"rank 1: {last}"

@@ -35,7 +35,6 @@ def mixture(tmp_path: Path) -> Path:
     return save_tiny(tmp_path / "m", "qwen3_moe", torch.float32, tie_word_embeddings=True)
 
 
-@pytest.mark.timeout(600)
 def test_every_layout_is_saved_and_loaded(mixture: Path, tmp_path: Path) -> None:
     """Each by two others, of which one has another number of processes."""
     require_every_pair(mixture, tmp_path, LAYOUTS, each=[1, 5])

@@ -108,7 +108,7 @@ def imbalance(own: Sequence[Tensor]) -> float:
 def test_every_layout_routes_like_one_plain_model(
     path: Path, oracles: dict[str, dict[str, Any]], world: int
 ) -> None:
-    outcomes = run_ranks(routed_rank, world, path, LAYOUTS[world], timeout=280)[0]
+    outcomes = run_ranks(routed_rank, world, path, LAYOUTS[world])[0]
     for settings, found in zip(LAYOUTS[world], outcomes, strict=True):
         own = oracles["evened"]["own"]
         for number, others in enumerate(experts_of_others()):
@@ -136,11 +136,10 @@ def require_like(found: Outcome, wanted: Mapping[str, Any], case: str) -> None:
 
 
 @pytest.mark.contract
-@pytest.mark.timeout(600)
 def test_a_compiled_model_sends_tokens_where_it_is_told(
     path: Path, oracles: dict[str, dict[str, Any]]
 ) -> None:
-    (found,) = run_ranks(compiled_rank, 1, path, timeout=280)
+    (found,) = run_ranks(compiled_rank, 1, path)
     require_like(found, oracles["prescribed"], "compiled")
 
 

@@ -105,7 +105,7 @@ def test_rank_0_serves_the_store_where_no_agent_does(host):
         pytest.skip("this machine has no IPv6 loopback")
     environs = [torchrun_environ(rank, 2, port, host) for rank in range(2)]
     environs = [environ | {"TORCHELASTIC_USE_AGENT_STORE": "False"} for environ in environs]
-    assert run_processes(_sum_with_environment, environs, timeout=100) == [3, 3]
+    assert run_processes(_sum_with_environment, environs) == [3, 3]
 
 
 def test_slurm_tasks_meet():
@@ -120,7 +120,7 @@ def test_slurm_tasks_meet():
         }
         for rank in range(2)
     ]
-    assert run_processes(_sum_with_environment, environs, timeout=100) == [3, 3]
+    assert run_processes(_sum_with_environment, environs) == [3, 3]
 
 
 def test_a_rank_that_does_not_come_is_named():
@@ -187,7 +187,7 @@ def _open_twice():
 def test_a_group_can_be_opened_again_over_the_same_store():
     store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=20), wait_for_workers=False)
     environs = [torchrun_environ(rank, 2, store.port) for rank in range(2)]
-    assert run_processes(_open_twice, environs, timeout=100) == [[3, 3]] * 2
+    assert run_processes(_open_twice, environs) == [[3, 3]] * 2
 
 
 def _fail(layout):

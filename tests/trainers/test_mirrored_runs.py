@@ -149,7 +149,7 @@ def test_a_run_that_lost_its_mirror_goes_on_and_says_so_at_its_end(work):
     with (work / "rewards.py").open("a") as file:
         file.write(STEAL)
     settings = ["reward.functions=[{function: rewards.py:steal}]", "tracking.rollouts_every=0"]
-    settings += ["checkpoint.mirror_patience_seconds=60", f"checkpoint.mirror=file://{work}/far"]
+    settings += ["checkpoint.mirror_patience_seconds=250", f"checkpoint.mirror=file://{work}/far"]
     code, said = burnish(work, "rl", "rl.yaml", "steps=2", "evaluation.before=false", *settings)
     assert code == 1, said
     assert "THE MIRROR IS BEHIND" in said

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import make_examples, require_alike, train, train_by_hand
-from distributed import run_ranks
+from distributed import PATIENCE_SECONDS, run_ranks
 from engines_for_tests import make_engine
 from tiny import VOCAB, save_tiny
 from torch import Tensor
@@ -151,7 +151,7 @@ def check_cases(
     models: Mapping[Shape, Path],
     oracles: Mapping[Shape, Any],
     cases: Sequence[Case],
-    timeout: float,
+    timeout: float = PATIENCE_SECONDS,
 ) -> None:
     """Run cases of as many processes and compare all that their steps leave."""
     told = [
@@ -170,7 +170,7 @@ def test_every_layout_trains_like_one_plain_model(
     models: dict[Shape, Path], oracles: dict[Shape, dict[str, Any]], world: int
 ) -> None:
     cases = [case for case in some_cases() if LAYOUTS[case[0]][0] == world]
-    check_cases(models, oracles, cases, timeout=280)
+    check_cases(models, oracles, cases)
 
 
 def test_what_meets_in_what_the_suite_runs() -> None:

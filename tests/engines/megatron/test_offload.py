@@ -74,7 +74,7 @@ def test_nothing_changes_in_any_layout(tmp_path: Path) -> None:
         "dense": save_tiny(tmp_path / "dense", "qwen3", torch.float32, **layers),
         "mixture": save_tiny(tmp_path / "mixture", "qwen3_moe", torch.float32, **layers),
     }
-    run_ranks(compare_rank, 2, paths, timeout=200)
+    run_ranks(compare_rank, 2, paths)
 
 
 class Full(Arena):

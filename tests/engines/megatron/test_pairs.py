@@ -59,7 +59,6 @@ def save_dense(directory: Path, layers: int) -> Path:
     return save_tiny(directory, "qwen2", torch.float32, **changes)
 
 
-@pytest.mark.timeout(600)
 def test_every_layout_is_saved_and_loaded(tmp_path: Path) -> None:
     """Of each engine by the other, and by layouts of its own."""
     path = save_mixture(tmp_path / "m", UNEVEN)

@@ -28,7 +28,7 @@ LAYOUTS: list[dict[str, Any]] = [
 def test_the_generator_has_the_weights_that_were_trained(tmp_path: Path) -> None:
     """A mixture with tied embeddings, at layouts that cut it in each way."""
     path = save_tiny(tmp_path / "m", "qwen3_moe", torch.float32, tie_word_embeddings=True)
-    run_ranks(published_rank, 2, path, LAYOUTS, timeout=280)
+    run_ranks(published_rank, 2, path, LAYOUTS)
 
 
 def published_rank(layout: Layout, path: Path, layouts: Sequence[Mapping[str, Any]]) -> None:

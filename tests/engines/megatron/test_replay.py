@@ -140,7 +140,7 @@ def require_routed(
 ) -> None:
     """Recorded, prescribed and evened out experts are those of the plain model."""
     own = oracles["evened"]["own"]
-    outcomes = run_ranks(routed_rank, world, path, layouts, timeout=280)[0]
+    outcomes = run_ranks(routed_rank, world, path, layouts)[0]
     for settings, found in zip(layouts, outcomes, strict=True):
         for number, others in enumerate(experts_of_others()):
             # In which order a token's experts are named is of no meaning.
@@ -187,8 +187,8 @@ def require_routed_in_stages(root: Path, world: int, layouts: Sequence[Mapping[s
         num_hidden_layers=6,
         mlp_only_layers=[0, 2, 4, 5],
     )
-    (one,) = run_ranks(routed_rank, 1, path, [{}], timeout=200)[0]
-    outcomes = run_ranks(routed_rank, world, path, layouts, timeout=280)[0]
+    (one,) = run_ranks(routed_rank, 1, path, [{}])[0]
+    outcomes = run_ranks(routed_rank, world, path, layouts)[0]
     for settings, many in zip(layouts, outcomes, strict=True):
         for kind in ("own", "told"):
             for number, experts in one[kind].items():
@@ -235,7 +235,7 @@ def test_what_one_engine_records_the_other_replays(tmp_path: Path) -> None:
         save_tiny(tmp_path / name, "mixtral", torch.float32, num_hidden_layers=4, seed=seed)
         for seed, name in enumerate(("m", "other"))
     )
-    outcomes = run_ranks(crossed_rank, 2, path, other, CROSSED, timeout=280)[0]
+    outcomes = run_ranks(crossed_rank, 2, path, other, CROSSED)[0]
     first = outcomes[0]
     for settings, found in zip(CROSSED, outcomes, strict=True):
         for number, experts in first["chosen"].items():

@@ -105,7 +105,7 @@ def described(shards: Iterator[Shard]) -> Iterator[tuple[str, Any, Tensor]]:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_what_is_filled_comes_out(world: int) -> None:
     names = [name for name, (processes, _) in LAYOUTS.items() if processes == world]
-    ranks = run_ranks(rank, world, names, timeout=280)
+    ranks = run_ranks(rank, world, names)
     for name, kind, precision in ranks[0]:
         held = [each[name, kind, precision] for each in ranks]
         shapes = {spec.name: spec.shape for spec in tensor_specs(build_on_meta(config_of(kind)))}

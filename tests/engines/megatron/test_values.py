@@ -129,7 +129,7 @@ def test_values_and_gradients_are_those_of_transformers(tmp_path: Path, world: i
         for name in dict.fromkeys(name for name, _ in cases)
     }
     told = [(tmp_path / name, settings) for name, settings in cases]
-    outcomes = run_ranks(valued_rank, world, told, timeout=280)[0]
+    outcomes = run_ranks(valued_rank, world, told)[0]
     for case, (outcome, same) in zip(cases, outcomes, strict=True):
         wanted = oracles[case[0]]
         assert same, case
