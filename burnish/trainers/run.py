@@ -141,6 +141,7 @@ class Run:
         self._peak = peak_flops(self.device, compute_dtype(self.config.engine))
         main = learners[MAIN].foundation
         self.intact.require(*main.judges, *main.frozen)
+        self.position = replace(self.position, roles=self._counts_beside_main())
         resumed = self.checkpoints.resume(self._load, learners[MAIN].engine.arena)
         if resumed is None:
             self.intact.require(*main.beginnings, main.config.critic.path)
@@ -181,15 +182,14 @@ class Run:
     def finish(self, stats: Stats, *, cursor: int, work: Work) -> None:
         """A step is done: validate, log and save where it is time. Collective."""
         self._hear_of_saving(wait=False)
-        others = {role: learner.engine for role, learner in self._learners.items()}
-        main = others.pop(MAIN)
+        main = self._learners[MAIN].engine
         self.position = Position(
             step=self.position.step + 1,
             cursor=cursor,
             tokens=self.position.tokens + work.tokens,
             optimizer_steps=main.steps,
             skipped_in_a_row=main.skipped_in_a_row,
-            roles={role: counts(engine) for role, engine in others.items()},
+            roles=self._counts_beside_main(),
         )
         timing = self.spans.take()
         values = stats.values_by_name() | self._throughput(work, timing) | timing
@@ -201,6 +201,11 @@ class Run:
         self._record(values, validate=due, save=save or last)
         if save:
             self._report("running")
+
+    def _counts_beside_main(self) -> dict[str, dict[str, int]]:
+        """What the position holds of the models that are trained beside the run's own."""
+        learners = self._learners.items()
+        return {role: counts(learner.engine) for role, learner in learners if role != MAIN}
 
     def complete(self) -> None:
         """All steps are done: save, and say where everything is. Collective."""

@@ -102,11 +102,14 @@ def test_interrupted_equals_uninterrupted(work: Path, in_peace: Path, saving: li
     assert any("critic/" in name for name in outcome(run))
 
 
-def test_stopped_by_a_signal_between_the_two_updates(work: Path, in_peace: Path) -> None:
+def test_stopped_by_a_signal_before_the_first_step_and_between_two_updates(
+    work: Path, in_peace: Path
+) -> None:
     argv = [*PPO, "name=stopped"]
-    at = At("burnish.trainers.critic:Critic.update", 4, signal.SIGTERM)
-    code, output = burnish(work, *argv, at=at)
-    assert code == 128 + signal.SIGTERM, output
+    first = ("burnish.trainers.collect:Collector.collect", 1)
+    for place, nth in (first, ("burnish.trainers.critic:Critic.update", 4)):
+        code, output = burnish(work, *argv, at=At(place, nth, signal.SIGTERM))
+        assert code == 128 + signal.SIGTERM, output
     assert outcome(done(work, *argv)) == outcome(in_peace)
 
 
