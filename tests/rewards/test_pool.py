@@ -81,6 +81,8 @@ async def block(solution_str):
     return 1.0
 
 async def async_temper(solution_str):
+    if solution_str == "think":
+        await asyncio.sleep(0.01)
     if solution_str == "hang":
         await asyncio.sleep(1000)
     if solution_str == "raise":
@@ -319,10 +321,10 @@ def test_so_many_calls_of_an_async_function_are_under_way_at_one_time(make_pool,
 
 
 def test_the_deadline_of_an_async_call_counts_from_its_own_begin(make_pool, texts) -> None:
-    """Each waits for those before it, of which some take all of their own."""
+    """These wait for each other, and those that hang come first: calls are mixed."""
     pool = make_pool("async_temper", concurrency=1, timeout_seconds=0.5)
-    errors = [rollout.reward_error for rollout in pool.score(texts(*["hang", "fine"] * 2))]
-    assert errors == ["async_temper: no answer within 0.5 s", None] * 2
+    errors = [rollout.reward_error for rollout in pool.score(texts(*["think", "hang"] * 2))]
+    assert errors == [None, "async_temper: no answer within 0.5 s"] * 2
 
 
 def test_a_blocked_event_loop_costs_only_the_calls_that_had_begun(
@@ -330,9 +332,10 @@ def test_a_blocked_event_loop_costs_only_the_calls_that_had_begun(
 ) -> None:
     monkeypatch.setattr("burnish.rewards.workers._LATE_SECONDS", 4.0)
     pool = make_pool("block", concurrency=4, timeout_seconds=0.5)
-    said = ["fine"] * 10 + ["block"] + ["fine"] * 10 + ["never"]
+    said = ["fine"] * 22
+    said[1], said[17] = "block", "never"  # of calls that are mixed the third and the ninth
     errors = [rollout.reward_error for rollout in pool.score(texts(*said))]
-    assert errors[10] == errors[21] == "block: no answer within 0.5 s"
+    assert errors[1] == errors[17] == "block: no answer within 0.5 s"
     assert sum(error is not None for error in errors) <= 2 + 3  # and who had begun beside it
     assert [r.reward_error for r in pool.score(texts("fine"))] == [None]
 
