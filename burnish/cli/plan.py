@@ -76,7 +76,7 @@ def run_plan(arguments: Namespace) -> None:
 
 
 def fit(config: RunConfig, command: Literal["sft", "rl"], devices: Devices | None) -> str:
-    """What a dry run says of memory. Raises `UsageError` where the run cannot fit on the devices."""
+    """What a dry run says of memory. Raises `UsageError` where the settings cannot cut the model, or it cannot fit on the devices."""
     if devices is None:
         return "not planned: this machine's accelerator is not known"
     try:
@@ -86,6 +86,7 @@ def fit(config: RunConfig, command: Literal["sft", "rl"], devices: Devices | Non
     from burnish.cli.plan_table import in_short
     from burnish.planning.advice import refuse
 
+    planner.require_cut()
     plan = planner.as_configured()
     if not plan.fits:
         raise refuse(plan, config, devices)

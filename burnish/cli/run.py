@@ -26,6 +26,7 @@ from burnish.config.schema import RunConfig
 from burnish.errors import MissingError, UsageError
 from burnish.files.remote import Remote
 from burnish.parallel.environment import place_of
+from burnish.planning.devices import PER_MACHINE
 from burnish.tracking.jsonl import json_numbers
 from burnish.tracking.rundir import RunDirectory
 
@@ -71,14 +72,26 @@ def run(
             print_text(json.dumps(json_numbers(numbers)) if as_json else _table(numbers))
     elif layout.is_main:
         memory = None if command == "eval" else fit(config, command, target)
-        again = shlex.join(["burnish", command, path, *overrides])
         paragraphs = (
             f"burnish {command} is ready to run",
             summary(config, command, world, run_dir, memory),
             *(f"note: {notice}" for notice in said),
-            f"Nothing was loaded or written. To run it:\n\n  {again}",
+            f"Nothing was loaded or written. To run it:\n\n{_started([command, path, *overrides], world)}",
         )
         print_text("\n\n".join(paragraphs))
+
+
+def _started(arguments: Sequence[str], world: int) -> str:
+    """What starts so many processes of a command, as it is typed."""
+    if world == 1:
+        return f"  {shlex.join(['burnish', *arguments])}"
+    machines = world // PER_MACHINE if world % PER_MACHINE == 0 else 1
+    each = ["--nproc-per-node", str(world // machines)]
+    if machines == 1:
+        return f"  {shlex.join(['torchrun', *each, '-m', 'burnish', *arguments])}"
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:PORT"]
+    words = ["torchrun", "--nnodes", str(machines), *each, *meeting, "-m", "burnish", *arguments]
+    return f"  {shlex.join(words)}\n\non each of {machines} machines, HOST being one of them"
 
 
 def _config_file(path: str, run_dir: Path | None) -> Path:

@@ -265,6 +265,15 @@ def _shown(value: Any, limit: int = 80) -> str:
 def _advice(name: str, key: Key, value: Any, origin: str) -> str:
     """The exact thing to write where it can be guessed from the value."""
     colon = "=" if origin == COMMAND_LINE else ": "
+    item = item_section_of(key.annotation)
+    if item is not None and isinstance(value, str):
+        required = next(key for key, field in item.model_fields.items() if field.is_required())
+        if name.endswith("]"):
+            return f"write it as a mapping: {{{required}: {value}}}"
+        quote = "'" if origin == COMMAND_LINE else ""
+        return (
+            f"write it as a list of mappings: {name}{colon}{quote}[{{{required}: {value}}}]{quote}"
+        )
     if get_origin(key.annotation) is list and key.name == name and isinstance(value, str):
         return f"write it as a list: {name}{colon}[{value}]"
     wants_text = set(alternatives(key.annotation)) <= {str, NoneType}

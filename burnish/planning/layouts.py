@@ -130,6 +130,13 @@ class Planner:
         """With the settings as they are."""
         return self._plan(self._config.engine)
 
+    def require_cut(self) -> None:
+        """Raise `UsageError` where the settings as they are cannot cut a model: its heads, its layers, or a family's matrices at all."""
+        engine = self._config.engine
+        for shape in (self.shape, *self._judges):
+            if not _can_be_cut(shape, engine):
+                raise _uncut(shape, engine)
+
     def all_plans(self) -> list[Plan]:
         """Every layout with every kind of checkpointing, those that fit first, then by time, then by need."""
         plans = [self._plan(engine) for engine in self._settings()]
@@ -239,6 +246,33 @@ def _require_known(shape: ModelShape) -> None:
             want="llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe",
             do="plan with engine.kind=torch",
         )
+
+
+def _can_be_cut(shape: ModelShape, engine: EngineConfig) -> bool:
+    if engine.kind == "megatron":
+        return divides_beside(shape, engine)
+    sequence, tensor = engine.sequence_parallel, engine.tensor_parallel
+    known = tensor == 1 or shape.family.tensor
+    return known and all(divides(sequence, tensor, layer) for layer, _ in shape.layers)
+
+
+def _uncut(shape: ModelShape, engine: EngineConfig) -> UsageError:
+    """What is said of a model that cannot be cut as the settings say."""
+    names = ["tensor_parallel", "sequence_parallel"]
+    names += ["pipeline_parallel", "virtual_stages"] if engine.kind == "megatron" else []
+    set_ = [f"engine.{name}: {value}" for name in names if (value := getattr(engine, name)) > 1]
+    layer = shape.layers[0][0]
+    want = "degrees that divide the heads of a layer"
+    if engine.kind == "megatron":
+        want += " and its columns, and no more stages than layers"
+    elif engine.tensor_parallel > 1 and not shape.family.tensor:
+        want = "engine.tensor_parallel: 1, for the torch engine does not cut the matrices of this family"
+    return UsageError(
+        "a model cannot be cut as the settings say",
+        have=f"{', '.join(set_)}; {layer.heads} heads, {layer.key_heads} key heads, {layer.intermediate} intermediate columns, {shape.depth} layers",
+        want=want,
+        do="correct them; burnish plan CONFIG lists layouts that can be",
+    )
 
 
 def why_not(plans: Sequence[Plan]) -> list[str]:

@@ -193,6 +193,26 @@ def test_a_dry_run_refuses_what_cannot_fit(work: Path, capsys: pytest.CaptureFix
     assert "--devices is for --dry-run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["engine.tensor_parallel=16"], "engine.tensor_parallel: 16; 32 heads, 8 key heads"),
+        (["engine.sequence_parallel=64"], "engine.sequence_parallel: 64; 32 heads"),
+        (["engine.kind=megatron", "engine.pipeline_parallel=64"], "no more stages than layers"),
+        (["model.fresh.model_type=olmo2", "engine.tensor_parallel=2"], "want: engine.tensor_parallel: 1"),
+    ],
+)  # fmt: skip
+def test_a_dry_run_refuses_what_cannot_be_cut(
+    work: Path, capsys: pytest.CaptureFixture[str], settings: list[str], said: str
+) -> None:
+    make_runnable(work)
+    assert main(["sft", "c.yaml", *settings, "--dry-run", "--devices", "64xB200-180G"]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert "a model cannot be cut as the settings say" in error
+    assert said in error
+
+
 def test_a_dry_run_of_a_family_that_is_not_planned(
     work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,22 @@ def test_a_dry_run_says_what_would_be_done(work: Path, capsys: pytest.CaptureFix
     assert sorted(each.name for each in work.iterdir()) == ["c.yaml", "tiny", "train.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("devices", "started"),
+    [
+        ("1xCPU-8G", "\n  burnish rl c.yaml 'rollout.stop=[a b]'\n"),
+        ("6xCPU-8G", "\n  torchrun --nproc-per-node 6 -m burnish rl c.yaml 'rollout.stop=[a b]'\n"),
+        ("16xH100", "\n  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m burnish rl "),
+    ],
+)  # fmt: skip
+def test_a_dry_run_says_how_as_many_processes_are_started(
+    work: Path, capsys: pytest.CaptureFixture[str], devices: str, started: str
+) -> None:
+    argv = ["rl", "c.yaml", "rollout.stop=[a b]", "--dry-run", "--devices", devices]
+    assert main(argv) == 0
+    assert started in capsys.readouterr().out
+
+
 def test_what_a_user_may_want_to_know_is_said_before_anything_begins(
     work: Path,
     capsys: pytest.CaptureFixture[str],
