@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable
@@ -231,6 +232,12 @@ def test_columns_are_refused_where_the_data_layer_refuses_them(
             assert refuses(lambda given=given, to=command: look(*given, command=to)) == wrong, row
             seen.add((command, wrong))
     assert len(seen) == 4
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(work: Path) -> None:
+    (work / "d.jsonl").write_bytes(codecs.BOM_UTF8 + (work / "d.jsonl").read_bytes())
+    assert load_rows(["d.jsonl"]).columns == ["prompt", "answer"]
+    look()
 
 
 def test_a_file_that_only_all_of_it_would_tell_is_left_to_the_run(work: Path) -> None:

@@ -269,10 +269,13 @@ def test_replayed_routers_are_recorded_by_a_pass_before_several_updates():
     """Also where the generator's log-probs are kept."""
     algorithm = {"old_logprobs": "rollout", "router_replay": "recompute"}
     found = [
-        Workload.of(RunConfig.model_validate(RL | {"algorithm": algorithm, "batch": batch}), "rl")
-        for batch in (RL["batch"], RL["batch"] | {"minibatches": 1})
+        Workload.of(
+            RunConfig.model_validate(RL | {"algorithm": algorithm, "batch": RL["batch"] | batch}),
+            "rl",
+        )
+        for batch in ({"minibatches": 2}, {"minibatches": 1, "epochs": 2}, {"minibatches": 1})
     ]
-    assert [(work.scorings, work.replayed) for work in found] == [(1, True), (0, False)]
+    assert [(work.scorings, work.replayed) for work in found] == 2 * [(1, True)] + [(0, False)]
 
 
 @pytest.mark.parametrize("kind", ["torch", "megatron"])
