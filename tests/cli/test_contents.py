@@ -235,7 +235,7 @@ def test_columns_are_refused_where_the_data_layer_refuses_them(
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(work: Path) -> None:
-    (work / "d.jsonl").write_bytes(codecs.BOM_UTF8 + (work / "d.jsonl").read_bytes())
+    (work / "d.jsonl").write_bytes(codecs.BOM_UTF8 + 2 * (work / "d.jsonl").read_bytes())
     assert load_rows(["d.jsonl"]).columns == ["prompt", "answer"]
     look()
 
