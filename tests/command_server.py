@@ -1,7 +1,7 @@
 """A process that has the library imported and forks one that runs a `burnish` command for every connection.
 
-The client sends one line of JSON and reads two lines: the process's id, and its exit code. The
-server ends when its standard input is closed, which the end of the test run does.
+The client sends one line of JSON and reads two lines: the process's id, and its exit code. Who connects
+while the server still imports is served afterwards, for it is given a socket that listens already. The server ends when its standard input is closed, which the end of the test run does.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import socketserver
 import sys
 import threading
@@ -99,12 +100,14 @@ def signal_at(place: str, nth: int, number: int) -> None:
     setattr(holder, name, wrapper)
 
 
-def serve(address: str) -> None:
-    """Import, listen, and serve until standard input is closed."""
+def serve(listening: socket.socket) -> None:
+    """Import, and serve who connects, until standard input is closed."""
     for name in PRELOAD:
         importlib.import_module(name)
     device._MEASURE_SECONDS = 0.0  # a run measures its processor, which no run of a test is about
-    with Server(address, Handler) as server:
+    with Server(listening.getsockname(), Handler, bind_and_activate=False) as server:
+        server.socket.close()
+        server.socket = listening
 
         def watch() -> None:
             sys.stdin.read()
@@ -115,4 +118,4 @@ def serve(address: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(socket.socket(fileno=int(sys.argv[1])))

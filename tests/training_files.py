@@ -282,15 +282,16 @@ def _server() -> str:
     """The address of the server, which ends with this process."""
     address = str(Path(tempfile.mkdtemp(prefix="burnish-test-")) / "socket")
     repository = Path(__file__).parent.parent
-    server = subprocess.Popen(
-        [sys.executable, command_server.__file__, address],
-        stdin=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"},
-    )
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address)
+        listening.listen()
+        server = subprocess.Popen(
+            [sys.executable, command_server.__file__, str(listening.fileno())],
+            stdin=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"},
+            pass_fds=(listening.fileno(),),
+        )
     atexit.register(_end, server)
-    while not Path(address).exists():
-        assert server.poll() is None, "the server of commands did not start"
-        time.sleep(0.05)
     return address
 
 
