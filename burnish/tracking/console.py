@@ -138,8 +138,12 @@ class ConsoleTracker:
     def _time_left(self, step: int, values: Mapping[str, float]) -> dict[str, Text]:
         if "timing_s/step" in values:
             self._recent.append(values["timing_s/step"])
-        if self._total is None or not self._recent or step >= self._total:
+        if self._total is None or not self._recent:
             return {}
+        if (
+            step >= self._total
+        ):  # its place stays, so that the last line has the fields of the others
+            return {"eta": Text(" " * 10)}
         left = duration(fmean(self._recent) * (self._total - step))
         return {"eta": _labelled("eta", f"{left:<6}")}
 

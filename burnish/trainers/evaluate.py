@@ -7,6 +7,7 @@ Left out: benchmarks with harnesses of their own.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -54,6 +55,8 @@ from burnish.trainers.setup import (
 from burnish.trainers.signals import Stopper, StopRequested, catch_signals, check_stop
 
 _LENGTHS = ("response_length/mean", "response_length/clip_ratio")
+
+log = logging.getLogger("burnish")
 
 
 def held_out_prompts(foundation: Foundation, pool: RewardPool) -> PromptDataset | None:
@@ -186,6 +189,8 @@ def _evaluate(
                 same_on_all_ranks(str(step.path), "the step to evaluate", layout)
                 require_same_adapter(step.state.get(ADAPTER_STATE), foundation.adapter, step.path)
                 foundation = replace(foundation, source=CheckpointSource(step, layout))
+                if layout.is_main:
+                    log.info("evaluating %s", step.path)
             return _measured(foundation, layout, device, stopper)
         except StopRequested as request:
             raise StoppedError(

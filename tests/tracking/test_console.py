@@ -53,6 +53,14 @@ def test_lines_stand_under_each_other_however_small_a_number_is() -> None:
     assert [first.index(label) for label in labels] == [second.index(label) for label in labels]
 
 
+def test_the_last_line_has_the_fields_of_the_others() -> None:
+    many = RL | {"reward/errors": 6.0}
+    shown = lines({499: many, 500: many}, total_steps=500)
+    assert shown[0].partition("  eta")[0] == shown[1].replace("500/500", "499/500")
+    validated = lines({499: RL | {"val/x": 0.5}, 500: RL | {"val/x": 0.5}}, total_steps=500)
+    assert validated[0].index("val/x") == validated[1].index("val/x")
+
+
 def test_errors_of_reward_functions_are_shown_where_there_are_any() -> None:
     (line,) = lines({3: {"reward/mean": 0.5, "reward/errors": 0.0}})
     assert line == "step 3  reward  0.500"
