@@ -16,9 +16,15 @@ from burnish.data.loader import Loader
 from burnish.errors import UsageError
 from burnish.models.flops import ModelFlops
 from burnish.parallel.layout import Layout
-from burnish.records import Completion, Prompt, Rollout
+from burnish.records import Batch, Completion, Prompt, Rollout, TokenOutputs
 from burnish.records.samples import StopReason
-from burnish.trainers.policy_update import Policy, assign_credit, in_epochs, minibatches
+from burnish.trainers.policy_update import (
+    Policy,
+    assign_credit,
+    in_epochs,
+    minibatches,
+    with_logprobs,
+)
 from burnish.trainers.rl import collect_groups, compared
 
 LIMIT = 8
@@ -159,6 +165,35 @@ def test_a_completion_cut_at_its_limit_is_learned_from_like_any_other(advantage:
     for micro, same in zip(one.microbatches, other.microbatches, strict=True):
         for name in ("input_ids", "loss_mask", "advantages"):
             assert torch.equal(getattr(micro, name), getattr(same, name))
+
+
+@pytest.mark.parametrize(
+    ("updates", "kept", "scored"),
+    [
+        ({}, "recompute", 0),
+        ({"minibatches": 2}, "recompute", 2),
+        ({"epochs": 2}, "recompute", 1),
+        ({"epochs": 2}, "rollout", 0),
+    ],
+)
+def test_the_policy_is_scored_before_the_first_of_several_updates(
+    updates: dict[str, int], kept: str, scored: int
+) -> None:
+    asked: list[Batch] = []
+
+    def forward(batch: Batch, *, experts: bool) -> list[TokenOutputs]:
+        asked.append(batch)
+        return [TokenOutputs(micro.input_ids - 100.0) for micro in batch.microbatches]
+
+    engine = SimpleNamespace(layout=Layout(), forward=forward)
+    config = configured(batch={"prompts": 2, **updates}, algorithm={"old_logprobs": kept})
+    groups = [[rollout(0, 1, 3), rollout(0, 0, 4)], [rollout(1, 0, 2), rollout(1, 1, 4)]]
+    batches = minibatches(groups, assign_credit(groups, POLICY, None, config), POLICY, config)
+    measured = with_logprobs(batches, replace(POLICY, engine=engine), config)
+    assert asked == batches[:scored]
+    for micro in measured[0].microbatches:
+        assert (micro.old_logprobs is None) == (kept == "recompute" and not scored)
+        assert not scored or torch.equal(micro.old_logprobs, micro.input_ids - 100.0)
 
 
 def test_each_epoch_has_all_mini_batches_in_an_order_of_its_own() -> None:
