@@ -55,6 +55,9 @@ def _looks(config: RunConfig, command: Command, run_dir: Path | None) -> Iterato
     if run_dir is None:
         yield from _looks_at_models(config, command)
     prompts = command == "rl" or (command == "eval" and config.reward.given)
+    path = config.model.path
+    if run_dir is None and prompts and path is not None and not is_url(path):
+        yield partial(_room, path, config.rollout.max_response_length)
     for setting in ("validation",) if command == "eval" else ("train", "validation"):
         for path in getattr(config.data, setting):
             if not is_url(path):
@@ -83,6 +86,18 @@ def _looks_at_models(config: RunConfig, command: Command) -> Iterator[_Look]:
 
 def _config(path: str) -> None:
     _json_object(Path(path).expanduser() / "config.json")
+
+
+def _room(path: str, response: int) -> None:
+    """A completion leaves room for a prompt among the positions that config.json names."""
+    positions = _json_object(Path(path).expanduser() / "config.json").get("max_position_embeddings")
+    if isinstance(positions, int) and response >= positions:
+        raise UsageError(
+            "rollout.max_response_length leaves no room for a prompt",
+            have=f"{response} of the model's max_position_embeddings: {positions}",
+            want=f"less than {positions}",
+            do="lower rollout.max_response_length, or take a model with more positions",
+        )
 
 
 def _weights(path: str) -> None:

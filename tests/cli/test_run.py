@@ -70,6 +70,16 @@ def test_a_dry_run_says_how_as_many_processes_are_started(
     assert started in capsys.readouterr().out
 
 
+def test_a_dry_run_sees_a_completion_that_is_as_long_as_the_model(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (work / "tiny/config.json").write_text('{"max_position_embeddings": 32}')
+    argv = ["rl", "c.yaml", "--dry-run", "batch.tokens_per_device=64"]
+    assert main([*argv, "rollout.max_response_length=31"]) == 0
+    assert main([*argv, "rollout.max_response_length=32"]) == 2
+    assert "have: 32 of the model's max_position_embeddings: 32" in capsys.readouterr().err
+
+
 def test_what_a_user_may_want_to_know_is_said_before_anything_begins(
     work: Path,
     capsys: pytest.CaptureFixture[str],
