@@ -144,7 +144,7 @@ def test_while_the_critic_learns_alone_the_policy_is_not_scored_and_its_schedule
         "name": "waits",
         "steps": 4,
         "critic": {"lr": 0.02, "warmup_steps": 2},
-        "optim": {"lr": 0.01, "schedule": "linear", "warmup_steps": 1},
+        "optim": {"lr": 0.01, "schedule": "linear"},
         "batch": {**RL["batch"], "minibatches": 2},
         "algorithm": {"advantage": "gae", "kl": {"coef": 0.1}},
     }
