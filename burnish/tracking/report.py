@@ -134,7 +134,7 @@ def write_report(run_dir: Path, state: State = "unknown") -> Path:
         others=others,
         examples=choose_examples(run.rollouts),
         config=config_text,
-        environment=run.read_environment(),
+        environment={k: v for k, v in run.read_environment().items() if v is not None},
         plot=_PLOT,
     )
     write_atomically(run.report, page)
@@ -191,8 +191,13 @@ def _charts(series: Series) -> tuple[list[Chart], list[Chart], list[Chart]]:
 def _drawn(series: Series, specs: Iterable[tuple[str, tuple[str, ...]]]) -> list[Chart]:
     charts = []
     for title, names in specs:
-        there = {name.partition("/")[2] or name: series[name] for name in names if name in series}
-        chart = line_chart(title, there)
+        there = [name for name in names if name in series]
+        labels = [name.partition("/")[2] or name for name in there]
+        if len(set(labels)) < len(labels):  # the policy's and the critic's
+            labels = there
+        chart = line_chart(
+            title, {label: series[name] for label, name in zip(labels, there, strict=True)}
+        )
         if chart is not None:
             charts.append(chart)
     return charts
@@ -274,7 +279,7 @@ def _tiles(series: Series, config: dict[str, Any]) -> list[Tile]:
 
 def _notices(series: Series) -> list[str]:
     """What went wrong without stopping the run."""
-    skipped = _total(series, "actor/skipped") + _total(series, "train/skipped")
+    skipped = sum(_total(series, f"{role}/skipped") for role in ("actor", "critic", "train"))
     errors = _total(series, "reward/errors")
     notices = []
     if skipped:

@@ -175,6 +175,18 @@ def test_supervised_fine_tuning_has_no_rollouts(run: RunDirectory) -> None:
     assert "demo" in page.text  # the directory's name, where no configuration has one
 
 
+def test_a_critic_beside_the_policy(run: RunDirectory) -> None:
+    step = {"actor/lr": 1e-3, "critic/lr": 1e-5, "critic/skipped": 1.0}
+    log(run, {1: {"critic/lr": 1e-5}, 2: step, 3: step})
+    run.write_environment({"host": "here", "git_commit": None})
+    page = report(run)
+    assert page.points("actor/lr") == [[2, 1e-3], [3, 1e-3]]
+    assert page.points("critic/lr") == [[1, 1e-5], [2, 1e-5], [3, 1e-5]]
+    assert "gradient norm that was not finite: 2" in page.text
+    assert "here" in page.text
+    assert "git_commit" not in page.text
+
+
 def test_one_step(run: RunDirectory) -> None:
     log(run, {1: {"actor/loss": 3.0, "timing_s/step": 1.0}})
     write_rollouts(run.rollouts, 1, [made_rollout()], [0.0])
