@@ -49,7 +49,7 @@ def run(
     and refuses what does not fit on them. What an evaluation measured is printed as a table, or `as_json`. Raises `BurnishError`s for all that is wrong.
     """
     run_dir = Path(path) if command == "eval" and Path(path).is_dir() else None
-    config = load_config(_config_file(path, run_dir), overrides).config
+    config = load_config(_config_file(command, path, run_dir), overrides).config
     layout = place_of(os.environ).layout
     if devices is not None and not dry_run:
         raise UsageError("--devices is for --dry-run", do="leave it out, or add --dry-run")
@@ -94,7 +94,7 @@ def _started(arguments: Sequence[str], world: int) -> str:
     return f"  {shlex.join(words)}\n\non each of {machines} machines, HOST being one of them"
 
 
-def _config_file(path: str, run_dir: Path | None) -> Path:
+def _config_file(command: Command, path: str, run_dir: Path | None) -> Path:
     if run_dir is None:
         if "=" in path and not Path(path).exists():
             raise UsageError(
@@ -102,6 +102,13 @@ def _config_file(path: str, run_dir: Path | None) -> Path:
                 have=f"{path}, an override, in its place",
                 want="CONFIG [key=value ...]",
                 do="give the configuration file before the overrides",
+            )
+        if command == "eval" and not Path(path).exists():
+            raise MissingError(
+                f"there is no run and no configuration file {path}",
+                have=f"nothing at {Path(path).absolute()}",
+                want="a run's directory, or a YAML file",
+                do="give runs/NAME or CONFIG first, then key=value overrides",
             )
         return Path(path)
     recorded = run_dir / "config.yaml"

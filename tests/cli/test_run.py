@@ -80,6 +80,13 @@ def test_a_dry_run_sees_a_completion_that_is_as_long_as_the_model(
     assert "have: 32 of the model's max_position_embeddings: 32" in capsys.readouterr().err
 
 
+def test_what_is_evaluated_may_be_a_run_or_a_file(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "runs/nobody"]) == 5
+    assert "want: a run's directory, or a YAML file" in capsys.readouterr().err
+
+
 def test_what_a_user_may_want_to_know_is_said_before_anything_begins(
     work: Path,
     capsys: pytest.CaptureFixture[str],
