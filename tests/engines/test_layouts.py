@@ -129,7 +129,7 @@ def oracles(models: dict[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 def some_cases() -> list[Case]:
-    """Without compilation, which takes long: every layout of up to two processes with every kind of model, of four with two of five."""
+    """Without compilation, which takes long (`test_compilation.py` has one case): every layout of up to two processes with every kind of model, of four with two of five."""
     ways = [way for way in SPARING if way != "compiled"]
     return [
         (name, kind, ways[(i + j + 2 * (i // len(ways))) % len(ways)])
@@ -162,12 +162,6 @@ def test_every_layout_trains_like_one_plain_model(
 ) -> None:
     cases = [case for case in some_cases() if LAYOUTS[case[0]][0] == world]
     check_cases(models, oracles, cases)
-
-
-def test_a_compiled_model_trains_like_one_that_is_not(
-    models: dict[str, Path], oracles: dict[str, dict[str, Any]]
-) -> None:
-    check_cases(models, oracles, [("fsdp 2", "dense", "compiled")])
 
 
 @pytest.mark.contract
