@@ -145,6 +145,9 @@ class Run:
         resumed = self.checkpoints.resume(self._load, learners[MAIN].engine.arena)
         if resumed is None:
             self.intact.require(*main.beginnings, main.config.critic.path)
+        if self.position.step >= total_steps and self.layout.is_main:
+            made = self.position.step
+            log.info("step %d of %d is made already: nothing is left to do", made, total_steps)
         for learner in learners.values():
             learner.engine.load(learner.foundation.base, Part.FROZEN)
         bring_back(self.mirror, self.directory, resumed, self.layout)

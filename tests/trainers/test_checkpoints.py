@@ -58,6 +58,7 @@ def test_a_step_that_other_settings_made_is_told(work):
     code, output = burnish(work, *argv)
     assert code == 0, output
     assert "there changed: the settings that decide the outcome" in output
+    assert "step 1 of 1 is made already: nothing is left to do" in output
 
 
 def test_a_model_in_fp32_has_no_residual_and_either_kind_goes_on_as_the_other(work):
