@@ -85,6 +85,7 @@ def test_prompts_without_a_source_count_in_the_whole_alone() -> None:
     found = measured([[{"correct": 1.0}], [{"correct": 0.0}]], ["math", ""], n=1)
     assert (found["val/mean@1"], found["val/math/mean@1"]) == (0.5, 1.0)
     assert not any(name.startswith("val//") for name in found)
+    assert "val/reward/parts/correct" not in found  # it is the reward
 
 
 def test_lengths_are_measured_and_the_rollouts_handed_on() -> None:

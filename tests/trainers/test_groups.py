@@ -131,6 +131,14 @@ def test_a_part_that_no_answer_has_is_refused_and_one_that_some_have_compares_th
         compared([groups[0][:1]], config)
 
 
+def test_a_function_that_applies_to_no_answer_is_a_part_all_the_same() -> None:
+    config = configured(
+        algorithm={"dynamic_sampling": {"enabled": True, "part": "score"}},
+        reward={"functions": [{"function": "f.py:score"}]},
+    )
+    assert compared([[replace(rollout(0, 0, 3), reward_parts={})]], config) == [[]]
+
+
 def test_without_dynamic_sampling_every_group_is_kept_and_shaped() -> None:
     told = [[(1, 2), (1, LIMIT)], [(0, 5), (1, 6)]]
     chosen, left_out = collected(told, configured(algorithm={"overlong": {"buffer": 4}}))
