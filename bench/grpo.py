@@ -6,10 +6,10 @@
 Both start from the same Qwen3-shaped weights and see the same prompts: 16 of 24 tokens per step, 8
 samples each, temperature 1, one update per step, no KL, AdamW, bf16 compute. Completions are 64
 tokens each, or, `varied`, evenly spread over 8 to 256: a completion of ours is as long as its first
-token says, and TRL's of the same round get the very same lengths. TRL runs in its own process, in
-each of the settings of `PEER_SETTINGS`; the ratio is against the fastest of them. In every turn each
-takes two steps, of which the second counts: a process that has waited finds its memory cold, which no
-training does. Ratios are medians over rounds of TRL's seconds over ours in the same round. On a machine
+token says, and TRL's of the same round get the very same lengths. All 128 sequences go through both in
+one pass. TRL runs in its own process, in each of the settings of `PEER_SETTINGS`; the ratio is against the
+fastest of them. In every turn each takes two steps, of which the second counts: a process that has waited
+finds its memory cold, which no training does. Ratios are medians over rounds of TRL's seconds over ours in the same round. On a machine
 that others use at the same time, `--threads 1 --clock cpu` compares the processor time of the two processes.
 
 Ours is the step of `burnish.trainers.rl` made of the same pieces, without the run around it (metrics
@@ -154,6 +154,7 @@ class Ours:
 def write_world(directory: Path, size: str) -> RunConfig:
     """Weights, tokenizer and prompts on disk, and our configuration of them."""
     model, prompts = directory / "model", directory / "prompts.jsonl"
+    one_pass = PROMPTS * SAMPLES * (PROMPT_WORDS + LONGEST)
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(**model_config(size))).save_pretrained(model)
     write_tokenizer(model)
@@ -162,7 +163,7 @@ def write_world(directory: Path, size: str) -> RunConfig:
         {
             "model": {"path": str(model)},
             "data": {"train": [str(prompts)]},
-            "batch": {"prompts": PROMPTS},
+            "batch": {"prompts": PROMPTS, "tokens_per_device": one_pass},
             "rollout": {"n": SAMPLES, "max_response_length": LONGEST},
             "reward": {"functions": [{"function": "bench.words:even_share"}]},
             "optim": {"lr": LR},
