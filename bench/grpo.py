@@ -9,8 +9,9 @@ tokens each, or, `varied`, evenly spread over 8 to 256: a completion of ours is 
 token says, and TRL's of the same round get the very same lengths. All 128 sequences go through both in
 one pass. TRL runs in its own process, in each of the settings of `PEER_SETTINGS`; the ratio is against the
 fastest of them. In every turn each takes two steps, of which the second counts: a process that has waited
-finds its memory cold, which no training does. Ratios are medians over rounds of TRL's seconds over ours in the same round. On a machine
-that others use at the same time, `--threads 1 --clock cpu` compares the processor time of the two processes.
+finds its memory cold, which no training does. Ratios are medians over rounds of TRL's seconds over ours in
+the same round. On a machine that others use at the same time, `--threads 1 --clock cpu` compares the
+processor time of the two processes.
 
 Ours is the step of `burnish.trainers.rl` made of the same pieces, without the run around it (metrics
 files, checkpoints), as TRL's is timed without its logging.

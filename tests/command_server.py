@@ -1,7 +1,8 @@
 """A process that has the library imported and forks one that runs a `burnish` command for every connection.
 
-The client sends one line of JSON and reads two lines: the process's id, and its exit code. Who connects
-while the server still imports is served afterwards, for it is given a socket that listens already. The server ends when its standard input is closed, which the end of the test run does.
+The client sends one line of JSON and reads two lines: the process's id, and its exit code. The server
+is given a socket that listens already, so who connects while it still imports is served afterwards. It
+ends when its standard input is closed, which the end of the test run does.
 """
 
 from __future__ import annotations

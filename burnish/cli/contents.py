@@ -15,6 +15,7 @@ from pathlib import Path
 from burnish.cli.inputs import TOKENIZER_FILES, data_files
 from burnish.config.check import Command
 from burnish.config.problems import Problem, refusal
+from burnish.config.room import room_for_prompts
 from burnish.config.schema import DataConfig, RunConfig
 from burnish.data.peek import Columns, columns_of, has_column
 from burnish.data.shapes import Lack, answer_column, example_shape, prompt_column
@@ -57,7 +58,7 @@ def _looks(config: RunConfig, command: Command, run_dir: Path | None) -> Iterato
     prompts = command == "rl" or (command == "eval" and config.reward.given)
     path = config.model.path
     if run_dir is None and prompts and path is not None and not is_url(path):
-        yield partial(_room, path, config.rollout.max_response_length)
+        yield partial(_room, path, config)
     for setting in ("validation",) if command == "eval" else ("train", "validation"):
         for path in getattr(config.data, setting):
             if not is_url(path):
@@ -88,16 +89,10 @@ def _config(path: str) -> None:
     _json_object(Path(path).expanduser() / "config.json")
 
 
-def _room(path: str, response: int) -> None:
+def _room(path: str, config: RunConfig) -> None:
     """A completion leaves room for a prompt among the positions that config.json names."""
     positions = _json_object(Path(path).expanduser() / "config.json").get("max_position_embeddings")
-    if isinstance(positions, int) and response >= positions:
-        raise UsageError(
-            "rollout.max_response_length leaves no room for a prompt",
-            have=f"{response} of the model's max_position_embeddings: {positions}",
-            want=f"less than {positions}",
-            do="lower rollout.max_response_length, or take a model with more positions",
-        )
+    room_for_prompts(config, positions if isinstance(positions, int) else None)
 
 
 def _weights(path: str) -> None:

@@ -12,7 +12,7 @@ from burnish.errors import UsageError
 from burnish.planning.activations import Arithmetic
 from burnish.planning.devices import PER_MACHINE, Devices
 from burnish.planning.megatron import MegatronNeeds
-from burnish.planning.megatron_layouts import degrees, divides_beside
+from burnish.planning.megatron_layouts import degrees, divides_beside, divides_trained
 from burnish.planning.megatron_model import MegatronModel
 from burnish.planning.memory import Needs, Parts
 from burnish.planning.model import Model
@@ -131,10 +131,15 @@ class Planner:
         return self._plan(self._config.engine)
 
     def require_cut(self) -> None:
-        """Raise `UsageError` where the settings as they are cannot cut a model: its heads, its layers, or a family's matrices at all."""
+        """Raise `UsageError` where the settings as they are cannot cut a model: its heads, columns, layers and experts, or a family's matrices at all."""
         engine = self._config.engine
-        for shape in (self.shape, *self._judges):
-            if not _can_be_cut(shape, engine):
+        if engine.kind == "megatron":
+            trained, beside = divides_trained, divides_beside
+        else:
+            trained = beside = _divides_by_torch
+        asked = [(self.shape, trained), *((judge, beside) for judge in self._judges)]
+        for shape, divided in asked:
+            if not divided(shape, engine):
                 raise _uncut(shape, engine)
 
     def all_plans(self) -> list[Plan]:
@@ -248,9 +253,8 @@ def _require_known(shape: ModelShape) -> None:
         )
 
 
-def _can_be_cut(shape: ModelShape, engine: EngineConfig) -> bool:
-    if engine.kind == "megatron":
-        return divides_beside(shape, engine)
+def _divides_by_torch(shape: ModelShape, engine: EngineConfig) -> bool:
+    """Whether the torch engine can cut a model as the settings say."""
     sequence, tensor = engine.sequence_parallel, engine.tensor_parallel
     known = tensor == 1 or shape.family.tensor
     return known and all(divides(sequence, tensor, layer) for layer, _ in shape.layers)
@@ -258,18 +262,31 @@ def _can_be_cut(shape: ModelShape, engine: EngineConfig) -> bool:
 
 def _uncut(shape: ModelShape, engine: EngineConfig) -> UsageError:
     """What is said of a model that cannot be cut as the settings say."""
-    names = ["tensor_parallel", "sequence_parallel"]
-    names += ["pipeline_parallel", "virtual_stages"] if engine.kind == "megatron" else []
-    set_ = [f"engine.{name}: {value}" for name in names if (value := getattr(engine, name)) > 1]
+    names, want = (
+        ["tensor_parallel", "sequence_parallel"],
+        "degrees that divide the heads of a layer",
+    )
     layer = shape.layers[0][0]
-    want = "degrees that divide the heads of a layer"
+    model = f"{layer.heads} heads, {layer.key_heads} key heads, {layer.intermediate} intermediate columns, {shape.depth} layers"
     if engine.kind == "megatron":
-        want += " and its columns, and no more stages than layers"
+        names += [
+            "pipeline_parallel",
+            "virtual_stages",
+            "expert_parallel",
+            "expert_tensor_parallel",
+        ]
+        experts = max(each.experts for each, _ in shape.layers)
+        model += f", {experts or 'no'} experts"
+        want += ", its columns and its experts, and no more stages than layers"
+        if experts and not engine.megatron_sequence_parallel:
+            want += "; beside tensor parallelism a mixture needs engine.megatron_sequence_parallel"
     elif engine.tensor_parallel > 1 and not shape.family.tensor:
         want = "engine.tensor_parallel: 1, for the torch engine does not cut the matrices of this family"
+    degrees = {f"engine.{name}": getattr(engine, name) or 1 for name in names}
+    given = [f"{name}: {value}" for name, value in degrees.items() if value > 1]
     return UsageError(
         "a model cannot be cut as the settings say",
-        have=f"{', '.join(set_)}; {layer.heads} heads, {layer.key_heads} key heads, {layer.intermediate} intermediate columns, {shape.depth} layers",
+        have=f"{', '.join(given)}; {model}",
         want=want,
         do="correct them; burnish plan CONFIG lists layouts that can be",
     )

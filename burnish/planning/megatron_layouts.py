@@ -42,6 +42,21 @@ def degrees(shape: ModelShape, engine: EngineConfig, devices: int) -> Iterator[d
                 }
 
 
+def divides_trained(shape: ModelShape, engine: EngineConfig) -> bool:
+    """Whether the model that is trained can be cut as the settings say."""
+    tensor, among = engine.tensor_parallel, engine.expert_parallel
+    within = engine.expert_tensor_parallel
+    mixtures = [layer for layer, _ in shape.layers if layer.experts]
+    if not mixtures:
+        return divides_beside(shape, engine) and among == 1 and within in (None, 1)
+    experts = all(
+        layer.experts % among == 0 and layer.intermediate % (within or tensor) == 0
+        for layer in mixtures
+    )
+    whole = tensor > 1 and not engine.megatron_sequence_parallel
+    return divides_beside(shape, engine) and experts and not whole
+
+
 def divides_beside(shape: ModelShape, engine: EngineConfig) -> bool:
     """Whether a model beside the policy can be cut as the settings say; of experts that is not asked."""
     tensor, sequence = engine.tensor_parallel, engine.sequence_parallel

@@ -140,12 +140,8 @@ class ConsoleTracker:
             self._recent.append(values["timing_s/step"])
         if self._total is None or not self._recent:
             return {}
-        if (
-            step >= self._total
-        ):  # its place stays, so that the last line has the fields of the others
-            return {"eta": Text(" " * 10)}
-        left = duration(fmean(self._recent) * (self._total - step))
-        return {"eta": _labelled("eta", f"{left:<6}")}
+        left = fmean(self._recent) * max(0, self._total - step)
+        return {"eta": _labelled("eta", f"{duration(left):<6}")}
 
 
 def _labelled(label: str, text: str, style: str = "") -> Text:

@@ -10,6 +10,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.checkpoint.contents import ModelContents
+from burnish.config.room import room_for_prompts
 from burnish.config.schema import OptimConfig, RunConfig, SamplingConfig
 from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
@@ -165,22 +166,9 @@ def _require_stop_tokens(config: RunConfig, hf_config: PretrainedConfig) -> None
 
 def prompt_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -> PromptDataset:
     """The prompts in `paths`, those that leave room for a completion; `setting` names them in errors."""
-    config, response = foundation.config, foundation.config.rollout.max_response_length
-    room = {"batch.tokens_per_device": config.microbatch_tokens}
+    config = foundation.config
     positions = getattr(foundation.hf_config, "max_position_embeddings", None)
-    if positions is not None:
-        room["the model's max_position_embeddings"] = positions
-    for name, most in room.items():
-        if response >= most:
-            raise UsageError(
-                "rollout.max_response_length leaves no room for a prompt",
-                have=f"{response} of {name}: {most}",
-                want=f"less than {most}",
-                do=f"lower rollout.max_response_length, or raise {name}",
-            )
-    limits = {
-        f"{name} - rollout.max_response_length": most - response for name, most in room.items()
-    }
+    limits = room_for_prompts(config, positions)
     rows = load_rows(paths, setting)
     return PromptDataset(rows, foundation.tokenizer, config.data, limits=limits)
 

@@ -199,6 +199,7 @@ def test_a_dry_run_refuses_what_cannot_fit(work: Path, capsys: pytest.CaptureFix
         (["engine.tensor_parallel=16"], "engine.tensor_parallel: 16; 32 heads, 8 key heads"),
         (["engine.sequence_parallel=64"], "engine.sequence_parallel: 64; 32 heads"),
         (["engine.kind=megatron", "engine.pipeline_parallel=64"], "no more stages than layers"),
+        (["engine.kind=megatron", "engine.expert_parallel=2"], "engine.expert_parallel: 2; 32 heads"),
         (["model.fresh.model_type=olmo2", "engine.tensor_parallel=2"], "want: engine.tensor_parallel: 1"),
     ],
 )  # fmt: skip

@@ -2,16 +2,20 @@
 
 import sys
 from collections import Counter
+from itertools import product
 
 import pytest
 from model_shapes import QWEN3_8B
+from transformers import AutoConfig
 
 from burnish.config.check import check
 from burnish.config.load import dump_yaml, load_config
-from burnish.config.schema import RunConfig
+from burnish.config.schema import EngineConfig, RunConfig
+from burnish.engines.megatron.fitting import require_fitting
 from burnish.errors import UsageError
 from burnish.planning.devices import parse_devices
 from burnish.planning.layouts import Planner
+from burnish.planning.megatron_layouts import divides_trained
 from burnish.planning.shape import ModelShape
 from burnish.planning.workload import Workload
 
@@ -200,6 +204,36 @@ def test_experts_that_are_evened_out_are_counted_by_a_pass():
     evened = values_of(MIXTURE, router_aux_loss=0.001)
     plain, counted = (planner(v, "1xB200-180G").as_configured().seconds for v in (values, evened))
     assert counted["update"] == pytest.approx(plain["update"] * 4 / 3, rel=0.05)
+
+
+SMALL = MODEL | {"hidden_size": 32, "head_dim": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 48, "num_hidden_layers": 4}  # fmt: skip
+MIXED = SMALL | {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "mlp_only_layers": []}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [SMALL, MIXED], ids=["dense", "mixture"])
+def test_what_cannot_be_cut_is_what_the_engine_refuses(model):
+    hf_config, shape = AutoConfig.for_model(**model), ModelShape.of(model)
+    degrees = product((1, 2, 3, 8), (1, 2, 3), (1, 3, 4), (1, 2), (1, 2, 4), (None, 1, 2, 8), (True, False))  # fmt: skip
+    seen = Counter()
+    for tensor, sequence, pipeline, virtual, experts, within, spread in degrees:
+        engine = EngineConfig(
+            kind="megatron",
+            tensor_parallel=tensor,
+            sequence_parallel=sequence,
+            pipeline_parallel=pipeline,
+            virtual_stages=virtual,
+            expert_parallel=experts,
+            expert_tensor_parallel=within,
+            megatron_sequence_parallel=spread,
+        )
+        try:
+            require_fitting(hf_config, engine)
+            fits = True
+        except UsageError:
+            fits = False
+        assert divides_trained(shape, engine) == fits, engine
+        seen[fits] += 1
+    assert min(seen[True], seen[False]) > 10
 
 
 def test_a_family_that_the_engine_does_not_compute_is_refused():
