@@ -41,6 +41,7 @@ from burnish.engines.base import Part
 from burnish.launch.run import launch
 from burnish.parallel.layout import Layout
 from burnish.records import Completion, Request, StopReason
+from burnish.rewards.overview import Complaints
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin import BuiltinGenerator
@@ -123,6 +124,7 @@ class Ours:
             layout,
             Stopper(),
             Progress(enabled=False),
+            Complaints(config.reward.max_failed_rounds),
         )
         self.loader = Loader(len(self.dataset), config.seed, shuffle=False)
         self.loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)

@@ -52,6 +52,7 @@ MAY_CHANGE = frozenset(
         "reward.timeout_seconds",
         "reward.workers",
         "reward.concurrency",
+        "reward.max_failed_rounds",
         "evaluation",
         "checkpoint",
         "tracking",

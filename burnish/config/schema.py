@@ -267,6 +267,8 @@ class RewardConfig(Section):
     """Calls of an async function under way at one time, per training process: what a judge behind a network is asked at once is this times their number."""
     on_error: float = 0.0
     """The value of a function that raised, timed out or returned NaN, and of a model that cannot read so long a text."""
+    max_failed_rounds: int = Field(3, ge=1)
+    """Stop the run when functions fail for every completion of so many rounds in a row. A round is what is scored at once, in training or validation."""
 
     @property
     def given(self) -> bool:

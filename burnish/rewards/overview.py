@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from burnish.errors import BurnishError
 from burnish.records import Rollout
 from burnish.tracking.metrics import Max, Mean, Stats, Sum
 
@@ -17,14 +18,20 @@ log = logging.getLogger("burnish")
 class Complaints:
     """Warns of reward functions that fail: of each kind of failure once in a process, with its text.
 
-    A function that fails for every rollout would otherwise show as a reward of 0 that never moves.
+    Functions that fail for every rollout, again and again, end the run: it would show as a reward that never moves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_rounds: int) -> None:
+        """`most_rounds`: that fail wholly, one after the other, are not borne."""
         self._heard: set[str] = set()
+        self._most_rounds = most_rounds
+        self._lost_in_a_row = 0
 
     def hear(self, rollouts: Sequence[Rollout]) -> None:
-        """Warn of what failed for some of these rollouts as nothing did before: another function, or with another kind of error."""
+        """Warn of what failed for some rollouts of this round as nothing did before: another function, or with another kind of error.
+
+        Raises `BurnishError` when it failed for all of them, as in the rounds before.
+        """
         failed = [rollout.reward_error for rollout in rollouts if rollout.reward_error is not None]
         for error in failed:
             kind = ":".join(error.split(":", 2)[:2])
@@ -36,6 +43,15 @@ class Complaints:
                     len(rollouts),
                     error,
                 )
+        self._lost_in_a_row = self._lost_in_a_row + 1 if 0 < len(failed) == len(rollouts) else 0
+        if self._lost_in_a_row >= self._most_rounds:
+            raise BurnishError(
+                f"reward functions failed for every completion of {self._lost_in_a_row} rounds in a row",
+                have=failed[-1],
+                want="an answer for some completions at least",
+                do="mend the function and start the run again, which goes on from its latest checkpoint; "
+                "reward.max_failed_rounds sets how many such rounds are borne",
+            )
 
 
 def rollout_stats(rollouts: Sequence[Rollout]) -> Stats:

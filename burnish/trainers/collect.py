@@ -6,7 +6,7 @@ Left out: what becomes of the rollouts (`burnish.trainers.rl`, `burnish.trainers
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -40,10 +40,10 @@ class Collector:
     """Asked whether to stop between decoding steps, and while rewards are waited for."""
     progress: Progress
     """Shows how many completions are done."""
+    complaints: Complaints
+    """Hears of what reward functions fail at."""
     judge: Judge = list
     """Adds what reward models say, of which there are none otherwise."""
-    complaints: Complaints = field(default_factory=Complaints)
-    """Hears of what reward functions fail at."""
 
     def collect(
         self, prompts: Sequence[Prompt], first_key: int, samples: int, sampling: Sampling
@@ -51,7 +51,7 @@ class Collector:
         """`samples` rollouts of each prompt, grouped, in the order of the prompts, on every rank alike.
 
         Prompt i is drawn with key `first_key` + i. Collective. A signal that reached any rank
-        raises `StopRequested` on all of them.
+        raises `StopRequested` on all of them, and `BurnishError` reward functions that fail for all, round after round.
         """
         shared = share_evenly(
             np.array([len(prompt.token_ids) for prompt in prompts]), self.layout.data_size

@@ -34,6 +34,7 @@ from burnish.models.routing import require_routers
 from burnish.models.value_head import has_value_head
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import ShardSource
+from burnish.rewards.overview import Complaints
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin import BuiltinGenerator
@@ -230,7 +231,8 @@ def make_collector(
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    return Collector(generator, decode, pool.score, layout, stopper, progress, judge)
+    complaints = Complaints(config.reward.max_failed_rounds)
+    return Collector(generator, decode, pool.score, layout, stopper, progress, complaints, judge)
 
 
 def sampling(config: RunConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from burnish.errors import BurnishError
 from burnish.rewards.overview import Complaints, rollout_stats
 
 
@@ -49,7 +50,7 @@ def test_each_kind_of_failure_is_said_once(make_rollout, caplog) -> None:
     broken = replace(broken, reward_error="judge: ValueError: out for lunch (judge.py:3)")
     again = replace(broken, reward_error="judge: ValueError: out for dinner (judge.py:3)")
     other = replace(broken, reward_error="judge: returned nan")
-    complaints = Complaints()
+    complaints = Complaints(most_rounds=2)
     with caplog.at_level(logging.WARNING, "burnish"):
         complaints.hear([fine, fine])
         complaints.hear([fine, broken, again])
@@ -59,3 +60,15 @@ def test_each_kind_of_failure_is_said_once(make_rollout, caplog) -> None:
     assert "out for lunch (judge.py:3)" in first
     assert "2 of 2 completions" in second
     assert "returned nan" in second
+
+
+def test_functions_that_fail_for_all_end_the_run_when_they_do_it_again_and_again(
+    make_rollout,
+) -> None:
+    fine = make_rollout()
+    broken = replace(fine, reward_error="judge: ValueError: out for lunch (judge.py:3)")
+    complaints = Complaints(most_rounds=2)
+    for heard in ([broken, broken], [fine, broken], [broken, broken]):
+        complaints.hear(heard)
+    with pytest.raises(BurnishError, match=r"2 rounds in a row(.|\n)*out for lunch"):
+        complaints.hear([broken])

@@ -122,3 +122,18 @@ def test_errors_of_rewards_are_recorded_and_counted(work, function):
     assert all(row["reward/mean"] >= 0 for row in metrics(run))
     row = json.loads((run / "rollouts/step-00000001.jsonl").read_text().splitlines()[0])
     assert row["reward_error"]
+
+
+def test_rewards_that_fail_for_all_end_the_run_which_goes_on_when_they_are_mended(work):
+    argv = ["rl", "rl.yaml", "name=all_fail", "evaluation.every=0", "evaluation.before=false", "checkpoint.save_every=1",
+        "reward.functions=[{function: 'mended.py:score'}]"]  # fmt: skip
+    function = work / "mended.py"
+    function.write_text("def score(data_source, solution_str, ground_truth):\n    return answer\n")
+    code, output = burnish(work, *argv, "steps=3", "reward.max_failed_rounds=2")
+    assert code == 1, output
+    assert "2 rounds in a row" in output
+    assert "NameError" in output
+    assert [step.step for step in committed(work / "runs/all_fail/checkpoints")] == [1]
+    function.write_text("def score(data_source, solution_str, ground_truth):\n    return 1.0\n")
+    run = done(work, *argv, "steps=3")
+    assert [row["reward/errors"] for row in metrics(run)] == [16, 0, 0]
