@@ -35,6 +35,7 @@ from burnish.models.lora_names import (
     layer_kinds,
     parameter_kinds,
     plain_parameter,
+    require_targets,
 )
 from burnish.models.names import Region, model_shards, regions
 from burnish.parallel.boxes import whole
@@ -183,15 +184,7 @@ class Targets:
         linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
         experts = list(expert_parameters(model))
         kinds, fused = layer_kinds(linear), parameter_kinds(experts)
-        unknown = [target for target in config.targets if target not in (*kinds, *fused)]
-        if unknown or not linear:
-            raise IncompatibleError(
-                f"the model has no linear layers {', '.join(unknown)}",
-                have=", ".join((*kinds, *fused)) or "none",
-                want="names of linear layers, the output layer not among them"
-                + (", and of parameters of experts" if fused else ""),
-                do="correct model.lora.targets, or leave it out for all linear layers",
-            )
+        require_targets(config.targets, (*kinds, *fused))
         wanted = config.targets or kinds
         return cls(
             tuple(name for name in linear if layer_kinds([name])[0] in wanted),

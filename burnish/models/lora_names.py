@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from burnish.errors import IncompatibleError
 
 ADAPTER_CONFIG = "adapter_config.json"
 """Describes the adapter: rank, layers, the model that it belongs to."""
@@ -60,6 +62,19 @@ def parameter_kinds(parameters: Iterable[str]) -> list[str]:
 def are_parameters(kind: str) -> bool:
     """Whether something that is adapted is known as one of `parameter_kinds` and not of `layer_kinds`."""
     return "." in kind
+
+
+def require_targets(asked: Iterable[str], kinds: Sequence[str]) -> None:
+    """Raise `IncompatibleError` where a model, whose `layer_kinds` and `parameter_kinds` are `kinds`, has not all that is asked for, or none."""
+    unknown = [target for target in asked if target not in kinds]
+    if unknown or not kinds:
+        raise IncompatibleError(
+            f"the model has no linear layers {', '.join(unknown)}",
+            have=", ".join(kinds) or "none",
+            want="names of linear layers, the output layer not among them"
+            + (", and of parameters of experts" if any(map(are_parameters, kinds)) else ""),
+            do="correct model.lora.targets, or leave it out for all linear layers",
+        )
 
 
 def adapted_weights(names: Iterable[str]) -> dict[str, str]:

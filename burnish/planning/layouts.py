@@ -17,7 +17,7 @@ from burnish.planning.megatron_model import MegatronModel
 from burnish.planning.memory import Needs, Parts
 from burnish.planning.model import Model
 from burnish.planning.operations import Operations
-from burnish.planning.shape import BLOCK, Layer, ModelShape
+from burnish.planning.shape import BLOCK, Layer, ModelShape, adapts
 from burnish.planning.share import Layout
 from burnish.planning.timing import Clock
 from burnish.planning.workload import Workload
@@ -112,7 +112,10 @@ class Planner:
         devices: Devices,
         judges: Sequence[ModelShape] = (),
     ) -> None:
-        """`judges` are the models of `reward.models`. Raises `UsageError` for what the engine does not compute."""
+        """`judges` are the models of `reward.models`.
+
+        Raises `UsageError` for what the engine does not compute, and `IncompatibleError` for an adapter of layers that the model has not.
+        """
         if config.engine.kind == "megatron":
             _require_known(shape)
         self.shape, self.work = shape, work
@@ -141,6 +144,15 @@ class Planner:
         for shape, divided in asked:
             if not divided(shape, engine):
                 raise _uncut(shape, engine)
+        for layer, _ in self.shape.layers:
+            if not self._can_cut(engine.tensor_parallel, layer):
+                raise UsageError(
+                    "moments of 8 bits cannot be shared out as the settings say",
+                    have=f"engine.tensor_parallel: {engine.tensor_parallel}; {layer.query} columns of all heads, "
+                    f"{layer.intermediate} intermediate columns",
+                    want=f"multiples of {BLOCK * engine.tensor_parallel}",
+                    do="lower engine.tensor_parallel, or set optim.kind=adamw",
+                )
 
     def all_plans(self) -> list[Plan]:
         """Every layout with every kind of checkpointing, those that fit first, then by time, then by need."""
@@ -199,10 +211,16 @@ class Planner:
                     yield sequence, tensor
 
     def _can_cut(self, tensor: int, layer: Layer) -> bool:
-        """Whether so many processes can share a layer's columns, which have moments of 8 bits in whole blocks."""
-        blocks = BLOCK * tensor
-        in_blocks = layer.query % blocks == 0 and layer.intermediate % blocks == 0
-        return tensor == 1 or in_blocks or self._config.optim.kind != "adamw8bit"
+        """Whether so many processes can share a layer's columns, where those have moments of 8 bits, in whole blocks."""
+        if tensor == 1 or self._config.optim.kind != "adamw8bit":
+            return True
+        lora, down = (
+            self._config.model.adapter,
+            "experts.down_proj" if layer.experts else "down_proj",
+        )
+        widths = {"o_proj": layer.query, down: layer.intermediate}
+        trained = [width for name, width in widths.items() if lora is None or adapts(lora, name)]
+        return all(width % (BLOCK * tensor) == 0 for width in trained)
 
     def _plan(self, engine: EngineConfig) -> Plan:
         layout = Layout.of(engine, self._devices.count)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from burnish.config.schema import LoraConfig
 from burnish.errors import UsageError
 from burnish.models.flops import AttentionCost, ModelFlops
-from burnish.models.lora_names import are_parameters
+from burnish.models.lora_names import are_parameters, require_targets
 
 BLOCK = 256
 """Neighbours in a row that share a scale where moments have 8 bits."""
@@ -219,9 +219,11 @@ class ModelShape:
         return layers + sum(weight.elements for weight in self.root)
 
     def adapter(self, lora: LoraConfig | None) -> int:
-        """Elements of an adapter; 0 where there is none."""
+        """Elements of an adapter; 0 where there is none. Raises `IncompatibleError` for one of layers that are not there."""
         if lora is None:
             return 0
+        every = (weight.linear for layer, _ in self.layers for weight in layer.weights)
+        require_targets(lora.targets, sorted({linear for linear in every if linear}))
         return sum(w.elements * n for layer, n in self.layers for w in layer.adapter(lora))
 
     def beside(self, lora: LoraConfig | None) -> int:

@@ -4,12 +4,17 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from tiny import tiny_config
 
 from burnish.cli.main import main
+from burnish.cli.plan import planner_of
+from burnish.config.load import load_config
+from burnish.errors import UsageError
+from burnish.planning.devices import parse_devices
 
 MODEL = (
     "{model_type: qwen3, hidden_size: 4096, intermediate_size: 12288, num_hidden_layers: 36, "
@@ -212,6 +217,40 @@ def test_a_dry_run_refuses_what_cannot_be_cut(
     assert out == ""
     assert "a model cannot be cut as the settings say" in error
     assert said in error
+
+
+def test_a_dry_run_refuses_moments_of_8_bits_that_cannot_be_shared_out(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_runnable(work)
+    argv = ["sft", "c.yaml", "optim.kind=adamw8bit", "model.fresh.intermediate_size=1536", "--dry-run"]  # fmt: skip
+    assert main([*argv, "engine.tensor_parallel=2", "--devices", "64xB200-180G"]) == 0
+    assert main([*argv, "engine.tensor_parallel=4", "--devices", "64xB200-180G"]) == 2
+    error = capsys.readouterr().err
+    assert "4096 columns of all heads, 1536 intermediate columns" in error
+    assert "want: multiples of 1024" in error
+
+
+@pytest.mark.parametrize(("targets", "fine"), [("q_proj, o_proj", True), ("down_proj", False)])
+def test_of_an_adapter_only_what_is_trained_has_moments_that_are_shared_out(
+    work: Path, targets: str, fine: bool
+) -> None:
+    overrides = ["optim.kind=adamw8bit", "model.fresh.intermediate_size=1536", "engine.tensor_parallel=4",
+        "model.lora.rank=4", f"model.lora.targets=[{targets}]"]  # fmt: skip
+    config = load_config(work / "c.yaml", overrides).config
+    planner = planner_of(config, "sft", parse_devices("64xB200-180G"))
+    with nullcontext() if fine else pytest.raises(UsageError, match="moments of 8 bits"):
+        planner.require_cut()
+
+
+def test_an_adapter_of_layers_that_are_not_there_is_not_planned(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["plan", "c.yaml", "model.lora.rank=4", "model.lora.targets=[q_proj, query]"]
+    assert main([*argv, "--devices", "64xB200-180G"]) == 4
+    error = capsys.readouterr().err
+    assert "no linear layers query" in error
+    assert "have: down_proj, gate_proj, k_proj" in error
 
 
 def test_a_dry_run_of_a_family_that_is_not_planned(
