@@ -14,6 +14,7 @@ from pydantic import Field
 from burnish.config.keeping import CheckpointConfig, TrackingConfig
 from burnish.config.section import Section
 
+_LOGITS_AT_ONCE = 1 << 28
 MomentDecay = Annotated[float, Field(ge=0, lt=1)]
 """AdamW's beta."""
 TokenId = Annotated[int, Field(ge=0, strict=True)]
@@ -111,13 +112,17 @@ class EngineConfig(Section):
     """Compile each decoder layer with torch.compile: faster steps after a first one that takes a minute or more. Needs a C++ compiler."""
     router_aux_loss: float = Field(0.0, ge=0)
     """Mixtures of experts: weight of the load-balancing loss (arXiv 2101.03961), as config.json's `router_aux_loss_coef`; 0: none. Needs one more forward pass where the experts of a step are not known before it."""
-    logprob_chunk: int = Field(2048, ge=1)
-    """Tokens whose logits exist in fp32 at one time."""
+    logprob_chunk: int | None = Field(None, ge=1)
+    """Tokens whose logits exist at one time; as many as make 2²⁸ logits when not given, which are half a GiB in bf16. The gradients of all but the last so many compute logits again."""
 
     @property
     def sharing(self) -> int:
         """Processes that work on the same micro-batch."""
         return self.sequence_parallel * self.tensor_parallel * self.pipeline_parallel
+
+    def logprob_rows(self, vocabulary: int) -> int:
+        """Tokens whose logits exist at one time, of a model with a vocabulary of this size."""
+        return self.logprob_chunk or max(1, _LOGITS_AT_ONCE // vocabulary)
 
     @property
     def expert_sharing(self) -> int:

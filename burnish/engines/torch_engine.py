@@ -75,7 +75,7 @@ class TorchEngine:
             use_kernels(model, kernels)
         self._adapter = None if lora is None else Adapter(model, lora, compute_dtype(config))
         self._merges = lora is not None and lora.publish == "merged"
-        self._scorer = Scorer(model, config.logprob_chunk)
+        self._scorer = Scorer(model, config.logprob_rows(hf_config.get_text_config().vocab_size))
         if optim is None:
             self._scorer.requires_grad_(False)
         self.mesh = mesh or Mesh.of(self.layout, config.replicas, device)

@@ -27,8 +27,8 @@ from burnish.models.attention import attention_forward
 FUSED_FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
 """`model_type`s whose norms and attention layers `fuse` knows."""
 
-_CPU_BLOCK_ELEMENTS = 1 << 17
-"""Elements of a block on a CPU: 512 KiB in fp32, a few of which fit into a core's second cache."""
+_CPU_BLOCK_ELEMENTS = 1 << 18
+"""Elements of a block on a CPU: 1 MiB in fp32, a few of which fit into the caches of its cores."""
 
 
 def fuse(model: PreTrainedModel) -> None:

@@ -43,7 +43,7 @@ def _remedies(part: str, plan: Plan, config: RunConfig) -> list[str]:
     if part == "logits":
         if plan.fullest == "rollout":
             return [_fewer_slots(plan, config)]
-        return [f"engine.logprob_chunk={max(1, engine.logprob_chunk // 4)}"]
+        return [f"engine.logprob_chunk={max(1, engine.logprob_rows(plan.vocabulary) // 4)}"]
     if part in ("kv cache", "activations"):
         return [_fewer_slots(plan, config), "a shorter rollout.max_response_length"]
     waiting = not engine.reduce_each_microbatch and plan.microbatches > 1 < plan.layout.shards

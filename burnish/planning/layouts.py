@@ -47,6 +47,8 @@ class Plan:
     """Bytes that a process can have."""
     apart: bool
     """Whether host and device have memories of their own."""
+    vocabulary: int
+    """Tokens that the model knows."""
 
     @property
     def fullest(self) -> str:
@@ -236,6 +238,7 @@ class Planner:
             needs.microbatches,
             self._devices.usable,
             not self._devices.cpu,
+            self.shape.vocabulary,
         )
 
     def _needs(self, config: RunConfig, layout: Layout) -> Needs | MegatronNeeds:

@@ -418,7 +418,8 @@ class Needs:
 
     @cached_property
     def _logits(self) -> Logits:
-        return Logits(self._model, self._scored, self._config.engine.logprob_chunk)
+        rows = self._config.engine.logprob_rows(self._model.shape.vocabulary)
+        return Logits(self._model, self._scored, rows)
 
     @property
     def _adapter(self) -> int:

@@ -69,8 +69,9 @@ def build_stages(
     modules = layer_modules(config, device)
     transformer = transformer_config(shape, config, adds_gradients=modules.adds_gradients)
     rotary = LlamaRotaryEmbedding(hf_config).to(device)
+    chunk = config.logprob_rows(shape.vocabulary)
     return [
-        _stage(shape, transformer, modules, mesh, index, rotary=rotary, chunk=config.logprob_chunk)
+        _stage(shape, transformer, modules, mesh, index, rotary=rotary, chunk=chunk)
         for index in range(config.virtual_stages)
     ]
 
