@@ -35,7 +35,7 @@ class Measured:
     measured: int
     """Bytes that were allocated."""
     exact_cache: bool = False
-    """Whether they were on a CPU without matrix units, where keys and values are kept in fp32."""
+    """Whether they were on a CPU without matrix units, where the completions of a prompt share it, in fp32."""
 
     @property
     def error(self) -> float:

@@ -38,7 +38,7 @@ class Arithmetic:
     lora: LoraConfig | None = None
     """The adapter that is trained; None: the model is."""
     exact_cache: bool = False
-    """Whether keys and values are kept in fp32 to generate, as on CPUs without matrix units."""
+    """Whether completions share their prompts in fp32 while they are generated, as on CPUs without matrix units."""
 
 
 def layer_passes(family: Family, layer: Layer, arithmetic: Arithmetic) -> Passes:

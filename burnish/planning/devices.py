@@ -53,7 +53,7 @@ class Devices:
 
     @property
     def exact_cache(self) -> bool:
-        """Whether a generator keeps keys and values in fp32 (`burnish.rollout.cache`); of CPUs, what this machine's would do."""
+        """Whether completions share their prompts in fp32 (`burnish.rollout.shared_cache`); of CPUs, what this machine's would do."""
         return self.cpu and not _has_matrix_units()
 
     @property

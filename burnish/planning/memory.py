@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from burnish.config.schema import RunConfig
+from burnish.planning.generator_cache import cache_bytes, token_bytes
 from burnish.planning.logits import Logits
 from burnish.planning.model import Model
 from burnish.planning.saving import buffers
@@ -207,17 +208,15 @@ class Needs:
         """Keys, values and logits while all slots are at their longest."""
         model, work = self._model, self._work
         mine = -(-work.sequences // self._layout.world)
-        slots = min(work.slots, mine)
-        token = sum(2.0 * layer.key * model.bytes * n for layer, n, _ in model.layers)
+        slots, token = min(work.slots, mine), token_bytes(model)
         prompts = -(-mine // work.samples) * work.prompt
         read = min(_PREFILL_TOKENS, prompts)
         reading = read * (token + max(passes.inference for _, _, passes in model.layers))
         reading += min(read, prompts - read) * token  # those read before, not all of them started
         wide = 3 * _FP32 + (0 if not work.nucleus else 2 * _FP32 if model.cpu else 4 * _FP32)
         drawing = slots * model.shape.vocabulary * wide
-        kept = token * _FP32 / model.bytes if model.exact_cache else token
         return {
-            "kv cache": slots * work.length * kept * (1 + 1 / (2 * model.shape.depth)),
+            "kv cache": cache_bytes(model, work, slots, mine),
             "activations": reading,
             "logits": float(drawing),
         }

@@ -1,22 +1,21 @@
 """Keys and values of what has been read so far, in slots: one row per running completion.
 
-Both classes travel as `packing` through the model (`burnish.models.attention.Attends`).
-`PromptCache` reads several packed prompts at once and keeps their keys and values; `SlotCache`
-holds a copy of a prompt in each row that continues it and lets every row append one token per
-step. Rows grow together, by an eighth or more at a time. Left out: pages, and rows that share their prompt's
-memory; at these sizes a copy costs less than the bookkeeping.
+What travels as `packing` through the model (`burnish.models.attention.Attends`) is a `PromptCache`, which
+reads several packed prompts at once and keeps their keys and values, and then a step of a `Cache`, in which every
+row appends one token. `SlotCache` holds a copy of a prompt in each row that continues it. Rows grow together, by
+an eighth or more at a time. Left out: pages; rows that share their prompt (`burnish.rollout.shared_cache`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from burnish.models.attention import PackedLayout
-from burnish.parallel.device import has_matrix_units
+from burnish.models.attention import Attends, PackedLayout
 
 _GRAIN = 128
 """Rows grow by at least so many tokens."""
@@ -57,11 +56,24 @@ class PromptCache:
         return starts[:, None] + columns.minimum(lengths[:, None] - 1)
 
 
-class SlotCache:
-    """Keys and values of `slots` completions, one row each: `[slots, capacity, kv_heads, head_dim]` per layer.
+class Cache(Protocol):
+    """Keys and values of completions in slots, and of what they continue."""
 
-    In the dtype that attention is fastest in: the model's, or fp32 on a CPU without matrix units.
-    """
+    def place(self, rows: Tensor, prompts: PromptCache, which: Sequence[int]) -> None:
+        """Start row `rows[i]` with prompt `which[i]`."""
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy rows over others; none is in both."""
+
+    def step(self, positions: Tensor, span: int) -> Attends:
+        """One decoding step of the first n rows, whose latest tokens are at `positions` [n], all below `span`.
+
+        No other row goes on.
+        """
+
+
+class SlotCache:
+    """A `Cache` of `slots` completions, one row each, in the model's dtype: `[slots, capacity, kv_heads, head_dim]` per layer."""
 
     def __init__(self, slots: int, longest: int) -> None:
         """`longest` is the most tokens a row will ever hold; memory comes as rows need it."""
@@ -71,24 +83,24 @@ class SlotCache:
         self._layers: dict[int, list[Tensor]] = {}
 
     def place(self, rows: Tensor, prompts: PromptCache, which: Sequence[int]) -> None:
-        """Start row `rows[i]` with prompt `which[i]`."""
+        """See `Cache.place`."""
         source = prompts.rows(which).to(rows.device, non_blocking=True)
         length = source.shape[1]
         self._add_layers(prompts)
-        self.reserve(length)
+        self._reserve(length)
         for layer, held in self._layers.items():
             for mine, theirs in zip(
                 held, (prompts.keys[layer], prompts.values[layer]), strict=True
             ):
-                mine[:, :length].index_copy_(0, rows, theirs.transpose(0, 1)[source].to(mine.dtype))
+                mine[:, :length].index_copy_(0, rows, theirs.transpose(0, 1)[source])
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy rows over others; none is in both."""
+        """See `Cache.move`."""
         for held in self._layers.values():
             for mine in held:
                 mine.index_copy_(0, targets, mine.index_select(0, sources))
 
-    def reserve(self, length: int) -> None:
+    def _reserve(self, length: int) -> None:
         """Make room for rows of `length` tokens."""
         if length <= self._capacity:
             return
@@ -100,21 +112,16 @@ class SlotCache:
                 held[part][:, :old] = mine
 
     def step(self, positions: Tensor, span: int) -> DecodeStep:
-        """One decoding step of the first n rows, whose latest tokens are at `positions` [n], all below `span`."""
+        """See `Cache.step`."""
+        self._reserve(span)
         return DecodeStep(self._layers, positions, min(_rounded(span), self._capacity))
 
     def _add_layers(self, prompts: PromptCache) -> None:
         for layer, key in prompts.keys.items():
             if layer not in self._layers:
-                both = (key, prompts.values[layer])
-                dtype = key.dtype
-                if not has_matrix_units(key.device):
-                    dtype = torch.promote_types(dtype, torch.float32)
                 self._layers[layer] = [
-                    part.new_zeros(
-                        self._slots, self._capacity, part.shape[0], part.shape[2], dtype=dtype
-                    )
-                    for part in both
+                    part.new_zeros(self._slots, self._capacity, part.shape[0], part.shape[2])
+                    for part in (key, prompts.values[layer])
                 ]
 
 
@@ -141,12 +148,11 @@ class DecodeStep:
         rows = len(self._positions)
         held = self._layers[int(module.layer_idx)]  # type: ignore[arg-type]
         for mine, latest in zip(held, (key, value), strict=True):
-            mine[self._rows, self._positions] = latest[0].transpose(0, 1).to(mine.dtype)
+            mine[self._rows, self._positions] = latest[0].transpose(0, 1)
         keys, values = (mine[:rows, : self._span].transpose(1, 2) for mine in held)
         bias = self._bias(sliding_window, keys.dtype)
-        heads = query[0].transpose(0, 1).to(keys.dtype)
-        output = _attend_one(heads, keys, values, bias, scaling)
-        return output.flatten(1, 2)[None].to(query.dtype)
+        output = _attend_one(query[0].transpose(0, 1), keys, values, bias, scaling)
+        return output.flatten(1, 2)[None]
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """[n, 1, 1, span]: 0 where the row's token sees the position, -inf where not."""

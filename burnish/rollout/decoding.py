@@ -1,7 +1,7 @@
 """One call of the built-in generator: which completion runs in which slot, until all have ended.
 
 Waiting completions enter slots in order, as soon as slots are free. Prompts are read ahead in
-packed chunks, each once, copied into the slot of every sample, and forgotten. Between steps the running
+packed chunks, each once, copied into the slot of every sample or one place for all of them, and forgotten. Between steps the running
 completions always fill the first n slots, so no completion is computed that is known to have ended; on an accelerator
 that is known one step late (`burnish.rollout.arriving`). Nothing here depends on
 time, so the same call gives the same schedule. Left out: evicting a completion for lack of memory.
@@ -20,13 +20,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from burnish.errors import IncompatibleError
 from burnish.models.routing import Routing
+from burnish.parallel.device import has_matrix_units
 from burnish.records import Completion, Experts, Request, StopReason
 from burnish.rollout.arriving import Arriving, Token, steps_behind
 from burnish.rollout.base import Sampling, Watch
-from burnish.rollout.cache import PromptCache, SlotCache
+from burnish.rollout.cache import Cache, PromptCache, SlotCache
 from burnish.rollout.draws import stream_key, uniforms
 from burnish.rollout.forward import Forward
 from burnish.rollout.sampling import Drawn, draw
+from burnish.rollout.shared_cache import SharedCache
 from burnish.rollout.stopping import StopRule
 
 _PREFILL_TOKENS = 8192
@@ -131,7 +133,7 @@ class Decoding:
         self._unread = deque(prompt for prompt in prompts if prompt.request.samples)
         slots = min(slots, len(self._waiting))
         longest = max((len(prompt.request.token_ids) for prompt in self._unread), default=0)
-        self._cache = SlotCache(slots, longest + sampling.max_tokens)
+        self._cache = _cache(network.device, slots, longest, sampling.max_tokens)
         self._slots: list[_Sequence | None] = [None] * slots
         self._arriving: deque[Arriving[_Sequence]] = deque()
         self._behind = steps_behind(network.device)
@@ -244,7 +246,6 @@ class Decoding:
         sequences = [held for held in self._slots[:running] if held is not None]
         read = max(len(s.prompt.request.token_ids) + len(s.tokens) for s in sequences)
         span = read + self._behind
-        self._cache.reserve(span)
         token, position, key, count = self._state[:, :running]
         routing, cache = self._routing(), self._cache.step(position, span)
         hidden = self._network.forward(token, position, cache, routing)
@@ -273,6 +274,13 @@ class Decoding:
     def _index(self, rows: Sequence[int]) -> Tensor:
         # As everywhere here: a tensor made on the device itself, or copied there otherwise, waits for all that is queued.
         return torch.tensor(rows).to(self._network.device, non_blocking=True)
+
+
+def _cache(device: torch.device, slots: int, prompt: int, completion: int) -> Cache:
+    """The one that is fastest on the device, for prompts and completions of at most so many tokens."""
+    if has_matrix_units(device):
+        return SlotCache(slots, prompt + completion)
+    return SharedCache(slots, completion)
 
 
 def _free(slot: _Sequence | None) -> bool:

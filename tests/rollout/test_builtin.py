@@ -15,7 +15,6 @@ from tiny import FAMILIES, MIXTURES, tiny_config, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import burnish.rollout.cache
 from burnish.errors import BurnishError, IncompatibleError, UsageError
 from burnish.models.fused import FUSED_FAMILIES
 from burnish.models.names import model_shards
@@ -55,6 +54,12 @@ def builtin(
 
 
 class TestContract(GeneratorContract):
+    @pytest.fixture(autouse=True, params=["prompts shared", "prompts in every row"])
+    def _cache(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The cache of CPUs without matrix units, and that of all other devices."""
+        units = request.param == "prompts in every row"
+        monkeypatch.setattr(decoding, "has_matrix_units", lambda device: units)
+
     def make(self, model: PreTrainedModel, **options: Any) -> Generator:
         return builtin(model, **options)
 
@@ -105,7 +110,7 @@ class TestForward:
         self, units: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Both round at different places; the log-probs of the same tokens differ by bf16's grain."""
-        monkeypatch.setattr(burnish.rollout.cache, "has_matrix_units", lambda device: units)
+        monkeypatch.setattr(decoding, "has_matrix_units", lambda device: units)
         model = tiny_model("qwen3")
         requests = make_requests()
         groups = builtin(model, dtype=torch.bfloat16).generate(requests, Sampling(20))

@@ -1,0 +1,171 @@
+"""Both caches against attention written out, over schedules as decoding makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from burnish.rollout.cache import Cache, PromptCache, SlotCache
+from burnish.rollout.shared_cache import SharedCache
+
+LAYERS, WIDTH, SCALING = 2, 4, 0.3
+
+
+@dataclass
+class Row:
+    """A completion: the keys and values [tokens, kv_heads, WIDTH] that each layer should have of it."""
+
+    layers: list[list[Tensor]] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.layers[0][0])
+
+
+class World:
+    """What decoding does with a cache: completions wait, start, take steps, end, and are moved together."""
+
+    def __init__(self, seed: int, make: Callable[[int, int], Cache], window: int | None) -> None:
+        self.rng, self.window = np.random.default_rng(seed), window
+        self.torch_rng = torch.Generator().manual_seed(seed)
+        self.kv_heads, self.shared = int(self.rng.integers(1, 3)), int(self.rng.choice([1, 3]))
+        self.rows: list[Row | None] = [None] * int(self.rng.integers(1, 7))
+        self.cache = make(len(self.rows), 40)
+        self.waiting: list[tuple[PromptCache, int]] = []
+        for _ in range(self.rng.integers(1, 4)):
+            chunk = self.chunk()
+            samples = [int(self.rng.integers(1, 5)) for _ in chunk.lengths]
+            self.waiting += [(chunk, i) for i, n in enumerate(samples) for _ in range(n)]
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.torch_rng)
+
+    def chunk(self) -> PromptCache:
+        lengths = self.rng.integers(1, 8, self.rng.integers(1, 4)).tolist()
+        chunk = PromptCache(lengths, torch.device("cpu"))
+        for layer in range(LAYERS):
+            chunk.keys[layer] = self.draw(self.kv_heads, sum(lengths), WIDTH)
+            chunk.values[layer] = self.draw(self.kv_heads, sum(lengths), WIDTH)
+        return chunk
+
+    def start(self) -> None:
+        """Fill free rows, chunk by chunk, then close the gaps."""
+        free = [row for row, held in enumerate(self.rows) if held is None]
+        rows, self.waiting, started = (
+            free[: len(self.waiting)],
+            self.waiting[len(free) :],
+            self.waiting,
+        )
+        for chunk in {id(c): c for c, _ in started[: len(rows)]}.values():
+            mine = [(row, i) for row, (c, i) in zip(rows, started, strict=False) if c is chunk]
+            self.cache.place(torch.tensor([row for row, _ in mine]), chunk, [i for _, i in mine])
+            for row, index in mine:
+                begin = sum(chunk.lengths[:index])
+                part = slice(begin, begin + chunk.lengths[index])
+                both = [(chunk.keys[layer], chunk.values[layer]) for layer in range(LAYERS)]
+                self.rows[row] = Row(
+                    [[each[:, part].transpose(0, 1) for each in kv] for kv in both]
+                )
+
+    def close_gaps(self) -> int:
+        running = sum(row is not None for row in self.rows)
+        gaps = [row for row, held in enumerate(self.rows[:running]) if held is None]
+        late = [row for row in range(running, len(self.rows)) if self.rows[row] is not None]
+        if gaps:
+            self.cache.move(torch.tensor(late), torch.tensor(gaps))
+        for source, target in zip(late, gaps, strict=True):
+            self.rows[target], self.rows[source] = self.rows[source], None
+        return running
+
+    def step(self, running: int) -> None:
+        rows = [row for row in self.rows[:running] if row is not None]
+        positions = torch.tensor([row.length for row in rows])
+        step = self.cache.step(positions, int(positions.max()) + 1)
+        for layer in range(LAYERS):
+            query = self.draw(1, self.kv_heads * self.shared, running, WIDTH)
+            given = [self.draw(1, self.kv_heads, running, WIDTH) for _ in range(2)]
+            module: Any = SimpleNamespace(layer_idx=layer)
+            output = step.attend(module, query, *given, SCALING, self.window)
+            for number, row in enumerate(rows):
+                held = row.layers[layer]
+                for part in range(2):
+                    held[part] = torch.cat((held[part], given[part][0, :, number][None]))
+                want = written_out(query[0, :, number], *held, self.window)
+                torch.testing.assert_close(output[0, number], want)
+
+    def end(self) -> None:
+        for number in range(len(self.rows)):
+            if self.rng.random() < 0.25:
+                self.rows[number] = None
+
+
+def written_out(query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    """[heads, WIDTH] of one token's queries [heads, WIDTH], which see the last `window` keys."""
+    seen = slice(None) if window is None else slice(-window, None)
+    shared = len(query) // keys.shape[1]
+    outputs = []
+    for head, vector in enumerate(query):
+        own_keys, own_values = keys[seen, head // shared], values[seen, head // shared]
+        outputs.append((own_keys @ vector * SCALING).softmax(0) @ own_values)
+    return torch.stack(outputs)
+
+
+def in_slots(slots: int, longest: int) -> Cache:
+    return SlotCache(slots, longest)
+
+
+def shared(slots: int, longest: int) -> Cache:
+    return SharedCache(slots, longest)
+
+
+@pytest.mark.parametrize("make", [in_slots, shared])
+@pytest.mark.parametrize("window", [None, 1, 3])
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10_000))
+def test_attention_is_that_over_prompt_and_completion(
+    make: Callable[[int, int], Cache], window: int | None, seed: int
+) -> None:
+    world = World(seed, make, window)
+    while True:
+        while world.waiting and None in world.rows:
+            world.start()
+            world.end()  # some with their first token
+        if not (running := world.close_gaps()):
+            break
+        world.step(running)
+        world.end()
+
+
+def test_a_prompt_lies_there_once_however_late_its_completions_start() -> None:
+    world = World(0, shared, None)
+    cache, first, second = SharedCache(4, 8), world.chunk(), world.chunk()
+
+    def prompts_there() -> int:
+        step = cache.step(positions, int(positions.max()) + 1)
+        assert step._groups.prompts <= len(step._prompts[0][0])
+        return step._groups.prompts
+
+    cache.place(torch.tensor([0, 1, 2]), first, [0, 0, 0])
+    positions = torch.tensor([first.lengths[0]] * 3)
+    assert prompts_there() == 1
+    cache.place(torch.tensor([3]), first, [0])
+    positions = torch.tensor([first.lengths[0]] * 4)
+    assert prompts_there() == 1
+    cache.place(torch.tensor([0, 1, 2]), second, [0, 0, 0])
+    positions = torch.tensor([second.lengths[0]] * 3 + [first.lengths[0]])
+    assert prompts_there() == 2
+    positions = positions[:3]
+    assert prompts_there() == 1
+    cache.place(torch.tensor([3]), second, [0])
+    positions = torch.tensor([second.lengths[0]] * 4)
+    assert prompts_there() == 1
+    assert len(cache._prompts.layers[0][0]) == 2
