@@ -216,10 +216,8 @@ class Planner:
         """Whether so many processes can share a layer's columns, where those have moments of 8 bits, in whole blocks."""
         if tensor == 1 or self._config.optim.kind != "adamw8bit":
             return True
-        lora, down = (
-            self._config.model.adapter,
-            "experts.down_proj" if layer.experts else "down_proj",
-        )
+        lora = self._config.model.adapter
+        down = "experts.down_proj" if layer.experts else "down_proj"
         widths = {"o_proj": layer.query, down: layer.intermediate}
         trained = [width for name, width in widths.items() if lora is None or adapts(lora, name)]
         return all(width % (BLOCK * tensor) == 0 for width in trained)

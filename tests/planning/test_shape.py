@@ -1,11 +1,15 @@
+import re
+
 import pytest
 from tiny import FAMILIES as TINY
 from tiny import tiny_config
 from transformers import AutoConfig
 
-from burnish.errors import UsageError
+from burnish.config.schema import LoraConfig
+from burnish.errors import IncompatibleError, UsageError
 from burnish.models.building import build_on_meta
 from burnish.models.counting import count_flops
+from burnish.models.lora import Adapter
 from burnish.planning.shape import FAMILIES, ModelShape
 
 LEAST = (
@@ -31,6 +35,19 @@ def test_parameters_and_operations_are_those_of_the_built_model(family, tied):
     counted = count_flops(config)
     for lengths in ([23], [5, 9, 100]):
         assert shape.flops.forward(lengths) == counted.forward(lengths)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_an_adapter_may_be_for_what_the_built_model_has(family):
+    """Were a name missing here, a plan would refuse what can be trained."""
+    config = tiny_config(family)
+    shape = ModelShape.of(config.to_dict())
+    with pytest.raises(IncompatibleError) as refused:
+        Adapter(build_on_meta(config), LoraConfig(rank=2, targets=["nothing"]))
+    kinds = re.search("have: (.*)", str(refused.value))[1].split(", ")
+    assert all(shape.adapter(LoraConfig(rank=2, targets=[kind])) for kind in kinds)
+    with pytest.raises(IncompatibleError, match="no linear layers lm_head"):
+        shape.adapter(LoraConfig(rank=2, targets=["q_proj", "lm_head"]))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
