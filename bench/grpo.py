@@ -7,12 +7,12 @@ Both start from the same Qwen3-shaped weights and see the same prompts: 16 of 24
 samples each, temperature 1, one update per step, no KL, AdamW, bf16 compute. Completions are 64
 tokens each, or, `varied`, evenly spread over 8 to 256: a completion of ours is as long as its first
 token says, and TRL's of the same round get the very same lengths. All 128 sequences go through both in
-one pass. TRL runs in its own process, in each of the settings of `PEER_SETTINGS`, and there is a figure beside each: its
-own defaults, fp32 weights and bf16 compute, which is the training that ours does; and bf16 weights, which are quicker and
-another training: five AdamW steps at this learning rate change 15 % of them, and all in fp32. In every turn each takes two steps, of which the second counts: a process that has waited
-finds its memory cold, which no training does. Ratios are medians over rounds of TRL's seconds over ours in
-the same round. On a machine that others use at the same time, `--threads 1 --clock cpu` compares the
-processor time of the two processes.
+one pass. TRL runs in a process for each of the settings of `PEER_SETTINGS`, and there is a figure beside each: its own
+defaults, fp32 weights and bf16 compute, which is the training that ours does; and bf16 weights, which are quicker
+and another training, for most updates are less than their grain. In every turn each takes two steps, of which the
+second counts: a process that has waited finds its memory cold, which no training does. Ratios are medians over
+rounds of TRL's seconds over ours in the same round. On a machine that others use at the same time,
+`--threads 1 --clock cpu` compares the processor time of the processes.
 
 Ours is the step of `burnish.trainers.rl` made of the same pieces, without the run around it (metrics
 files, checkpoints), as TRL's is timed without its logging.

@@ -15,6 +15,7 @@ from burnish.config.keeping import CheckpointConfig, TrackingConfig
 from burnish.config.section import Section
 
 _LOGITS_AT_ONCE = 1 << 28
+"""Where `engine.logprob_chunk` does not say how many."""
 MomentDecay = Annotated[float, Field(ge=0, lt=1)]
 """AdamW's beta."""
 TokenId = Annotated[int, Field(ge=0, strict=True)]
@@ -113,7 +114,7 @@ class EngineConfig(Section):
     router_aux_loss: float = Field(0.0, ge=0)
     """Mixtures of experts: weight of the load-balancing loss (arXiv 2101.03961), as config.json's `router_aux_loss_coef`; 0: none. Needs one more forward pass where the experts of a step are not known before it."""
     logprob_chunk: int | None = Field(None, ge=1)
-    """Tokens whose logits exist at one time; as many as make 2²⁸ logits when not given, which are half a GiB in bf16. The gradients of all but the last so many compute logits again."""
+    """Tokens whose logits exist at one time; as many as make 2²⁸ logits when not given, which are half a GiB in bf16. Those of all but the last so many are computed again in the backward pass."""
 
     @property
     def sharing(self) -> int:

@@ -281,19 +281,13 @@ def _divides_by_torch(shape: ModelShape, engine: EngineConfig) -> bool:
 
 def _uncut(shape: ModelShape, engine: EngineConfig) -> UsageError:
     """What is said of a model that cannot be cut as the settings say."""
-    names, want = (
-        ["tensor_parallel", "sequence_parallel"],
-        "degrees that divide the heads of a layer",
-    )
+    names = ["tensor_parallel", "sequence_parallel"]
+    want = "degrees that divide the heads of a layer"
     layer = shape.layers[0][0]
     model = f"{layer.heads} heads, {layer.key_heads} key heads, {layer.intermediate} intermediate columns, {shape.depth} layers"
     if engine.kind == "megatron":
-        names += [
-            "pipeline_parallel",
-            "virtual_stages",
-            "expert_parallel",
-            "expert_tensor_parallel",
-        ]
+        names += ["pipeline_parallel", "virtual_stages", "expert_parallel"]
+        names += ["expert_tensor_parallel"]
         experts = max(each.experts for each, _ in shape.layers)
         model += f", {experts or 'no'} experts"
         want += ", its columns and its experts, and no more stages than layers"

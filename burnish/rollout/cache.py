@@ -104,8 +104,8 @@ class SlotCache:
         """Make room for rows of `length` tokens."""
         if length <= self._capacity:
             return
-        old, extra = self._capacity, max(_GRAIN, self._capacity // 8)
-        self._capacity = _rounded(max(length, min(self._capacity + extra, self._longest)))
+        old = self._capacity
+        self._capacity = _rounded(grown(old, length, self._longest))
         for held in self._layers.values():
             for part, mine in enumerate(held):
                 held[part] = mine.new_zeros(len(mine), self._capacity, *mine.shape[2:])
@@ -180,6 +180,11 @@ def _attend_one(
         query[:, :, None], keys, values, attn_mask=bias, scale=scaling, enable_gqa=True
     )
     return output.view(grouped.shape)
+
+
+def grown(capacity: int, length: int, longest: int) -> int:
+    """How many tokens rows of `capacity` get room for when they need `length`: an eighth more than they have, up to `longest`."""
+    return max(length, min(capacity + max(_GRAIN, capacity // 8), longest))
 
 
 def _rounded(length: int) -> int:

@@ -19,10 +19,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from burnish.rollout.cache import PromptCache
-
-_GRAIN = 128
-"""Rows grow by at least so many tokens."""
+from burnish.rollout.cache import PromptCache, grown
 
 
 class SharedCache:
@@ -51,7 +48,7 @@ class SharedCache:
         places |= zip(fresh, free, strict=False)
         for row, index in zip(mine, which, strict=True):
             self._prompt_of[row] = places[index]
-            self._lengths[row] = prompts.lengths[index]
+        self._lengths[rows] = torch.tensor([prompts.lengths[index] for index in which])
         if fresh:
             self._read(prompts, fresh, [places[index] for index in fresh])
         self._groups = None
@@ -71,9 +68,9 @@ class SharedCache:
             self._groups = self._grouped(running)
         lengths = self._lengths[:running]
         own = positions - lengths
-        span = int(own.max()) + 1
-        self._own.reserve(running, span, self._longest)
-        return SharedStep(self._prompts, self._own, self._groups, lengths, own, span)
+        own_span = int(own.max()) + 1
+        self._own.reserve(running, own_span, self._longest)
+        return SharedStep(self._prompts, self._own, self._groups, lengths, own, own_span)
 
     def _index(self, place: int, prompts: PromptCache) -> int | None:
         """Which of these prompts lies in a place, if any."""
@@ -173,7 +170,7 @@ class _Store:
                 old_rows, heads, old, width = mine.shape
                 if rows <= old_rows and length <= old:
                     continue
-                room = max(old, length, min(old + max(_GRAIN, old // 8), longest))
+                room = max(old, grown(old, length, longest))
                 # Zeros, for what is hidden is multiplied by 0 all the same.
                 held[part] = mine.new_zeros(max(rows, old_rows), heads, room, width)
                 held[part][:old_rows, :, :old] = mine

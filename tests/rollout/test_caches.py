@@ -58,15 +58,11 @@ class World:
         return chunk
 
     def start(self) -> None:
-        """Fill free rows, chunk by chunk, then close the gaps."""
+        """Fill free rows, chunk by chunk."""
         free = [row for row, held in enumerate(self.rows) if held is None]
-        rows, self.waiting, started = (
-            free[: len(self.waiting)],
-            self.waiting[len(free) :],
-            self.waiting,
-        )
-        for chunk in {id(c): c for c, _ in started[: len(rows)]}.values():
-            mine = [(row, i) for row, (c, i) in zip(rows, started, strict=False) if c is chunk]
+        started, self.waiting = self.waiting[: len(free)], self.waiting[len(free) :]
+        for chunk in {id(c): c for c, _ in started}.values():
+            mine = [(row, i) for row, (c, i) in zip(free, started, strict=False) if c is chunk]
             self.cache.place(torch.tensor([row for row, _ in mine]), chunk, [i for _, i in mine])
             for row, index in mine:
                 begin = sum(chunk.lengths[:index])
