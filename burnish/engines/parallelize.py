@@ -43,7 +43,11 @@ _PRODUCTS = frozenset(
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
     )
-) | {torch.ops.torch_attn._varlen_attn, torch.ops.transformers.grouped_mm_fallback}
+) | {
+    torch.ops.burnish.causal_attention,
+    torch.ops.torch_attn._varlen_attn,
+    torch.ops.transformers.grouped_mm_fallback,
+}
 """Operators whose results selective checkpointing keeps."""
 
 

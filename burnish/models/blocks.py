@@ -1,8 +1,9 @@
-"""Attention of packed sequences by dense kernels: sequences of one length share a block.
+"""Attention of packed sequences by dense kernels: sequences of about one length share a block.
 
-Sequences of one length are laid side by side in a block `[n, L]`, and one call of
-scaled_dot_product_attention per block computes exactly what each sequence alone would give. Nothing is
-padded. Sequences that lie in the order of the blocks become blocks by a mere change of view.
+Sequences of like length are laid side by side in a block `[n, L]`, and each block is one call of a dense kernel, which
+computes exactly what each sequence alone would give. Shorter ones are filled up at their end, where causal attention
+does not look, by at most an eighth or 16 rows. Sequences of one length that lie in the order of the blocks become blocks
+by a mere change of view.
 
 Left out: the CUDA kernel that needs no blocks (`burnish.models.attention`).
 """
@@ -11,15 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from burnish.models.rows import on_device, select_rows
-from burnish.parallel.device import has_matrix_units
+from burnish.models.cpu_attention import causal_attention
+from burnish.models.rows import Indices, on_device, select_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +29,29 @@ class Block:
     count: int
     """Sequences."""
     length: int
-    """Rows per sequence."""
+    """Rows per sequence, those that fill it up among them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """Which packed row is which row of the blocks."""
+
+    gather: Tensor
+    """[R] int64, for each row of the blocks a packed row; those that fill a sequence up are its last once more."""
+    scatter: Tensor
+    """[T] int64, for each packed row its row of the blocks."""
+    filling: Tensor | None
+    """[R - T] int64, the rows of the blocks that fill sequences up. None: there are none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockPlan:
-    """How T packed rows become blocks, and back."""
+    """How T packed rows become R rows of blocks, and back."""
 
     blocks: tuple[Block, ...]
     """The dense calls, in the order of their rows, which they cover."""
-    gather: Tensor | None
-    """[T] int64, for each row of the blocks the packed row that it is. None: they lie in one order."""
-    scatter: Tensor | None
-    """[T] int64, for each packed row its row of the blocks."""
+    order: Order | None
+    """None: packed rows are the rows of the blocks."""
 
     def attend(self, rows: Sequence[Tensor], scaling: float, window: int | None) -> Tensor:
         """Causal attention of `[T, heads, head_dim]` queries, keys and values; `[T, heads, head_dim]`."""
@@ -63,83 +73,58 @@ class BlockPlan:
         return torch.split(rows, [block.count * block.length for block in self.blocks])
 
     def _order(self, packed: Tensor) -> Tensor:
-        if self.gather is None or self.scatter is None:
+        if self.order is None:
             return packed
-        return select_rows(packed, self.gather, self.scatter, None)
+        return select_rows(packed, self.order.gather, self.order.scatter, None)
 
     def _restore(self, rows: Tensor) -> Tensor:
-        if self.gather is None or self.scatter is None:
+        if self.order is None:
             return rows
-        return select_rows(rows, self.scatter, self.gather, None)
+        return select_rows(rows, self.order.scatter, self.order.gather, self.order.filling)
 
 
 def plan_blocks(lengths: Sequence[int], device: torch.device) -> BlockPlan:
     """Group sequences by length, the longest first."""
     numbers = np.asarray(lengths, np.int64)
-    order = np.argsort(-numbers, kind="stable")
-    order = order[numbers[order] > 0]
-    sizes, counts = np.unique(numbers[order], return_counts=True)
-    blocks = tuple(
-        Block(count, size)
-        for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True)
-    )
-    starts = numbers.cumsum() - numbers
-    spans = [np.arange(starts[index], starts[index] + numbers[index]) for index in order]
-    gather = np.concatenate(spans) if spans else np.empty(0, np.int64)
-    if (np.diff(gather) == 1).all():
-        return BlockPlan(blocks, None, None)
-    return BlockPlan(blocks, on_device(gather, device), on_device(np.argsort(gather), device))
+    starts, kinds = numbers.cumsum() - numbers, _rounded_up(numbers)
+    blocks, rows, real = [], [np.empty(0, np.int64)], [np.empty(0, np.bool)]
+    for kind in np.unique(kinds[kinds > 0])[::-1]:
+        of_kind = np.flatnonzero(kinds == kind)
+        own = numbers[of_kind, None]
+        steps = np.arange(own.max())
+        blocks.append(Block(len(of_kind), len(steps)))
+        rows.append((starts[of_kind, None] + np.minimum(steps, own - 1)).ravel())
+        real.append((steps < own).ravel())
+    gather, is_real = np.concatenate(rows), np.concatenate(real)
+    if is_real.all() and (np.diff(gather) == 1).all():
+        return BlockPlan(tuple(blocks), None)
+    scatter = np.flatnonzero(is_real)[np.argsort(gather[is_real])]
+    filling = None if is_real.all() else on_device(np.flatnonzero(~is_real), device)
+    order = Order(on_device(gather, device), on_device(scatter, device), filling)
+    return BlockPlan(tuple(blocks), order)
+
+
+def _rounded_up(lengths: Indices) -> Indices:
+    """What the lengths of a block have in common: the next multiple of 16, of long ones of a sixteenth of the next power of two."""
+    powers = 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+    steps = np.maximum(16, powers // 16)
+    rounded: Indices = -(-lengths // steps) * steps
+    return rounded
 
 
 def _causal(dense: Sequence[Tensor], scaling: float, window: int | None) -> Tensor:
     """Causal attention `[n, heads, L, head_dim]`, over the last `window` tokens where given."""
-    length = dense[0].shape[2]
-    half_on_cpu = dense[0].device.type == "cpu" and dense[0].dtype in (
-        torch.bfloat16,
-        torch.float16,
-    )
-    if window is not None and window < length:
-        exact = [part.float() for part in dense] if half_on_cpu else dense
-        return _windowed(exact, scaling, window).to(dense[0].dtype)
     query, key, value = dense
-    if half_on_cpu and length:
-        output: Tensor = _HalfOnCpu.apply(query, key, value, scaling)  # type: ignore[no-untyped-call]
+    length = query.shape[2]
+    if query.device.type == "cpu" and query.dtype == torch.bfloat16:
+        output: Tensor = causal_attention(query, key, value, scaling, window or length)
         return output
+    if window is not None and window < length:
+        return _windowed(dense, scaling, window)
     gqa = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa
     )
-
-
-class _HalfOnCpu(torch.autograd.Function):
-    """torch's causal flash attention on a CPU for bf16 and fp16: with matrix units two to three times as fast forward as in fp32.
-
-    Without them, and backward, the same numbers are taken to fp32 first: backward the kernel for half precision
-    adds up the gradients of keys and values in it, and is up to eight times slower where sequences are short.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        given = [query, key, value]
-        if not has_matrix_units(query.device):
-            given = [part.float() for part in given]
-        output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *given, 0.0, True, scale=scaling
-        )
-        output = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, log_sums)
-        ctx.scaling = scaling
-        result: Tensor = output
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        *parts, log_sums = ctx.saved_tensors
-        dtype, given = parts[0].dtype, [part.float() for part in (gradients[0], *parts)]
-        query, key, value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *given, log_sums, 0.0, True, scale=ctx.scaling
-        )
-        return query.to(dtype), key.to(dtype), value.to(dtype), None
 
 
 def _windowed(dense: Sequence[Tensor], scaling: float, window: int) -> Tensor:

@@ -26,8 +26,8 @@ _MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
 
 _WITHOUT_FP64 = frozenset({"mps", "npu"})
 
-_MALLOC_SETTINGS = ((-3, 32 << 20), (-1, (2 << 30) - 1), (-2, 256 << 20))
-# M_MMAP_THRESHOLD at its maximum, M_TRIM_THRESHOLD at the largest int below 2 GiB, M_TOP_PAD.
+_MALLOC_SETTINGS = ((-4, 0), (-1, -1), (-2, 256 << 20))
+# M_MMAP_MAX 0: nothing is mapped by itself; M_TRIM_THRESHOLD off; M_TOP_PAD 256 MiB.
 
 
 def pick_device(local_rank: int, own_device: bool = False) -> torch.device:

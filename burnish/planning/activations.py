@@ -185,13 +185,20 @@ class LayerWriter:
             return self._returned("out")
         ordered = {f"{p}/ordered": s for p, s in zip(parts, sizes, strict=True)}
         self._tape.add(parts, ordered)
-        made = {"out": self._query, "lse": sums}
-        exact = 0.0
-        if self._bytes != _FP32:  # what goes into the backward pass and what comes out of it
-            exact = 2 * (sum(ordered.values()) + self._query) * _FP32 / self._bytes
-        self._tape.add(
-            tuple(ordered), made, [*ordered, *made], scratch_backward=exact, product=True
-        )
+        if self._bytes == _FP32:
+            made = {"out": self._query, "lse": sums}
+            self._tape.add(tuple(ordered), made, [*ordered, *made], product=True)
+        else:  # fp32 of queries, keys and values; backward also of the gradients that come in and go out
+            exact = sum(ordered.values()) * _FP32 / self._bytes
+            back = 2 * exact
+            self._tape.add(
+                tuple(ordered),
+                {"out": self._query},
+                [*ordered],
+                scratch=exact,
+                scratch_backward=back,
+                product=True,
+            )
         self._tape.add(["out"], {"joined": self._query})
         self._tape.add(["joined"], {"taken": self._query}, scratch=self._query)
         return self._returned("taken")

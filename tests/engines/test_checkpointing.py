@@ -48,8 +48,10 @@ class CountProducts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count(layout: Layout, path: Path, kind: str) -> tuple[dict[str, int], int]:
-    engine = make_engine(layout, path, activation_checkpointing=kind)
+def count(
+    layout: Layout, path: Path, kind: str, precision: str = "fp32"
+) -> tuple[dict[str, int], int]:
+    engine = make_engine(layout, path, activation_checkpointing=kind, precision=precision)
     batch = cut(make_examples(VOCAB), layout, 6)
     kept = 0
 
@@ -63,13 +65,16 @@ def count(layout: Layout, path: Path, kind: str) -> tuple[dict[str, int], int]:
     return counter.found, kept
 
 
-def test_what_is_computed_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "attention"),
+    [("fp32", "_scaled_dot_product_flash_attention_for_cpu"), ("bf16", "causal_attention")],
+)
+def test_what_is_computed_twice(tmp_path: Path, precision: str, attention: str) -> None:
     """In full all of a layer but its last product, whose result the backward pass does not need; in selective the activation."""
     path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
     layers = AutoConfig.from_pretrained(path).num_hidden_layers
-    ranks = {kind: run_ranks(count, 1, path, kind)[0] for kind in KINDS}
+    ranks = {kind: run_ranks(count, 1, path, kind, precision)[0] for kind in KINDS}
     found = {kind: counts for kind, (counts, _) in ranks.items()}
-    attention = "_scaled_dot_product_flash_attention_for_cpu"
     calls = found["none"][attention]
     assert found["selective"][attention] == calls
     assert found["full"][attention] == 2 * calls

@@ -4,7 +4,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-import burnish.models.blocks
 from burnish.models.blocks import plan_blocks
 
 CPU = torch.device("cpu")
@@ -53,21 +52,18 @@ def test_equals_each_sequence_alone(lengths, window):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("lengths", [[9, 40, 41, 3], [300, 300], [2500, 130]])
-@pytest.mark.parametrize("units", [False, True])
-def test_half_precision_is_exact_up_to_its_rounding(lengths, window, dtype, units, monkeypatch):
-    monkeypatch.setattr(burnish.models.blocks, "has_matrix_units", lambda device: units)
-    rows = [part.detach().to(dtype) for part in draw(sum(lengths))]
+def test_bf16_is_exact_up_to_its_rounding(lengths, window):
+    rows = [part.detach().bfloat16() for part in draw(sum(lengths))]
     exact = [part.double().requires_grad_() for part in rows]
     rows = [part.requires_grad_() for part in rows]
     output = plan_blocks(lengths, CPU).attend(rows, 0.4, window)
     expected = one_by_one(*exact, lengths, 0.4, window)
-    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     (output * upstream).sum().backward()
     (expected * upstream.double()).sum().backward()
-    assert output.dtype == dtype
+    assert output.dtype == torch.bfloat16
     for ours, theirs in zip(
         (output, *(part.grad for part in rows)),
         (expected, *(part.grad for part in exact)),
@@ -77,22 +73,35 @@ def test_half_precision_is_exact_up_to_its_rounding(lengths, window, dtype, unit
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=200))
-def test_every_row_is_computed_once_and_nothing_else(lengths):
+def test_every_row_is_computed_once_beside_those_that_fill_up(lengths):
     plan = plan_blocks(lengths, CPU)
-    assert sum(block.count * block.length for block in plan.blocks) == sum(lengths)
+    assert sum(block.count for block in plan.blocks) == len(lengths)
     heights = [block.length for block in plan.blocks]
-    assert heights == sorted(set(lengths), reverse=True)
-    if plan.gather is None:
+    assert heights == sorted(set(heights), reverse=True)
+    assert set(heights) <= set(lengths)
+    if plan.order is None:
         assert lengths == sorted(lengths, reverse=True)
+        assert sum(block.count * block.length for block in plan.blocks) == sum(lengths)
         return
-    assert torch.equal(plan.gather[plan.scatter], torch.arange(sum(lengths)))
-    assert torch.equal(plan.scatter.sort().values, torch.arange(sum(lengths)))
+    gather, scatter = plan.order.gather, plan.order.scatter
+    assert len(gather) == sum(block.count * block.length for block in plan.blocks)
+    assert torch.equal(gather[scatter], torch.arange(sum(lengths)))
+    filling = plan.order.filling if plan.order.filling is not None else scatter[:0]
+    assert torch.equal(torch.cat((scatter, filling)).sort().values, torch.arange(len(gather)))
+    assert len(filling) <= sum(max(15, length // 8) for length in lengths)
+
+
+@pytest.mark.parametrize("lengths", [[90, 85, 96, 81], [40, 200, 33]])
+def test_like_lengths_share_a_block(lengths):
+    plan = plan_blocks(lengths, CPU)
+    expected = [(4, 96)] if len(lengths) == 4 else [(1, 200), (2, 40)]
+    assert [(block.count, block.length) for block in plan.blocks] == expected
 
 
 @pytest.mark.parametrize("lengths", [[50], [9, 9, 9, 9], [1]])
 def test_one_length_copies_nothing(lengths, monkeypatch):
     plan = plan_blocks(lengths, CPU)
-    assert plan.gather is plan.scatter is None
+    assert plan.order is None
     rows = draw(sum(lengths))
     seen = []
 

@@ -1,0 +1,85 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from burnish.models import cpu_attention
+from burnish.models.cpu_attention import causal_attention
+
+
+def make(n, heads, length, width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(n, length, heads, width, generator=generator)
+    return rows.bfloat16().transpose(1, 2).requires_grad_()
+
+
+def written_out(query, key, value, scaling, window):
+    """The formula in fp64."""
+    query, key, value = (part.detach().double().requires_grad_() for part in (query, key, value))
+    shared = query.shape[1] // key.shape[1]
+    keys, values = (part.repeat_interleave(shared, dim=1) for part in (key, value))
+    steps = torch.arange(query.shape[2])
+    distance = steps[:, None] - steps[None, :]
+    hidden = (distance < 0) | (distance >= window)
+    scores = (query @ keys.transpose(2, 3) * scaling).masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1) @ values, (query, key, value)
+
+
+def gradients(output, parts):
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    (output * upstream.to(output.dtype)).sum().backward()
+    return [part.grad for part in parts]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 3),
+    key_heads=st.integers(1, 3),
+    shared=st.integers(1, 3),
+    length=st.integers(1, 300),
+    window=st.integers(1, 320),
+    scores=st.sampled_from([1 << 8, 1 << 14, 1 << 20]),
+)
+def test_equals_the_formula(n, key_heads, shared, length, window, scores):
+    query, key, value = (
+        make(n, heads, length, 8) for heads in (key_heads * shared, *[key_heads] * 2)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_attention, "_SCORES", scores)
+        patch.setattr(cpu_attention, "_MOST_SCORES", 4 * scores)
+        output = causal_attention(query, key, value, 0.4, window)
+        ours = [output, *gradients(output, (query, key, value))]
+    expected, parts = written_out(query, key, value, 0.4, window)
+    theirs = [expected, *gradients(expected, parts)]
+    assert all(each.dtype == torch.bfloat16 for each in ours)
+    for mine, exact in zip(ours, theirs, strict=True):
+        assert (mine.double() - exact).norm() <= 0.004 * exact.norm() + 1e-6
+
+
+def test_torch_finds_the_operators_right():
+    parts = (make(2, 4, 40, 8), make(2, 2, 40, 8), make(2, 2, 40, 8))
+    torch.library.opcheck(causal_attention, (*parts, 0.4, 40))
+
+
+def test_pieces_are_bounded_and_cover_every_pair_once():
+    for shape, window in (((6, 3, 5000, 8), 5000), ((1, 1, 9, 8), 4), ((4, 2, 700, 8), 130)):
+        heads, shared, length, _ = shape
+        pairs = 0
+        for piece in cpu_attention._pieces(torch.Size(shape), window):
+            some, _, positions = piece.asking
+            count = len(range(heads)[some])
+            keys = len(range(length)[piece.seen[1]])
+            rows = len(range(length)[positions]) * shared
+            assert count * rows * keys <= max(cpu_attention._SCORES, cpu_attention._MOST_SCORES)
+            clear = rows // shared * (keys - piece.bias.shape[1])
+            pairs += count * (clear + int((piece.bias == 0).sum()))
+        reach = [min(at + 1, window) for at in range(length)]
+        assert pairs == heads * sum(reach)
+
+
+def test_the_setting_of_products_is_as_it_was():
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    causal_attention(make(1, 1, 5, 8), make(1, 1, 5, 8), make(1, 1, 5, 8), 1.0, 5)
+    with pytest.raises(RuntimeError):
+        causal_attention(make(1, 1, 5, 8), make(1, 1, 5, 7), make(1, 1, 5, 8), 1.0, 5)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
