@@ -2,7 +2,7 @@
 
 Sequences of like length are laid side by side in a block `[n, L]`, and each block is one call of a dense kernel, which
 computes exactly what each sequence alone would give. Shorter ones are filled up at their end, where causal attention
-does not look, by at most an eighth or 16 rows. Sequences of one length that lie in the order of the blocks become blocks
+does not look, by at most an eighth or 15 rows. Sequences of one length that lie in the order of the blocks become blocks
 by a mere change of view.
 
 Left out: the CUDA kernel that needs no blocks (`burnish.models.attention`).
