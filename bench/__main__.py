@@ -14,7 +14,16 @@ import subprocess
 import sys
 from typing import Any
 
-BENCHMARKS = ("balance", "checkpoint", "generate", "grpo", "loading", "logprobs", "sft")
+BENCHMARKS = (
+    "attention",
+    "balance",
+    "checkpoint",
+    "generate",
+    "grpo",
+    "loading",
+    "logprobs",
+    "sft",
+)
 
 
 def run(name: str) -> dict[str, Any]:

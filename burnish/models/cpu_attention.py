@@ -98,9 +98,9 @@ class _Given:
 
 
 def _by_key_head(part: Tensor, key_heads: int) -> Tensor:
-    """[n, heads, L, d] in fp32: [n · key heads, heads of each, L, d]."""
+    """A copy of [n, heads, L, d] in fp32: [n · key heads, heads of each, L, d]."""
     n, heads, length, width = part.shape
-    copy = part.to(torch.float32, memory_format=torch.contiguous_format)
+    copy = part.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     return copy.view(n * key_heads, heads // key_heads, length, width)
 
 

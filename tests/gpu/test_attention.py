@@ -87,4 +87,5 @@ def test_half_precision_equals_blocks_in_fp32(
         (output * upstream).sum().backward()
         results.append([output, *(part.grad for part in parts)])
     for half, exact in zip(*results, strict=True):
-        assert (half.float() - exact).norm() <= 1e-2 * exact.norm()
+        # With a window of 1 the gradient of scores is 0, and in fp32 its rounding alone is left.
+        assert (half.float() - exact).norm() <= 1e-2 * exact.norm() + 1e-4
