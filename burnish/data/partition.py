@@ -22,9 +22,9 @@ Bins = list[list[int]]
 
 _LAYERS = 16
 """With more items per bin than this, differencing is no better than falling cost, and slower."""
-_GIVEN, _TAKEN = 128, 256
+_GIVEN, _TAKEN = 32, 64
 """Items of the costly bin, and of cheaper ones, that are looked at for an exchange."""
-_EXCHANGES_PER_BIN = 4
+_EXCHANGES_PER_BIN = 2
 _CLOSE_ENOUGH = 10_000
 """A bin that costs more than the mean by less than one part in this is left as it is."""
 
