@@ -3,13 +3,16 @@
 A first division by two quick methods, of which the better one is kept, then exchanges between a costly bin and
 cheaper ones. The differencing method alone, which others use, knows no limit and leaves a long tail
 badly divided; each method alone loses where the other is strong. All is integer arithmetic on the host: every
-rank computes the same. Left out: exact search, and what the things are (`burnish.data.balance`).
+rank computes the same. It works on lists, since most divisions are of few things. Left out: exact search, and what the
+things are (`burnish.data.balance`).
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +23,10 @@ Integers = npt.NDArray[np.int64]
 Bins = list[list[int]]
 """The indices of the items in each bin."""
 
-_LAYERS = 16
-"""With more items per bin than this, differencing is no better than falling cost, and slower."""
-_GIVEN, _TAKEN = 32, 64
-"""Items of the costly bin, and of cheaper ones, that are looked at for an exchange."""
+_LAYERS = 32
+"""With more items per bin than this, differencing is no better than the other methods, and slower."""
+_GIVEN, _TAKEN, _SEARCHED = 32, 32, 256
+"""Items of the costly bin, and of cheaper ones, among which the best exchange is looked for, and any at all."""
 _EXCHANGES_PER_BIN = 2
 _CLOSE_ENOUGH = 10_000
 """A bin that costs more than the mean by less than one part in this is left as it is."""
@@ -48,26 +51,41 @@ def divide(items: Items, count: int, *, equal_counts: bool = False) -> Bins | No
     """
     if count == 1:
         return [list(range(len(items.costs)))] if int(items.sizes.sum()) <= items.limit else None
-    found = [] if equal_counts else [_by_falling_cost(items, count)]
-    if equal_counts or len(items.costs) <= _LAYERS * count:
-        found.append(_by_differences(items, count))
-    fitting = [bins for bins in found if bins is not None]
+    lists = _Lists(items)
+    few = len(items.costs) <= _LAYERS * count
+    found: list[Bins | None] = [_by_differences(lists, count)] if few else []
+    if not equal_counts:
+        found.append(_by_falling_cost(lists, count))
+    elif not few:
+        found.append(_by_layers(lists, count))
+    divisions = [_Division(bins, lists, equal_counts) for bins in found if bins is not None]
+    fitting = [division for division in divisions if division.fits()]
     if not fitting:
         return None
-    best = min(fitting, key=lambda bins: max(int(items.costs[held].sum()) for held in bins))
-    level(best, items, keep_counts=equal_counts)
-    return best
+    best = min(fitting, key=_Division.costliest)
+    best.level()
+    return best.bins
 
 
-def level(bins: Bins, items: Items, *, keep_counts: bool = False) -> None:
-    """Even out the costs of bins that are within the limit, in place and a bounded number of times.
+def level(bins: Bins, items: Items) -> None:
+    """Even out the costs of bins that are within the limit, in place and a bounded number of times."""
+    _Division(bins, _Lists(items), False).level()
 
-    `keep_counts`: exchange items only one for one.
+
+class _Lists:
+    """`Items` as lists, out of which Python gets single numbers several times as fast.
+
+    Index -1 stands for nothing, which costs nothing.
     """
-    _Leveller(bins, items, keep_counts).run()
+
+    def __init__(self, items: Items) -> None:
+        self.costs: list[int] = items.costs.tolist()
+        self.sizes: list[int] = [*items.sizes.tolist(), 0]
+        self.limit = items.limit
+        self.falling: list[int] = np.argsort(-items.costs, kind="stable").tolist()
 
 
-def _by_falling_cost(items: Items, count: int) -> Bins | None:
+def _by_falling_cost(items: _Lists, count: int) -> Bins | None:
     """Longest processing time first (Graham 1969): the costliest item to the idlest bin with room.
 
     None when an item finds no room, or when finding it takes long because all bins are full.
@@ -75,150 +93,152 @@ def _by_falling_cost(items: Items, count: int) -> Bins | None:
     bins: Bins = [[] for _ in range(count)]
     room = [items.limit] * count
     heap = [(0, index) for index in range(count)]
-    patience = len(items.sizes) + count
-    sizes, costs = items.sizes.tolist(), items.costs.tolist()
-    for item in np.argsort(-items.costs, kind="stable").tolist():
+    patience = len(items.costs) + count
+    for item in items.falling:
         full: list[tuple[int, int]] = []
-        while heap and room[heap[0][1]] < sizes[item]:
+        while heap and room[heap[0][1]] < items.sizes[item]:
             full.append(heapq.heappop(heap))
         patience -= len(full)
         if not heap or patience < 0:
             return None
         load, index = heap[0]
         bins[index].append(item)
-        room[index] -= sizes[item]
-        heapq.heapreplace(heap, (load + costs[item], index))
+        room[index] -= items.sizes[item]
+        heapq.heapreplace(heap, (load + items.costs[item], index))
         for entry in full:
             heapq.heappush(heap, entry)
     return bins
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Division:
-    """Some items in `count` bins, the costliest first."""
+def _by_layers(items: _Lists, count: int) -> Bins:
+    """Longest processing time first for equal counts: of each `count` of like cost the idlest bin gets the costliest.
 
-    loads: Integers
-    """[count], falling."""
-    layer: Integers | None
-    """[at most count], one item for each of the first bins; None for two divisions put together."""
-    parts: tuple[_Division, ...] = ()
-    """The two, of which the second's bins were added in reverse order."""
-    order: Integers | None = None
-    """[count], which sum of the two's bins each bin is."""
+    The limit is not looked at.
+    """
+    bins: Bins = [[] for _ in range(count)]
+    loads = [0] * count
+    for start in range(0, len(items.falling), count):
+        idlest = sorted(range(count), key=loads.__getitem__)
+        layer = items.falling[start : start + count]
+        for item, index in zip(layer, idlest, strict=False):
+            bins[index].append(item)
+            loads[index] += items.costs[item]
+    return bins
 
 
-def _by_differences(items: Items, count: int) -> Bins | None:
+def _by_differences(items: _Lists, count: int) -> Bins:
     """Balanced differencing (Karmarkar & Karp 1982; Michiels, Korst & Aarts 2003 for more than two bins).
 
     Items enter in layers of `count` of like cost, so that all bins get equally many (or one more).
     The two divisions with the largest differences are put together, heavy bins on light ones,
-    until one is left. None when it exceeds the limit.
+    until one is left. The limit is not looked at.
     """
-    order = np.argsort(-items.costs, kind="stable")
-    heap = []
-    for number, start in enumerate(range(0, len(order), count)):
-        layer = order[start : start + count]
-        loads = np.zeros(count, dtype=np.int64)
-        loads[: len(layer)] = items.costs[layer]
-        heap.append((int(loads[-1] - loads[0]), number, _Division(loads, layer)))
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    for start in range(0, max(1, len(items.falling)), count):
+        layer = [(items.costs[item], [item]) for item in items.falling[start : start + count]]
+        layer += [(0, [])] * (count - len(layer))
+        heap.append((layer[-1][0] - layer[0][0], start, layer))
     heapq.heapify(heap)
     while len(heap) > 1:
-        _, number, first = heapq.heappop(heap)
-        _, _, second = heapq.heappop(heap)
-        loads = first.loads + second.loads[::-1]
-        falling = np.argsort(-loads, kind="stable")
-        merged = _Division(loads[falling], None, (first, second), falling)
-        heapq.heappush(heap, (int(loads.min() - loads.max()), number, merged))
-    bins = _contents(heap[0][2], count) if heap else [[] for _ in range(count)]
-    fits = all(int(items.sizes[held].sum()) <= items.limit for held in bins)
-    return bins if fits else None
+        _, start, first = heapq.heappop(heap)
+        second = reversed(heap[0][2])
+        both = [(a + b, x + y) for (a, x), (b, y) in zip(first, second, strict=True)]
+        both.sort(key=itemgetter(0), reverse=True)
+        heapq.heapreplace(heap, (both[-1][0] - both[0][0], start, both))
+    return [held for _, held in heap[0][2]]
 
 
-def _contents(division: _Division, count: int) -> Bins:
-    """The items in each bin of a division."""
-    bins: Bins = [[] for _ in range(count)]
-    left = [(division, np.arange(count))]
-    while left:
-        part, place = left.pop()
-        if part.layer is not None:
-            for item, index in zip(part.layer.tolist(), place.tolist(), strict=False):
-                bins[index].append(item)
-            continue
-        before = np.empty_like(place)
-        before[part.order] = place
-        first, second = part.parts
-        left += [(first, before), (second, before[::-1])]
-    return bins
+_Entry = tuple[int, int]
+"""Cost and index of an item."""
+_NOTHING: _Entry = (0, -1)
+"""What a bin offers in return for an item where counts may change."""
 
 
-class _Leveller:
-    """Evens out costs by moving one item, or exchanging two, between a costly bin and a cheaper one."""
+class _Division:
+    """Items in bins, and their levelling: one item moved, or two exchanged, between a costly bin and a cheaper one."""
 
-    def __init__(self, bins: Bins, items: Items, keep_counts: bool) -> None:
-        self._bins, self._items, self._keep_counts = bins, items, keep_counts
-        self._loads = np.array([items.costs[held].sum() for held in bins], dtype=np.int64)
-        self._fills = np.array([items.sizes[held].sum() for held in bins], dtype=np.int64)
-        self._mean = -(-int(self._loads.sum()) // len(bins))
+    def __init__(self, bins: Bins, items: _Lists, keep_counts: bool) -> None:
+        self.bins, self._items = bins, items
+        self._spare = [] if keep_counts else [_NOTHING]
+        costs, sizes = items.costs.__getitem__, items.sizes.__getitem__
+        self._fills = [sum(map(sizes, held)) for held in bins]
+        self._ranking = sorted([(sum(map(costs, held)), index) for index, held in enumerate(bins)])
+        self._mean = -(-sum(map(itemgetter(0), self._ranking)) // len(bins))
+        self._enough = self._mean + self._mean // _CLOSE_ENOUGH
 
-    def run(self) -> None:
-        """Improve the costliest bin that can be improved, a bounded number of times."""
-        enough = self._mean + self._mean // _CLOSE_ENOUGH
-        stuck = np.zeros(len(self._bins), dtype=np.bool_)
-        for _ in range(_EXCHANGES_PER_BIN * len(self._bins)):
-            improvable = (self._loads > enough) & ~stuck
-            if not improvable.any():
-                return
-            high = int(np.argmax(np.where(improvable, self._loads, -1)))
-            stuck[high] = not self._improve(high)
+    def fits(self) -> bool:
+        """Whether all bins are within the limit."""
+        return max(self._fills) <= self._items.limit
 
-    def _improve(self, high: int) -> bool:
-        """Make the best move or exchange between `high` and a cheaper bin; False if none helps.
+    def costliest(self) -> int:
+        """The cost of the costliest bin."""
+        return self._ranking[-1][0]
 
-        The best leaves the costlier of the two cheapest, the mean being as good as anything below it,
-        and among equals moves the least.
-        """
-        items, given = self._items, self._bins[high][:: self._step(high, _GIVEN)]
-        taken, owner = self._offers(high)
-        nothing = taken < 0
-        costs, sizes = (np.where(nothing, 0, of[taken]) for of in (items.costs, items.sizes))
-        change, growth = (
-            items.costs[given][:, None] - costs,
-            items.sizes[given][:, None] - sizes,
-        )
-        mine, theirs = self._loads[high] - change, self._loads[owner] + change
-        fits = (self._fills[owner] + growth <= items.limit) & (
-            self._fills[high] - growth <= items.limit
-        )
-        after = np.where(fits, np.maximum(np.maximum(mine, theirs), self._mean), self._loads[high])
-        best = after.min(initial=self._loads[high])
-        if best >= self._loads[high]:
-            return False
-        equals = np.flatnonzero(after == best)
-        row, column = np.unravel_index(equals[np.argmin(change.flat[equals])], after.shape)
-        self._move(given[row], high, int(owner[column]))
-        if not nothing[column]:
-            self._move(int(taken[column]), int(owner[column]), high)
-        return True
-
-    def _offers(self, high: int) -> tuple[Integers, Integers]:
-        """What cheaper bins, the cheapest first, can give in return, and which bin gives it; -1 stands for nothing."""
-        taken: list[int] = []
-        owner: list[int] = []
-        for low in np.argsort(self._loads, kind="stable").tolist():
-            if self._loads[low] >= self._loads[high] or len(taken) >= _TAKEN:
+    def level(self) -> None:
+        """Improve the costliest bin again and again, a bounded number of times, passing over those that nothing improves."""
+        if self.costliest() <= self._enough:
+            return
+        costs = self._items.costs
+        self._held = [
+            self._spare + sorted([(costs[item], item) for item in held]) for held in self.bins
+        ]
+        for _ in range(_EXCHANGES_PER_BIN * len(self.bins)):
+            if not self._ranking or self.costliest() <= self._enough:
                 break
-            offers = self._bins[low][:: self._step(low, _TAKEN)]
-            offers = offers if self._keep_counts else [*offers, -1]
-            taken += offers
-            owner += [low] * len(offers)
-        return np.array(taken, dtype=np.int64), np.array(owner, dtype=np.int64)
+            load, high = self._ranking.pop()
+            found = self._best(load, high)
+            if found is not None:
+                self._exchange(load, high, *found)
+        for held, entries in zip(self.bins, self._held, strict=True):
+            held[:] = [item for _, item in entries[len(self._spare) :]]
 
-    def _step(self, index: int, most: int) -> int:
-        return max(1, -(-len(self._bins[index]) // most))
+    def _best(self, load: int, high: int) -> tuple[int, _Entry, _Entry] | None:
+        """A cheaper bin's place in the ranking, what it should get from `high`, and what give; None if nothing helps.
 
-    def _move(self, item: int, source: int, target: int) -> None:
-        self._bins[source].remove(item)
-        self._bins[target].append(item)
-        for totals, values in ((self._loads, self._items.costs), (self._fills, self._items.sizes)):
-            totals[source] -= values[item]
-            totals[target] += values[item]
+        The best leaves the costlier of the two cheapest, the mean being as good as anything below it.
+        """
+        best, found, seen = load, None, 0
+        sizes, held = self._items.sizes, self._held[high]
+        gives = held[:: -1 - (len(held) - 1) // _GIVEN]
+        least = self._fills[high] - self._items.limit
+        for place, (other, low) in enumerate(self._ranking):
+            offers, most = self._held[low], self._items.limit - self._fills[low]
+            wanted = min((load - other) // 2, load - self._mean)
+            if load - wanted >= best or not offers:
+                break
+            lowest = load + offers[0][0]
+            for given in gives:
+                cost, item = given
+                if lowest - cost >= best:
+                    break
+                nearest = bisect_left(offers, (cost - wanted, -1))
+                for taken in offers[nearest - 1 if nearest else 0 : nearest + 1]:
+                    change = cost - taken[0]
+                    if load - change >= best or other + change >= best:
+                        continue
+                    if least <= sizes[item] - sizes[taken[1]] <= most:
+                        best = max(load - change, other + change, self._mean)
+                        found = place, given, taken
+                        if best <= self._enough:
+                            return found
+            seen += len(offers)
+            if seen >= (_TAKEN if found else _SEARCHED):
+                break
+        return found
+
+    def _exchange(self, load: int, high: int, place: int, given: _Entry, taken: _Entry) -> None:
+        other, low = self._ranking.pop(place)
+        change = given[0] - taken[0]
+        insort(self._ranking, (load - change, high))
+        insort(self._ranking, (other + change, low))
+        self._move(given, high, low)
+        if taken != _NOTHING:
+            self._move(taken, low, high)
+
+    def _move(self, entry: _Entry, source: int, target: int) -> None:
+        held = self._held[source]
+        del held[bisect_left(held, entry)]
+        insort(self._held[target], entry)
+        size = self._items.sizes[entry[1]]
+        self._fills[source] -= size
+        self._fills[target] += size

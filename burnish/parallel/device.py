@@ -51,9 +51,9 @@ def pick_device(local_rank: int, own_device: bool = False) -> torch.device:
 
 
 def has_matrix_units(device: torch.device) -> bool:
-    """Whether half precision is what attention is fastest in: every accelerator, and CPUs with Intel's AMX.
+    """Whether torch's own attention is fastest in half precision: on every accelerator, and on CPUs with Intel's AMX.
 
-    torch's attention for other CPUs is two to five times slower in bf16 than in fp32.
+    On other CPUs it is two to five times slower in bf16 than in fp32.
     """
     return device.type != "cpu" or bool(torch.cpu.get_capabilities().get("amx_bf16"))
 

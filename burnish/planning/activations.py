@@ -190,13 +190,12 @@ class LayerWriter:
             self._tape.add(tuple(ordered), made, [*ordered, *made], product=True)
         else:  # fp32 of queries, keys and values; backward also of the gradients that come in and go out
             exact = sum(ordered.values()) * _FP32 / self._bytes
-            back = 2 * exact
             self._tape.add(
                 tuple(ordered),
                 {"out": self._query},
                 [*ordered],
                 scratch=exact,
-                scratch_backward=back,
+                scratch_backward=2 * exact,
                 product=True,
             )
         self._tape.add(["out"], {"joined": self._query})

@@ -286,8 +286,8 @@ def _uncut(shape: ModelShape, engine: EngineConfig) -> UsageError:
     layer = shape.layers[0][0]
     model = f"{layer.heads} heads, {layer.key_heads} key heads, {layer.intermediate} intermediate columns, {shape.depth} layers"
     if engine.kind == "megatron":
-        names += ["pipeline_parallel", "virtual_stages", "expert_parallel"]
-        names += ["expert_tensor_parallel"]
+        names += ["pipeline_parallel", "virtual_stages"]
+        names += ["expert_parallel", "expert_tensor_parallel"]
         experts = max(each.experts for each, _ in shape.layers)
         model += f", {experts or 'no'} experts"
         want += ", its columns and its experts, and no more stages than layers"

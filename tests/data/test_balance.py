@@ -217,10 +217,21 @@ def test_even_shares_have_equal_counts(lengths, ranks):
     assert (len(shares), max(counts) - min(counts) <= 1) == (ranks, True)
 
 
-def test_even_shares_cost_alike():
-    costs = np.random.default_rng(4).uniform(64, 2048, 512)
-    loads = [costs[held].sum() for held in share_evenly(costs, 16)]
-    assert max(loads) < 1.0001 * costs.sum() / 16
+@pytest.mark.parametrize(("count", "ranks"), [(512, 16), (2000, 8)])
+def test_even_shares_cost_alike(count, ranks):
+    costs = np.random.default_rng(4).uniform(64, 2048, count)
+    loads = [costs[held].sum() for held in share_evenly(costs, ranks)]
+    assert max(loads) < 1.0002 * costs.sum() / ranks
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(128, 8), (1024, 32), (2000, 8)])
+def test_even_shares_of_a_long_tail(count, ranks):
+    """No share costs more than the mean, or than the costliest thing together with the cheapest ones."""
+    costs = np.random.default_rng(5).lognormal(6, 1.5, count)
+    shares = share_evenly(costs, ranks)
+    assert {len(held) for held in shares} == {count // ranks}
+    alone = costs.max() + np.sort(costs)[: count // ranks - 1].sum()
+    assert max(costs[held].sum() for held in shares) < 1.02 * max(costs.sum() / ranks, alone)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])

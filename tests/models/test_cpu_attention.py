@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -41,9 +43,8 @@ def gradients(output, parts):
     scores=st.sampled_from([1 << 8, 1 << 14, 1 << 20]),
 )
 def test_equals_the_formula(n, key_heads, shared, length, window, scores):
-    query, key, value = (
-        make(n, heads, length, 8) for heads in (key_heads * shared, *[key_heads] * 2)
-    )
+    query = make(n, key_heads * shared, length, 8)
+    key, value = make(n, key_heads, length, 8, seed=1), make(n, key_heads, length, 6, seed=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_attention, "_SCORES", scores)
         patch.setattr(cpu_attention, "_MOST_SCORES", 4 * scores)
@@ -77,9 +78,20 @@ def test_pieces_are_bounded_and_cover_every_pair_once():
         assert pairs == heads * sum(reach)
 
 
-def test_the_setting_of_products_is_as_it_was():
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    causal_attention(make(1, 1, 5, 8), make(1, 1, 5, 8), make(1, 1, 5, 8), 1.0, 5)
-    with pytest.raises(RuntimeError):
-        causal_attention(make(1, 1, 5, 8), make(1, 1, 5, 7), make(1, 1, 5, 8), 1.0, 5)
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_setting_of_products_is_as_it_was(broken, monkeypatch):
+    setting, multiply, within = torch.backends.mkldnn.matmul, torch.bmm, []
+
+    def watched(*factors):
+        within.append(setting.fp32_precision)
+        if broken:
+            raise RuntimeError("out of memory")
+        return multiply(*factors)
+
+    monkeypatch.setattr(torch, "bmm", watched)
+    before = setting.fp32_precision
+    parts = [make(1, 1, 5, 8, seed) for seed in range(3)]
+    with pytest.raises(RuntimeError, match="out of memory") if broken else nullcontext():
+        causal_attention(*parts, 1.0, 5).sum().backward()
+    assert set(within) == {"bf16"} != {before}
+    assert setting.fp32_precision == before
