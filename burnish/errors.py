@@ -20,6 +20,8 @@ class BurnishError(Exception):
     """
 
     exit_code = 1
+    told_elsewhere = False
+    """Whether another rank raises the same and says so: then only the main rank says it too."""
 
     def __init__(
         self,
@@ -76,10 +78,12 @@ class MissingError(BurnishError):
 
 
 class StoppedError(BurnishError):
-    """The run was asked to stop by a signal and left a committed checkpoint.
+    """The run was asked to stop by a signal and left a committed checkpoint; all ranks raise it.
 
     ``exit_code`` is 128 + the signal's number, as shells report it.
     """
+
+    told_elsewhere = True
 
     def __init__(self, problem: str, *, signal_number: int) -> None:
         super().__init__(problem)

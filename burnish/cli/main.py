@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except BurnishError as error:
-        print(f"{_rank()}error: {error}", file=sys.stderr)
+        if _layout().is_main or not error.told_elsewhere:
+            print(f"{_rank()}error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"{_rank()}interrupted", file=sys.stderr)

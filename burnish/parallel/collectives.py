@@ -157,6 +157,7 @@ def agree(layout: Layout) -> Iterator[None]:
         raise mine
     theirs = next((error for error in told if error is not None), None)
     if theirs is not None:
+        theirs.told_elsewhere = True
         raise theirs
 
 

@@ -49,11 +49,13 @@ class Failure:
         who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
         meanwhile = f"while rank {rank} was in {work}"
         if self.reason:
-            return BurnishError(
+            error = BurnishError(
                 f"{who} failed {meanwhile}",
                 have=self.reason,
                 do=f"see the traceback of rank {self.rank}",
             )
+            error.told_elsewhere = True
+            return error
         return BurnishError(
             f"{who} died {meanwhile}",
             have="its connection closed without a word",

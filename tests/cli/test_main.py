@@ -146,16 +146,33 @@ def test_overrides_may_stand_on_both_sides_of_an_option(monkeypatch: pytest.Monk
     assert seen == [("sft", "c.yaml", ["a=1", "b=-2"], True), ("sft", "c.yaml", [], True)]
 
 
+def be_rank(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of four processes that torchrun started."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    for name, value in (places | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}).items():
+        monkeypatch.setenv(name, value)
+
+
 def test_a_rank_says_which_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for name, value in {
-        "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4",
-        "MASTER_ADDR": "localhost", "MASTER_PORT": "1234",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
+    be_rank("3", monkeypatch)
     assert main(["rl", str(tmp_path / "x.yaml")]) == 5
     assert capsys.readouterr().err.startswith("rank 3: error: ")
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "rank 0: error: SIGTERM: saved\n"), ("3", "")])
+def test_what_all_ranks_raise_is_said_by_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, said: str
+) -> None:
+    be_rank(rank, monkeypatch)
+
+    def stop(*arguments: object, **options: object) -> None:
+        raise StoppedError("SIGTERM: saved", signal_number=15)
+
+    monkeypatch.setattr(command_line, "run", stop)
+    assert main(["sft", "c.yaml"]) == 143
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(("rank", "level"), [("0", logging.INFO), ("3", logging.ERROR)])
@@ -163,11 +180,7 @@ def test_what_all_ranks_find_is_logged_by_one(
     monkeypatch: pytest.MonkeyPatch, rank: str, level: int
 ) -> None:
     monkeypatch.delenv("BURNISH_LOG_LEVEL", raising=False)
-    for name, value in {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4",
-        "MASTER_ADDR": "localhost", "MASTER_PORT": "1234",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
+    be_rank(rank, monkeypatch)
     assert main(["config", "explain", "seed"]) == 0
     assert logging.getLogger("burnish").level == level
 

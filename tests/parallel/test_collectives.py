@@ -119,7 +119,8 @@ def _agree(layout, error, failing):
             if layout.rank in failing:
                 raise error
     except Exception as raised:
-        return type(raised), str(raised), getattr(raised, "exit_code", None)
+        elsewhere = getattr(raised, "told_elsewhere", False)
+        return type(raised), str(raised), getattr(raised, "exit_code", None), elsewhere
     finally:
         with agree(layout):  # the ranks are still in step
             pass
@@ -133,19 +134,19 @@ def test_no_error_is_agreed_on_silently():
 def test_an_error_of_ours_is_the_same_on_every_rank_and_names_the_rank():
     error = MissingError("no column answer", have="question", do="rename it")
     mine, *others = reversed(run_ranks(_agree, 3, error, (2,)))
-    assert mine == (MissingError, str(error), 5)
-    assert others == [(MissingError, f"rank 2: {error}", 5)] * 2
+    assert mine == (MissingError, str(error), 5, False)
+    assert others == [(MissingError, f"rank 2: {error}", 5, True)] * 2
 
 
 def test_an_error_of_another_library_is_told_with_its_kind():
     first, second = run_ranks(_agree, 2, KeyError("x"), (0,))
-    assert first == (KeyError, "'x'", None)
-    assert second == (BurnishError, "rank 0: KeyError: 'x'", 1)
+    assert first == (KeyError, "'x'", None, False)
+    assert second == (BurnishError, "rank 0: KeyError: 'x'", 1, True)
 
 
 def test_the_lowest_failing_rank_is_told_to_the_others():
     answers = run_ranks(_agree, 3, ValueError("x"), (1, 2))
-    assert [kind for kind, _, _ in answers] == [BurnishError, ValueError, ValueError]
+    assert [kind for kind, *_ in answers] == [BurnishError, ValueError, ValueError]
     assert answers[0][1] == "rank 1: ValueError: x"
 
 
