@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from burnish.checkpoint.manifest import (
@@ -29,7 +29,7 @@ from burnish.checkpoint.manifest import (
     parse_manifest,
     record_of,
 )
-from burnish.errors import BurnishError, CorruptError, IncompatibleError
+from burnish.errors import BurnishError, CorruptError, IncompatibleError, UsageError
 from burnish.files.durable import read_whole
 from burnish.files.storage import LocalStorage, Source
 from burnish.files.strict_json import parse_json
@@ -79,6 +79,17 @@ def step_number(name: str) -> int | None:
     """The step whose directory has this name; None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+def require_outside_steps(target: Path, storage: Source) -> None:
+    """Refuse to write into a committed step, which would be damaged by it. Raises `UsageError`."""
+    for parent in target.resolve().parents:
+        if step_number(parent.name) is not None and storage.kind(parent / COMMIT) is not None:
+            raise UsageError(
+                f"{target} lies in the checkpoint {parent}",
+                want="a directory outside of it; a file too many makes a checkpoint a damaged one",
+                do="give another place",
+            )
 
 
 def step_paths(root: P, storage: Source) -> dict[int, P]:

@@ -22,6 +22,8 @@ class ModelContents:
     """This rank's pieces of the optimizer's slots, named `slot/weight`."""
     write_assets: Callable[[Path], None]
     """Writes what makes its directory a Hugging Face model's (config.json, tokenizer files) into the directory it is given."""
+    whole: frozenset[str] = frozenset()
+    """Names of fp32 weights that are never split, for their family keeps them in fp32 whatever the rest is in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

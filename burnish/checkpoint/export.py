@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from burnish.checkpoint.blocks import PlannedFile, Stored, plan_files
+from burnish.checkpoint.committed import require_outside_steps
 from burnish.checkpoint.dtypes import dtype_name
 from burnish.checkpoint.exportable import Exportable
 from burnish.checkpoint.streams import Described, chunks
@@ -49,10 +50,10 @@ def export(
 ) -> Exported:
     """Write a model to the directory `target`, its floating-point tensors in `dtype`.
 
-    Files have `max_file_bytes` or a single tensor. Holds a few blocks beside what the model does.
+    Those that the model keeps in fp32 beside others of lower precision stay as they are. Files have `max_file_bytes` or a single tensor. Holds a few blocks beside what the model does.
 
-    Raises `UsageError` when `target` is there, `IncompatibleError` naming the tensor with a number
-    too large for `dtype`, `CorruptError` for a damaged block.
+    Raises `UsageError` when `target` is there or inside a step, `IncompatibleError` naming the tensor with a number
+    too large for `dtype`, or in 8 bits, `CorruptError` for a damaged block.
     """
     storage = storage or LocalStorage()
     target = target.absolute()
@@ -80,11 +81,20 @@ def _check_new(target: Path, storage: Storage) -> None:
             want="a directory that is yet to be made",
             do="give another name, or remove it",
         )
+    require_outside_steps(target, storage)
 
 
 def _write_tensors(
     model: Exportable, directory: Path, dtype: torch.dtype, max_file_bytes: int, storage: Storage
 ) -> None:
+    for name, each in model.weights.items():
+        if each.dtype.is_floating_point and each.dtype.itemsize == 1:
+            raise IncompatibleError(
+                f"tensor {name} is quantized to 8 bits",
+                have=each.dtype,
+                want="weights of 16 bits or more; without their scales these mean nothing",
+                do="take the directory as it is, or convert it with the program that quantized it",
+            )
     stored = [
         Stored(MODEL, name, dtype_name(_target(each, dtype), name), each.shape)
         for name, each in model.weights.items()
@@ -116,8 +126,10 @@ def _write_file_tensors(
 
 
 def _target(described: Described, dtype: torch.dtype) -> torch.dtype:
-    """What a tensor becomes: floating-point ones the dtype of choice, others stay."""
-    return dtype if described.dtype.is_floating_point else described.dtype
+    """What a tensor becomes: floating-point ones the dtype of choice, or fp32 if that is what they stay beside halves; others stay."""
+    if not described.dtype.is_floating_point or described.stays_fp32:
+        return described.dtype
+    return dtype
 
 
 def _converted(elements: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from burnish.checkpoint.assets import CONFIG, read_assets, with_dtype
-from burnish.checkpoint.committed import INFLIGHT
+from burnish.checkpoint.committed import INFLIGHT, require_outside_steps
 from burnish.checkpoint.contents import Assets, Contents, ModelContents
 from burnish.checkpoint.dtypes import BY_NAME
 from burnish.checkpoint.manifest import IMPORTED
@@ -25,12 +25,12 @@ from burnish.checkpoint.planner import Planner
 from burnish.checkpoint.room import require_room
 from burnish.checkpoint.save import all_finite, check_new, save_step
 from burnish.checkpoint.tensor_sets import MAIN
-from burnish.errors import CorruptError, IncompatibleError
-from burnish.files.durable import naming_failures
+from burnish.errors import CorruptError, IncompatibleError, MissingError, few
+from burnish.files.durable import make_dirs_durably, naming_failures
 from burnish.files.lease import Lease
 from burnish.files.safetensors import TensorEntry, read_header
 from burnish.files.storage import LocalStorage, Storage
-from burnish.files.weights import weight_files
+from burnish.files.weights import indexed_tensors, weight_files
 from burnish.parallel.boxes import whole
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import Shard, TensorSpec
@@ -74,6 +74,14 @@ class HuggingFace:
                 shape = tuple(value.shape)
                 spec = TensorSpec(tensor, shape, value.dtype)
                 self._weights[tensor] = Shard(spec, whole(shape), value)
+        absent = sorted(indexed_tensors(source) - self._weights.keys())
+        if absent:
+            raise MissingError(
+                f"{source} lacks tensors that its index names",
+                have=f"no {few(absent)}",
+                want="the model as a whole",
+                do="get its files again",
+            )
 
     def weights(self, scratch: Path) -> list[Shard]:
         """Every tensor, whole."""
@@ -83,11 +91,14 @@ class HuggingFace:
 def save_foreign(foreign: Foreign, root: Path, step: int, storage: Storage | None = None) -> Path:
     """Commit foreign weights as a step below `root`; returns its directory.
 
-    fp32 weights are split into the bf16 of `model/` and a residual, and so come back exact; other
-    dtypes stay as they are. Weights that are not finite make the step unhealthy. Raises
+    A model all in fp32 is split into the bf16 of `model/` and a residual, and so comes back exact; all others
+    stay as they are. Weights that are not finite make the step unhealthy. Raises
     `BurnishError` where the step exists or another run uses `root`, and what the weights raise.
     """
     storage = storage or LocalStorage()
+    require_outside_steps(root, storage)
+    with naming_failures(f"{root} cannot be used"):
+        make_dirs_durably(storage, root, above=3)
     with naming_failures(f"{root} cannot be used"), Lease(root / ".lease"):
         check_new(root, step, storage)
         scratch = root / f"{INFLIGHT}{step:08d}.{uuid.uuid4().hex}"
@@ -103,13 +114,15 @@ def save_foreign(foreign: Foreign, root: Path, step: int, storage: Storage | Non
 
 def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:
     assets = dict(foreign.assets)
-    if any(shard.spec.dtype == torch.float32 for shard in weights):
+    split = {s.spec.dtype for s in weights if s.spec.dtype.is_floating_point} == {torch.float32}
+    if split:
         assets[CONFIG] = with_dtype(assets[CONFIG], torch.bfloat16, foreign.source / CONFIG)
     origin = {"kind": foreign.kind, "source": str(foreign.source.absolute())}
     return Contents(
         models={MAIN: ModelContents(weights, [], Assets(assets))},
         state={"step": step, IMPORTED: origin, "training": "absent"},
         healthy=all_finite(weights),
+        split=split,
     )
 
 

@@ -23,7 +23,7 @@ from burnish.checkpoint.manifest import Commit
 from burnish.checkpoint.mirrored import write_mirrored
 from burnish.checkpoint.pins import read_pins
 from burnish.checkpoint.remote_steps import RemoteSteps
-from burnish.checkpoint.retention import Facts, Retention
+from burnish.checkpoint.retention import Facts, Retention, completed
 from burnish.checkpoint.upload import Moved, upload
 from burnish.config.places import CHECKPOINTS
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
@@ -198,7 +198,8 @@ class Sync:
             fact = retention.fact(paths[step], self._there)
             if fact is not None:
                 known[step] = fact
-        return known | {each.step: each for each in found if each is not None}
+        both = known | {each.step: each for each in found if each is not None}
+        return {each.step: each for each in completed(both.values())}
 
     def _outlived(self, steps: Iterable[int]) -> set[int]:
         """Which of these the mirror's retention would not keep, if these were all."""
@@ -233,10 +234,14 @@ class Sync:
 
 
 def clear_unfinished(mirror: Mirror, there: RemoteSteps) -> None:
-    """Remove from the mirror what earlier starts sent and did not seal; nobody may be sending."""
+    """Remove from the mirror what earlier starts sent and did not seal; nobody may be sending.
+
+    Whose seal a listing lacks is asked for: not every store lists at once what it has.
+    """
     for path in there.unfinished():
         mirror.check()
-        there.remove(path)
+        if not there.is_sealed(path):
+            there.remove(path)
 
 
 def _commits(paths: Mapping[int, PurePath], source: Source) -> dict[int, Commit]:

@@ -177,6 +177,10 @@ class RemoteSteps:
             if step_number(head) is not None and f"{head}/{COMMIT}" not in sizes
         )
 
+    def is_sealed(self, path: PurePath) -> bool:
+        """Whether what lies there is a step with a COMMIT, which is asked for whatever was listed."""
+        return self.remote.stat(f"{self.name_of(path)}/{COMMIT}") is not None
+
     def remove(self, path: PurePath) -> None:
         """Remove a step: first the COMMIT, without which the rest is none."""
         name = self.name_of(path)

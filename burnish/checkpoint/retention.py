@@ -26,8 +26,9 @@ from burnish.files.durable import move_aside
 from burnish.files.removals import Removals
 from burnish.files.storage import Source, Storage
 
-MEASURED = "measured"
-"""The key of state.json under which a trainer puts the validation's numbers, by name."""
+MEASURED, MEASURED_LATER = "measured", "measured_later"
+"""The keys of state.json under which a trainer puts the validation's numbers, by name, and those of earlier steps
+whose validation came after their save, by step."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class Facts:
     """Whether losses and weights were finite."""
     measured: Mapping[str, Any] = field(default_factory=dict)
     """The validation's numbers at this step, by name; anything but finite numbers is overlooked."""
+    later: Mapping[str, Any] = field(default_factory=dict)
+    """The same of earlier steps that were saved before they were validated, by step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,15 @@ class Best:
     """Whether less or more is better."""
     count: int = 1
     """How many to keep."""
+
+
+def completed(steps: Collection[Facts]) -> list[Facts]:
+    """The steps with what later ones know of their validations."""
+    told = {step: found for each in steps for step, found in each.later.items()}
+    return [
+        replace(each, measured={**_mapping(told.get(str(each.step))), **each.measured})
+        for each in steps
+    ]
 
 
 def latest(steps: Collection[Facts], count: int) -> set[int]:
@@ -175,27 +187,31 @@ class Retention:
     def facts(self, root: PurePath, storage: Source) -> list[Facts]:
         """What the predicates ask of the steps below `root`; those that cannot be read are named in the log."""
         found = [self.fact(path, storage) for path in step_paths(root, storage).values()]
-        return [each for each in found if each is not None]
+        return completed([each for each in found if each is not None])
 
     def fact(self, path: PurePath, storage: Source) -> Facts | None:
-        """The same of one step; None where it cannot be read, which is said in the log."""
+        """What one step says of itself and earlier ones; None where it cannot be read, which is said in the log."""
         try:
             commit = read_commit(path, storage)
         except (CorruptError, IncompatibleError) as error:
             _log.warning("left alone, for it cannot be read: %s", error)
             return None
-        measured = _measured(path, storage) if self.keep_best else {}
-        return Facts(commit.step, commit.healthy, measured)
+        state = _state(path, storage) if self.keep_best else {}
+        both = (_mapping(state.get(name)) for name in (MEASURED, MEASURED_LATER))
+        return Facts(commit.step, commit.healthy, *both)
 
 
-def _measured(path: PurePath, storage: Source) -> Mapping[str, Any]:
-    """The validation's numbers of the step at `path`; none where it has none or is damaged."""
+def _state(path: PurePath, storage: Source) -> Mapping[str, Any]:
+    """What state.json of the step at `path` holds; nothing where it is damaged."""
     try:
-        measured = open_step(path, storage).state.get(MEASURED)
+        return open_step(path, storage).state
     except (CorruptError, IncompatibleError) as error:
         _log.warning("counts as not measured: %s", error)
         return {}
-    return measured if isinstance(measured, dict) else {}
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _is_number(value: object) -> bool:

@@ -230,7 +230,7 @@ def _check_slots(shards: Iterable[Shard], taken: Container[str]) -> None:
 def _held_of(model: ModelContents, prefix: str, *, split: bool) -> Iterator[_Held]:
     for shard in model.weights:
         key, beside = (f"{prefix}{each}/{shard.spec.name}" for each in (MODEL, RESIDUAL))
-        if split and shard.tensor.dtype == torch.float32:
+        if split and shard.tensor.dtype == torch.float32 and shard.spec.name not in model.whole:
             yield _Held(_piece(shard, key, torch.bfloat16), shard, rounded)
             yield _Held(_piece(shard, beside, torch.int16), shard, residual)
         else:

@@ -62,6 +62,8 @@ class StagedModel:
     """Of `ModelContents.training`."""
     write_assets: Callable[[Path], None]
     """The same as in `ModelContents`, and to be sent."""
+    whole: frozenset[str]
+    """The same as in `ModelContents`."""
 
     def contents(self, memory: Tensor) -> ModelContents:
         """The model, with shards that are views of the memory."""
@@ -69,6 +71,7 @@ class StagedModel:
             weights=[slot.shard(memory) for slot in self.weights],
             training=[slot.shard(memory) for slot in self.training],
             write_assets=self.write_assets,
+            whole=self.whole,
         )
 
 
@@ -154,7 +157,7 @@ def stage(
     for role, model in contents.models.items():
         weights, end = _slots(model.weights, end)
         training, end = _slots(model.training, end)
-        models[role] = StagedModel(weights, training, assets[role])
+        models[role] = StagedModel(weights, training, assets[role], model.whole)
     shards = [s for model in contents.models.values() for s in [*model.weights, *model.training]]
     slots = [slot for staged in models.values() for slot in [*staged.weights, *staged.training]]
     device = accelerator_of(shards)

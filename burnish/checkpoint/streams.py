@@ -39,6 +39,8 @@ class Described:
     """As `read` gives it."""
     shape: tuple[int, ...]
     """Its shape."""
+    stays_fp32: bool = False
+    """Whether it is stored in fp32 beside others that are not: its family keeps it so."""
 
     @property
     def elements(self) -> int:
@@ -66,6 +68,10 @@ class _Place:
     def dtype(self) -> torch.dtype:
         return BY_NAME[self.entry.dtype]
 
+    def tensor_set(self, key: str) -> str:
+        """The tensor set that it is in, of its key."""
+        return key.removesuffix(f"/{self.entry.name}")
+
 
 class _Files(Closing):
     """The files of a directory, each opened once, by name."""
@@ -78,9 +84,12 @@ class _Files(Closing):
 
     def _file(self, name: str) -> ReadableFile:
         if name not in self._files:
-            opened = self._storage.open(self.path / name)
+            opened = self._storage.open(self._where(name))
             self._files[name] = self._opened.enter_context(opened)
         return self._files[name]
+
+    def _where(self, name: str) -> PurePath:
+        return self.path / name
 
     def close(self) -> None:
         """Close the files."""
@@ -90,6 +99,7 @@ class _Files(Closing):
 class DirectoryTensors(_Files):
     """The weights of a Hugging Face directory; a `TensorStream` that checks headers and nothing else.
 
+    Follows links, for Hugging Face's cache is made of them.
     Raises `MissingError` for a directory without safetensors or that lacks one of its files,
     `CorruptError` for a file that is not what it says, `IncompatibleError` for an unknown dtype.
     """
@@ -98,9 +108,7 @@ class DirectoryTensors(_Files):
         super().__init__(directory, storage)
         headers = [(path.name, read_header(path)) for path in weight_files(directory)]
         self._places = _places(directory, [("model", *each) for each in headers])
-        self.tensors: Mapping[str, Described] = {
-            key: Described(place.dtype, place.entry.shape) for key, place in self._places.items()
-        }
+        self.tensors: Mapping[str, Described] = _described(self._places, {})
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """See `TensorStream.read`."""
@@ -116,6 +124,9 @@ class DirectoryTensors(_Files):
                 do="try again when nobody writes there",
             ) from error
         return result
+
+    def _where(self, name: str) -> PurePath:
+        return Path(self.path / name).resolve()
 
 
 class StepTensors(_Files):
@@ -136,14 +147,7 @@ class StepTensors(_Files):
         ]
         self._places = _places(step.path, headers)
         self._residuals = _residuals(self._places)
-        hidden = set(self._residuals.values())
-        self.tensors: Mapping[str, Described] = {
-            key: Described(
-                torch.float32 if key in self._residuals else place.dtype, place.entry.shape
-            )
-            for key, place in self._places.items()
-            if key not in hidden
-        }
+        self.tensors: Mapping[str, Described] = _described(self._places, self._residuals)
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """See `TensorStream.read`; fp32 where the weight was split."""
@@ -212,11 +216,30 @@ def _places(directory: PurePath, headers: list[tuple[str, str, Header]]) -> dict
     return places
 
 
+def _described(places: Mapping[str, _Place], residuals: Mapping[str, str]) -> dict[str, Described]:
+    """What is known of each tensor by key; residuals belong to the weights that they complete."""
+    hidden = set(residuals.values())
+    lower = {
+        place.tensor_set(key)
+        for key, place in places.items()
+        if place.dtype.is_floating_point and place.dtype.itemsize < torch.float32.itemsize
+    }
+    return {
+        key: Described(
+            torch.float32 if key in residuals else place.dtype,
+            place.entry.shape,
+            place.dtype == torch.float32 and place.tensor_set(key) in lower,
+        )
+        for key, place in places.items()
+        if key not in hidden
+    }
+
+
 def _residuals(places: Mapping[str, _Place]) -> dict[str, str]:
     """For the key of each weight that was split, the key of what `model/` lacks of it."""
     found = {}
     for key, place in places.items():
-        tensor_set = key.removesuffix(f"/{place.entry.name}")
+        tensor_set = place.tensor_set(key)
         weight = f"{tensor_set.removesuffix(RESIDUAL)}{MODEL}/{place.entry.name}"
         if tensor_set.rpartition("/")[2] == RESIDUAL and weight in places:
             found[weight] = key

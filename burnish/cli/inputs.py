@@ -20,7 +20,7 @@ from burnish.config.places import CHECKPOINTS
 from burnish.config.problems import Problem, refusal
 from burnish.config.schema import RunConfig
 from burnish.data.kinds import READERS, is_data
-from burnish.errors import MissingError, few, install
+from burnish.errors import MissingError, UsageError, few, install
 from burnish.files.patience import Patience
 from burnish.files.remote import Remote
 from burnish.files.selection import select
@@ -69,7 +69,18 @@ def data_files(path: str) -> list[Path]:
 
 
 def committed_steps(directory: Path) -> list[Path]:
-    """The checkpoints in a run's directory, oldest first; a name like this is whole by the format."""
+    """The checkpoints in a run's directory, oldest first; a name like this is whole by the format.
+
+    Raises `UsageError` where a file is in the way of the directory.
+    """
+    for parent in (directory, *directory.parents):
+        if parent.is_file():
+            raise UsageError(
+                f"{directory} cannot be a run's directory",
+                have=f"{parent}, which is a file",
+                want="a directory, or a name that is free",
+                do="set output_dir and name to others",
+            )
     return list(step_paths(directory / CHECKPOINTS, LocalStorage()).values())
 
 

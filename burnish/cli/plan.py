@@ -69,10 +69,17 @@ def run_plan(arguments: Namespace) -> None:
         print_text(json.dumps(as_json(plans, devices)))
     else:
         print_text(plan_text(plans, planner, devices))
-    if not plans or not plans[0].fits:
+    if not plans:
+        raise UsageError(
+            f"no layout shares this run out among {devices}",
+            have=f"{planner.work.sequences} sequences a step, in {planner.work.updates} updates",
+            want="a sequence for every data-parallel rank, and degrees that divide the heads of a layer",
+            do="raise batch.examples, or batch.prompts or rollout.n, or take fewer devices",
+        )
+    if not plans[0].fits:
         from burnish.planning.advice import refuse
 
-        raise refuse(plans[0] if plans else planner.as_configured(), config, devices)
+        raise refuse(plans[0], config, devices)
 
 
 def fit(config: RunConfig, command: Literal["sft", "rl"], devices: Devices | None) -> str:

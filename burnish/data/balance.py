@@ -152,7 +152,7 @@ def _dealt(bins: Bins, items: Items, group: Integers, ranks: int) -> Shares:
     ordered = np.concatenate([rounds[::2][::-1], rounds[1::2]])
     contents = _sequences(bins, group)
     shares = [[contents[index] for index in ordered[:, rank]] for rank in range(ranks)]
-    return Shares(shares, float(loads[rounds].max(axis=1).sum() * ranks / loads.sum()))
+    return Shares(shares, ranks * float(loads[rounds].max(axis=1).sum() / loads.sum()))
 
 
 def _sequences(bins: Bins, group: Integers) -> list[Integers]:

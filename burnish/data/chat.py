@@ -34,6 +34,8 @@ Encoded = tuple[TokenIds, Mask]
 """Token ids [T] and, for each, whether its prediction is trained on."""
 
 _CONTEXT = 30
+_ANCHOR = "\n"
+# Text that another follows without being merged with it.
 _CONTENTS = ("0", "x")
 """Two contents of a message that have no beginning in common."""
 
@@ -84,8 +86,13 @@ class ChatEncoder:
         self._ends = np.array(sorted(ends), dtype=np.int64)
         self.reads_tools = _reads(tokenizer, "tools")
         """Whether the chat template has a place for descriptions of tools."""
-        tail = tokenizer("", add_special_tokens=True)["input_ids"][-1:]
-        self._closes_itself = self._eos is not None and tail == [self._eos]
+        # The beginning of a sequence may have the same id as its end.
+        plain, closed = (
+            tokenizer("0", add_special_tokens=each)["input_ids"] for each in (False, True)
+        )
+        before, both = self.ids([_ANCHOR, f"{_ANCHOR}0"], special=False)
+        self._prepends = both[len(before) :] != plain
+        self._closes_itself = plain[-1:] != closed[-1:] == [self._eos]
 
     def ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         """Token ids of each text; `special` adds what the tokenizer puts before a text, never what it puts after."""
@@ -126,12 +133,19 @@ class ChatEncoder:
         encoded = []
         for row, head, tokens in zip(rows, heads, joined, strict=True):
             if tokens[: len(head)] != head:
-                tokens = head + self.ids([row.text], special=False)[0]
+                tokens = head + self._continued(row.text)
             if self._eos is not None and (len(tokens) == len(head) or tokens[-1] != self._eos):
                 tokens = [*tokens, self._eos]
             mask = np.arange(len(tokens)) >= max(len(head), 1)
             encoded.append((np.array(tokens, dtype=np.int64), mask))
         return encoded
+
+    def _continued(self, text: str) -> list[int]:
+        """The ids of a text that follows another: without the space that some tokenizers put before what begins."""
+        before, both = self.ids([_ANCHOR, _ANCHOR + text], special=False)
+        if self._prepends and both[: len(before)] == before:
+            return both[len(before) :]
+        return self.ids([text], special=False)[0]
 
     def conversations(self, rows: Sequence[Conversation]) -> list[Encoded]:
         """Ids and mask of each conversation.

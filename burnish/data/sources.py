@@ -8,6 +8,7 @@ Left out: URLs, which are copied first (`burnish.trainers.localize`), streaming,
 from __future__ import annotations
 
 import glob
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 import datasets
 from datasets.packaged_modules.json.json import JsonConfig
 
+from burnish.data.json_columns import as_texts, changed_columns
 from burnish.data.kinds import READERS
 from burnish.data.peek import row_of
 from burnish.errors import MissingError, UsageError
@@ -41,6 +43,8 @@ class Rows:
     """The `datasets.Dataset`."""
     files: tuple[str, ...]
     """Where the rows came from, in order."""
+    texts: tuple[str, ...] = ()
+    """The columns that hold JSON texts (see `burnish.data.json_columns`)."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -58,6 +62,8 @@ class Rows:
         except UnicodeDecodeError as error:
             files = [Path(file) for file in self.files]
             raise _explained(error, READERS[files[0].suffix], files, "the data") from error
+        for name in self.texts:
+            columns[name] = [json.loads(text) for text in columns[name]]
         return [
             dict(zip(columns, values, strict=True))
             for values in zip(*columns.values(), strict=True)
@@ -118,7 +124,10 @@ def load_rows(paths: Sequence[str], setting: str = "data.train") -> Rows:
         ) from error
     if len(table) == 0:
         raise _empty(names, setting)
-    return Rows(table, names)
+    texts = changed_columns(table.features) if kind == "json" else []
+    if texts:
+        table = as_texts(table, files, texts)
+    return Rows(table, names, tuple(texts))
 
 
 def _matches(path: str, setting: str) -> list[Path]:
@@ -179,7 +188,7 @@ def _kind(files: Sequence[Path], setting: str) -> str:
             f"{setting} mixes kinds of file",
             have=", ".join(sorted(kinds)),
             want="JSON Lines only, or Parquet only",
-            do="convert one kind, or name the files one by one",
+            do="convert the files of one kind",
         )
     return readers.pop()
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterable
 from importlib import import_module
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -32,6 +33,8 @@ def compile_layers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> None:
     config = model.config.get_text_config()
     if config._experts_implementation == _GROUPED:
         config._experts_implementation = _UNCOMPILED
+    # Routers get their hooks when they are first asked for something, which may be after a layer ran without.
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
     for layer in layers:
         layer.compile(dynamic=True)
 

@@ -14,6 +14,7 @@ from burnish.engines.tensor_parallel import TESTED_FAMILIES, layer_plan
 from burnish.errors import UsageError
 from burnish.models.routing import require_routers
 
+_ROW_BYTES = 16
 _log = logging.getLogger(__name__)
 
 
@@ -27,11 +28,28 @@ def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
     tensor, sequence = config.tensor_parallel, config.sequence_parallel
     if tensor > 1:
         _require_plan(hf_config)
+    _require_expert_widths(text, config)
     if key_heads % tensor:
         raise _indivisible("engine.tensor_parallel", tensor, key_heads, "key heads")
     if heads // tensor % sequence:
         of_each = f"heads on each of {tensor} tensor ranks" if tensor > 1 else "heads"
         raise _indivisible("engine.sequence_parallel", sequence, heads // tensor, of_each)
+
+
+def _require_expert_widths(text: PretrainedConfig, config: EngineConfig) -> None:
+    """Grouped products of experts take rows of a multiple of 16 bytes."""
+    if not any(getattr(text, name, None) for name in ("num_experts", "num_local_experts")):
+        return
+    width: int = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    multiple = _ROW_BYTES // (2 if config.precision == "bf16" else 4)
+    tensor = config.tensor_parallel
+    if width % (tensor * multiple) or text.hidden_size % multiple:
+        raise UsageError(
+            "experts of these widths cannot be multiplied together",
+            have=f"{width} columns of an expert, hidden states of {text.hidden_size}, engine.tensor_parallel: {tensor}, engine.precision: {config.precision}",
+            want=f"multiples of {multiple} on every process",
+            do="lower engine.tensor_parallel, or take a model of other widths",
+        )
 
 
 def _require_plan(hf_config: PretrainedConfig) -> None:

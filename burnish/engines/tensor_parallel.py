@@ -15,7 +15,7 @@ their own.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -63,6 +63,7 @@ def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
     cuts = dict(_layer_cuts(model, layer_plan(model.config), rank, ranks))
     blocks = sorted({match[0] for match in map(_BLOCK.match, cuts) if match})
     _require_all_in(blocks, model)
+    _require_no_whole_sums(blocks, model, cuts)
     vocabulary = Cut.of(model.config.get_text_config().vocab_size, 0, rank, ranks)
     cuts |= dict.fromkeys(_vocabulary_weights(model), vocabulary)
     _keep_parts(model, cuts)
@@ -108,6 +109,26 @@ def _require_all_in(blocks: Sequence[str], model: PreTrainedModel) -> None:
             want="a plan that cuts every block of a layer",
             do="set engine.tensor_parallel=1",
         )
+
+
+def _require_no_whole_sums(
+    blocks: Sequence[str], model: PreTrainedModel, cuts: Collection[str]
+) -> None:
+    """Raise `IncompatibleError` for a matrix of a block that is left whole and adds to its output, which is summed over ranks."""
+    adapted = adapted_parameters(model.named_modules())
+    hidden = model.config.get_text_config().hidden_size
+    for name, parameter in model.named_parameters():
+        match = _BLOCK.match(name)
+        if match is None or match[0] not in blocks or name in cuts:
+            continue
+        is_factor = bool(plain_parameter(name, adapted)[1])
+        if parameter.ndim > 1 and parameter.shape[-2] == hidden and not is_factor:
+            raise IncompatibleError(
+                f"transformers' plan leaves {name} whole, whose output tensor parallelism would add up over ranks",
+                have=f"{tuple(parameter.shape)} in {model.config.model_type}",
+                want="a plan that cuts everything in a block that adds to its output",
+                do="set engine.tensor_parallel=1",
+            )
 
 
 def _layer_cuts(

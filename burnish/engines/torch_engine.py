@@ -148,6 +148,7 @@ class TorchEngine:
     def optim_step(self, lr: float) -> Stats:
         """Clip, step, zero the gradients; see `Engine.optim_step`."""
         optimizer = trained(self._optimizer)
+        self._reshard()  # what a forward pass after the last backward has gathered would stay as it was
         gradients = optimizer.gradients()
         if self.mesh.tensor is not None:
             uncut = [gradient for name, gradient in gradients.items() if name not in self._cuts]
@@ -188,15 +189,19 @@ class TorchEngine:
     @contextmanager
     def parked(self) -> Iterator[None]:
         """Weights, gradients and slots are in host memory inside the block; see `Engine.parked`."""
-        for module in self._scorer.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self._reshard()
         parameters = list(self._scorer.parameters())
         tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
         if self._optimizer is not None:
             tensors += [t for held in self._optimizer.slots().values() for t in held.values()]
         with parked(map(local, tensors), self.arena, self._device, self.layout):
             yield
+
+    def _reshard(self) -> None:
+        """Let go of gathered weights."""
+        for module in self._scorer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def close(self) -> None:
         """Free the model and the optimizer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 from burnish.errors import CorruptError, MissingError, few
@@ -15,6 +16,7 @@ INDEX = f"model{SUFFIX}.index.json"
 """Which tensor is in which file of a Hugging Face directory."""
 
 _SINGLE = f"model{SUFFIX}"
+_PART = re.compile(rf"(.+)-[0-9]{{5}}-of-([0-9]{{5}}){re.escape(SUFFIX)}")
 _INDEX_LIMIT = 64 << 20
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 # Of each file, evenly over it.
@@ -32,7 +34,7 @@ def weight_files(directory: Path) -> list[Path]:
     elif (directory / _SINGLE).is_file():
         names = [_SINGLE]
     else:
-        names = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
+        names = _of_all_parts({path.name for path in directory.glob(f"*{SUFFIX}")})
     absent = [name for name in names if not (directory / name).is_file()]
     if absent or not names:
         found = few(sorted(path.name for path in directory.glob("*")))
@@ -47,17 +49,9 @@ def weight_files(directory: Path) -> list[Path]:
 
 def _indexed(index: Path) -> list[str]:
     """The names that an index has for files beside it."""
-    try:
-        if index.stat().st_size > _INDEX_LIMIT:
-            raise ValueError(f"more than {_INDEX_LIMIT} bytes")
-        table = parse_json(index.read_bytes(), str(index))
-        names = sorted(set(table["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptError(
-            f"{index} is not an index of weights", have=error, do="get the file again"
-        ) from error
+    names = sorted(set(_weight_map(index).values()))
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
+        if Path(name).name != name:
             raise CorruptError(
                 f"{index} names files outside its directory",
                 have=shortened(name),
@@ -65,6 +59,37 @@ def _indexed(index: Path) -> list[str]:
                 do="get the file again, from someone you trust",
             )
     return names
+
+
+def indexed_tensors(directory: Path) -> set[str]:
+    """The tensors that a model's index names; none without one. Raises `CorruptError` for an index that is none."""
+    index = directory / INDEX
+    return set(_weight_map(index)) if index.is_file() else set()
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    try:
+        if index.stat().st_size > _INDEX_LIMIT:
+            raise ValueError(f"more than {_INDEX_LIMIT} bytes")
+        files = parse_json(index.read_bytes(), str(index))["weight_map"]
+        if not all(isinstance(name, str) for name in files.values()):
+            raise TypeError("names of files that are no text")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptError(
+            f"{index} is not an index of weights", have=error, do="get the file again"
+        ) from error
+    found: dict[str, str] = files
+    return found
+
+
+def _of_all_parts(names: set[str]) -> list[str]:
+    """The files, with those that are numbered as parts of a whole and not there."""
+    for name in list(names):
+        if match := _PART.fullmatch(name):
+            stem, count = match[1], int(match[2])
+            names |= {f"{stem}-{n:05d}-of-{count:05d}{SUFFIX}" for n in range(1, count + 1)}
+    return sorted(names)
 
 
 def model_digest(directory: Path) -> str:

@@ -85,7 +85,14 @@ def attention_forward(
             do="train a model of another family",
         )
     scaling = options.get("scaling")
-    packing: Attends = options["packing"]
+    packing: Attends | None = options.get("packing")
+    if packing is None:
+        raise IncompatibleError(
+            f"{type(module).__name__} does not pass on what its model is told of packed sequences",
+            have="attention that is called without the keyword packing",
+            want="layers that hand their keywords on, as those of transformers 5 do",
+            do="train a model of another family",
+        )
     output = packing.attend(
         module,
         query,
@@ -184,7 +191,7 @@ class PackedLayout:
         rows = [part.transpose(1, 2).squeeze(0) for part in (query, key, value)]
         if self.shared is not None:
             rows = self.shared.spread(rows)
-        if _has_varlen_kernel(query):
+        if _has_varlen_kernel(query, value):
             output = self._varlen(rows, scaling, window)
         else:
             output = self.blocks.attend(rows, scaling, window)
@@ -208,8 +215,8 @@ class PackedLayout:
         return output
 
 
-def _has_varlen_kernel(query: Tensor) -> bool:
-    """Whether flash attention over packed sequences can take these queries."""
+def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether flash attention over packed sequences can take these queries and values."""
     return (
         query.is_cuda
         and torch.version.cuda is not None
@@ -217,5 +224,6 @@ def _has_varlen_kernel(query: Tensor) -> bool:
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] % 8 == 0
         and query.shape[-1] <= 256
+        and query.shape[-1] == value.shape[-1]
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )

@@ -9,10 +9,16 @@ a backbone with a value head.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import guard_torch_init_functions
 
 from burnish.errors import IncompatibleError
@@ -22,6 +28,10 @@ from burnish.models.value_head import has_value_head, value_class
 
 _REFUSED_FIELDS = ("attn_logit_softcapping", "attention_chunk_size")
 """Configuration fields that change attention in a way that is not computed here."""
+_REFUSED_TYPES = {
+    "phimoe": "its routers draw at random in training, by a rule that they need in evaluation too"
+}
+"""Families that would be computed wrongly, and why."""
 
 
 def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
@@ -31,6 +41,13 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
     would see each other or attention would be computed wrongly.
     """
     config = copy.deepcopy(hf_config)
+    if why := _REFUSED_TYPES.get(config.model_type):
+        raise IncompatibleError(
+            f"models of type {config.model_type} are not supported",
+            have=why,
+            want="a model whose outputs depend on nothing but its tokens",
+            do="train a model of another family",
+        )
     for field in _REFUSED_FIELDS:
         if (value := getattr(config, field, None)) is not None:
             raise IncompatibleError(
@@ -58,6 +75,30 @@ def _silence(config: PretrainedConfig) -> None:
     for name, value in vars(config).items():
         if isinstance(value, float) and ("drop" in name or name == "router_jitter_noise"):
             setattr(config, name, 0.0)
+
+
+def position_limit(config: PretrainedConfig) -> int | None:
+    """Most tokens that a sequence may have to be computed alike whatever is beside it; None where that is no question.
+
+    Rotary frequencies of the kinds "longrope" and "dynamic" are chosen by the longest sequence of a pass, once that
+    is longer than those of the pretraining, and for all of its sequences.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [each for each in (rope, *rope.values()) if isinstance(each, Mapping)]
+    limits = [
+        each.get("original_max_position_embeddings") or text.max_position_embeddings
+        for each in kinds
+        if each.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(limits, default=None)
+
+
+def kept_in_fp32(config: PretrainedConfig, names: Iterable[str]) -> frozenset[str]:
+    """The weights among `names` that transformers keeps in fp32 whatever dtype the model is loaded in, such as the biases of DeepSeek-V3's routers."""
+    kind = None if has_value_head(config) else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    modules = getattr(kind, "_keep_in_fp32_modules_strict", None) or ()
+    return frozenset(n for n in names if any(f".{module}." in f".{n}." for module in modules))
 
 
 def plain_model(config: PretrainedConfig) -> PreTrainedModel:

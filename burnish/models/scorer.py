@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.errors import IncompatibleError
 from burnish.models.attention import Attends, PackedLayout
+from burnish.models.building import position_limit
 from burnish.models.flops import Passed
 from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
 from burnish.models.prefixes import PrefixTree
@@ -42,6 +43,7 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = model
         self.chunk = chunk
+        self._position_limit = position_limit(model.config)
         self.vocabulary: VocabularyPart | None = None
         """Which tokens' rows embedding and output layer have, where they have not all."""
         self.routers = Routers(model)
@@ -69,6 +71,7 @@ class Scorer(nn.Module):
         entries that the plan does not name hold 0.
         """
         part = self.vocabulary
+        self._check_lengths(plan.passed.attended)
         if routing is not None:
             self.routers.listen()
         hidden = self.model.base_model(
@@ -88,6 +91,16 @@ class Scorer(nn.Module):
         found = token_logprobs(states, head, plan.targets, options, part)
         logprobs, entropy = (plan.spread(values) for values in found)
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
+
+    def _check_lengths(self, lengths: tuple[int, ...]) -> None:
+        longest = max(lengths, default=0)
+        if self._position_limit is not None and longest > self._position_limit:
+            raise IncompatibleError(
+                "a sequence is longer than those that the model's rotary positions are the same for",
+                have=f"{longest} tokens",
+                want=f"at most {self._position_limit}; beyond, rope_type longrope and dynamic let a sequence change those beside it",
+                do="lower data.max_length, or data.max_prompt_length and rollout.max_response_length",
+            )
 
     def _inputs(self, plan: ScoringPlan) -> dict[str, Tensor]:
         if self.vocabulary is None:

@@ -6,6 +6,7 @@ which a plan does not load.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -83,7 +84,16 @@ def parse_devices(
         )
     count, name = int(match[1]), match[2]
     known = _known(name)
-    memory_gib = memory_gib or (float(match[3]) if match[3] else None)
+    if memory_gib is None and match[3]:
+        memory_gib = float(match[3])
+    for what, number in (("memory", memory_gib), ("speed", teraflops)):
+        if number is not None and not 0 < number < math.inf:
+            raise UsageError(
+                f"the devices' {what} is no amount",
+                have=f"{number:g}",
+                want="a number above 0",
+                do="correct --devices, --device-memory or --device-tflops",
+            )
     if known is None:
         if memory_gib is None or teraflops is None:
             raise UsageError(
@@ -96,7 +106,7 @@ def parse_devices(
     return Devices(
         count,
         "CPU" if known is _CPU else name,
-        (memory_gib or known.memory_gib) * GIB,
+        (known.memory_gib if memory_gib is None else memory_gib) * GIB,
         known.flops if teraflops is None else teraflops * 1e12,
         known.bandwidth,
         known.link,

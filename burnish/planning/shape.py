@@ -38,7 +38,9 @@ class Family:
     query_norms: Norms = "none"
     """Norms of queries and keys."""
     biased: bool = False
-    """Whether the projections to queries, keys and values have biases."""
+    """Whether the projections to queries, keys and values have biases whatever config.json says."""
+    key_heads: int | None = None
+    """Key heads where config.json does not name them; None: as many as query heads."""
     head_dim: int | None = None
     """Width of a head where config.json does not say; None: hidden_size / num_attention_heads."""
     tied: bool = False
@@ -53,11 +55,11 @@ class Family:
 
 FAMILIES = {
     "llama": Family(),
-    "mistral": Family(windowed=True),
-    "mixtral": Family(windowed=True, experts=True),
-    "qwen2": Family(biased=True),
-    "qwen3": Family(query_norms="head", head_dim=128),
-    "qwen3_moe": Family(query_norms="head", experts=True),
+    "mistral": Family(windowed=True, key_heads=8),
+    "mixtral": Family(windowed=True, experts=True, key_heads=8),
+    "qwen2": Family(biased=True, key_heads=32),
+    "qwen3": Family(query_norms="head", head_dim=128, key_heads=32),
+    "qwen3_moe": Family(query_norms="head", experts=True, key_heads=4),
     "gemma3_text": Family(
         fused=False,
         norms_per_layer=4,
@@ -65,6 +67,7 @@ FAMILIES = {
         head_dim=256,
         tied=True,
         windowed=True,
+        key_heads=4,
     ),
     "olmo2": Family(fused=False, norms_first=False, query_norms="full", tensor=False),
 }
@@ -245,35 +248,39 @@ class ModelShape:
 
 
 def _field(fields: Mapping[str, Any], name: str, *others: str) -> int:
-    """A whole number that has to be there, under one of its names."""
+    """A whole number above 0 that has to be there, under one of its names."""
     for each in (name, *others):
-        if isinstance(value := fields.get(each), int):
+        if isinstance(value := fields.get(each), int) and value > 0:
             return value
     raise UsageError(
         f"the model's configuration does not say its {name}",
         have=", ".join(sorted(fields)),
-        want=f"{name}: a whole number",
+        want=f"{name}: a whole number above 0",
         do="complete config.json, or model.fresh",
     )
 
 
 def _layer(family: Family, fields: Mapping[str, Any], index: int) -> Layer:
     hidden, heads = _field(fields, "hidden_size"), _field(fields, "num_attention_heads")
-    key_heads = fields.get("num_key_value_heads") or heads
+    key_heads = fields.get("num_key_value_heads", family.key_heads) or heads
     width = fields.get("head_dim") or family.head_dim or hidden // heads
     query, key = heads * width, key_heads * width
     experts = _experts(fields, index) if family.experts else 0
     names = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
     intermediate = _field(fields, *names)
-    biased = fields.get("attention_bias") or family.biased
+    biased = bool(fields.get("attention_bias"))
     projections = zip((query, key, key), "qkv", strict=True)
     weights = [Weight(rows, hidden, True, f"{each}_proj") for rows, each in projections]
-    weights += [Weight(rows, 1, True) for rows in (query, key, key)] if biased else []
+    if biased or family.biased:
+        weights += [Weight(rows, 1, True) for rows in (query, key, key)]
     weights += [Weight(hidden, query, True, "o_proj")]
+    weights += [Weight(hidden)] if biased and not family.biased else []
     weights += [Weight(hidden)] * family.norms_per_layer
     weights += [Weight(width)] * 2 if family.query_norms == "head" else []
     weights += [Weight(query), Weight(key)] if family.query_norms == "full" else []
     weights += _mlp(hidden, intermediate, experts)
+    if fields.get("mlp_bias") and not experts:
+        weights += [Weight(intermediate, 1, True)] * 2 + [Weight(hidden)]
     return Layer(
         hidden,
         query,
@@ -313,6 +320,13 @@ def _window(family: Family, fields: Mapping[str, Any], index: int) -> int | None
     if not isinstance(window, int):
         return None
     if kinds := fields.get("layer_types"):
+        if index >= len(kinds):
+            raise UsageError(
+                "the model's layer_types are fewer than its layers",
+                have=f"{len(kinds)} layer_types",
+                want=f"{_field(fields, 'num_hidden_layers')}, as num_hidden_layers says",
+                do="correct config.json, or model.fresh",
+            )
         return window if kinds[index] == "sliding_attention" else None
     if family.windowed:
         period = fields.get("sliding_window_pattern")

@@ -96,7 +96,7 @@ class RewardPool:
         """The same rollouts, in order, with `reward`, `reward_parts` and `reward_error`.
 
         A function that fails for a rollout counts as `on_error` there. A TRL function answering None for
-        a rollout has no part in its reward. Numbers beside a verl function's score are parts named FUNCTION/NAME, which
+        a rollout has no part in its reward; where nothing else has either, that is a failure. Numbers beside a verl function's score are parts named FUNCTION/NAME, which
         are shown and not added. The result does not depend on the order of the answers.
         `check` is called at least each second while functions work in other processes; what it raises is raised here.
         """
@@ -144,6 +144,9 @@ class RewardPool:
                 parts[function.part] = value
                 reward += function.config.weight * value
             parts |= {f"{function.part}/{name}": x for name, x in answer.extras.items()}
+        if self._functions and not parts and not self._config.models:
+            errors.append("every reward function answered None")
+            reward = self._config.on_error
         error = "; ".join(errors) or None
         return replace(rollout, reward=reward, reward_parts=parts, reward_error=error)
 

@@ -61,7 +61,7 @@ def main(descriptor: int, parent: int) -> None:
         while True:
             try:
                 index, asked = connection.recv()
-            except EOFError:
+            except (EOFError, ConnectionError):
                 return
             function, style = functions[index], signatures[index].style
             if signatures[index].is_async:

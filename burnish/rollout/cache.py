@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from burnish.errors import IncompatibleError
 from burnish.models.attention import Attends, PackedLayout
 
 _GRAIN = 128
@@ -43,6 +44,13 @@ class PromptCache:
     ) -> Tensor:
         """See `Attends.attend`: every token sees its own prompt up to itself."""
         index = int(module.layer_idx)  # type: ignore[arg-type]
+        if index in self.keys:
+            raise IncompatibleError(
+                f"{type(module).__name__} attends twice in one layer",
+                have=f"a second call in layer {index}",
+                want="keys and values once for each layer",
+                do="train a model of another family",
+            )
         # Copies, for views would keep the queries beside them alive.
         self.keys[index] = key[0].contiguous()
         self.values[index] = value[0].contiguous()

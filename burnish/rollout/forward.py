@@ -48,7 +48,8 @@ def _is_plain(model: PreTrainedModel) -> bool:
     """Whether every layer is attention that `fuse` has replaced and a gated MLP."""
     layers: Any = getattr(model.base_model, "layers", ())
     return len(layers) > 0 and all(
-        isinstance(layer.self_attn, FusedAttention) and hasattr(layer.mlp, "gate_proj")
+        isinstance(getattr(layer, "self_attn", None), FusedAttention)
+        and hasattr(layer.mlp, "gate_proj")
         for layer in layers
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from burnish.config.schema import LoraConfig
-from burnish.models.building import build_on_meta, materialize
+from burnish.models.building import build_on_meta, materialize, position_limit
 from burnish.models.logprobs import LogitTransform
 from burnish.models.lora import Adapter
 from burnish.models.names import model_shards, regions
@@ -43,7 +43,8 @@ class HeldModel:
 
         Raises `IncompatibleError` for a model that Burnish does not build, or that has not the layers of `lora`.
         """
-        self.max_positions: int | None = getattr(hf_config, "max_position_embeddings", None)
+        limits = (getattr(hf_config, "max_position_embeddings", None), position_limit(hf_config))
+        self.max_positions: int | None = min(filter(None, limits), default=None)
         """Most tokens of a sequence, where the model has a limit."""
         self._model = build_on_meta(hf_config)
         adapter = None if lora is None else Adapter(self._model, lora)

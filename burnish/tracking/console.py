@@ -112,6 +112,9 @@ class ConsoleTracker:
         self._console.print(self._line(step, values), soft_wrap=True)
         self._console.file.flush()
 
+    def sync(self) -> None:
+        """Nothing is recorded."""
+
     def close(self) -> None:
         """Nothing is held."""
 

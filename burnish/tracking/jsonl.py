@@ -59,10 +59,14 @@ class JsonlTracker:
         while line:
             line = line[self._file.write(line) :]
 
+    def sync(self) -> None:
+        """Force the file to the disk."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Force the file to the disk and close it."""
         if not self._file.closed:
-            os.fsync(self._file.fileno())
+            self.sync()
             self._file.close()
 
 

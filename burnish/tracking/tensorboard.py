@@ -30,6 +30,9 @@ class TensorBoardTracker:
             self._writer.add_scalar(name, float(value), step)
         self._writer.flush()
 
+    def sync(self) -> None:
+        """Nothing is made from it."""
+
     def close(self) -> None:
         """Close the event file."""
         if self._writer is not None:

@@ -23,6 +23,9 @@ class Tracker(Protocol):
         Raises `OSError` when the sink cannot be written.
         """
 
+    def sync(self) -> None:
+        """Let what was taken survive a power loss, if it is a record that others are made from. Raises `OSError`."""
+
     def close(self) -> None:
         """Write out what is held and free it. A second call does nothing."""
 
@@ -37,6 +40,11 @@ class Trackers:
         """Hand the numbers to every tracker, in order."""
         for tracker in self._trackers:
             tracker.log(step, values)
+
+    def sync(self) -> None:
+        """Let what each tracker records survive a power loss."""
+        for tracker in self._trackers:
+            tracker.sync()
 
     def close(self) -> None:
         """Close every tracker, the last first, also where one of them raises."""

@@ -23,6 +23,7 @@ _ABSENT = object()
 _COUNTS = ("optimizer_steps", "skipped_in_a_row")
 _BESIDE = {CONFIG_DIGEST: "str", WEIGHTS_VERSION: "int"}
 _ROLES = "Mapping[str, Mapping[str, int]]"
+_LATER = "Mapping[str, Mapping[str, float | str]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class Position:
     """The last step's line of metrics as far as it is known; None once it is logged, which is after its save."""
     unvalidated: bool = False
     """Whether the last step's validation was interrupted and is still to be done."""
+    measured_later: Mapping[str, Mapping[str, float | str]] = field(default_factory=dict)
+    """What the validation of earlier steps measured, by step, where a signal came before it and so the save did."""
     roles: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """`optimizer_steps` and `skipped_in_a_row` of each further model that is trained, by its role."""
 
@@ -83,7 +86,7 @@ def position_of(step: Committed) -> Position:
             do=f"begin a run from it: model.path={step.path / 'model'}, and another name=NAME",
         )
     kinds = {field.name: str(field.type) for field in fields(Position)}
-    values: dict[str, Any] = {"roles": {}}
+    values: dict[str, Any] = {"roles": {}, "measured_later": {}}
     values |= {name: each for name, each in step.state.items() if name in kinds}
     unknown = step.state.keys() - {*kinds, *_BESIDE, INPUTS, ADAPTER_STATE}
     wrong = [name for name, kind in kinds.items() if not _is(kind, values.get(name, _ABSENT))]
@@ -110,13 +113,19 @@ def _is(kind: str, value: Any) -> bool:
         return type(value) is bool
     if kind == _ROLES:
         return isinstance(value, dict) and all(map(_are_counts, value.values()))
-    return value is None or (
-        isinstance(value, dict) and all(type(each) in (int, float, str) for each in value.values())
-    )
+    if kind == _LATER:
+        return isinstance(value, dict) and all(map(_are_numbers, value.values()))
+    return value is None or _are_numbers(value)
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        type(each) in (int, float, str) for each in value.values()
+    )
 
 
 def _are_counts(value: Any) -> bool:

@@ -192,6 +192,7 @@ class Run:
             tokens=self.position.tokens + work.tokens,
             optimizer_steps=main.steps,
             skipped_in_a_row=main.skipped_in_a_row,
+            measured_later=self.position.measured_later,
             roles=self._counts_beside_main(),
         )
         timing = self.spans.take()
@@ -252,6 +253,8 @@ class Run:
             self._hear_of_saving(wait=True)
             if self._saved_step == self.position.step:
                 return
+            with self._writing():  # a committed step's line may be missing, but none before it
+                self._trackers.sync()
             if not background:
                 self.checkpoints.save(self.position.step, self._contents())
                 self._saved_step = self.position.step
@@ -359,12 +362,17 @@ class Run:
             require_measured(self.config.checkpoint.keep_best.metric, measured)
             values = {**added(values, self.spans.take()), **measured}
             self._leave(values)
-            self.position = replace(
-                self.position, measured=json_numbers(measured), unvalidated=False
-            )
+            self._keep_measured(json_numbers(measured))
         if save:
             self.save(background=self.config.checkpoint.background)
         self._log({**added(values, self.spans.take()), **self.peaks.take()})
+
+    def _keep_measured(self, measured: Mapping[str, float | str]) -> None:
+        """Keep what the validation measured in the position; where its step is committed already, for the steps to come."""
+        if self._saved_step == self.position.step:
+            later = {**self.position.measured_later, str(self.position.step): measured}
+            self.position = replace(self.position, measured_later=later)
+        self.position = replace(self.position, measured=measured, unvalidated=False)
 
     def _leave(self, values: Mapping[str, float]) -> None:
         """Keep the line in the position."""

@@ -19,6 +19,7 @@ from burnish.engines import making
 from burnish.engines.base import Engine, Part, compute_dtype
 from burnish.errors import IncompatibleError, UsageError
 from burnish.files.urls import is_url
+from burnish.models.building import kept_in_fp32
 from burnish.models.counting import count_flops
 from burnish.models.flops import ModelFlops, Passed
 from burnish.models.loading import (
@@ -108,10 +109,12 @@ class Learner:
 
     def contents(self) -> ModelContents:
         """What goes into a checkpoint of it."""
+        weights = list(self.engine.shards(Part.WEIGHTS))
         return ModelContents(
-            weights=list(self.engine.shards(Part.WEIGHTS)),
+            weights=weights,
             training=list(self.engine.shards(Part.TRAINING)),
             write_assets=self.foundation.write_assets,
+            whole=kept_in_fp32(self.foundation.hf_config, (each.spec.name for each in weights)),
         )
 
 

@@ -10,10 +10,12 @@ from tiny import save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
 
 from burnish.checkpoint.committed import open_step
+from burnish.checkpoint.export import export
+from burnish.checkpoint.exportable import StepModel
 from burnish.checkpoint.importing import HuggingFace, mapped_tensors, save_foreign
 from burnish.checkpoint.streams import DirectoryTensors, StepTensors
 from burnish.checkpoint.verify import verify
-from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
+from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, UsageError
 from burnish.files.lease import Lease
 from burnish.files.storage import LocalStorage
 
@@ -61,6 +63,35 @@ def test_the_model_directory_loads_with_transformers(tmp_path):
     expected = tiny_model().state_dict()
     for name, tensor in again.state_dict().items():
         assert torch.allclose(tensor.float(), expected[name], rtol=2**-8, atol=1e-30), name
+
+
+def test_what_is_not_all_fp32_stays_as_it_is(tmp_path):
+    """Of a model in fp16 with a bias in fp32, nothing is split, and config.json goes on naming fp16."""
+    source = save_tiny(tmp_path / "source", dtype=torch.float16)
+    weights = load_file(source / "model.safetensors")
+    name = next(iter(weights))
+    weights[name] = weights[name].float() * 1.001
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    step = imported(source, tmp_path / "run/checkpoints")
+    found = load_file(step.path / "model/model.safetensors")
+    assert {key: bits(tensor).tolist() for key, tensor in found.items()} == {
+        key: bits(tensor).tolist() for key, tensor in weights.items()
+    }
+    assert json.loads((step.path / "model/config.json").read_text())["dtype"] == "float16"
+    export(StepModel(step), tmp_path / "out", torch.bfloat16, 1 << 40, LOCAL)
+    kept = load_file(tmp_path / "out/model.safetensors")
+    assert {key for key, tensor in kept.items() if tensor.dtype == torch.float32} == {name}
+    assert torch.equal(kept[name], weights[name])
+
+
+def test_a_run_inside_a_checkpoint_is_refused(tmp_path):
+    source = save_tiny(tmp_path / "source")
+    step = imported(source, tmp_path / "run/checkpoints")
+    with pytest.raises(UsageError, match="lies in the checkpoint"):
+        imported(source, step.path / "again/checkpoints")
+    with pytest.raises(UsageError, match="lies in the checkpoint"):
+        export(StepModel(step), step.path / "fp16", torch.float16, 1 << 40, LOCAL)
+    assert list(verify(step.path)) == []
 
 
 def test_several_files(tmp_path):
@@ -140,6 +171,11 @@ def spoil(source, how):
     elif how == "twice":
         weights.rename(source / "model-1.safetensors")
         (source / "model-2.safetensors").write_bytes(data)
+    elif how == "a part":
+        weights.rename(source / "model-00001-of-00002.safetensors")
+    elif how == "a tensor":
+        weight_map = {"weights.that.went": weights.name}
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     elif how == "huge":
         with (source / "tokenizer.json").open("wb") as file:
             file.truncate((64 << 20) + 1)
@@ -153,6 +189,8 @@ def spoil(source, how):
         ("truncated", CorruptError, "model.safetensors is truncated"),
         ("configuration is none", CorruptError, "config.json"),
         ("twice", CorruptError, "two files"),
+        ("a part", MissingError, "lacks model-00002-of-00002.safetensors"),
+        ("a tensor", MissingError, "(?s)its index names.*no weights.that.went"),
         ("huge", IncompatibleError, "tokenizer.json is too large"),
     ],
 )

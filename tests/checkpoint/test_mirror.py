@@ -14,7 +14,7 @@ from corruption import flip
 from burnish.checkpoint.committed import committed, newest, open_step, read_commit
 from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.load import CheckpointSource
-from burnish.checkpoint.mirror import Mirror, Seen, Sync, send_outputs
+from burnish.checkpoint.mirror import Mirror, Seen, Sync, clear_unfinished, send_outputs
 from burnish.checkpoint.mirrored import MIRRORED, read_mirrored
 from burnish.checkpoint.pins import holding_pins
 from burnish.checkpoint.remote_steps import DAMAGED, RemotePath
@@ -200,6 +200,20 @@ def test_data_without_commit_is_not_listed_and_is_cleared(mirror):
     names = [file.name for file in mirror.remote.files("checkpoints")]
     assert not any("step-00000007" in name for name in names)
     assert "checkpoints/notes/why.txt" in names
+
+
+def test_a_listing_that_lacks_a_seal_costs_no_step(mirror, monkeypatch):
+    save_once(mirror.root, 3)
+    sync(mirror)
+    listed = type(mirror.remote).files
+
+    def lacking(self, *arguments):
+        return [each for each in listed(self, *arguments) if not each.name.endswith("00003/COMMIT")]
+
+    monkeypatch.setattr(type(mirror.remote), "files", lacking)
+    clear_unfinished(mirror, mirror.steps())
+    monkeypatch.undo()
+    assert on_mirror(mirror) == [3]
 
 
 def test_the_mirror_has_a_retention_of_its_own(tmp_path):

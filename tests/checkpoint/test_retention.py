@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from burnish.checkpoint.committed import committed
 from burnish.checkpoint.pins import holding_pins
-from burnish.checkpoint.retention import Best, Facts, Retention, best, every, latest
+from burnish.checkpoint.retention import Best, Facts, Retention, best, completed, every, latest
 from burnish.files.storage import LocalStorage
 
 MIXED = [
@@ -152,3 +152,10 @@ def test_a_best_step_that_is_damaged_is_not_best(tmp_path, caplog):
     Retention(1, keep_best=Best("val/loss", "min")).apply(tmp_path, LocalStorage())
     assert steps_in(tmp_path) == [3, 5]
     assert "state.json" in caplog.text
+
+
+def test_later_steps_know_of_validations_that_came_after_the_save():
+    later = Facts(60, True, {"m": 2.0}, {"50": {"m": 9.0}, "40": "what?", "10": {"m": 1.0}})
+    steps = completed([Facts(40), Facts(50), later])
+    assert [each.measured for each in steps] == [{}, {"m": 9.0}, {"m": 2.0}]
+    assert best(steps, Best("m", "max")) == {50}

@@ -270,3 +270,12 @@ def test_a_dry_run_of_the_megatron_engine(work: Path, capsys: pytest.CaptureFixt
     assert "4 pipeline × 8 data × 1 sequence × 2 tensor" in text
     assert "not planned" not in text
     assert "on each of 64 × B200" in text
+
+
+def test_more_devices_than_sequences_are_said_to_be_that(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "c.yaml", "batch.examples=4", "--devices", "64xH100-80G"]) == 2
+    said = capsys.readouterr().err
+    assert "no layout shares this run out among 64 × H100" in said
+    assert "have: 4 sequences a step" in said

@@ -294,3 +294,32 @@ def test_a_special_token_at_the_start_stays_and_one_at_the_end_is_not_part_of_a_
     assert tokenizer.decode(ids) == "<s>q ab</s>"
     assert tokenizer.decode(ids[mask]) == "ab</s>"
     assert encoder.texts([Text("ab")])[0][1].tolist() == [False, True, True]
+
+
+def test_one_id_that_begins_and_ends_texts_takes_nothing_away():
+    tokenizer = char_tokenizer(None, eos_token="<eos>")
+    tokenizer.bos_token = "<eos>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", tokenizer.eos_token_id)]
+    )
+    encoder = ChatEncoder(tokenizer)
+    assert tokenizer.decode(encoder.ids(["2+3="], special=True)[0]) == "<eos>2+3="
+    ids, mask = encoder.texts([Text("5", "2+3=")])[0]
+    assert (tokenizer.decode(ids), tokenizer.decode(ids[mask])) == ("<eos>2+3=5<eos>", "5<eos>")
+
+
+def test_no_space_comes_between_a_prompt_and_what_follows():
+    """With a tokenizer that puts one before what begins, as Llama 2's."""
+    words = Tokenizer(models.BPE(unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    words.decoder = decoders.Metaspace(prepend_scheme="first")
+    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>", "</s>"])
+    words.train_from_iterator(["Answer: 42\nQuestion: 3 + 4?\nAnswer: 7"] * 50, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", eos_token="</s>", pad_token="</s>"
+    )
+    encoder = ChatEncoder(tokenizer)
+    for prompt, text in (("Answer: ", "42"), ("Answer:", " 42"), ("Answer: 4", "2")):
+        ids, mask = encoder.texts([Text(text, prompt)])[0]
+        assert tokenizer.decode(ids[:-1]) == prompt + text
+        assert ids[~mask].tolist() == encoder.ids([prompt], special=True)[0]

@@ -1,3 +1,4 @@
+import json
 import logging
 import os
 import socket
@@ -27,6 +28,20 @@ def test_the_table_lies_on_disk_and_not_in_memory(write, tmp_path):
     files = [entry["filename"] for entry in rows.table.cache_files]
     assert files
     assert all(name.startswith(str(tmp_path / "cache")) for name in files)
+
+
+def test_what_json_says_is_what_a_row_holds(write):
+    """Not a date where a text looks like one, nor a number where another row has one."""
+    content = [
+        {"prompt": "a", "answer": "007", "day": "2024-01-01", "calls": [{"x": 1, "on": "2024-01-01"}]},
+        {"prompt": "b", "answer": 5, "day": "2024-01-02", "calls": [{"x": "s", "on": "2024-01-02"}]},
+        {"prompt": "c", "answer": "null", "day": "2024-01-03", "calls": []},
+    ]  # fmt: skip
+    rows = load_rows([write("a.jsonl", "".join(json.dumps(row) + "\n" for row in content))])
+    assert rows.span(0, 3) == content
+    assert rows.columns == ["prompt", "answer", "day", "calls"]
+    dates = [{"day": row["day"]} for row in content]
+    assert load_rows([write("b.json", json.dumps(dates, indent=1))]).span(0, 3) == dates
 
 
 def test_reads_parquet_with_nested_columns(tmp_path):

@@ -62,3 +62,16 @@ def test_no_compiler_is_an_error_that_says_so() -> None:
     ):
         compile_layers(model, decoder_layers(model))
     assert "engine.compile=false" in str(refused.value)
+
+
+def routed_rank(layout: Layout, path: Path) -> bool:
+    """Whether experts are recorded by layers that were compiled without being asked for any."""
+    engine = make_engine(layout, path, compile=True)
+    batch = cut(make_examples(VOCAB), layout, 2)
+    engine.forward(batch)
+    return all(each.experts is not None for each in engine.forward(batch, experts=True))
+
+
+def test_routers_are_heard_after_a_pass_without(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "m", "qwen3_moe", torch.float32)
+    assert run_ranks(routed_rank, 1, path) == [True]

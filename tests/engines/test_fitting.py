@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Literal
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_config
@@ -36,3 +38,17 @@ def test_heads_are_planned_to_be_shared_where_they_can_be(
         require_fitting(config, EngineConfig(sequence_parallel=sequence, tensor_parallel=tensor))
         fits = True
     assert fits == divides(sequence, tensor, layer)
+
+
+@pytest.mark.parametrize(
+    ("width", "tensor", "precision", "fits"),
+    [(24, 1, "bf16", True), (24, 2, "bf16", False), (24, 2, "fp32", True), (25, 1, "fp32", False)],
+)
+def test_experts_of_widths_that_grouped_products_do_not_take_are_refused(
+    width: int, tensor: int, precision: Literal["bf16", "fp32"], fits: bool
+) -> None:
+    config = tiny_config("qwen3_moe", moe_intermediate_size=width)
+    settings = EngineConfig(tensor_parallel=tensor, precision=precision)
+    refused = pytest.raises(UsageError, match=f"(?s){width} columns of an expert")
+    with contextlib.nullcontext() if fits else refused:
+        require_fitting(config, settings)

@@ -259,6 +259,16 @@ def test_a_plan_that_leaves_a_block_whole_is_refused() -> None:
         share_matrices(scorer, FakeGroup())
 
 
+def test_a_plan_that_leaves_a_summand_whole_is_refused() -> None:
+    """Every rank would add all of it to a sum over ranks, as transformers' plan has it of a shared expert."""
+    config = tiny_config("llama")
+    plan = config.base_model_tp_plan
+    config.base_model_tp_plan = {name: s for name, s in plan.items() if "down_proj" not in name}
+    scorer = Scorer(build_on_meta(config))
+    with pytest.raises(IncompatibleError, match=r"mlp\.down_proj\.weight whole"):
+        share_matrices(scorer, FakeGroup())
+
+
 def test_families_that_are_not_tested_are_named_with_the_command_that_checks_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

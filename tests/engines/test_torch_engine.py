@@ -342,3 +342,16 @@ def test_parking_frees_memory_and_changes_nothing(
             assert torch.equal(mine.tensor, theirs.tensor)
     losses = [e.forward_backward(batch, loss).values_by_name()["loss"] for e in engines]
     assert losses[0] == losses[1]
+
+
+def test_a_pass_before_a_step_leaves_no_weights_of_before_it(tmp_path: Path, alone: Layout) -> None:
+    path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
+    batch, found = cut(make_examples(VOCAB), alone, 3), []
+    for between in (False, True):
+        engine = make_engine(alone, path)
+        engine.forward_backward(batch, loss)
+        if between:
+            engine.forward(batch)
+        engine.optim_step(0.1)
+        found.append([each.logprobs for each in engine.forward(batch)])
+    assert all(map(torch.equal, *found))

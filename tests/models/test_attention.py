@@ -77,9 +77,16 @@ def test_softcapping_is_refused_before_building():
         ("mamba", "MambaForCausalLM cannot run on packed sequences"),
         ("falcon", "FalconForCausalLM cannot run on packed sequences"),
         ("llama4_text", "attention_chunk_size"),
+        ("phimoe", "routers draw at random"),
     ],
 )
 def test_models_whose_sequences_would_see_each_other_are_refused(family, message):
     config = AutoConfig.for_model(family, num_hidden_layers=2, vocab_size=VOCAB)
     with pytest.raises(IncompatibleError, match=message):
         build_on_meta(config)
+
+
+def test_a_layer_that_is_not_told_of_packing_is_refused():
+    query = torch.randn(1, 2, 5, 16)
+    with pytest.raises(IncompatibleError, match="Layer does not pass on"):
+        attention_forward(Layer(), query, query, query, None)

@@ -3,9 +3,10 @@ import logging
 import pytest
 import torch
 from tiny import FAMILIES, VOCAB, tiny_config, tiny_model
+from transformers import AutoConfig
 
 from burnish.errors import IncompatibleError
-from burnish.models.building import build_on_meta, materialize
+from burnish.models.building import build_on_meta, kept_in_fp32, materialize, position_limit
 from burnish.models.scorer import Scorer, ScoringPlan, logit_transform, scored_tokens
 
 LENGTHS = (5, 20, 1, 13, 30, 13)
@@ -181,3 +182,29 @@ def test_a_head_with_a_bias_is_refused():
     )  # fmt: skip
     with pytest.raises(IncompatibleError, match="PhiForCausalLM"):
         Scorer(build_on_meta(config))
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_frequencies_that_the_longest_sequence_chooses_are_refused_where_it_would(kind):
+    """Up to the limit a sequence is scored as alone; beyond, it would change those beside it."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    rope |= factors | {"original_max_position_embeddings": 32} if kind == "longrope" else {}
+    model = tiny_model(
+        "llama", head_dim=8, max_position_embeddings=128 if kind == "longrope" else 32, rope_parameters=rope
+    )  # fmt: skip
+    assert position_limit(model.config) == 32
+    scorer = scorer_of(model)
+    ids, lengths = packed((20, 32))[0], (20, 32)
+    found = scorer(ScoringPlan.of(ids, starts_of(lengths)))
+    expected, _ = plain_outputs(model, ids, lengths, 1.0)
+    assert torch.allclose(found.logprobs, expected, atol=1e-4)
+    with pytest.raises(IncompatibleError, match=r"(?s)33 tokens.*at most 32"):
+        scorer(ScoringPlan.of(packed((20, 33))[0], starts_of((20, 33))))
+
+
+def test_what_transformers_keeps_in_fp32():
+    config = AutoConfig.for_model("deepseek_v3")
+    bias = "model.layers.3.mlp.gate.e_score_correction_bias"
+    assert kept_in_fp32(config, [bias, "model.norm.weight"]) == {bias}
+    assert kept_in_fp32(tiny_config("llama"), [bias, "model.norm.weight"]) == frozenset()

@@ -45,6 +45,15 @@ def test_an_unknown_device_needs_memory_and_speed():
     assert (found.memory, found.flops) == (48 * GIB, 200e12)
 
 
+@pytest.mark.parametrize(
+    ("text", "amounts"),
+    [("8xH100-0G", {}), ("8xH100", {"memory_gib": -5.0}), ("8xH100", {"teraflops": 0.0})],
+)
+def test_amounts_are_above_0(text, amounts):
+    with pytest.raises(UsageError, match="is no amount"):
+        parse_devices(text, **amounts)
+
+
 @pytest.mark.parametrize("text", ["", "H100", "0xH100", "8x", "eight x H100", "8xH100-G"])
 def test_what_cannot_be_read(text):
     with pytest.raises(UsageError):

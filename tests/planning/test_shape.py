@@ -79,3 +79,32 @@ def test_rows_are_cut_as_torch_cuts_them():
     assert embedding.held(1) == 97 * 32
     assert embedding.held(4) == 25 * 32  # ceil(97 / 4) rows
     assert embedding.held(1000) == 32
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_key_heads_that_are_not_given_are_those_of_transformers(family):
+    given = {name: tiny_config("llama").to_dict()[name] for name in LEAST}
+    given |= {"hidden_size": 64, "num_attention_heads": 16}
+    if FAMILIES[family].experts:
+        given |= {"num_experts_per_tok": 2, "num_experts": 4, "num_local_experts": 4}
+        given["moe_intermediate_size"] = given["intermediate_size"]
+    config = AutoConfig.for_model(family, **given)
+    assert ModelShape.of(given | {"model_type": family}).elements == elements(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "biases"),
+    [("llama", ["attention_bias", "mlp_bias"]), ("qwen3", ["attention_bias"]), ("qwen2", [])],
+)
+def test_biases_are_counted(family, biases):
+    config = tiny_config(family, **dict.fromkeys(biases, True))
+    assert ModelShape.of(config.to_dict()).elements == elements(config)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_hidden_layers": 0}, {"hidden_size": -64}, {"layer_types": ["full_attention"]}]
+)
+def test_sizes_that_no_model_has_are_refused(wrong):
+    fields = tiny_config("mistral", num_hidden_layers=2, sliding_window=8).to_dict()
+    with pytest.raises(UsageError, match="|".join(wrong)):
+        ModelShape.of(fields | wrong)

@@ -288,6 +288,12 @@ def test_none_from_a_trl_function_is_no_part_of_the_reward(make_pool, texts) -> 
     assert second.reward_error is None
 
 
+def test_a_rollout_that_no_function_judges_is_an_error(make_pool, texts) -> None:
+    one, two = make_pool("odd_only", on_error=-3.0).score(texts("4", "42"))
+    assert (one.reward_error, two.reward_error) == (None, "every reward function answered None")
+    assert two.reward == -3.0
+
+
 def test_async_functions(make_pool, texts) -> None:
     assert [r.reward for r in make_pool("judge").score(texts("a", "b", "c"))] == [2, 2, 2]
 

@@ -9,8 +9,15 @@ import torch
 from engines_for_tests import CPU, make_engine
 from generators_for_tests import differences, make_generator, require_close
 from tiny import FAMILIES, VOCAB, save_tiny, tiny_config
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PretrainedConfig,
+)
 
+from burnish.errors import IncompatibleError
 from burnish.parallel.processes import process_group
 
 
@@ -34,3 +41,34 @@ def test_a_family_that_calls_its_parts_by_other_names(tmp_path: Path) -> None:
         generator = make_generator(config, engine.layout)
         generator.load_weights(engine.published(), version=0)
         require_close(differences(engine, generator, config), "fp32")
+
+
+def tiny_of(family: str, path: Path) -> PretrainedConfig:
+    """A model of a family that the other tests do not have, saved at `path`."""
+    config = AutoConfig.for_model(
+        family, vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return config
+
+
+def test_a_family_whose_layers_have_no_self_attn(tmp_path: Path) -> None:
+    config = tiny_of("gpt_neox", tmp_path / "m")
+    with process_group(CPU, 60) as layout:
+        engine = make_engine(layout, tmp_path / "m", None, precision="fp32")
+        generator = make_generator(config, engine.layout)
+        generator.load_weights(engine.published(), version=0)
+        require_close(differences(engine, generator, config), "fp32")
+
+
+def test_layers_that_attend_twice_are_refused(tmp_path: Path) -> None:
+    config = tiny_of("diffllama", tmp_path / "m")
+    with process_group(CPU, 60) as layout:
+        engine = make_engine(layout, tmp_path / "m", None, precision="fp32")
+        generator = make_generator(config, engine.layout)
+        generator.load_weights(engine.published(), version=0)
+        with pytest.raises(IncompatibleError, match="attends twice in one layer"):
+            differences(engine, generator, config)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import shutil
+import signal
 
 import pytest
 import torch
 from checkpoints_for_tests import contents_of, make_state
 from corruption import flip
-from training_files import burnish, done, metrics, outcome
+from training_files import At, burnish, done, metrics, outcome
 from transformers import AutoModelForCausalLM
 
 from burnish.checkpoint.committed import committed, open_step
@@ -36,6 +37,21 @@ def test_the_best_steps_are_kept(work, mode):
     digests = {step.state["config_digest"] for step in steps}
     assert digests == {digest(load_config(run / "config.yaml").config)}
     assert [step.state["weights_version"] for step in steps] == [step.step for step in steps]
+
+
+def test_a_signal_in_the_validation_of_the_best_step_does_not_lose_it(work):
+    argv = [
+        "sft", "sft.yaml", "steps=12", "evaluation.every=3", "checkpoint.save_every=3",
+        "checkpoint.keep_last=1", "checkpoint.keep_best={metric: val/loss, mode: max}",
+    ]  # fmt: skip
+    whole = done(work, *argv, "name=kept_whole")
+    in_validation = At("burnish.trainers.run:Run._throughput", 3, signal.SIGTERM)
+    code, output = burnish(work, *argv, "name=kept_cut", at=in_validation)
+    assert code == 128 + signal.SIGTERM, output
+    cut = done(work, *argv, "name=kept_cut")
+    steps = [[step.step for step in committed(run / "checkpoints")] for run in (whole, cut)]
+    assert steps == [[3, 12]] * 2
+    assert metrics(cut) == metrics(whole)
 
 
 def test_a_metric_that_is_not_measured_is_refused_before_the_first_step(work):
