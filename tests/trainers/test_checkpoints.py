@@ -10,8 +10,9 @@ import pytest
 import torch
 from checkpoints_for_tests import contents_of, make_state
 from corruption import flip
-from training_files import At, burnish, done, metrics, outcome
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from training_files import FRESH, At, burnish, done, metrics, outcome
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from burnish.checkpoint.committed import committed, open_step
 from burnish.checkpoint.directory import Checkpoints
@@ -160,3 +161,26 @@ def test_steps_that_are_not_finite_are_marked_evict_nothing_and_are_not_continue
     code, output = burnish(work, *argv)
     assert code == 3, output
     assert "marked unhealthy" in output
+
+
+def test_what_a_family_keeps_in_fp32_is_in_the_model_as_it_is(work):
+    """Biases of routers that differ by less than bf16 tells apart, as trained ones do."""
+    config = AutoConfig.for_model(
+        "glm4_moe", vocab_size=FRESH["vocab_size"], hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, n_routed_experts=8, num_experts_per_tok=2,
+        n_group=1, topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1,
+        bos_token_id=None, eos_token_id=FRESH["eos_token_id"],
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    name, bias = next((n, b) for n, b in model.named_buffers() if "e_score" in n)
+    bias.copy_(13 + torch.arange(8) / 100)
+    model.save_pretrained(work / "routed")
+    run = done(
+        work, "sft", "sft.yaml", "name=keeps_fp32", "steps=1", "model.fresh=null", "model.path=routed"
+    )  # fmt: skip
+    step = committed(run / "checkpoints")[-1]
+    stored = load_file(step.path / "model/model.safetensors")
+    assert torch.equal(stored.pop(name), bias)
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    export(StepModel(step), work / "routed_bf16", torch.bfloat16, 1 << 40, LocalStorage())
+    assert torch.equal(load_file(work / "routed_bf16/model.safetensors")[name], bias)
