@@ -259,7 +259,8 @@ def outcome(run: Path) -> dict[str, Any]:
     kept = [p for p in newest.rglob("*") if p.is_file() and p.name not in _OWN]
     files = [*kept, *(run / "rollouts").glob("*")]
     state = json.loads((newest / "state.json").read_text())
-    del state["unlogged"], state["unvalidated"], state["measured"]
+    for late in ("unlogged", "unvalidated", "measured", "measured_later"):
+        del state[late]
     return {
         "metrics": json.dumps(metrics(run), sort_keys=True),  # NaN equals NaN here
         "state": state,

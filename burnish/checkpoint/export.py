@@ -50,7 +50,8 @@ def export(
 ) -> Exported:
     """Write a model to the directory `target`, its floating-point tensors in `dtype`.
 
-    Those that the model keeps in fp32 beside others of lower precision stay as they are. Files have `max_file_bytes` or a single tensor. Holds a few blocks beside what the model does.
+    Those that the model keeps in fp32 beside others of lower precision stay as they are. Files have
+    `max_file_bytes` or a single tensor. Holds a few blocks beside what the model does.
 
     Raises `UsageError` when `target` is there or inside a step, `IncompatibleError` naming the tensor with a number
     too large for `dtype`, or in 8 bits, `CorruptError` for a damaged block.

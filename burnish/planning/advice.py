@@ -26,7 +26,7 @@ def advice(plan: Plan, config: RunConfig) -> str:
     found: list[str] = []
     for part in sorted(parts, key=lambda name: (name == "generator", -parts[name])):
         found += [each for each in _remedies(part, plan, config) if each not in found]
-    return ", or ".join(found[:3] or ["more devices", "a smaller model"])
+    return ", or ".join(found[:3])
 
 
 def _remedies(part: str, plan: Plan, config: RunConfig) -> list[str]:
@@ -42,11 +42,10 @@ def _remedies(part: str, plan: Plan, config: RunConfig) -> list[str]:
         return [*(full if engine.activation_checkpointing != "full" else []), *away, tokens]
     if part == "logits":
         if plan.fullest == "rollout":
-            return _fewer_slots(plan, config)
+            return [_fewer_slots(plan, config)]
         return [f"engine.logprob_chunk={max(1, engine.logprob_rows(plan.vocabulary) // 4)}"]
     if part in ("kv cache", "activations"):
-        fewer = _fewer_slots(plan, config)
-        return [*fewer, "a shorter rollout.max_response_length"] if fewer else []
+        return [_fewer_slots(plan, config), "a shorter rollout.max_response_length"]
     waiting = not engine.reduce_each_microbatch and plan.microbatches > 1 < plan.layout.shards
     if part == "gradients" and waiting:
         return ["engine.reduce_each_microbatch=true", *fewer_copies]
@@ -66,14 +65,14 @@ def _remedies(part: str, plan: Plan, config: RunConfig) -> list[str]:
     ]
 
 
-def _fewer_slots(plan: Plan, config: RunConfig) -> list[str]:
-    """Half as many as are in use, or as few as fit: each has keys, values and logits of its own. Nothing where the rest alone is too large."""
+def _fewer_slots(plan: Plan, config: RunConfig) -> str:
+    """Half as many as are in use, or as few as fit: each has keys, values and logits of its own."""
     rollout, parts = config.rollout, plan.phases[plan.fullest]
     mine = -(-config.batch.prompts * rollout.n // plan.layout.world)
     slots = min(rollout.slots, mine)
     each = (parts["kv cache"] + parts["logits"]) / slots
     fitting = slots - math.ceil((plan.need - plan.usable) / each)
-    return [f"rollout.slots={max(1, min(slots // 2, fitting))}"] if fitting > 0 else []
+    return f"rollout.slots={max(1, min(slots // 2, fitting))}"
 
 
 def _away(part: str, plan: Plan, config: RunConfig) -> list[str]:

@@ -32,7 +32,7 @@ def test_what_was_written_is_read():
     ("name", "value"),
     [
         ("cursor", "56"), ("cursor", -1), ("cursor", 1.0), ("cursor", True), ("cursor", ...),
-        ("tokens", None), ("measured", [1]), ("measured", {"a": None}), ("unlogged", "x"),
+        ("tokens", None), ("measured_later", None), ("measured_later", {"3": [1]}), ("measured", [1]), ("measured", {"a": None}), ("unlogged", "x"),
         ("unlogged", {"a": {"b": 1}}), ("unvalidated", 1), ("epoch", 3), ("roles", None),
         ("roles", {"critic": 1}), ("roles", {"critic": {"optimizer_steps": 1}}),
         ("roles", {"critic": {"optimizer_steps": 1, "skipped_in_a_row": -1}}),
