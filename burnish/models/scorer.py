@@ -93,8 +93,9 @@ class Scorer(nn.Module):
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
 
     def _check_lengths(self, lengths: tuple[int, ...]) -> None:
-        longest = max(lengths, default=0)
-        if self._position_limit is not None and longest > self._position_limit:
+        if self._position_limit is None:
+            return
+        if (longest := max(lengths, default=0)) > self._position_limit:
             raise IncompatibleError(
                 "a sequence is longer than those that the model's rotary positions are the same for",
                 have=f"{longest} tokens",

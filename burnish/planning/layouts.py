@@ -213,7 +213,9 @@ class Planner:
                     yield sequence, tensor
 
     def _can_cut(self, tensor: int, layer: Layer) -> bool:
-        """Whether so many processes can share a layer's columns, where those have moments of 8 bits, in whole blocks."""
+        """Whether so many processes can share a layer's columns: of experts in rows of 16 bytes, of moments of 8 bits in whole blocks."""
+        if tensor > 1 and layer.experts and layer.intermediate * self._width % (16 * tensor):
+            return False
         if tensor == 1 or self._config.optim.kind != "adamw8bit":
             return True
         lora = self._config.model.adapter

@@ -249,23 +249,22 @@ def test_a_family_without_a_plan_is_refused() -> None:
         require_fitting(config, EngineConfig(tensor_parallel=2))
 
 
-def test_a_plan_that_leaves_a_block_whole_is_refused() -> None:
-    """A part of a layer that is not cut would compute on the tokens of its own rank."""
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        (
+            ".mlp.",
+            r"leaves model\.layers\.0\.mlp whole",
+        ),  # would compute on the tokens of its own rank
+        ("down_proj", r"mlp\.down_proj\.weight whole"),  # every rank would add all of it to a sum
+    ],
+)
+def test_a_plan_that_leaves_a_part_whole_is_refused(left: str, said: str) -> None:
     config = tiny_config("llama")
     plan = config.base_model_tp_plan
-    config.base_model_tp_plan = {name: s for name, s in plan.items() if ".mlp." not in name}
+    config.base_model_tp_plan = {name: s for name, s in plan.items() if left not in name}
     scorer = Scorer(build_on_meta(config))
-    with pytest.raises(IncompatibleError, match=r"leaves model\.layers\.0\.mlp whole"):
-        share_matrices(scorer, FakeGroup())
-
-
-def test_a_plan_that_leaves_a_summand_whole_is_refused() -> None:
-    """Every rank would add all of it to a sum over ranks, as transformers' plan has it of a shared expert."""
-    config = tiny_config("llama")
-    plan = config.base_model_tp_plan
-    config.base_model_tp_plan = {name: s for name, s in plan.items() if "down_proj" not in name}
-    scorer = Scorer(build_on_meta(config))
-    with pytest.raises(IncompatibleError, match=r"mlp\.down_proj\.weight whole"):
+    with pytest.raises(IncompatibleError, match=said):
         share_matrices(scorer, FakeGroup())
 
 

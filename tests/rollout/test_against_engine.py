@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,26 +22,27 @@ from burnish.errors import IncompatibleError
 from burnish.parallel.processes import process_group
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_raw_logprobs_are_those_of_the_engine(tmp_path: Path, family: str, precision: str) -> None:
-    path, config = save_tiny(tmp_path / "m", family, torch.float32), tiny_config(family)
+def differences_of(path: Path, config: PretrainedConfig, precision: str) -> Any:
+    """Those of a generator and the engine whose weights it has, of the model at `path`."""
     with process_group(CPU, 60) as layout:
         engine = make_engine(layout, path, None, precision=precision)
         generator = make_generator(config, engine.layout, precision)
         generator.load_weights(engine.published(), version=0)
-        require_close(differences(engine, generator, config), precision)
+        return differences(engine, generator, config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_raw_logprobs_are_those_of_the_engine(tmp_path: Path, family: str, precision: str) -> None:
+    path, config = save_tiny(tmp_path / "m", family, torch.float32), tiny_config(family)
+    require_close(differences_of(path, config, precision), precision)
 
 
 def test_a_family_that_calls_its_parts_by_other_names(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=VOCAB, n_positions=128, n_embd=32, n_layer=2, n_head=4)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "m")
-    with process_group(CPU, 60) as layout:
-        engine = make_engine(layout, tmp_path / "m", None, precision="fp32")
-        generator = make_generator(config, engine.layout)
-        generator.load_weights(engine.published(), version=0)
-        require_close(differences(engine, generator, config), "fp32")
+    require_close(differences_of(tmp_path / "m", config, "fp32"), "fp32")
 
 
 def tiny_of(family: str, path: Path) -> PretrainedConfig:
@@ -57,18 +59,10 @@ def tiny_of(family: str, path: Path) -> PretrainedConfig:
 
 def test_a_family_whose_layers_have_no_self_attn(tmp_path: Path) -> None:
     config = tiny_of("gpt_neox", tmp_path / "m")
-    with process_group(CPU, 60) as layout:
-        engine = make_engine(layout, tmp_path / "m", None, precision="fp32")
-        generator = make_generator(config, engine.layout)
-        generator.load_weights(engine.published(), version=0)
-        require_close(differences(engine, generator, config), "fp32")
+    require_close(differences_of(tmp_path / "m", config, "fp32"), "fp32")
 
 
 def test_layers_that_attend_twice_are_refused(tmp_path: Path) -> None:
     config = tiny_of("diffllama", tmp_path / "m")
-    with process_group(CPU, 60) as layout:
-        engine = make_engine(layout, tmp_path / "m", None, precision="fp32")
-        generator = make_generator(config, engine.layout)
-        generator.load_weights(engine.published(), version=0)
-        with pytest.raises(IncompatibleError, match="attends twice in one layer"):
-            differences(engine, generator, config)
+    with pytest.raises(IncompatibleError, match="attends twice in one layer"):
+        differences_of(tmp_path / "m", config, "fp32")
