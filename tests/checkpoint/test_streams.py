@@ -10,6 +10,7 @@ import torch
 from checkpoints_for_tests import BIG_SHAPES, bits, make_state, save_once, shards_of
 from corruption import flip
 from safetensors.torch import save_file
+from tiny import save_tiny
 
 from burnish.checkpoint.committed import open_step
 from burnish.checkpoint.split import rounded
@@ -175,3 +176,14 @@ def test_a_file_that_shrinks(tmp_path):
             file.truncate(1000)
         with pytest.raises(CorruptError, match=r"became shorter"):
             read_all(stream, "model/a")
+
+
+def test_a_directory_of_links_as_in_a_hubs_cache(tmp_path):
+    blobs, links = save_tiny(tmp_path / "blobs"), tmp_path / "links"
+    links.mkdir()
+    for path in blobs.iterdir():
+        (links / path.name).symlink_to(path)
+    with DirectoryTensors(blobs) as plain, DirectoryTensors(links) as linked:
+        for key, described in plain.tensors.items():
+            both = (each.read(key, 0, described.elements) for each in (plain, linked))
+            assert torch.equal(*both), key

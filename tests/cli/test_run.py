@@ -10,9 +10,10 @@ from types import ModuleType
 import pytest
 
 import burnish.trainers
+from burnish.cli.inputs import committed_steps
 from burnish.cli.main import main
 from burnish.config.load import dump_yaml, load_config
-from burnish.errors import install
+from burnish.errors import UsageError, install
 from burnish.files.remote import Remote
 from burnish.files.safetensors import build_header
 
@@ -334,3 +335,10 @@ def test_each_command_starts_its_trainer(
     config = load_config("c.yaml", ["steps=5"]).config
     assert started[:3] == [("sft", config), ("rl", config), ("evaluate", config, None)]
     assert started[3][2] == directory
+
+
+@pytest.mark.parametrize("directory", ["file", "file/run"])
+def test_a_file_where_a_runs_directory_should_be_is_named(tmp_path: Path, directory: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"(?s)file, which is a file.*set output_dir and name"):
+        committed_steps(tmp_path / directory)

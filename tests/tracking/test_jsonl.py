@@ -1,5 +1,6 @@
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.errors import CorruptError
+from burnish.tracking.console import ConsoleTracker
 from burnish.tracking.jsonl import (
     JsonlTracker,
     json_number,
@@ -15,6 +17,7 @@ from burnish.tracking.jsonl import (
     number,
     read_metrics,
 )
+from burnish.tracking.trackers import Trackers
 
 
 class TestJsonlTracker(RecordContract):
@@ -79,3 +82,15 @@ def test_what_is_said_of_a_step(tmp_path: Path) -> None:
     found = logged_values(path, 1)
     assert math.isnan(found.pop("a"))
     assert found == {"b": 2.5}
+
+
+def test_syncing_forces_what_was_logged_to_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    tracker = Trackers([ConsoleTracker(total_steps=1), JsonlTracker(tmp_path / "metrics.jsonl")])
+    synced.clear()
+    tracker.log(1, {"loss": 1.0})
+    tracker.sync()
+    assert synced == [(tmp_path / "metrics.jsonl").stat().st_size]
+    monkeypatch.undo()
+    tracker.close()
