@@ -73,7 +73,7 @@ def run_plan(arguments: Namespace) -> None:
         raise UsageError(
             f"no layout shares this run out among {devices}",
             have=f"{planner.work.sequences} sequences a step, in {planner.work.updates} updates",
-            want="a sequence for every data-parallel rank, and degrees that divide the heads of a layer",
+            want="a sequence for every data-parallel rank, and degrees that divide the heads and experts of a layer",
             do="raise batch.examples, or batch.prompts or rollout.n, or take fewer devices",
         )
     if not plans[0].fits:

@@ -22,6 +22,8 @@ from burnish.planning.share import Layout
 from burnish.planning.timing import Clock
 from burnish.planning.workload import Workload
 
+_ROW_BYTES = 16
+# Grouped products of experts take rows of a multiple of this (`burnish.engines.fitting`).
 _CHECKPOINTING = get_args(EngineConfig.model_fields["activation_checkpointing"].annotation)
 
 
@@ -205,6 +207,9 @@ class Planner:
         for tensor in _divisors(machine) if known else [1]:
             if not all(self._can_cut(tensor, layer) for layer, _ in self.shape.layers):
                 continue
+            rows = [self._width * layer.intermediate for layer in layers if layer.experts]
+            if any(row % (_ROW_BYTES * tensor) for row in rows):
+                continue
             for sequence in _divisors(machine // tensor):
                 shares, rest = divmod(self._devices.count, sequence * tensor)
                 if rest or shares > each_update:
@@ -213,9 +218,7 @@ class Planner:
                     yield sequence, tensor
 
     def _can_cut(self, tensor: int, layer: Layer) -> bool:
-        """Whether so many processes can share a layer's columns: of experts in rows of 16 bytes, of moments of 8 bits in whole blocks."""
-        if tensor > 1 and layer.experts and layer.intermediate * self._width % (16 * tensor):
-            return False
+        """Whether so many processes can share a layer's columns, where those have moments of 8 bits, in whole blocks."""
         if tensor == 1 or self._config.optim.kind != "adamw8bit":
             return True
         lora = self._config.model.adapter

@@ -408,3 +408,15 @@ def test_a_save_in_the_background_copies_to_the_host():
     assert plan.host == {"saving": saved}
     assert "staging" not in on_gpu.phases["save"]
     assert (on_cpu.host, on_cpu.phases["save"]["staging"]) == ({}, state)
+
+
+@pytest.mark.parametrize(("width", "most"), [(768, 8), (24, 1), (40, 1)])
+def test_experts_are_not_cut_finer_than_grouped_products_take(width, most):
+    """In bf16 rows of 8 numbers, on every process."""
+    fresh = {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": width,
+        "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "num_experts": 16, "num_experts_per_tok": 2, "vocab_size": 32000,
+    }  # fmt: skip
+    plans = planner(SFT | {"model": {"fresh": fresh, "tokenizer": "t"}}).all_plans()
+    assert max(plan.layout.tensor for plan in plans) == most
