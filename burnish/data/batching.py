@@ -87,7 +87,7 @@ def _assign(
     fair = int(lengths.sum()) // (ranks * _UNITS_PER_RANK)
     groups = _groups(examples, prompts, lengths, min(fair, budget))
     follows = np.diff(groups, prepend=-1) == 0
-    costs = flops.each(lengths) - flops.per_token * np.where(follows, prompts, 0)
+    costs = np.array(flops.each(lengths)) - flops.per_token * np.where(follows, prompts, 0)
     return share_out(lengths, costs, ranks, budget, groups=groups)
 
 

@@ -18,12 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
-import numpy as np
-import numpy.typing as npt
-
-Floats = npt.NDArray[np.float64]
-"""Numbers, shape [N]."""
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
@@ -72,28 +66,26 @@ class ModelFlops:
     head: float = 0.0
     """Of `per_token` what is the output layer's, and is spared where a token is not scored."""
 
-    def each(self, lengths: npt.ArrayLike) -> Floats:
+    def each(self, lengths: Iterable[int]) -> list[float]:
         """Operations of one forward pass over each sequence, by its length in tokens."""
-        tokens = np.asarray(lengths, dtype=np.float64)
-        return self.per_token * tokens + self._attention(tokens)
+        every = [int(length) for length in lengths]
+        cost = {n: self.per_token * n + self._attention(n) for n in set(every)}
+        return [cost[length] for length in every]
 
     def forward(self, lengths: Iterable[int]) -> float:
         """Operations of one forward pass over sequences of these lengths, in tokens."""
-        return float(self.each(list(lengths)).sum())
+        return sum(self.each(lengths))
 
     def training(self, passed: Passed, *, frozen: bool = False) -> float:
         """Operations of forward and backward; with `frozen`, of a model whose weights get no gradients (an adapter's)."""
         products = self.per_token * passed.tokens
         products -= self.head * (passed.tokens - passed.predictions)
-        attention = self._attention(np.array(passed.attended, dtype=np.float64)).sum()
-        return (2.0 if frozen else 3.0) * products + 3.0 * float(attention)
+        attention = sum(self._attention(length) for length in passed.attended)
+        return (2.0 if frozen else 3.0) * products + 3.0 * attention
 
-    def _attention(self, lengths: Floats) -> Floats:
-        """Operations of one forward pass between the tokens of each sequence."""
-        cost = np.zeros_like(lengths)
-        for window, per_pair in self._per_pair.items():
-            cost += per_pair * _pairs(lengths, window)
-        return cost
+    def _attention(self, length: int) -> float:
+        """Operations of one forward pass between the tokens of a sequence."""
+        return float(sum(each * pairs(length, window) for window, each in self._per_pair.items()))
 
     @cached_property
     def _per_pair(self) -> dict[int | None, int]:
@@ -106,9 +98,5 @@ class ModelFlops:
 
 def pairs(length: int, window: int | None) -> int:
     """Pairs of a token and one it sees: itself and those before it, at most `window` in all."""
-    return int(_pairs(np.array([length], dtype=np.float64), window)[0])
-
-
-def _pairs(lengths: Floats, window: int | None) -> Floats:
-    within = lengths if window is None else np.minimum(lengths, window)
-    return within * (within + 1) / 2 + (lengths - within) * within
+    within = length if window is None else min(length, window)
+    return within * (within + 1) // 2 + (length - within) * within

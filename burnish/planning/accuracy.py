@@ -76,5 +76,5 @@ def planned(
         if config.engine.kind == "megatron"
         else Needs(Model(shape, arithmetic), config, work, layout)
     )
-    phases = needs.phases().items()
+    phases = needs.phases(config.engine.activation_checkpointing).items()
     return {phase: sum(parts.values()) - parts.get("host", 0.0) for phase, parts in phases}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import cached_property
 from typing import get_args
 
 from burnish.config.schema import EngineConfig, RunConfig
@@ -27,7 +27,7 @@ _ROW_BYTES = 16
 _CHECKPOINTING = get_args(EngineConfig.model_fields["activation_checkpointing"].annotation)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """One way to run, and what it needs."""
 
@@ -52,12 +52,12 @@ class Plan:
     vocabulary: int
     """Tokens that the model knows."""
 
-    @property
+    @cached_property
     def fullest(self) -> str:
         """The phase that needs most."""
         return max(self.phases, key=self.total)
 
-    @property
+    @cached_property
     def need(self) -> float:
         """Bytes that it needs."""
         return self.total(self.fullest)
@@ -67,7 +67,7 @@ class Plan:
         """Whether that is there."""
         return self.need <= self.usable
 
-    @property
+    @cached_property
     def step_seconds(self) -> float:
         """Of a step without a save."""
         return sum(seconds for phase, seconds in self.seconds.items() if phase != "save")
@@ -135,7 +135,8 @@ class Planner:
 
     def as_configured(self) -> Plan:
         """With the settings as they are."""
-        return self._plan(self._config.engine)
+        engine = self._config.engine
+        return next(self._plans(engine, [engine.activation_checkpointing]))
 
     def require_cut(self) -> None:
         """Raise `UsageError` where the settings as they are cannot cut a model: its heads, columns, layers and experts, or a family's matrices at all."""
@@ -160,40 +161,43 @@ class Planner:
 
     def all_plans(self) -> list[Plan]:
         """Every layout with every kind of checkpointing, those that fit first, then by time, then by need."""
-        plans = [self._plan(engine) for engine in self._settings()]
+        kinds = self._kinds()
+        plans = [plan for engine in self._settings() for plan in self._plans(engine, kinds)]
         return sorted(
             plans, key=lambda p: (not p.fits, p.step_seconds if p.fits else p.need, p.need)
         )
 
+    def _kinds(self) -> list[str]:
+        """Every kind of checkpointing that goes with the other settings."""
+        engine = self._config.engine
+        refused = engine.kind == "torch" and (engine.activation_offload or engine.compile)
+        return [kind for kind in _CHECKPOINTING if kind != "selective" or not refused]
+
     def _settings(self) -> Iterator[EngineConfig]:
-        """Every way to divide the processes, with every kind of checkpointing that goes with the other settings."""
+        """Every way to divide the processes."""
         engine = self._config.engine
         if engine.kind == "megatron":
             yield from self._of_megatron()
             return
-        refused = "selective" if engine.activation_offload or engine.compile else None
-        kinds = [kind for kind in _CHECKPOINTING if kind != refused]
         for sequence, tensor in self._sharing():
             shares = self._devices.count // (sequence * tensor)
             for replicas in _divisors(shares):
                 gathers = (True, False) if self._devices.count > replicas * tensor else (True,)
-                for checkpointing, reshard in product(kinds, gathers):
-                    yield engine.model_copy(
-                        update={
-                            "replicas": replicas,
-                            "sequence_parallel": sequence,
-                            "tensor_parallel": tensor,
-                            "activation_checkpointing": checkpointing,
-                            "reshard_after_forward": reshard,
-                        }
-                    )
+                for reshard in gathers:
+                    found = {
+                        "replicas": replicas,
+                        "sequence_parallel": sequence,
+                        "tensor_parallel": tensor,
+                        "reshard_after_forward": reshard,
+                    }
+                    yield engine.model_copy(update=found)
 
     def _of_megatron(self) -> Iterator[EngineConfig]:
         """The same for the Megatron engine."""
         engine, count = self._config.engine, self._devices.count
         each_update = self.work.sequences // self.work.updates
-        for given, kind in product(degrees(self.shape, engine, count), _CHECKPOINTING):
-            found = engine.model_copy(update={**given, "activation_checkpointing": kind})
+        for given in degrees(self.shape, engine, count):
+            found = engine.model_copy(update=given)
             beside = all(divides_beside(judge, found) for judge in self._judges)
             if beside and count // found.sharing <= each_update:
                 yield found
@@ -227,22 +231,24 @@ class Planner:
         trained = [width for name, width in widths.items() if lora is None or adapts(lora, name)]
         return all(width % (BLOCK * tensor) == 0 for width in trained)
 
-    def _plan(self, engine: EngineConfig) -> Plan:
+    def _plans(self, engine: EngineConfig, kinds: Sequence[str]) -> Iterator[Plan]:
+        """One for each kind of checkpointing; what has nothing to do with that is computed once."""
         layout = Layout.of(engine, self._devices.count)
-        config = self._config.model_copy(update={"engine": engine})
-        needs = self._needs(config, layout)
-        return Plan(
-            layout,
-            engine,
-            needs.phases(),
-            {} if self._devices.cpu else needs.host(),
-            self._operations.phases(layout, engine),
-            self._clock.seconds(layout, engine, needs.microbatches),
-            needs.microbatches,
-            self._devices.usable,
-            not self._devices.cpu,
-            self.shape.vocabulary,
-        )
+        needs = self._needs(self._config.model_copy(update={"engine": engine}), layout)
+        for kind in kinds:
+            found = engine.model_copy(update={"activation_checkpointing": kind})
+            yield Plan(
+                layout,
+                found,
+                needs.phases(kind),
+                {} if self._devices.cpu else needs.host(kind),
+                self._operations.phases(layout, found),
+                self._clock.seconds(layout, found, needs.microbatches),
+                needs.microbatches,
+                self._devices.usable,
+                not self._devices.cpu,
+                self.shape.vocabulary,
+            )
 
     def _needs(self, config: RunConfig, layout: Layout) -> Needs | MegatronNeeds:
         """Of the model that is trained, and of those that judge; models are made once for all layouts with the same arithmetic."""

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from burnish.config.schema import RunConfig
 from burnish.planning.megatron_layer import Cut
-from burnish.planning.megatron_model import MegatronModel, Stage
+from burnish.planning.megatron_model import MegatronModel, PerToken, Stage
 from burnish.planning.memory import Needs, Parts
 from burnish.planning.model import Model
 from burnish.planning.shape import Weight
@@ -38,22 +38,22 @@ class MegatronNeeds:
         judges: Sequence[MegatronModel] = (),
     ) -> None:
         """`judges` are the models of `reward.models`."""
+        fullest = model.fullest(layout.pipeline, config.engine.virtual_stages, judges)
         self._stages = [
-            _StageNeeds(model, config, work, layout, stage, judges)
-            for stage in model.stages(layout.pipeline, config.engine.virtual_stages)
+            _StageNeeds(model, config, work, layout, stage, judges) for stage in fullest
         ]
 
-    def phases(self) -> dict[str, Parts]:
+    def phases(self, checkpointing: str) -> dict[str, Parts]:
         """The parts of the fullest moment of each phase on the stage that needs most in it."""
-        of_stages = [stage.phases() for stage in self._stages]
+        of_stages = [stage.phases(checkpointing) for stage in self._stages]
         return {
             phase: max((phases[phase] for phases in of_stages), key=_total)
             for phase in of_stages[0]
         }
 
-    def host(self) -> Parts:
+    def host(self, checkpointing: str) -> Parts:
         """Bytes of host memory beside a device, of the stage that needs most."""
-        return max((stage.host() for stage in self._stages), key=_total)
+        return max((stage.host(checkpointing) for stage in self._stages), key=_total)
 
     @property
     def microbatches(self) -> int:
@@ -77,16 +77,14 @@ class _StageNeeds(Needs):
     ) -> None:
         self._stage, self._cut = stage, Cut.of(config.engine)
         self._is_first, self._is_last = stage.number == 0, stage.number == layout.pipeline - 1
-        again = config.engine.activation_checkpointing == "selective"
-        self._passes = model.passes(self._cut, attends_again=again)
         super().__init__(model, config, work, layout, judges)
 
-    def _companion(self, model: Model, work: Workload) -> Needs:
-        """On the stage with this one's number, or with as many layers as that has."""
+    def _companion(self, model: Model) -> Needs:
+        """On the stage with this one's number."""
         assert isinstance(model, MegatronModel)
         stages = model.stages(self._layout.pipeline, self._config.engine.virtual_stages)
-        stage = [each for each in stages if each.number <= self._stage.number][-1]
-        return _StageNeeds(model, self._config, work, self._layout, stage)
+        stage = stages[self._stage.number]
+        return _StageNeeds(model, self._config, self._work.alone, self._layout, stage)
 
     def staging(self) -> float:
         """Bytes of host memory that a save in the background copies: fp32 weights and moments."""
@@ -160,69 +158,53 @@ class _StageNeeds(Needs):
         """Bytes of the buffer that tokens of all tensor ranks are gathered into, which stays."""
         return self.tokens * self._model.hidden if self._cut.scattered else 0.0
 
-    @property
-    def _hidden(self) -> float:
-        """Bytes of the hidden states between layers."""
-        ranks = self._layout.tensor if self._cut.scattered else 1
-        return self.tokens * self._model.hidden / ranks
+    def _per_token(self, checkpointing: str) -> PerToken:
+        """What layers hold of a token."""
+        return self._model.per_token(self._cut, checkpointing)
 
-    @cached_property
-    def _of_layer(self) -> list[float]:
+    def _kept(self, checkpointing: str) -> list[float]:
         """Bytes that a layer of each kind keeps for the backward pass, of a micro-batch."""
-        if self._checkpointing == "full":
-            return [self._hidden] * len(self._model.kinds)
-        return [self.tokens * passes.kept for passes in self._passes]
-
-    def _of_chunk(self, chunk: int) -> float:
-        """The same of one of its runs of layers."""
-        return sum(self._of_layer[kind] * n for kind, n in self._stage.chunks[chunk].items())
-
-    @cached_property
-    def _waiting_all(self) -> float:
-        """Bytes that layers keep when that is most, and the sines and cosines that they share."""
-        some, chunks = self._model.kinds[0], len(self._stage.chunks)
-        angles = 2 * _FP32 * self.tokens * some.query / some.heads
-        kept = [self._of_chunk(chunk) + angles for chunk in range(chunks)]
-        flights = self._model.flights(self._stage, self._layout.pipeline, self.microbatches)
-        return max(sum(kept[chunk] * n for chunk, n in flight.items()) for flight in flights)
+        return [self.tokens * kept for kept in self._per_token(checkpointing).kept]
 
     def _scoring(self) -> Parts:
         """A forward pass of which nothing is kept; the critic's where no other is made."""
         if self._critic and not self._work.scorings:
             return self._critic._scoring()
-        inference = max(passes.inference for passes in self._passes)
-        scored = self._scored * self._model.hidden
+        held, scored = self._per_token("none"), self._scored * self._model.hidden
         return {
             "gathered": self._buffer,
-            "activations": self.tokens * inference + self._hidden + scored,
+            "activations": self.tokens * (held.inference + held.hidden) + scored,
             "logits": self._logits.forward if self._is_last else 0.0,
         }
 
-    def _updates(self) -> Iterator[Parts]:
+    def _updates(self, checkpointing: str) -> Iterator[Parts]:
         """The moments of the policy's update, and of the critic's, each beside the other's buffer of gradients."""
-        yield from self._update()
+        yield from self._update(checkpointing)
         if self._critic:
             own, critics = self._state["gradients"], self._critic._state["gradients"]
-            for parts in self._critic._update():
+            for parts in self._critic._update(checkpointing):
                 yield parts | {"gradients": parts["gradients"] - critics + own}
 
-    def _update(self) -> Iterator[Parts]:
+    def _update(self, checkpointing: str) -> Iterator[Parts]:
         """The moments of forward, backward and optimizer step that can be the fullest."""
-        shape, waiting = self._model.shape, self._waiting_all
-        tied = self._logits.gradient if shape.tied and self._layout.pipeline == 1 else 0.0
+        model, held, tokens = self._model, self._per_token(checkpointing), self.tokens
+        waiting = model.waiting(held, self._stage, self.microbatches)
+        tied = self._logits.gradient if model.shape.tied and self._layout.pipeline == 1 else 0.0
         if self._is_last:
-            last = self.tokens * self._model.hidden + 4 * self._scored * self._model.hidden
-            yield self._at(waiting + last, 0.0, max(self._logits.forward, self._logits.backward))
+            last = (tokens + 4 * self._scored) * model.hidden
+            yield self._at(tokens * waiting + last, 0.0, self._logits_most)
         for kind in self._stage.counts:
-            inner = self.tokens * max(moment.tokens for moment in self._passes[kind].backward)
-            beside = waiting - self._of_layer[kind]
-            yield self._at(beside + inner, tied + self._model.bytes * self._made_at_once(kind))
+            inner = waiting - held.kept[kind] + held.peaks[kind]
+            yield self._at(tokens * inner, tied + model.bytes * self._made_at_once(kind))
         if self._is_first:
-            table = self._model.bytes * self._model.held([shape.root[0]])
-            again = 2 * self._hidden
-            beside = waiting - self._of_chunk(0)
-            yield self._at(beside + again, tied + table)
+            again = waiting - held.of(self._stage.chunks[0]) + 2 * held.hidden
+            yield self._at(tokens * again, tied + model.bytes * self._table)
         yield self._at(0.0, 0.0) | {"optimizer step": self._stepping}
+
+    @cached_property
+    def _table(self) -> int:
+        """Elements of the embedding."""
+        return self._model.held([self._model.shape.root[0]])
 
     def _at(self, activations: float, gradients: float, logits: float = 0.0) -> Parts:
         """A moment; `gradients` are bytes of those that are not in the buffer yet."""
@@ -233,7 +215,7 @@ class _StageNeeds(Needs):
             "logits": logits,
         }
 
-    @property
+    @cached_property
     def _stepping(self) -> float:
         """Bytes of temporaries of torch's AdamW: of one weight on CPUs, of all that are stepped together elsewhere; and moments that come from where they rest."""
         inside = [self._largest(kind) for kind in self._stage.counts]

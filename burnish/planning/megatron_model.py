@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
+from operator import le
 
 from burnish.planning.activations import Arithmetic
 from burnish.planning.megatron_layer import Cut, megatron_passes
 from burnish.planning.model import Model
 from burnish.planning.shape import ModelShape, Weight
-from burnish.planning.tape import Passes
+
+_FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,10 +28,30 @@ class Stage:
 
     number: int
     """0-based."""
+    ranks: int
+    """How many the pipeline has."""
     chunks: tuple[Counter[int], ...]
     """How many layers it has of each kind; several runs of layers where stages are virtual."""
     counts: Counter[int]
     """The same of all of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PerToken:
+    """Bytes of a token in layers that are divided in one way; lists are by kind of layer."""
+
+    kept: list[float]
+    """That a layer keeps for its backward pass."""
+    peaks: list[float]
+    """That a layer has while it runs backward, when that is most."""
+    inference: float
+    """That a layer has while nothing is kept, when that is most, in the kind that needs most."""
+    hidden: float
+    """Of the hidden state between layers."""
+
+    def of(self, layers: Counter[int]) -> float:
+        """That some layers keep."""
+        return sum(self.kept[kind] * n for kind, n in layers.items())
 
 
 class MegatronModel(Model):
@@ -38,34 +60,81 @@ class MegatronModel(Model):
     def __init__(self, shape: ModelShape, arithmetic: Arithmetic) -> None:
         super().__init__(shape, arithmetic)
         self.kinds = [layer for layer, _ in shape.layers]
-        self._passes: dict[tuple[object, ...], list[Passes]] = {}
+        self._per_token: dict[tuple[object, ...], PerToken] = {}
+        self._waiting: dict[tuple[PerToken, Stage, int], float] = {}
         self._stages: dict[tuple[int, int], list[Stage]] = {}
-        self._flights: dict[tuple[int, ...], list[Counter[int]]] = {}
+        self._fullest: dict[tuple[object, ...], list[Stage]] = {}
+        self._flights: dict[tuple[Stage, int], list[Counter[int]]] = {}
 
-    def passes(self, cut: Cut, *, attends_again: bool) -> list[Passes]:
-        """What a layer of each kind holds of a token; `attends_again` as for `megatron_passes`."""
-        ranks, experts = cut.expert_parallel, max(layer.experts for layer in self.kinds)
+    def per_token(self, cut: Cut, checkpointing: str) -> PerToken:
+        """What its layers hold of a token, with a kind of activation checkpointing."""
+        ranks = cut.expert_parallel
         # of the ranks that share experts it matters whether there are others, and whether each has one
-        key = cut.scattered, cut.expert_tensor, ranks == 1, ranks >= experts, attends_again
-        if key not in self._passes:
-            self._passes[key] = [
-                megatron_passes(
-                    self.shape.family, layer, self.arithmetic, cut, attends_again=attends_again
-                )
-                for layer in self.kinds
-            ]
-        return self._passes[key]
+        several, divided = ranks > 1, ranks < self._most_experts
+        key = cut.scattered, cut.expert_tensor, several, divided, checkpointing
+        if key not in self._per_token:
+            if checkpointing == "full":
+                plain = self.per_token(cut, "none")
+                found = replace(plain, kept=[plain.hidden] * len(plain.kept))
+            else:
+                found = self._measured(cut, attends_again=checkpointing == "selective")
+            self._per_token[key] = found
+        return self._per_token[key]
+
+    def _measured(self, cut: Cut, *, attends_again: bool) -> PerToken:
+        """The same of layers that keep what they compute; `attends_again` as for `megatron_passes`."""
+        family, arithmetic = self.shape.family, self.arithmetic
+        passes = [
+            megatron_passes(family, layer, arithmetic, cut, attends_again=attends_again)
+            for layer in self.kinds
+        ]
+        return PerToken(
+            kept=[each.kept for each in passes],
+            peaks=[each.peak for each in passes],
+            inference=max(each.inference for each in passes),
+            hidden=self.hidden / (self.tensor if cut.scattered else 1),
+        )
+
+    def waiting(self, held: PerToken, stage: Stage, microbatches: int) -> float:
+        """Bytes of a token that a stage's layers keep when that is most, of all micro-batches in flight; and the sines and cosines that the layers of each share."""
+        key = held, stage, microbatches
+        if key not in self._waiting:
+            some = self.kinds[0]
+            angles = 2 * _FP32 * some.query / some.heads
+            kept = [held.of(chunk) + angles for chunk in stage.chunks]
+            flights = self._most_in_flight(stage, microbatches)
+            self._waiting[key] = max(
+                sum(kept[chunk] * n for chunk, n in flight.items()) for flight in flights
+            )
+        return self._waiting[key]
 
     def stages(self, ranks: int, virtual: int) -> list[Stage]:
-        """The stages that can be the fullest: the last, and of those with the same layers the first, which has most in flight."""
+        """All stages of a pipeline."""
         key = ranks, virtual
         if key not in self._stages:
             self._stages[key] = list(_stages(self.shape.order, ranks, virtual))
         return self._stages[key]
 
-    def flights(self, stage: Stage, ranks: int, microbatches: int) -> list[Counter[int]]:
+    def fullest(self, ranks: int, virtual: int, beside: Sequence[MegatronModel]) -> list[Stage]:
+        """Those that can be the fullest: the last, and those before which none has as many layers of each model; earlier ones have more in flight."""
+        key = ranks, virtual, *beside
+        if key not in self._fullest:
+            stages = [model.stages(ranks, virtual) for model in (self, *beside)]
+            chunks = [
+                [chunk for stage in each for chunk in stage.chunks]
+                for each in zip(*stages, strict=True)
+            ]
+            self._fullest[key] = [
+                stage
+                for stage, own in zip(stages[0], chunks, strict=True)
+                if stage.number == ranks - 1
+                or not any(all(map(le, own, others)) for others in chunks[: stage.number])
+            ]
+        return self._fullest[key]
+
+    def _most_in_flight(self, stage: Stage, microbatches: int) -> list[Counter[int]]:
         """Micro-batches of each chunk of a stage that wait for their backward pass, when one begins and no other time has more."""
-        key = stage.number, ranks, len(stage.chunks), microbatches
+        key = stage, microbatches
         if key not in self._flights:
             found: list[Counter[int]] = []
             for each in _flights(*key):
@@ -73,6 +142,10 @@ class MegatronModel(Model):
                     found = [*(other for other in found if not other <= each), each]
             self._flights[key] = found
         return self._flights[key]
+
+    @cached_property
+    def _most_experts(self) -> int:
+        return max(layer.experts for layer in self.kinds)
 
     @cached_property
     def experts(self) -> list[int]:
@@ -106,20 +179,18 @@ def _stages(order: Sequence[int], ranks: int, virtual: int) -> Iterator[Stage]:
     each, over = divmod(len(order), ranks * virtual)
     starts = [each * chunk + min(chunk, over) for chunk in range(ranks * virtual + 1)]
     runs = [tuple(order[start:end]) for start, end in pairwise(starts)]
-    seen = set()
     for number in range(ranks):
-        chunks = tuple(runs[number::ranks])
-        if chunks not in seen or number == ranks - 1:
-            yield Stage(number, tuple(map(Counter, chunks)), Counter(chain(*chunks)))
-        seen.add(chunks)
+        chunks = tuple(map(Counter, runs[number::ranks]))
+        yield Stage(number, ranks, chunks, sum(chunks, Counter()))
 
 
-def _flights(stage: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Counter[int]]:
+def _flights(stage: Stage, microbatches: int) -> Iterator[Counter[int]]:
     """Every stage runs some forward passes ahead, then one of each in turn (1F1B).
 
     Chunks take turns of as many micro-batches as there are stages.
     """
-    before = ranks - stage - 1
+    ranks, chunks = stage.ranks, len(stage.chunks)
+    before = ranks - stage.number - 1
     if chunks > 1:
         before = 2 * before + (chunks - 1) * ranks
     real = [

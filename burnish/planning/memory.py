@@ -11,7 +11,6 @@ accelerator's driver takes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 from burnish.config.schema import RunConfig
@@ -53,40 +52,50 @@ class Needs:
         """`judges` are the models of `reward.models`."""
         self._model, self._config, self._work, self._layout = model, config, work, layout
         engine = config.engine
-        self._checkpointing = engine.activation_checkpointing
         self._regathers = engine.reshard_after_forward and layout.shards > 1
         self._reduces_each = engine.reduce_each_microbatch and layout.shards > 1
         self._copies = int(model.cpu and layout.shards > 1)  # gloo has a collective's tensors twice
         self._trained = model.lora is None
         self._share = Share(model.shape, layout)
         self._slots = Slots(self._share, config, model.lora)
-        alone = replace(work, critic=False, reference=False, slots=0)
-        self._critic = self._companion(model.critic, alone) if work.critic else None
-        self._judges = [self._companion(judge, alone) for judge in judges]
+        self._critic = self._companion(model.critic) if work.critic else None
+        self._judges = [self._companion(judge) for judge in judges]
 
-    def _companion(self, model: Model, work: Workload) -> Needs:
+    def _companion(self, model: Model) -> Needs:
         """The needs of another model on the same process: of a critic, of one that judges."""
-        return Needs(model, self._config, work, self._layout)
+        return Needs(model, self._config, self._work.alone, self._layout)
 
-    def phases(self) -> dict[str, Parts]:
-        """The parts of the fullest moment of each phase, in the order of a step."""
-        work, found = self._work, dict[str, Parts]()
-        if work.slots:
-            found["rollout"] = self._generating | max(self._rollouts(), key=_total)
-        if work.scores:
-            found["log-probs"] = self._resting | self._scoring()
-        found["update"] = self._resting | max(self._updates(), key=_total)
-        if work.slots:
-            found["publish"] = self._resting | self._publishing()
-        found["save"] = self._resting | self._saving()
-        if self._model.cpu and (host := _total(self._away())):
+    def phases(self, checkpointing: str) -> dict[str, Parts]:
+        """The parts of the fullest moment of each phase, in the order of a step, with a kind of activation checkpointing."""
+        found = self.before | {"update": self.update(checkpointing)} | self.after
+        if self._model.cpu and (host := _total(self._away(checkpointing))):
             found = {phase: parts | {"host": host} for phase, parts in found.items()}
         return found
 
-    def host(self) -> Parts:
+    @cached_property
+    def before(self) -> dict[str, Parts]:
+        """Phases before the update."""
+        found = dict[str, Parts]()
+        if self._work.slots:
+            found["rollout"] = self._generating | max(self._rollouts(), key=_total)
+        if self._work.scores:
+            found["log-probs"] = self._resting | self._scoring()
+        return found
+
+    def update(self, checkpointing: str) -> Parts:
+        """The update."""
+        return self._resting | max(self._updates(checkpointing), key=_total)
+
+    @cached_property
+    def after(self) -> dict[str, Parts]:
+        """Phases after the update."""
+        found = {"publish": self._resting | self._publishing()} if self._work.slots else {}
+        return found | {"save": self._resting | self._saving()}
+
+    def host(self, checkpointing: str) -> Parts:
         """Bytes of host memory beside a device: what is away from it when that is most, and what a save in the background copies."""
         staging = self.staging()
-        return self._away() | ({"saving": staging} if staging else {})
+        return self._away(checkpointing) | ({"saving": staging} if staging else {})
 
     def staging(self) -> float:
         """Bytes of host memory that a save in the background copies the state to."""
@@ -95,14 +104,16 @@ class Needs:
         critic = self._critic.staging() if self._critic else 0.0
         return _FP32 * self._slots.held + self._slots.bytes + critic
 
-    def _away(self) -> Parts:
+    def _away(self, checkpointing: str) -> Parts:
         """What is in `burnish.parallel.arena`, which keeps the memory that it once took."""
         engine, critic = self._config.engine, self._critic
         parts: Parts = {}
         parts["optimizer"] = self._slots_away + (critic._slots_away if critic else 0.0)
         in_turn: Parts = {}
         if engine.activation_offload:
-            in_turn["activations"] = max(each._waiting for each in (self, critic) if each)
+            in_turn["activations"] = max(
+                each._waiting(checkpointing) for each in (self, critic) if each
+            )
         if engine.park and self._work.slots:
             in_turn["parked"] = self._parked
         if in_turn:
@@ -115,10 +126,10 @@ class Needs:
         """Bytes of the optimizer's state that rest on the host."""
         return self._slots.bytes if self._slots.offloaded else 0.0
 
-    @property
-    def _waiting(self) -> float:
+    def _waiting(self, checkpointing: str) -> float:
         """Bytes that layers keep for the backward pass, but for the last of them, which keeps its own on the device."""
-        return self._kept_all - min(self._kept.values())
+        kept = self._kept(checkpointing)
+        return self._all(kept) - min(kept)
 
     @property
     def _parked(self) -> float:
@@ -244,39 +255,42 @@ class Needs:
         """Elements beside the root's while parameters are gathered: what came is there until the next has come, and is copied out."""
         if self._layout.shards == 1:
             return
-        layer = self._share.whole(self._share.largest_layer.weights)
+        layer = self._share.largest_gathered
         yield self._share.root + (1 + self._copies) * layer  # as the first layer comes
         yield self._layers_there + self._copies * layer
 
-    def _updates(self) -> Iterator[Parts]:
+    def _updates(self, checkpointing: str) -> Iterator[Parts]:
         """The moments of the policy's update, and of the critic's, during which the policy's root is left as the scoring left it."""
-        yield from self._update()
+        yield from self._update(checkpointing)
         if self._critic:
             left = float(self._model.bytes * self._share.root) if self._work.scorings else 0.0
-            for parts in self._critic._update():
+            for parts in self._critic._update(checkpointing):
                 yield parts | {"gathered": parts["gathered"] + left}
 
-    def _update(self) -> Iterator[Parts]:
+    def _update(self, checkpointing: str) -> Iterator[Parts]:
         """The moments of forward, backward and optimizer step that can be the fullest."""
+        kept = self._kept(checkpointing)
         share, trained, earlier = self._share, int(self._trained), self._earlier
         for beside in self._gatherings():
             yield self._moment(gathered=share.root + beside, gradients=earlier)
         last = self.tokens * self._model.hidden + 4 * self._scored * self._model.hidden
         yield self._moment(
             gathered=share.root + self._layers_there,
-            activations=self._ended + last,
-            logits=max(self._logits.forward, self._logits.backward),
+            activations=self._ended(kept) + last,
+            logits=self._logits_most,
             gradients=earlier,
         )
-        for layer, _, passes in self._model.layers:
+        for (layer, _, passes), own in zip(self._model.layers, kept, strict=True):
+            others_keep = self._beside(own, kept)
             for moment in passes.backward:
-                yield from self._backward(layer, moment, earlier)
-        kept = earlier if self._reduces_each else 0.0
-        layers, others = max(_FP32 * trained * share.layers, kept), max(self._others, kept)
-        size = share.whole(share.largest_layer.weights)
-        yield from self._reducing_root(layers)
+                yield from self._backward(layer, moment, earlier, others_keep)
+        waiting = earlier if self._reduces_each else 0.0
+        others = max(self._others, waiting)
+        yield from self._reducing_root(max(_FP32 * trained * share.layers, waiting))
         yield self._moment(
-            gathered=share.root, gradients=self._logits.gradient + others, reducing=size
+            gathered=share.root,
+            gradients=self._logits.gradient + others,
+            reducing=share.largest_gathered,
         )
         largest = share.largest_weight
         yield self._moment(gathered=0, gradients=_FP32 * trained * (share.all + largest))
@@ -293,15 +307,17 @@ class Needs:
             kept = 0.0 if self._share.shape.tied else self._logits.gradient
         yield self._moment(gathered=0, gradients=layers + kept, reducing=root)
 
-    def _backward(self, layer: Layer, moment: Moment, earlier: float) -> Iterator[Parts]:
-        """A layer's moment where it runs backward first, last, and last but one; `earlier` are bytes of gradients of micro-batches before."""
+    def _backward(
+        self, layer: Layer, moment: Moment, earlier: float, beside: float
+    ) -> Iterator[Parts]:
+        """A layer's moment where it runs backward first, last, and last but one; `earlier` are bytes of gradients of micro-batches before, `beside` what other layers keep."""
         share, trained = self._share, int(self._trained)
-        size = share.whole(share.largest_layer.weights)
+        size = share.largest_gathered
         inner = self.tokens * moment.tokens
         own = earlier + self._model.bytes * moment.weights * trained + self._logits.gradient
         yield self._moment(  # everything else is still kept
             gathered=share.root + self._layers_there,
-            activations=self._beside(layer) + inner,
+            activations=beside + inner,
             gradients=own,
         )
         reduced = 0.0 if earlier else self._others
@@ -314,38 +330,35 @@ class Needs:
             before = max(0.0, reduced - _FP32 * trained * share.held(layer.weights))
             yield self._moment(
                 gathered=gathered,
-                activations=self._beside(layer) + inner,
+                activations=beside + inner,
                 gradients=own + before + at_last,
             )
 
-    @cached_property
-    def _kept(self) -> dict[Layer, float]:
-        """Bytes that each layer keeps for the backward pass, of a micro-batch."""
-        return {
-            layer: self.tokens * self._model.kept(passes, self._checkpointing)
-            for layer, _, passes in self._model.layers
-        }
+    def _kept(self, checkpointing: str) -> list[float]:
+        """Bytes that a layer of each kind keeps for the backward pass, of a micro-batch."""
+        return [
+            self.tokens * self._model.kept(passes, checkpointing)
+            for _, _, passes in self._model.layers
+        ]
 
-    @property
-    def _kept_all(self) -> float:
-        return sum(self._kept[layer] * n for layer, n, _ in self._model.layers)
+    def _all(self, kept: Sequence[float]) -> float:
+        """The same of all layers."""
+        return sum(own * n for own, (_, n, _) in zip(kept, self._model.layers, strict=True))
 
-    @property
-    def _ended(self) -> float:
+    def _ended(self, kept: Sequence[float]) -> float:
         """Bytes that layers keep on the device when the last of them has run."""
-        offloaded = self._config.engine.activation_offload
-        return max(self._kept.values()) if offloaded else self._kept_all
+        return max(kept) if self._config.engine.activation_offload else self._all(kept)
 
-    def _beside(self, layer: Layer) -> float:
-        """Bytes that other layers keep on the device while this one, the first to do so, runs backward."""
+    def _beside(self, own: float, kept: Sequence[float]) -> float:
+        """Bytes that other layers keep on the device while one that keeps its own, the first to do so, runs backward."""
         if self._config.engine.activation_offload:
-            return max(self._kept.values()) if self._model.shape.depth > 1 else 0.0
-        return self._kept_all - self._kept[layer]
+            return max(kept) if self._model.shape.depth > 1 else 0.0
+        return self._all(kept) - own
 
     @property
     def _layers_there(self) -> int:
         """Elements of gathered layers between forward and backward pass."""
-        whole = self._share.whole(self._share.largest_layer.weights)
+        whole = self._share.largest_gathered
         return 2 * whole if self._regathers else self._share.gathered_layers
 
     @property
@@ -419,6 +432,11 @@ class Needs:
     def _logits(self) -> Logits:
         rows = self._config.engine.logprob_rows(self._model.shape.vocabulary)
         return Logits(self._model, self._scored, rows)
+
+    @cached_property
+    def _logits_most(self) -> float:
+        """Bytes of them in an update."""
+        return max(self._logits.forward, self._logits.backward)
 
     @property
     def _adapter(self) -> int:

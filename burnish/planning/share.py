@@ -96,6 +96,11 @@ class Share:
         return max((layer for layer, _ in self.shape.layers), key=lambda each: each.elements)
 
     @cached_property
+    def largest_gathered(self) -> int:
+        """Of that layer, gathered."""
+        return self.whole(self.largest_layer.weights)
+
+    @cached_property
     def largest_weight(self) -> int:
         """Of the weight that it holds most of."""
         weights = [*self.shape.root, *(w for layer, _ in self.shape.layers for w in layer.weights)]

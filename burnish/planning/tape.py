@@ -53,10 +53,10 @@ class Passes:
     """Bytes per token that stay between both, the chain's input not counted unless it is kept."""
     products: float
     """Bytes per token that selective checkpointing keeps between both, the chain's input included."""
-    forward: float
-    """The most bytes per token while running forward with everything kept."""
     inference: float
-    """The same without a backward pass to come."""
+    """The most bytes per token while running forward without a backward pass to come."""
+    peak: float
+    """The most bytes per token while running backward."""
     backward: tuple[Moment, ...]
     """Moments of the backward pass, those that no other exceeds; what is kept and not yet freed is in them."""
 
@@ -89,22 +89,23 @@ class Tape:
         kept = {name for each in self.operations for name in each.keeps}
         given = next(iter(inputs))
         products = {n for each in self.operations if each.product for n in each.makes} | {given}
+        backward = _undominated(self._backward(sizes))
         return Passes(
             kept=sum(sizes[name] for name in kept),
             products=sum(sizes[name] for name in products),
-            forward=self._forward(sizes, kept),
-            inference=self._forward(sizes, set()),
-            backward=_undominated(self._backward(sizes)),
+            inference=self._forward(sizes),
+            peak=backward[0].tokens,
+            backward=backward,
         )
 
-    def _forward(self, sizes: Sizes, kept: set[str]) -> float:
+    def _forward(self, sizes: Sizes) -> float:
         last = {name: i for i, each in enumerate(self.operations) for name in each.reads}
         alive = set(self.operations[0].reads)
         most = 0.0
         for number, each in enumerate(self.operations):
             alive |= set(each.makes)
             most = max(most, sum(sizes[name] for name in alive) + each.scratch)
-            alive -= {n for n in alive if last.get(n, len(last)) <= number and n not in kept}
+            alive -= {n for n in alive if last.get(n, len(last)) <= number}
         return most
 
     def _backward(self, sizes: Sizes) -> list[Moment]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from burnish.config.schema import RunConfig
@@ -70,6 +70,11 @@ class Workload:
             replayed=replay == "rollout" or (replay == "recompute" and several),
             epochs=epochs,
         )
+
+    @property
+    def alone(self) -> Workload:
+        """What is asked of a critic, or of a model that judges."""
+        return replace(self, critic=False, reference=False, slots=0)
 
     @property
     def scores(self) -> bool:

@@ -33,7 +33,7 @@ def fewest_bins(lengths, budget):
 def least_time(lengths, count, ranks, budget):
     """The least sum over rounds of the costliest micro-batch, over all assignments to `count` bins."""
     best = float("inf")
-    costs = FLOPS.each(lengths).tolist()
+    costs = FLOPS.each(lengths)
 
     def place(index, fills, loads):
         nonlocal best
@@ -63,7 +63,7 @@ def time_of(shares, lengths):
 
 def shared(lengths, ranks, budget, cost=FLOPS.each, **options):
     lengths = np.array(lengths)
-    return share_out(lengths, cost(lengths), ranks, budget, **options).microbatches
+    return share_out(lengths, np.array(cost(lengths)), ranks, budget, **options).microbatches
 
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
@@ -202,7 +202,7 @@ def test_a_group_over_the_budget_is_refused():
 @settings(max_examples=60)
 @given(LENGTHS, st.integers(1, 5))
 def test_imbalance_is_the_time_of_the_rounds_over_the_mean(lengths, ranks):
-    shares = share_out(np.array(lengths), FLOPS.each(lengths), ranks, 150)
+    shares = share_out(np.array(lengths), np.array(FLOPS.each(lengths)), ranks, 150)
     mean = FLOPS.forward(lengths) / ranks
     assert shares.imbalance == pytest.approx(time_of(shares.microbatches, lengths) / mean)
 
