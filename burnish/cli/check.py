@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from argparse import Namespace, _SubParsersAction
+from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
 
 from burnish.cli.inputs import require_inputs
 from burnish.config.check import Command, check
@@ -25,22 +24,6 @@ _HIDE_ACCELERATORS = {
     "ZE_AFFINITY_MASK": "",
     "ASCEND_RT_VISIBLE_DEVICES": "",
 }
-
-
-def add_check(commands: _SubParsersAction[Any]) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "check",
-        description="Compare one step at a layout with one plain process, on a small model of the same family.",
-    )
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
-    parser.add_argument(
-        "--processes",
-        type=int,
-        metavar="N",
-        help="start so many on this machine's CPU; without it the command is one of torchrun's, or alone",
-    )
 
 
 def run_check(arguments: Namespace) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from argparse import Namespace, _SubParsersAction
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,25 +28,6 @@ if TYPE_CHECKING:
     from burnish.planning.layouts import Planner
 
 _CONFIG_LIMIT = 1 << 24
-DEVICES_HELP = "as 64xH100-80G or 2xCPU-24G; this machine's when not given"
-
-
-def add_plan(commands: _SubParsersAction[Any]) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "plan",
-        description="Say what a run needs of memory and time, and which layouts fit. Loads no weights.",
-    )
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
-    parser.add_argument("--devices", metavar="COUNTxNAME-MEMORY", help=DEVICES_HELP)
-    parser.add_argument(
-        "--device-memory", type=float, metavar="GIB", help="memory of a device that is not known"
-    )
-    parser.add_argument(
-        "--device-tflops", type=float, metavar="N", help="its bf16 speed in 10¹² operations/s"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run_plan(arguments: Namespace) -> None:

@@ -10,17 +10,12 @@ _GRAIN = 128
 """Rows that become longer than this grow, one tensor after the other, and each is there twice then."""
 
 
-def token_bytes(model: Model) -> float:
-    """A token's keys and values in all layers."""
-    return sum(2.0 * layer.key * model.bytes * n for layer, n, _ in model.layers)
-
-
 def cache_bytes(model: Model, work: Workload, slots: int, sequences: int) -> float:
     """Of a process that generates so many sequences, so many of them at one time.
 
     Each has its prompt beside it, or, in fp32 on CPUs without matrix units, shares it (`burnish.rollout.shared_cache`).
     """
-    token, grown = token_bytes(model), 1 + 1 / (2 * model.shape.depth)
+    token, grown = model.cached, 1 + 1 / (2 * model.shape.depth)
     if not model.exact_cache:
         return slots * work.length * token * grown
     # Sequences start in the order of their prompts.

@@ -233,17 +233,19 @@ class Planner:
 
     def _plans(self, engine: EngineConfig, kinds: Sequence[str]) -> Iterator[Plan]:
         """One for each kind of checkpointing; what has nothing to do with that is computed once."""
-        layout = Layout.of(engine, self._devices.count)
+        layout, clock = Layout.of(engine, self._devices.count), self._clock
+        before, after = clock.before(layout), clock.after(layout, engine)
         needs = self._needs(self._config.model_copy(update={"engine": engine}), layout)
         for kind in kinds:
             found = engine.model_copy(update={"activation_checkpointing": kind})
+            update = {"update": clock.update(layout, found, needs.microbatches)}
             yield Plan(
                 layout,
                 found,
                 needs.phases(kind),
                 {} if self._devices.cpu else needs.host(kind),
                 self._operations.phases(layout, found),
-                self._clock.seconds(layout, found, needs.microbatches),
+                before | update | after,
                 needs.microbatches,
                 self._devices.usable,
                 not self._devices.cpu,

@@ -14,10 +14,10 @@ from functools import cached_property
 
 from burnish.config.schema import RunConfig
 from burnish.planning.megatron_layer import Cut
-from burnish.planning.megatron_model import MegatronModel, PerToken, Stage
+from burnish.planning.megatron_model import MegatronModel, PerToken
 from burnish.planning.memory import Needs, Parts
 from burnish.planning.model import Model
-from burnish.planning.shape import Weight
+from burnish.planning.pipelines import Stage
 from burnish.planning.share import Layout
 from burnish.planning.slots import WAVE
 from burnish.planning.workload import Workload
@@ -38,22 +38,48 @@ class MegatronNeeds:
         judges: Sequence[MegatronModel] = (),
     ) -> None:
         """`judges` are the models of `reward.models`."""
-        fullest = model.fullest(layout.pipeline, config.engine.virtual_stages, judges)
+        beside = [judge.shape.pipelines for judge in judges]
+        fullest = model.shape.pipelines.fullest(
+            layout.pipeline, config.engine.virtual_stages, beside
+        )
+        cut, self._cpu = Cut.of(config.engine), model.cpu
         self._stages = [
-            _StageNeeds(model, config, work, layout, stage, judges) for stage in fullest
+            _StageNeeds(model, config, work, layout, cut, stage, judges) for stage in fullest
         ]
 
     def phases(self, checkpointing: str) -> dict[str, Parts]:
         """The parts of the fullest moment of each phase on the stage that needs most in it."""
-        of_stages = [stage.phases(checkpointing) for stage in self._stages]
-        return {
-            phase: max((phases[phase] for phases in of_stages), key=_total)
-            for phase in of_stages[0]
-        }
+        update = self._fullest([stage.update(checkpointing) for stage in self._stages])
+        return self._before | {"update": update} | self._after
+
+    @cached_property
+    def _before(self) -> dict[str, Parts]:
+        phases = [stage.before for stage in self._stages]
+        return {name: self._fullest([each[name] for each in phases]) for name in phases[0]}
+
+    @cached_property
+    def _after(self) -> dict[str, Parts]:
+        phases = [stage.after for stage in self._stages]
+        return {name: self._fullest([each[name] for each in phases]) for name in phases[0]}
+
+    def _fullest(self, parts: Sequence[Parts]) -> Parts:
+        """Of one phase on each stage; between processes on CPUs with what is on the host."""
+        if any(self._hosts):
+            parts = [own | {"host": host} for own, host in zip(parts, self._hosts, strict=True)]
+        return max(parts, key=_total)
+
+    @cached_property
+    def _hosts(self) -> list[float]:
+        """Bytes of each stage that are away from its device, where that is no other memory; no activations, whatever the kind of checkpointing."""
+        return [_total(stage.away("none")) if self._cpu else 0.0 for stage in self._stages]
 
     def host(self, checkpointing: str) -> Parts:
-        """Bytes of host memory beside a device, of the stage that needs most."""
-        return max((stage.host(checkpointing) for stage in self._stages), key=_total)
+        """Bytes of host memory beside a device, of the stage that needs most; the same for all kinds, as no activations leave the device."""
+        return self._host
+
+    @cached_property
+    def _host(self) -> Parts:
+        return max((stage.host("none") for stage in self._stages), key=_total)
 
     @property
     def microbatches(self) -> int:
@@ -72,19 +98,29 @@ class _StageNeeds(Needs):
         config: RunConfig,
         work: Workload,
         layout: Layout,
+        cut: Cut,
         stage: Stage,
         judges: Sequence[MegatronModel] = (),
     ) -> None:
-        self._stage, self._cut = stage, Cut.of(config.engine)
+        self._stage, self._cut = stage, cut
+        self._holding, self._ranks = model.holding(stage), cut.expert_parallel * cut.expert_tensor
+        experts, others = self._holding.experts / self._ranks, self._holding.others
+        self._held = experts + others
+        """Elements of this process's parameters."""
+        alike = layout.world / layout.pipeline / self._ranks
+        self._stepped = experts / alike + others / layout.shards
+        """Those that its optimizer steps: a part of what several processes have alike."""
         self._is_first, self._is_last = stage.number == 0, stage.number == layout.pipeline - 1
         super().__init__(model, config, work, layout, judges)
 
     def _companion(self, model: Model) -> Needs:
         """On the stage with this one's number."""
         assert isinstance(model, MegatronModel)
-        stages = model.stages(self._layout.pipeline, self._config.engine.virtual_stages)
+        stages = model.shape.pipelines.stages(
+            self._layout.pipeline, self._config.engine.virtual_stages
+        )
         stage = stages[self._stage.number]
-        return _StageNeeds(model, self._config, self._work.alone, self._layout, stage)
+        return _StageNeeds(model, self._config, self._work.alone, self._layout, self._cut, stage)
 
     def staging(self) -> float:
         """Bytes of host memory that a save in the background copies: fp32 weights and moments."""
@@ -93,37 +129,9 @@ class _StageNeeds(Needs):
         return own * int(self._config.checkpoint.background) + critic
 
     @cached_property
-    def _held(self) -> tuple[float, float]:
-        """Elements of this process's parameters: of experts, and all others."""
-        model, counts = self._model, self._stage.counts.items()
-        experts = float(sum(count * model.experts[kind] for kind, count in counts))
-        others = sum(count * model.others[kind] for kind, count in counts)
-        others += model.held(self._outside)
-        return experts / (self._cut.expert_parallel * self._cut.expert_tensor), float(others)
-
-    @cached_property
-    def _outside(self) -> list[Weight]:
-        """What this stage has outside the layers."""
-        shape = self._model.shape
-        table, norm = shape.root[0], shape.root[1]
-        alone = self._layout.pipeline == 1
-        weights = [table] if self._is_first else []
-        weights += [norm] if self._is_last else []
-        has_table = self._is_last and not shape.scores_values and not (shape.tied and alone)
-        return weights + ([table] if has_table else [])
-
-    @cached_property
-    def _stepped(self) -> float:
-        """Elements that this process's optimizer steps."""
-        experts, others = self._held
-        cut = self._cut.expert_parallel * self._cut.expert_tensor
-        ranks = self._layout.world / self._layout.pipeline
-        return experts / (ranks / cut) + others / self._layout.shards
-
-    @cached_property
     def _state(self) -> Parts:
         """Weights in the dtype of computing, the buffer of gradients, fp32 weights where that is another, moments that do not rest on the host."""
-        held = sum(self._held)
+        held = self._held
         exact = 0 if self._model.bytes == _FP32 else 1
         return {
             "weights": self._model.bytes * held,
@@ -147,7 +155,7 @@ class _StageNeeds(Needs):
 
     @property
     def _frozen(self) -> float:
-        return self._model.bytes * sum(self._held)
+        return self._model.bytes * self._held
 
     @property
     def _left(self) -> float:
@@ -198,13 +206,8 @@ class _StageNeeds(Needs):
             yield self._at(tokens * inner, tied + model.bytes * self._made_at_once(kind))
         if self._is_first:
             again = waiting - held.of(self._stage.chunks[0]) + 2 * held.hidden
-            yield self._at(tokens * again, tied + model.bytes * self._table)
+            yield self._at(tokens * again, tied + model.bytes * model.table)
         yield self._at(0.0, 0.0) | {"optimizer step": self._stepping}
-
-    @cached_property
-    def _table(self) -> int:
-        """Elements of the embedding."""
-        return self._model.held([self._model.shape.root[0]])
 
     def _at(self, activations: float, gradients: float, logits: float = 0.0) -> Parts:
         """A moment; `gradients` are bytes of those that are not in the buffer yet."""
@@ -218,8 +221,7 @@ class _StageNeeds(Needs):
     @cached_property
     def _stepping(self) -> float:
         """Bytes of temporaries of torch's AdamW: of one weight on CPUs, of all that are stepped together elsewhere; and moments that come from where they rest."""
-        inside = [self._largest(kind) for kind in self._stage.counts]
-        widest = max(inside + [self._model.held([weight]) for weight in self._outside])
+        widest = max(self._holding.widest, self._holding.widest_of_experts / self._ranks)
         alone = min(widest, self._stepped)
         fp32 = _FP32 * _MOMENTS * self._stepped if self._slots.rests else 0.0
         wave = min(fp32, max(WAVE, _FP32 * _MOMENTS * alone))
@@ -229,8 +231,7 @@ class _StageNeeds(Needs):
 
     def _largest(self, kind: int) -> float:
         """Elements of this process's largest parameter in a layer, of which the experts' matrices are one."""
-        ranks = self._cut.expert_parallel * self._cut.expert_tensor
-        return max(self._model.widest[kind], self._model.widest_of_experts[kind] / ranks)
+        return max(self._model.widest[kind], self._model.widest_of_experts[kind] / self._ranks)
 
     def _made_at_once(self, kind: int) -> float:
         """Elements of the largest gradient of a layer before it is added to the buffer: of experts on CPUs each one's by itself (`burnish.engines.megatron.experts`)."""

@@ -8,32 +8,18 @@ single layout (`burnish.planning.megatron`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from operator import le
+from operator import mul
 
 from burnish.planning.activations import Arithmetic
 from burnish.planning.megatron_layer import Cut, megatron_passes
 from burnish.planning.model import Model
+from burnish.planning.pipelines import Stage
 from burnish.planning.shape import ModelShape, Weight
 
 _FP32 = 4
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Stage:
-    """A stage of a pipeline."""
-
-    number: int
-    """0-based."""
-    ranks: int
-    """How many the pipeline has."""
-    chunks: tuple[Counter[int], ...]
-    """How many layers it has of each kind; several runs of layers where stages are virtual."""
-    counts: Counter[int]
-    """The same of all of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +40,20 @@ class PerToken:
         return sum(self.kept[kind] * n for kind, n in layers.items())
 
 
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Elements of a stage's weights on one tensor rank, where no other ranks share its experts."""
+
+    experts: int
+    """Of all experts."""
+    others: int
+    """Of all other weights."""
+    widest: int
+    """Of the largest weight but experts'."""
+    widest_of_experts: int
+    """Of the largest matrix of all a layer's experts; 0 where there are none."""
+
+
 class MegatronModel(Model):
     """A model's kinds of layers and what they hold; lists are by kind, in the order of `ModelShape.layers`."""
 
@@ -62,9 +62,7 @@ class MegatronModel(Model):
         self.kinds = [layer for layer, _ in shape.layers]
         self._per_token: dict[tuple[object, ...], PerToken] = {}
         self._waiting: dict[tuple[PerToken, Stage, int], float] = {}
-        self._stages: dict[tuple[int, int], list[Stage]] = {}
-        self._fullest: dict[tuple[object, ...], list[Stage]] = {}
-        self._flights: dict[tuple[Stage, int], list[Counter[int]]] = {}
+        self._holdings: dict[Stage, Holding] = {}
 
     def per_token(self, cut: Cut, checkpointing: str) -> PerToken:
         """What its layers hold of a token, with a kind of activation checkpointing."""
@@ -102,65 +100,56 @@ class MegatronModel(Model):
             some = self.kinds[0]
             angles = 2 * _FP32 * some.query / some.heads
             kept = [held.of(chunk) + angles for chunk in stage.chunks]
-            flights = self._most_in_flight(stage, microbatches)
-            self._waiting[key] = max(
-                sum(kept[chunk] * n for chunk, n in flight.items()) for flight in flights
-            )
+            flights = self.shape.pipelines.flights(stage, microbatches)
+            self._waiting[key] = max(sum(map(mul, kept, flight)) for flight in flights)
         return self._waiting[key]
-
-    def stages(self, ranks: int, virtual: int) -> list[Stage]:
-        """All stages of a pipeline."""
-        key = ranks, virtual
-        if key not in self._stages:
-            self._stages[key] = list(_stages(self.shape.order, ranks, virtual))
-        return self._stages[key]
-
-    def fullest(self, ranks: int, virtual: int, beside: Sequence[MegatronModel]) -> list[Stage]:
-        """Those that can be the fullest: the last, and those before which none has as many layers of each model; earlier ones have more in flight."""
-        key = ranks, virtual, *beside
-        if key not in self._fullest:
-            stages = [model.stages(ranks, virtual) for model in (self, *beside)]
-            chunks = [
-                [chunk for stage in each for chunk in stage.chunks]
-                for each in zip(*stages, strict=True)
-            ]
-            self._fullest[key] = [
-                stage
-                for stage, own in zip(stages[0], chunks, strict=True)
-                if stage.number == ranks - 1
-                or not any(all(map(le, own, others)) for others in chunks[: stage.number])
-            ]
-        return self._fullest[key]
-
-    def _most_in_flight(self, stage: Stage, microbatches: int) -> list[Counter[int]]:
-        """Micro-batches of each chunk of a stage that wait for their backward pass, when one begins and no other time has more."""
-        key = stage, microbatches
-        if key not in self._flights:
-            found: list[Counter[int]] = []
-            for each in _flights(*key):
-                if not any(each <= other for other in found):
-                    found = [*(other for other in found if not other <= each), each]
-            self._flights[key] = found
-        return self._flights[key]
 
     @cached_property
     def _most_experts(self) -> int:
         return max(layer.experts for layer in self.kinds)
 
+    def holding(self, stage: Stage) -> Holding:
+        """What a stage holds."""
+        if stage not in self._holdings:
+            counts, outside = stage.counts, [self._held([w]) for w in self._outside(stage)]
+            self._holdings[stage] = Holding(
+                experts=sum(self._experts[kind] * n for kind, n in counts.items()),
+                others=sum(self._others[kind] * n for kind, n in counts.items()) + sum(outside),
+                widest=max([self.widest[kind] for kind in counts] + outside),
+                widest_of_experts=max(self.widest_of_experts[kind] for kind in counts),
+            )
+        return self._holdings[stage]
+
+    def _outside(self, stage: Stage) -> Iterator[Weight]:
+        """What a stage has outside the layers."""
+        shape, is_last = self.shape, stage.number == stage.ranks - 1
+        table, norm = shape.root[0], shape.root[1]
+        if stage.number == 0:
+            yield table
+        if is_last:
+            yield norm
+        if is_last and not shape.scores_values and not (shape.tied and stage.ranks == 1):
+            yield table
+
     @cached_property
-    def experts(self) -> list[int]:
+    def table(self) -> int:
+        """Elements of the embedding on one tensor rank."""
+        return self._held([self.shape.root[0]])
+
+    @cached_property
+    def _experts(self) -> list[int]:
         """Elements of the experts of a layer, all of them."""
         return [sum(w.elements for w in layer.weights if w.width) for layer in self.kinds]
 
     @cached_property
-    def others(self) -> list[int]:
+    def _others(self) -> list[int]:
         """Elements of a layer's other weights on one tensor rank."""
-        return [self.held(w for w in layer.weights if not w.width) for layer in self.kinds]
+        return [self._held(w for w in layer.weights if not w.width) for layer in self.kinds]
 
     @cached_property
     def widest(self) -> list[int]:
         """Elements of a layer's largest weight on one tensor rank, its experts left out."""
-        return [max(self.held([w]) for w in layer.weights if not w.width) for layer in self.kinds]
+        return [max(self._held([w]) for w in layer.weights if not w.width) for layer in self.kinds]
 
     @cached_property
     def widest_of_experts(self) -> list[int]:
@@ -169,35 +158,6 @@ class MegatronModel(Model):
             max((w.elements for w in layer.weights if w.width), default=0) for layer in self.kinds
         ]
 
-    def held(self, weights: Iterable[Weight]) -> int:
+    def _held(self, weights: Iterable[Weight]) -> int:
         """Elements of weights on one tensor rank."""
         return sum(-(-w.elements // self.tensor) if w.shared else w.elements for w in weights)
-
-
-def _stages(order: Sequence[int], ranks: int, virtual: int) -> Iterator[Stage]:
-    """Layers are dealt as `burnish.engines.megatron.building.pipeline_layout` deals them."""
-    each, over = divmod(len(order), ranks * virtual)
-    starts = [each * chunk + min(chunk, over) for chunk in range(ranks * virtual + 1)]
-    runs = [tuple(order[start:end]) for start, end in pairwise(starts)]
-    for number in range(ranks):
-        chunks = tuple(map(Counter, runs[number::ranks]))
-        yield Stage(number, ranks, chunks, sum(chunks, Counter()))
-
-
-def _flights(stage: Stage, microbatches: int) -> Iterator[Counter[int]]:
-    """Every stage runs some forward passes ahead, then one of each in turn (1F1B).
-
-    Chunks take turns of as many micro-batches as there are stages.
-    """
-    ranks, chunks = stage.ranks, len(stage.chunks)
-    before = ranks - stage.number - 1
-    if chunks > 1:
-        before = 2 * before + (chunks - 1) * ranks
-    real = [
-        number // ranks % chunks
-        for number in range(-(-microbatches // ranks) * ranks * chunks)
-        if number // (ranks * chunks) * ranks + number % ranks < microbatches
-    ]
-    for ended in range(min(len(real), ranks * chunks)):
-        done = Counter(chunks - 1 - chunk for chunk in real[:ended])
-        yield Counter(real[: before + 1 + ended]) - done

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from burnish.config.schema import RunConfig
-from burnish.planning.generator_cache import cache_bytes, token_bytes
+from burnish.planning.generator_cache import cache_bytes
 from burnish.planning.logits import Logits
 from burnish.planning.model import Model
 from burnish.planning.saving import buffers
@@ -51,7 +51,13 @@ class Needs:
     ) -> None:
         """`judges` are the models of `reward.models`."""
         self._model, self._config, self._work, self._layout = model, config, work, layout
-        engine = config.engine
+        engine, budget = config.engine, config.batch.tokens_per_device
+        whole = -(-work.length // layout.sequence)
+        share = -(-work.tokens // (work.updates * layout.token_ranks))
+        self.tokens = min(budget, max(whole, share))
+        """Of the fullest micro-batch on one process."""
+        self.microbatches = max(1, -(-work.tokens // (budget * layout.token_ranks * work.updates)))
+        """Of an optimizer step."""
         self._regathers = engine.reshard_after_forward and layout.shards > 1
         self._reduces_each = engine.reduce_each_microbatch and layout.shards > 1
         self._copies = int(model.cpu and layout.shards > 1)  # gloo has a collective's tensors twice
@@ -68,7 +74,7 @@ class Needs:
     def phases(self, checkpointing: str) -> dict[str, Parts]:
         """The parts of the fullest moment of each phase, in the order of a step, with a kind of activation checkpointing."""
         found = self.before | {"update": self.update(checkpointing)} | self.after
-        if self._model.cpu and (host := _total(self._away(checkpointing))):
+        if self._model.cpu and (host := _total(self.away(checkpointing))):
             found = {phase: parts | {"host": host} for phase, parts in found.items()}
         return found
 
@@ -95,7 +101,7 @@ class Needs:
     def host(self, checkpointing: str) -> Parts:
         """Bytes of host memory beside a device: what is away from it when that is most, and what a save in the background copies."""
         staging = self.staging()
-        return self._away(checkpointing) | ({"saving": staging} if staging else {})
+        return self.away(checkpointing) | ({"saving": staging} if staging else {})
 
     def staging(self) -> float:
         """Bytes of host memory that a save in the background copies the state to."""
@@ -104,7 +110,7 @@ class Needs:
         critic = self._critic.staging() if self._critic else 0.0
         return _FP32 * self._slots.held + self._slots.bytes + critic
 
-    def _away(self, checkpointing: str) -> Parts:
+    def away(self, checkpointing: str) -> Parts:
         """What is in `burnish.parallel.arena`, which keeps the memory that it once took."""
         engine, critic = self._config.engine, self._critic
         parts: Parts = {}
@@ -144,19 +150,6 @@ class Needs:
             return 0.0
         adapter = 0 if lora is None else _FP32 * self._slots.held
         return float(self._model.bytes * self._share.all + adapter)
-
-    @cached_property
-    def tokens(self) -> int:
-        """Tokens of the fullest micro-batch on one process."""
-        whole = -(-self._work.length // self._layout.sequence)
-        share = -(-self._work.tokens // (self._work.updates * self._layout.token_ranks))
-        return min(self._config.batch.tokens_per_device, max(whole, share))
-
-    @cached_property
-    def microbatches(self) -> int:
-        """Micro-batches of an optimizer step."""
-        each = self._config.batch.tokens_per_device * self._layout.token_ranks * self._work.updates
-        return max(1, -(-self._work.tokens // each))
 
     @cached_property
     def _state(self) -> Parts:
@@ -219,10 +212,10 @@ class Needs:
         """Keys, values and logits while all slots are at their longest."""
         model, work = self._model, self._work
         mine = -(-work.sequences // self._layout.world)
-        slots, token = min(work.slots, mine), token_bytes(model)
+        slots, token = min(work.slots, mine), model.cached
         prompts = -(-mine // work.samples) * work.prompt
         read = min(_PREFILL_TOKENS, prompts)
-        reading = read * (token + max(passes.inference for _, _, passes in model.layers))
+        reading = read * (token + model.inference)
         reading += min(read, prompts - read) * token  # those read before, not all of them started
         wide = 3 * _FP32 + (0 if not work.nucleus else 2 * _FP32 if model.cpu else 4 * _FP32)
         drawing = slots * model.shape.vocabulary * wide
@@ -243,8 +236,7 @@ class Needs:
         model, width, state = self._model, self._model.bytes, self.tokens * self._model.hidden
         root = self._share.root + (self._critic._share.root if self._critic else 0)
         gathered = float(width * (root + self._layers_there))
-        inference = max(passes.inference for _, _, passes in model.layers)
-        yield {"gathered": gathered, "activations": self.tokens * inference + state}
+        yield {"gathered": gathered, "activations": self.tokens * model.inference + state}
         chosen = self._scored * model.hidden
         logits = self._logits.forward
         yield {"gathered": gathered, "activations": state + chosen, "logits": logits}

@@ -29,6 +29,16 @@ class Model:
         self.hidden = float(shape.hidden * arithmetic.bytes)
 
     @cached_property
+    def cached(self) -> float:
+        """Bytes of a token's keys and values in all layers."""
+        return sum(2.0 * layer.key * self.bytes * n for layer, n, _ in self.layers)
+
+    @cached_property
+    def inference(self) -> float:
+        """Bytes of a token in the layer that needs most while nothing is kept."""
+        return max(passes.inference for _, _, passes in self.layers)
+
+    @cached_property
     def critic(self) -> Self:
         """The same with a value head, of which all is trained."""
         shape = replace(self.shape, scores_values=True)

@@ -18,6 +18,7 @@ from burnish.config.schema import LoraConfig
 from burnish.errors import UsageError
 from burnish.models.flops import AttentionCost, ModelFlops
 from burnish.models.lora_names import are_parameters, require_targets
+from burnish.planning.pipelines import Pipelines
 
 BLOCK = 256
 """Neighbours in a row that share a scale where moments have 8 bits."""
@@ -203,6 +204,11 @@ class ModelShape:
     def depth(self) -> int:
         """How many layers."""
         return sum(count for _, count in self.layers)
+
+    @cached_property
+    def pipelines(self) -> Pipelines:
+        """How stages can share its layers."""
+        return Pipelines(self.order)
 
     @cached_property
     def root(self) -> tuple[Weight, ...]:

@@ -7,6 +7,7 @@ as long as its arithmetic or its communication, whichever is longer. A critic co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from burnish.config.schema import EngineConfig
 from burnish.planning.devices import NETWORK, PER_MACHINE, Devices
@@ -33,7 +34,7 @@ ASSUMPTIONS = (
 """What the times rest on."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Clock:
     """What times are computed from."""
 
@@ -52,8 +53,8 @@ class Clock:
     beside: int = 0
     """Those of it that generators hold beside the model; 0: all of the model is published."""
 
-    def seconds(self, layout: Layout, engine: EngineConfig, microbatches: int) -> dict[str, float]:
-        """Of each phase of a step."""
+    def before(self, layout: Layout) -> dict[str, float]:
+        """Seconds of the phases before the update."""
         found, operations = dict[str, float](), self.operations
         if self.work.slots:
             judging = operations.judging(layout) / self._speed
@@ -61,11 +62,19 @@ class Clock:
         if self.work.scores:
             scoring = operations.scorings * operations.forward(layout)
             found["log-probs"] = scoring / self._speed
+        return found
+
+    def update(self, layout: Layout, engine: EngineConfig, microbatches: int) -> float:
+        """Seconds of the update."""
         update = self._megatron_update if engine.kind == "megatron" else self._update
-        found["update"] = update(layout, engine, microbatches)
+        found = update(layout, engine, microbatches)
         if self.work.critic:
-            found["update"] += update(layout, engine, microbatches, critic=True)
-        found["update"] *= self.work.epochs
+            found += update(layout, engine, microbatches, critic=True)
+        return found * self.work.epochs
+
+    def after(self, layout: Layout, engine: EngineConfig) -> dict[str, float]:
+        """Seconds of the phases after the update, whatever is checkpointed in it."""
+        found = dict[str, float]()
         if self.work.slots:
             cut = layout.shards if engine.kind == "torch" else layout.tensor * layout.pipeline
             published = self.beside or self.shape.elements
@@ -75,11 +84,6 @@ class Clock:
         saved += self.shape.elements if self.work.critic else 0
         found["save"] = 3 * _FP32 * saved / (_DISK * machines)
         return found
-
-    @property
-    def _speed(self) -> float:
-        """Operations of matrix products per second."""
-        return self.devices.flops * _EFFICIENCY
 
     def _update(
         self, layout: Layout, engine: EngineConfig, microbatches: int, *, critic: bool = False
@@ -111,8 +115,7 @@ class Clock:
         moved = self.work.updates * self._travel((_FP32 + self.width) * elements, layout.shards)
         told = self._exchanged(layout, passes) / layout.pipeline
         mine = self.work.tokens / layout.token_ranks * self.width
-        sent = 4 * sum(layer.chosen * layer.hidden * n for layer, n in self.shape.layers)
-        told += self._travel(sent * mine * passes / layout.pipeline, engine.expert_parallel)
+        told += self._travel(self._sent * mine * passes / layout.pipeline, engine.expert_parallel)
         between = 2 * engine.virtual_stages * mine * self.shape.hidden
         told += self._travel(between, layout.pipeline)
         return max(arithmetic, moved) + told
@@ -123,11 +126,25 @@ class Clock:
         Ulysses exchanges queries, keys, values and outputs; tensor parallelism gathers the hidden state
         twice and sums it twice.
         """
-        heads = sum(2 * (layer.query + layer.key) * n for layer, n in self.shape.layers)
         states = 4 * self.shape.hidden * self.shape.depth
         mine = self.work.tokens / layout.token_ranks * self.width * passes
-        exchanged = self._travel(heads * mine / layout.tensor, layout.sequence)
+        exchanged = self._travel(self._heads * mine / layout.tensor, layout.sequence)
         return exchanged + self._travel(states * mine, layout.tensor)
+
+    @cached_property
+    def _heads(self) -> int:
+        """Elements of a token's queries, keys, values and outputs."""
+        return sum(2 * (layer.query + layer.key) * n for layer, n in self.shape.layers)
+
+    @cached_property
+    def _sent(self) -> int:
+        """Elements of a token that go to experts and come back, forward and backward."""
+        return 4 * sum(layer.chosen * layer.hidden * n for layer, n in self.shape.layers)
+
+    @cached_property
+    def _speed(self) -> float:
+        """Operations of matrix products per second."""
+        return self.devices.flops * _EFFICIENCY
 
     def _rollout(self, layout: Layout) -> float:
         """Reading the prompts, then one pass over weights and cache for every token."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import burnish
-from burnish.cli import main as command_line
+from burnish.cli import run as command
 from burnish.cli.main import main
 from burnish.errors import CorruptError, StoppedError
 
@@ -116,7 +116,7 @@ def test_errors_end_in_their_exit_code_without_a_traceback(
     def fail(*_: object, **__: object) -> None:
         raise raised
 
-    monkeypatch.setattr(command_line, "run", fail)
+    monkeypatch.setattr(command, "run", fail)
     assert main(["rl", "c.yaml"]) == code
     assert capsys.readouterr().err == printed
 
@@ -127,7 +127,7 @@ def test_an_unexpected_error_keeps_its_traceback(
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr(command_line, "run", fail)
+    monkeypatch.setattr(command, "run", fail)
     assert main(["rl", "c.yaml"]) == 1
     written = capsys.readouterr().err
     assert "Traceback" in written
@@ -140,7 +140,7 @@ def test_overrides_may_stand_on_both_sides_of_an_option(monkeypatch: pytest.Monk
     def remember(command: str, path: str, overrides: list[str], **options: object) -> None:
         seen.append((command, path, overrides, options["dry_run"]))
 
-    monkeypatch.setattr(command_line, "run", remember)
+    monkeypatch.setattr(command, "run", remember)
     assert main(["sft", "c.yaml", "a=1", "--dry-run", "b=-2"]) == 0
     assert main(["sft", "--dry-run", "c.yaml"]) == 0
     assert seen == [("sft", "c.yaml", ["a=1", "b=-2"], True), ("sft", "c.yaml", [], True)]
@@ -170,7 +170,7 @@ def test_what_all_ranks_raise_is_said_by_one(
     def stop(*arguments: object, **options: object) -> None:
         raise StoppedError("SIGTERM: saved", signal_number=15)
 
-    monkeypatch.setattr(command_line, "run", stop)
+    monkeypatch.setattr(command, "run", stop)
     assert main(["sft", "c.yaml"]) == 143
     assert capsys.readouterr().err == said
 
