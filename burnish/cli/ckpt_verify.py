@@ -16,8 +16,11 @@ from burnish.files.storage import Source
 
 
 def verify_steps(path: PurePath, say: Say, *, fast: bool) -> Outcome:
-    """Check a step, or every step of a run; each problem is told as it is found."""
-    results = [_verified(step, say, fast) for step in steps_at(path)]
+    """Check a step, or every step of a run; each problem is told as it is found.
+
+    A step that retention removes meanwhile is none of them.
+    """
+    results = [each for step in steps_at(path) if (each := _verified(step, say, fast))]
     report = {"full": not fast, "steps": results, "ok": all(result["ok"] for result in results)}
     return Outcome(report, _damage(results) or _unread(results))
 
@@ -47,11 +50,15 @@ def _unread(results: list[dict[str, Any]]) -> IncompatibleError | None:
     )
 
 
-def _verified(path: PurePath, say: Say, fast: bool) -> dict[str, Any]:
+def _verified(path: PurePath, say: Say, fast: bool) -> dict[str, Any] | None:
+    """What is reported of a step; None where it is gone."""
     begun = time.perf_counter()
     errors: list[BurnishError] = []
     source = source_of(path.parent)
     for error in _problems(path, source, fast):
+        if source.kind(path) is None:
+            say(f"{path}: removed meanwhile")
+            return None
         errors.append(error)
         say(f"{error}")
     seconds = time.perf_counter() - begun

@@ -146,10 +146,14 @@ def _columns(path: str, data: DataConfig, *, prompts: bool) -> None:
     columns = columns_of(file, lambda columns: _lack(columns, data, prompts=prompts) is None)
     if columns is None or (lack := _lack(columns, data, prompts=prompts)) is None:
         return
+    if not columns:
+        raise UsageError(
+            f"{file} has no rows", have="no columns", want="at least one row", do="correct the file"
+        )
     near = [close for name in lack.names for close in get_close_matches(name, columns, n=1)]
     raise MissingError(
         f"no usable columns in {file}",
-        have=f"columns {', '.join(columns)}" if columns else "no rows",
+        have=f"columns {', '.join(columns)}",
         want=lack.want,
         do=f"did you mean {near[0]}? Name the column in {lack.setting}"
         if near

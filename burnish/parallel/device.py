@@ -58,6 +58,17 @@ def has_matrix_units(device: torch.device) -> bool:
     return device.type != "cpu" or bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
+def has_bf16_products(device: torch.device) -> bool:
+    """Whether there are kernels for matrix products in bf16: on every accelerator, and on CPUs with AVX-512 or AMX.
+
+    On other CPUs torch computes them number by number, a hundred times slower than in fp32.
+    """
+    if device.type != "cpu":
+        return True
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def has_fp64(device: torch.device) -> bool:
     """Whether tensors on the device may be fp64: not on Ascend's NPUs, nor on Apple's MPS."""
     return device.type not in _WITHOUT_FP64

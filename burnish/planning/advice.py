@@ -7,7 +7,7 @@ import math
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError
 from burnish.planning.devices import Devices
-from burnish.planning.layouts import Plan
+from burnish.planning.layouts import Plan, gigabytes
 
 _PLAIN = {
     "reward models": "a smaller model in reward.models",
@@ -93,10 +93,10 @@ def _away(part: str, plan: Plan, config: RunConfig) -> list[str]:
 def refuse(plan: Plan, config: RunConfig, devices: Devices) -> UsageError:
     """What is said of a run that cannot fit."""
     parts = sorted(plan.phases[plan.fullest].items(), key=lambda item: -item[1])
-    most = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts[:4])
+    most = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts[:4])
     return UsageError(
         f"this run does not fit on {devices}",
-        have=f"{plan.need / 1e9:.3g} GB in {plan.fullest} ({most})",
-        want=f"at most {plan.usable / 1e9:.3g} GB on each device",
+        have=f"{gigabytes(plan.need)} GB in {plan.fullest} ({most})",
+        want=f"at most {gigabytes(plan.usable)} GB on each device",
         do=f"try {advice(plan, config)}; burnish plan CONFIG --devices shows what fits",
     )

@@ -207,11 +207,11 @@ class Planner:
         machine, each_update = PER_MACHINE, self.work.sequences // self.work.updates
         shapes = (self.shape, *self._judges)
         layers = [layer for shape in shapes for layer, _ in shape.layers]
+        rows = [self._width * layer.intermediate for layer in layers if layer.experts]
         known = all(shape.family.tensor for shape in shapes)
         for tensor in _divisors(machine) if known else [1]:
             if not all(self._can_cut(tensor, layer) for layer, _ in self.shape.layers):
                 continue
-            rows = [self._width * layer.intermediate for layer in layers if layer.experts]
             if any(row % (_ROW_BYTES * tensor) for row in rows):
                 continue
             for sequence in _divisors(machine // tensor):
@@ -326,10 +326,15 @@ def why_not(plans: Sequence[Plan]) -> list[str]:
             groups.setdefault((plan.fullest, plan.largest_part()), []).append(plan)
     lines = []
     for (phase, part), some in sorted(groups.items(), key=lambda item: -len(item[1])):
-        least, most = (extreme(p.need for p in some) / 1e9 for extreme in (min, max))
-        span = f"{least:.3g}" if len(some) == 1 else f"{least:.3g} to {most:.3g}"
+        least, most = (gigabytes(extreme(p.need for p in some)) for extreme in (min, max))
+        span = least if len(some) == 1 else f"{least} to {most}"
         lines.append(f"{len(some)} need {span} GB in {phase}, most of it {part}")
     return lines
+
+
+def gigabytes(size: float) -> str:
+    """Bytes in GB, with three digits or all before the point."""
+    return f"{size / 1e9:.3g}" if size < 999.5e9 else f"{size / 1e9:,.0f}"
 
 
 def divides(sequence: int, tensor: int, layer: Layer) -> bool:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from burnish.parallel.device import has_bf16_products
+
 
 class Product:
     """`x W.T + b` of one layer, in its own dtype. Call `refresh` whenever the weight has changed."""
@@ -24,8 +26,10 @@ class Product:
 
     def refresh(self) -> None:
         """Bring the weight into the order in which it is read, where that helps."""
-        if _has_matrix_units(self._weight):
-            self._ordered = torch.ops.mkldnn._reorder_linear_weight(self._weight.detach(), None)
+        weight = self._weight
+        is_bf16 = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+        if is_bf16 and has_bf16_products(weight.device):
+            self._ordered = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """The product of `rows` [n, in]: [n, out]."""
@@ -35,13 +39,3 @@ class Product:
             rows, self._ordered, self._bias, "none", [], ""
         )
         return product
-
-
-def _has_matrix_units(weight: Tensor) -> bool:
-    """Whether oneDNN computes products with this weight."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from burnish.models.lora_record import AdapterRecord
 from burnish.models.lora_sources import first_adapter
 from burnish.models.routing import require_routers
 from burnish.models.value_head import has_value_head
+from burnish.parallel.device import has_bf16_products
 from burnish.parallel.layout import Layout
 from burnish.parallel.shards import ShardSource
 from burnish.rewards.overview import Complaints
@@ -44,6 +46,8 @@ from burnish.tracking.progress import Progress
 from burnish.trainers.collect import Collector
 from burnish.trainers.reward_models import Judge
 from burnish.trainers.signals import Stopper
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +197,15 @@ def make_engine(
 ) -> Engine:
     """The engine that the configuration names, its weights not loaded yet; frozen when `optim` is None.
 
-    `beside` is another engine of the configuration, whose process groups it then shares.
+    `beside` is another engine of the configuration, whose process groups it then shares. Warns of a
+    precision that the device has no matrix products for.
     """
+    in_bf16 = foundation.config.engine.precision == "bf16"
+    if beside is None and in_bf16 and not has_bf16_products(device):
+        _log.warning(
+            "this processor has no matrix products in bf16, and can take a hundred times as long for them as in fp32: "
+            "set engine.precision=fp32"
+        )
     return making.make_engine(
         foundation.hf_config,
         foundation.config.engine,

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from corruption import flip
 from tiny import save_tiny, tiny_model
 
 from burnish.checkpoint.manifest import sha256
+from burnish.checkpoint.verify import verify
 from burnish.cli.main import main
+from burnish.errors import CorruptError
 from burnish.files.lease import Lease
 from burnish.files.remote import Remote
+from burnish.files.storage import Source
 from burnish.files.strict_json import encode_json
 from burnish.parallel.layout import Layout
 
@@ -164,6 +168,26 @@ def test_verify_goes_on_to_the_next_step(run: Path, capsys: pytest.CaptureFixtur
     assert code == 3
     assert [step["ok"] for step in found["steps"]] == [False, True]
     assert "state.json is missing" in found["steps"][0]["problems"][0]["problem"]
+
+
+def test_a_step_that_is_removed_while_it_is_checked_is_not_damaged(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run's retention does beside it, by a rename."""
+
+    def losing(path: Path, source: Source) -> Iterator[CorruptError]:
+        if path == step_of(run, 1):
+            path.rename(run / "aside")
+        yield from verify(path, source)
+
+    monkeypatch.setattr("burnish.cli.ckpt_verify.verify", losing)
+    code, out, _ = ckpt(capsys, "verify", run)
+    assert code == 0
+    assert f"{step_of(run, 1)}: removed meanwhile" in out
+    (run / "aside").rename(step_of(run, 1))
+    code, found = as_json(capsys, "verify", run)
+    assert code == 0
+    assert [Path(step["path"]) for step in found["steps"]] == [step_of(run, 2)]
 
 
 def test_pin_and_unpin(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,6 +69,13 @@ def test_everything_is_reported_together(work: Path) -> None:
         assert fact in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_a_file_without_rows(work: Path, text: str) -> None:
+    (work / "d.jsonl").write_text(text)
+    with pytest.raises(UsageError, match=r"d\.jsonl has no rows"):
+        look()
+
+
 @pytest.mark.parametrize(
     ("override", "commands", "files"),
     [

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from burnish.errors import UsageError
 from burnish.parallel.device import (
     device_name,
+    has_bf16_products,
     has_fp64,
     known_peak,
     measured_matmul_peak,
@@ -53,6 +55,13 @@ def test_more_processes_than_devices(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(UsageError, match=r"no cuda device for local rank 2\n.*2 visible .*=4,5"):
         pick_device(2)
+
+
+def test_products_in_bf16_are_those_of_the_processors_instructions():
+    """Those that oneDNN has kernels for, as the system lists them."""
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    assert has_bf16_products(CPU) == bool(flags & {"avx512bw", "avx_ne_convert", "bf16"})
+    assert has_bf16_products(torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

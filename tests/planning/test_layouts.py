@@ -10,7 +10,7 @@ from burnish.config.load import dump_yaml, load_config
 from burnish.config.schema import RunConfig
 from burnish.planning.advice import advice, refuse
 from burnish.planning.devices import parse_devices
-from burnish.planning.layouts import Planner, why_not
+from burnish.planning.layouts import Planner, gigabytes, why_not
 from burnish.planning.shape import ModelShape
 from burnish.planning.workload import Workload
 
@@ -420,3 +420,11 @@ def test_experts_are_not_cut_finer_than_grouped_products_take(width, most):
     }  # fmt: skip
     plans = planner(SFT | {"model": {"fresh": fresh, "tokenizer": "t"}}).all_plans()
     assert max(plan.layout.tensor for plan in plans) == most
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(37.46e9, "37.5"), (999.4e9, "999"), (999.6e9, "1,000"), (2.0789e12, "2,079")],
+)
+def test_amounts_of_memory_are_plain_numbers(size, text):
+    assert gigabytes(size) == text

@@ -126,6 +126,28 @@ def test_parked_models_leave_the_device_to_the_generator_and_learn_the_same(
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
 
+@pytest.mark.parametrize(("precision", "warnings"), [("bf16", 1), ("fp32", 0)])
+def test_a_processor_without_products_in_bf16_is_named_once(
+    work: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    precision: str,
+    warnings: int,
+) -> None:
+    """However many models a run has."""
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("burnish.trainers.setup.has_bf16_products", lambda device: False)
+    settings: dict[str, Any] = {
+        "name": f"slow_{precision}",
+        "steps": 1,
+        "engine": {**RL.get("engine", {}), "precision": precision},
+        **EVERYTHING["critic"],
+    }
+    rl.train(RunConfig.model_validate({**RL, **settings}))
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("set engine.precision=fp32" in each for each in said) == warnings
+
+
 def test_while_the_critic_learns_alone_the_policy_is_not_scored_and_its_schedule_waits(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
