@@ -19,9 +19,12 @@ POSITION = {"step", "cursor", "tokens", "optimizer_steps", "skipped_in_a_row", "
 
 
 def assert_same(run: Path, other: Path) -> None:
-    """Equal up to the order of sums, which AdamW makes more of from step to step; what was sampled, to the token."""
+    """Equal up to the order of sums, which AdamW makes more of from step to step; what was sampled, to the token.
+
+    Later a token whose ratio is at the end of the clip range may have a gradient here and none there.
+    """
     for mine, theirs in zip(metrics(run), metrics(other), strict=True):
-        tolerance = 1e-5 if mine["step"] <= 2 else 2e-3
+        tolerance = 1e-5 if mine["step"] <= 2 else 1e-2
         assert mine == pytest.approx(theirs, rel=tolerance, abs=tolerance / 5)
     found, wanted = weights(run), weights(other)
     assert found.keys() == wanted.keys()
