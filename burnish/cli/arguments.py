@@ -103,8 +103,7 @@ def _add_plan(commands: _SubParsersAction[Any]) -> None:
         "plan",
         description="Say what a run needs of memory and time, and which layouts fit. Loads no weights.",
     )
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    _add_configuration(parser, "CONFIG")
     parser.add_argument("--devices", metavar="COUNTxNAME-MEMORY", help=_DEVICES_HELP)
     parser.add_argument(
         "--device-memory", type=float, metavar="GIB", help="memory of a device that is not known"
@@ -120,8 +119,7 @@ def _add_check(commands: _SubParsersAction[Any]) -> None:
         "check",
         description="Compare one step at a layout with one plain process, on a small model of the same family.",
     )
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    _add_configuration(parser, "CONFIG")
     parser.add_argument(
         "--processes",
         type=int,
