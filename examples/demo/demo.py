@@ -50,7 +50,7 @@ def main() -> None:
         "seconds": round(time.monotonic() - begun, 1),
     }
     (RUNS / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    report(answers, summary, model)
+    report(answers, summary, model, precision)
     if missed := unkept(before, after):
         raise SystemExit(f"\nThe demo did not show what it should: {missed}")
 
@@ -124,7 +124,10 @@ def say(text: str) -> None:
     print(f"\n\033[1m{text}\033[0m" if sys.stdout.isatty() else f"\n{text}", flush=True)
 
 
-def report(answers: dict[str, str], summary: dict[str, float], model: Path) -> None:
+def report(
+    answers: dict[str, str], summary: dict[str, float], model: Path, settings: list[str]
+) -> None:
+    more = "".join(f" {setting}" for setting in settings)
     for question, answer in answers.items():
         right = sum(map(int, question.rstrip("=").split("+")))
         print(f"  {question}{answer}{'' if answer == str(right) else f'   (wrong: {right})'}")
@@ -138,8 +141,8 @@ def report(answers: dict[str, str], summary: dict[str, float], model: Path) -> N
 
 Try next
   burnish eval runs/demo/rl                          validate the newest committed step
-  burnish rl examples/demo/rl.yaml name=dr algorithm.advantage=dr_grpo
-  torchrun --nproc-per-node 2 -m burnish rl examples/demo/rl.yaml name=two
+  burnish rl examples/demo/rl.yaml name=dr algorithm.advantage=dr_grpo{more}
+  torchrun --nproc-per-node 2 -m burnish rl examples/demo/rl.yaml name=two{more}
   burnish config show examples/demo/rl.yaml          every setting, and where its value came from
 (with .venv/bin on the PATH: source .venv/bin/activate)"""
     )
