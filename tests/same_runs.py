@@ -12,19 +12,16 @@ from training_files import metrics, weights
 
 from burnish.checkpoint.committed import committed
 
-RL = ["rl", "rl.yaml", "algorithm.kl.coef=0.1", "batch.minibatches=2"]
-"""A run of reinforcement learning with a reference and more than one update a step."""
+RL = ["rl", "rl.yaml", "algorithm.kl.coef=0.1", "batch.minibatches=2", "optim.lr=0.005"]
+"""A run of reinforcement learning with a reference and more than one update a step; at twice the rate other sums of the same numbers end a hundred times as far apart."""
 POSITION = {"step", "cursor", "tokens", "optimizer_steps", "skipped_in_a_row", "roles", "inputs"}
 """What state.json says that does not depend on the layout."""
 
 
 def assert_same(run: Path, other: Path) -> None:
-    """Equal up to the order of sums, which AdamW makes more of from step to step; what was sampled, to the token.
-
-    Later a token whose ratio is at the end of the clip range may have a gradient here and none there.
-    """
+    """Equal up to the order of sums, which AdamW makes more of from step to step; what was sampled, to the token."""
     for mine, theirs in zip(metrics(run), metrics(other), strict=True):
-        tolerance = 1e-5 if mine["step"] <= 2 else 1e-2
+        tolerance = 1e-5 if mine["step"] <= 2 else 2e-3
         assert mine == pytest.approx(theirs, rel=tolerance, abs=tolerance / 5)
     found, wanted = weights(run), weights(other)
     assert found.keys() == wanted.keys()

@@ -9,7 +9,6 @@ from typing import Any
 
 DIFFERS = 6
 """Exit code of a comparison that finds a difference."""
-_Kind = Callable[[str], PurePath]
 
 _WHERE = "RUN or RUN/checkpoints/step-N, here or as a URL"
 _STEP = "RUN/checkpoints/step-N"
@@ -31,7 +30,11 @@ def add_ckpt(commands: _SubParsersAction[Any]) -> None:
     )
 
     def add(
-        name: str, description: str, metavar: str, help_: str, kind: type[Path] | _Kind = _place
+        name: str,
+        description: str,
+        metavar: str,
+        help_: str,
+        kind: Callable[[str], PurePath] = _place,
     ) -> ArgumentParser:
         parser: ArgumentParser = added.add_parser(name, description=description, help=description)
         parser.add_argument("path", type=kind, metavar=metavar, help=help_)

@@ -11,16 +11,22 @@ from burnish.checkpoint.verify import DamagedBlock, verify, verify_quickly
 from burnish.cli.ckpt_outcome import Outcome, Say
 from burnish.cli.ckpt_paths import source_of, steps_at
 from burnish.cli.columns import bytes_text, count_text
-from burnish.errors import BurnishError, CorruptError, IncompatibleError
+from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
 from burnish.files.storage import Source
 
 
 def verify_steps(path: PurePath, say: Say, *, fast: bool) -> Outcome:
     """Check a step, or every step of a run; each problem is told as it is found.
 
-    A step that retention removes meanwhile is none of them.
+    A step of a run that retention removes meanwhile is none of them. Raises `MissingError` where all are gone.
     """
     results = [each for step in steps_at(path) if (each := _verified(step, say, fast))]
+    if not results:
+        raise MissingError(
+            f"{path} was removed while it was checked",
+            want="a step that stays",
+            do="check the run as a whole, or pin the step first",
+        )
     report = {"full": not fast, "steps": results, "ok": all(result["ok"] for result in results)}
     return Outcome(report, _damage(results) or _unread(results))
 

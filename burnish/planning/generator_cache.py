@@ -15,7 +15,7 @@ def cache_bytes(model: Model, work: Workload, slots: int, sequences: int) -> flo
 
     Each has its prompt beside it, or, in fp32 on CPUs without matrix units, shares it (`burnish.rollout.shared_cache`).
     """
-    token, grown = model.cached, 1 + 1 / (2 * model.shape.depth)
+    token, grown = model.cache_per_token, 1 + 1 / (2 * model.shape.depth)
     if not model.exact_cache:
         return slots * work.length * token * grown
     # Sequences start in the order of their prompts.

@@ -54,12 +54,14 @@ class MegatronNeeds:
 
     @cached_property
     def _before(self) -> dict[str, Parts]:
-        phases = [stage.before for stage in self._stages]
-        return {name: self._fullest([each[name] for each in phases]) for name in phases[0]}
+        return self._by_phase([stage.before for stage in self._stages])
 
     @cached_property
     def _after(self) -> dict[str, Parts]:
-        phases = [stage.after for stage in self._stages]
+        return self._by_phase([stage.after for stage in self._stages])
+
+    def _by_phase(self, phases: Sequence[dict[str, Parts]]) -> dict[str, Parts]:
+        """Of the same phases on each stage."""
         return {name: self._fullest([each[name] for each in phases]) for name in phases[0]}
 
     def _fullest(self, parts: Sequence[Parts]) -> Parts:
@@ -169,10 +171,6 @@ class _StageNeeds(Needs):
     def _per_token(self, checkpointing: str) -> PerToken:
         """What layers hold of a token."""
         return self._model.per_token(self._cut, checkpointing)
-
-    def _kept(self, checkpointing: str) -> list[float]:
-        """Bytes that a layer of each kind keeps for the backward pass, of a micro-batch."""
-        return [self.tokens * kept for kept in self._per_token(checkpointing).kept]
 
     def _scoring(self) -> Parts:
         """A forward pass of which nothing is kept; the critic's where no other is made."""

@@ -212,7 +212,7 @@ class Needs:
         """Keys, values and logits while all slots are at their longest."""
         model, work = self._model, self._work
         mine = -(-work.sequences // self._layout.world)
-        slots, token = min(work.slots, mine), model.cached
+        slots, token = min(work.slots, mine), model.cache_per_token
         prompts = -(-mine // work.samples) * work.prompt
         read = min(_PREFILL_TOKENS, prompts)
         reading = read * (token + model.inference)

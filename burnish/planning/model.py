@@ -29,7 +29,7 @@ class Model:
         self.hidden = float(shape.hidden * arithmetic.bytes)
 
     @cached_property
-    def cached(self) -> float:
+    def cache_per_token(self) -> float:
         """Bytes of a token's keys and values in all layers."""
         return sum(2.0 * layer.key * self.bytes * n for layer, n, _ in self.layers)
 

@@ -188,6 +188,10 @@ def test_a_step_that_is_removed_while_it_is_checked_is_not_damaged(
     code, found = as_json(capsys, "verify", run)
     assert code == 0
     assert [Path(step["path"]) for step in found["steps"]] == [step_of(run, 2)]
+    (run / "aside").rename(step_of(run, 1))
+    code, _, err = ckpt(capsys, "verify", step_of(run, 1))
+    assert code == 5
+    assert "was removed while it was checked" in err
 
 
 def test_pin_and_unpin(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
