@@ -16,6 +16,7 @@ part, and log p and H come from all of these, brought to one m.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +155,7 @@ def _sums_of(
     z = _transformed(logits, options, exact)[0]
     top, column = z.amax(dim=-1, keepdim=True), columns[:, None]
     chosen = z.sub_(top).gather(1, column.clamp(min=0)).masked_fill(column < 0, -torch.inf)
-    exponentials = z.exp()
+    exponentials = _exp(z)
     total = exponentials.sum(dim=-1)
     return torch.stack([top[:, 0], total, exponentials.mul_(z).sum(dim=-1), chosen[:, 0]])
 
@@ -205,7 +206,7 @@ def _logit_gradient(logits: Tensor, few: _Rows, rows: slice, options: LogprobOpt
     """Gradient of the raw logits [n, V] of some rows, in fp32."""
     z, slope = _transformed(logits, options, few.normalizer.dtype)
     log_p = z.sub_(few.normalizer[rows, None])
-    p, chosen = log_p.exp(), few.logprob_gradient[rows, None]
+    p, chosen = _exp(log_p), few.logprob_gradient[rows, None]
     if few.entropy_gradient is None:
         gradient = p.mul_(-chosen)
     else:
@@ -226,6 +227,11 @@ def _transformed(
         return (z if factor == 1 else z.mul_(factor)), None
     bounded = logits.to(exact).mul(transform.scale / transform.softcap).tanh_()
     return bounded * (transform.softcap / options.temperature), 1 - bounded.square()
+
+
+def _exp(x: Tensor) -> Tensor:
+    """e^x. torch leaves it to MKL on a CPU, which on AMD's takes three times as long as this detour."""
+    return x.mul(math.log2(math.e)).exp2_() if x.device.type == "cpu" else x.exp()
 
 
 @dataclass(frozen=True, slots=True)
