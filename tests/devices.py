@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from burnish.parallel.device import has_matrix_units
+
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 
@@ -15,3 +17,6 @@ on_gpu = (
 """The marks of what only a GPU can run."""
 
 DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=on_gpu)]
+
+BF16_ATTENTION_ERROR = 0.008 if has_matrix_units(CPU) else 0.004
+"""What `burnish.models.cpu_attention` may differ from fp64, relative to the norm: twice as much where its products round their factors."""
