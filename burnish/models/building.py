@@ -117,17 +117,27 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
 
 def _require_packable(model: PreTrainedModel) -> None:
     """Only attention may mix tokens, and all of it has to go through transformers' attention interface."""
-    layers = model.config.get_text_config().num_hidden_layers
-    attentions = sum(hasattr(module, "is_causal") for module in model.modules())
-    if not model._supports_attention_backend or attentions != layers:
+    if why := _unpackable(model):
         raise IncompatibleError(
             f"{type(model).__name__} cannot run on packed sequences",
-            have=f"{attentions} attention layers in {layers} layers"
-            if attentions != layers
-            else "attention layers that do not use transformers' attention interface",
-            want="one attention layer per layer, through the attention interface",
+            have=why,
+            want="one causal attention layer per layer, through the attention interface",
             do="use a decoder without recurrent layers that is written for transformers 5",
         )
+
+
+def _unpackable(model: PreTrainedModel) -> str | None:
+    layers = model.config.get_text_config().num_hidden_layers
+    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    if len(causal) != layers:
+        return f"{len(causal)} attention layers in {layers} layers"
+    if not all(causal):
+        return "attention layers that see the tokens after (an encoder)"
+    if not model._supports_attention_backend:
+        return "attention layers that do not use transformers' attention interface"
+    if any(type(module).__name__.endswith("Indexer") for module in model.modules()):
+        return "attention layers that choose their keys by a mask (sparse attention)"
+    return None
 
 
 def materialize(root: nn.Module, device: torch.device) -> None:

@@ -55,14 +55,16 @@ def _experts(config: PretrainedConfig, shape: tuple[int, ...]) -> int:
 
 
 def _attention_costs(model: nn.Module, config: PretrainedConfig) -> Iterator[AttentionCost]:
-    for module in model.modules():
-        width = getattr(module, "head_dim", None)
-        index = getattr(module, "layer_idx", None)
-        if not hasattr(module, "is_causal") or width is None or index is None:
-            continue
-        query, value = (getattr(module, key, width) for key in ("qk_head_dim", "v_head_dim"))
-        heads = config.num_attention_heads
-        yield AttentionCost(2 * heads * (query + value), _window(module, config, index))
+    heads: int = config.num_attention_heads
+    attentions = [module for module in model.modules() if hasattr(module, "is_causal")]
+    for position, module in enumerate(attentions):
+        # Latent attention (DeepSeek's) has queries and values of different widths; GPT-NeoX has a name of its own.
+        names = ("qk_head_dim", "head_dim", "head_size")
+        widths = (getattr(module, name, None) for name in names)
+        query = next((width for width in widths if width), config.hidden_size // heads)
+        value = getattr(module, "v_head_dim", None) or query
+        window = _window(module, config, getattr(module, "layer_idx", position))
+        yield AttentionCost(2 * heads * (query + value), window)
 
 
 def _window(module: nn.Module, config: PretrainedConfig, index: int) -> int | None:

@@ -4,18 +4,49 @@ import pytest
 import torch
 from tiny import FAMILIES, MIXTURES, VOCAB, tiny_config, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from burnish.models.counting import count_flops
 from burnish.models.flops import Passed, pairs
 from burnish.models.scorer import Scorer, ScoringPlan
 
 LENGTH = 23
+LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+}
+OTHERS = {
+    "deepseek_v3": LATENT
+    | {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24,
+    },
+    "minicpm3": LATENT,
+    "gpt_neox": {"num_hidden_layers": 2},
+}
+"""Families whose attention has no `head_dim`."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def other_model(family):
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = AutoConfig.for_model(family, **shape, vocab_size=VOCAB, **OTHERS[family])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model.float().eval()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_forward_equals_counted_operations(family):
-    model = tiny_model(family, attention="eager")
-    if family in MIXTURES:
+    model = other_model(family) if family in OTHERS else tiny_model(family, attention="eager")
+    if family in (*MIXTURES, "deepseek_v3"):
         model.set_experts_implementation("eager")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.arange(LENGTH)[None] % VOCAB)
