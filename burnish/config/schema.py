@@ -155,7 +155,7 @@ class OptimConfig(Section):
     momentum: float = Field(0.95, ge=0, lt=1)
     """muon only: decay of the momentum."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay, on tensors of two and more dims."""
+    """Decoupled weight decay, on matrices: not on norms and biases."""
 
 
 class DataConfig(Section):

@@ -18,7 +18,7 @@ from burnish.engines.adamw import ShardedAdamW
 from burnish.engines.adamw8bit import SCALES, AdamW8bit, scale_regions
 from burnish.engines.muon import MOMENTUM, Muon
 from burnish.engines.parallelize import decoder_layers
-from burnish.models.names import Region, model_shards
+from burnish.models.names import Region, is_matrix, model_shards
 from burnish.parallel.arena import Arena
 from burnish.parallel.collectives import agree
 from burnish.parallel.layout import Layout
@@ -46,7 +46,7 @@ class ShardedOptimizer:
         weights = {name: local(p.data) for name, p in self._parameters.items()}
         hidden = _matrices(model, regions) if config.kind == "muon" else {}
         matrices = {name: weights.pop(name) for name in list(weights) if name in hidden}
-        decayed = {name for name in weights if self._parameters[name].ndim >= 2}
+        decayed = {name for name in weights if is_matrix(name, self._parameters[name].ndim)}
         coded = decayed if config.kind == "adamw8bit" else set[str]()
         bytewise = {name: weights.pop(name) for name in list(weights) if name in coded}
         with agree(layout):  # a rank may have no room in the arena
@@ -128,5 +128,5 @@ def _matrices(model: PreTrainedModel, regions: Sequence[Region]) -> dict[str, li
     return {
         name: list(specs.values())
         for name, specs in found.items()
-        if all(len(spec.shape) == 2 for spec in specs.values())
+        if all(len(spec.shape) == 2 and is_matrix(name, 2) for spec in specs.values())
     }

@@ -28,6 +28,14 @@ from burnish.parallel.boxes import Box, intersect, whole
 from burnish.parallel.shards import Shard, TensorSpec
 
 
+def is_matrix(name: str, dims: int) -> bool:
+    """Whether a weight of this name and so many dims is multiplied with: norms per head (Cohere's) and biases per expert have two dims too."""
+    owner, _, kind = name.rpartition(".")
+    return (
+        dims >= 2 and "norm" not in owner.rpartition(".")[2].lower() and not kind.endswith("bias")
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """One checkpoint tensor as a box of one parameter (or persistent buffer) of the model."""

@@ -34,7 +34,7 @@ from burnish.launch.run import launch
 from burnish.models.building import plain_model
 from burnish.models.counting import count_flops
 from burnish.models.lora import Adapter
-from burnish.models.names import model_shards, regions
+from burnish.models.names import is_matrix, model_shards, regions
 from burnish.models.shrinking import shrunk
 from burnish.models.sources import FreshSource
 from burnish.models.value_head import has_value_head
@@ -403,7 +403,7 @@ def compare(
         differences.append(_difference(f"gradient of {name}", found.gradients, name, gradient))
     for name, weight in wanted.weights.items():
         gradient = found.gradients.get(name, torch.zeros(()))
-        decay = optim.weight_decay if weight.ndim >= 2 else 0.0
+        decay = optim.weight_decay if is_matrix(name, weight.ndim) else 0.0
         expected = weight - LR * (decay * weight + gradient / (gradient.abs() + optim.eps))
         differences.append(_difference(f"weight {name}", found.weights, name, expected))
     return [*differences, *found.copies]
