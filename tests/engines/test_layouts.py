@@ -194,12 +194,12 @@ def poisoned(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
 
 
 def idle_rank(
-    layout: Layout, path: Path, layouts: Sequence[Mapping[str, int]]
+    layout: Layout, cases: Sequence[tuple[Path, Mapping[str, Any], LoraConfig | None]]
 ) -> list[tuple[float, float, float, int]]:
     """With one sequence for all ranks: loss, norm, whether a poisoned step is skipped, and the steps taken."""
     found = []
-    for settings in layouts:
-        engine = make_engine(layout, path, **settings)
+    for path, settings, lora in cases:
+        engine = make_engine(layout, path, lora=lora, **settings)
         batch = cut(examples_that_begin_alike(VOCAB)[:1], engine.layout, 1)
         value = engine.forward_backward(batch, loss).values_by_name()["loss"]
         norm = engine.optim_step(LR).values_by_name()["grad_norm"]
@@ -209,10 +209,16 @@ def idle_rank(
     return found
 
 
-def test_ranks_without_data_and_a_nan_on_one_share(models: dict[str, Path]) -> None:
-    layouts = [settings for ranks, settings in LAYOUTS.values() if ranks == 4]
-    ((value, norm, *_),) = run_ranks(idle_rank, 1, models["dense"], [{}])[0]
-    for rank in run_ranks(idle_rank, 4, models["dense"], layouts):
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("dense", {}), ("mixtral", {"router_aux_loss": 0.1}), ("adapter", {})]
+)
+def test_ranks_without_data_and_a_nan_on_one_share(
+    models: dict[str, Path], kind: str, settings: dict[str, float]
+) -> None:
+    path, lora = (models["dense"], ADAPTED) if kind == "adapter" else (models[kind], None)
+    layouts = [layout for ranks, layout in LAYOUTS.values() if ranks == 4]
+    ((value, norm, *_),) = run_ranks(idle_rank, 1, [(path, settings, lora)])[0]
+    for rank in run_ranks(idle_rank, 4, [(path, settings | each, lora) for each in layouts]):
         for found in rank:
             assert found[:2] == pytest.approx((value, norm), rel=1e-5)
             assert found[2:] == (1.0, 1)
