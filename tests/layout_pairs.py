@@ -27,6 +27,7 @@ from burnish.engines.base import Engine, Part
 from burnish.parallel.layout import Layout
 
 DEFAULTS = OptimConfig()
+SAVED = (Part.WEIGHTS, Part.TRAINING)
 Layouts = Mapping[int, Mapping[str, Mapping[str, Any]]]
 """By processes and name: what the engine is told."""
 
@@ -122,7 +123,7 @@ def _load(layout: Layout, engine: Engine, roots: list[Path]) -> list[dict[str, A
         step = newest(root)
         assert step is not None
         source = CheckpointSource(step, layout)
-        for part in Part:
+        for part in SAVED:
             engine.load(source, part)
         engine.steps = step.state["steps"]
         found.append(_held(engine))
@@ -135,7 +136,7 @@ def _held(engine: Engine) -> dict[str, Any]:
     """This rank's pieces, and the loss of the next step."""
     pieces = [
         (shard.spec.name, shard.box, shard.tensor.clone(), shard.spec.shape)
-        for part in Part
+        for part in SAVED
         for shard in engine.shards(part)
     ]
     batch = cut(make_examples(VOCAB), engine.layout, 2)

@@ -11,7 +11,7 @@ from layout_pairs import require_every_pair
 from tiny import save_tiny
 
 from burnish.checkpoint.committed import newest
-from burnish.config.schema import OptimConfig
+from burnish.config.schema import LoraConfig, OptimConfig
 
 LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     1: {"1": {}},
@@ -63,3 +63,15 @@ def test_the_state_of_other_optimizers_through_pairs_of_layouts(
     step = newest(tmp_path / "tp 2")
     assert step is not None
     assert f"training/{slot}.safetensors" in step.manifest.files
+
+
+def test_adapters_and_moments_in_bf16_through_pairs_of_layouts(tmp_path: Path) -> None:
+    """On experts and layers of both cuts; a rank of 3 divides by no number of processes."""
+    targets = ["q_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj"]
+    adapted = {"lora": LoraConfig(rank=3, targets=targets)}
+    layouts = {
+        world: {name: settings | adapted for name, settings in of_world.items()}
+        for world, of_world in SOME.items()
+    }
+    path = save_tiny(tmp_path / "m", "mixtral", torch.float32)
+    require_every_pair(path, tmp_path, layouts, optim=OptimConfig(moments="bf16"))
