@@ -101,7 +101,8 @@ def _add_configuration(parser: ArgumentParser, metavar: str) -> None:
 def _add_plan(commands: _SubParsersAction[Any]) -> None:
     parser = commands.add_parser(
         "plan",
-        description="Say what a run needs of memory and time, and which layouts fit. Loads no weights.",
+        description="Say what a run needs of memory and time, which layouts fit, and whether that of the settings as they are can run. "
+        "Loads no weights. The exit code is 0 where any layout fits; --dry-run refuses settings that cannot run.",
     )
     _add_configuration(parser, "CONFIG")
     parser.add_argument("--devices", metavar="COUNTxNAME-MEMORY", help=_DEVICES_HELP)

@@ -16,7 +16,7 @@ from burnish.cli.output import print_text
 from burnish.config.check import check_kind
 from burnish.config.load import load_config
 from burnish.config.schema import ModelConfig, RunConfig
-from burnish.errors import MissingError, UsageError
+from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.files.remote import Remote
 from burnish.files.urls import is_url
 from burnish.models.lora_names import ADAPTER_CONFIG
@@ -31,7 +31,10 @@ _CONFIG_LIMIT = 1 << 24
 
 
 def run_plan(arguments: Namespace) -> None:
-    """Plan a configuration for SFT or, where it has rewards, for RL. Raises `UsageError` where no layout fits."""
+    """Plan a configuration for SFT or, where it has rewards, for RL.
+
+    Raises `UsageError` where no layout fits; of that of the settings as they are it only says whether it does.
+    """
     config = load_config(arguments.config, arguments.overrides).config
     check_kind(config)
     command: Literal["sft", "rl"] = "rl" if config.reward.given else "sft"
@@ -44,12 +47,14 @@ def run_plan(arguments: Namespace) -> None:
         )
     planner = planner_of(config, command, devices)
     from burnish.cli.plan_table import as_json, plan_text
+    from burnish.planning.advice import configured, refuse
 
     plans = planner.all_plans()
+    given = configured(planner, config, command, devices)
     if arguments.json:
-        print_text(json.dumps(as_json(plans, devices)))
+        print_text(json.dumps(as_json(plans, given, devices)))
     else:
-        print_text(plan_text(plans, planner, devices))
+        print_text(plan_text(plans, given, planner, devices))
     if not plans:
         raise UsageError(
             f"no layout shares this run out among {devices}",
@@ -58,8 +63,6 @@ def run_plan(arguments: Namespace) -> None:
             do="raise batch.examples, or batch.prompts or rollout.n, or take fewer devices",
         )
     if not plans[0].fits:
-        from burnish.planning.advice import refuse
-
         raise refuse(plans[0], config, devices)
 
 
@@ -72,13 +75,20 @@ def fit(config: RunConfig, command: Literal["sft", "rl"], devices: Devices | Non
     except UsageError as error:  # a family that the planner does not know may still be trained
         return f"not planned: {error.problem}"
     from burnish.cli.plan_table import in_short
-    from burnish.planning.advice import refuse
+    from burnish.planning.advice import configured
 
-    planner.require_cut()
-    plan = planner.as_configured()
-    if not plan.fits:
-        raise refuse(plan, config, devices)
-    return in_short(plan, planner, devices)
+    given = configured(planner, config, command, devices)
+    if given.refusal is not None:
+        raise _pointing_to_plan(given.refusal)
+    assert given.plan is not None
+    return in_short(given.plan, planner, devices)
+
+
+def _pointing_to_plan(error: BurnishError) -> BurnishError:
+    """The same, with the command that lists what is possible."""
+    plan = "burnish plan CONFIG --devices shows what fits"
+    do = f"{error.do}; {plan}" if error.do else plan
+    return type(error)(error.problem, have=error.have, want=error.want, do=do)
 
 
 def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Devices) -> Planner:

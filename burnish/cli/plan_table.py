@@ -8,6 +8,7 @@ from typing import Any
 
 from burnish.cli.columns import bytes_text, count_text, table
 from burnish.planning.accuracy import measured_table
+from burnish.planning.advice import Configured
 from burnish.planning.devices import Devices
 from burnish.planning.layouts import Plan, Planner, why_not
 from burnish.planning.timing import ASSUMPTIONS
@@ -17,9 +18,9 @@ _ALTERNATIVES = 6
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
-def plan_text(plans: Sequence[Plan], planner: Planner, devices: Devices) -> str:
-    """The best plan in full, the next ones in a line each, why the others do not fit, and what all rests on."""
-    return "\n".join(_lines(plans, planner, devices))
+def plan_text(plans: Sequence[Plan], given: Configured, planner: Planner, devices: Devices) -> str:
+    """The best plan in full, what `given` has of the settings as they are, the next plans in a line each, why the others do not fit, and what all rests on."""
+    return "\n".join(_lines(plans, given, planner, devices))
 
 
 def in_short(plan: Plan, planner: Planner, devices: Devices) -> str:
@@ -30,34 +31,45 @@ def in_short(plan: Plan, planner: Planner, devices: Devices) -> str:
     )
 
 
-def as_json(plans: Sequence[Plan], devices: Devices) -> dict[str, Any]:
-    """All plans with their bytes and seconds, and how far the planner has been from measurements."""
+def as_json(plans: Sequence[Plan], given: Configured, devices: Devices) -> dict[str, Any]:
+    """All plans with their bytes and seconds, that of the settings as they are or why there is none, and how far the planner has been from measurements."""
+    error = given.refusal
+    refusal = error and {
+        "problem": error.problem,
+        "have": error.have and str(error.have),
+        "want": error.want and str(error.want),
+        "do": error.do,
+    }
     return {
         "devices": asdict(devices),
         "usable_bytes": devices.usable,
-        "plans": [
-            {
-                "fits": plan.fits,
-                "replicas": plan.layout.replicas,
-                "shards": plan.layout.shards,
-                "sequence": plan.layout.sequence,
-                "tensor": plan.layout.tensor,
-                "pipeline": plan.layout.pipeline,
-                "overrides": plan.overrides(),
-                "bytes": plan.phases,
-                "host_bytes": plan.host,
-                "flops": plan.operations,
-                "seconds": plan.seconds,
-                "microbatches": plan.microbatches,
-            }
-            for plan in plans
-        ],
+        "configured": {"plan": given.plan and _fields(given.plan), "refusal": refusal},
+        "plans": [_fields(plan) for plan in plans],
         "assumptions": list(ASSUMPTIONS),
         "largest_error": max(abs(row.error) for row in measured_table()),
     }
 
 
-def _lines(plans: Sequence[Plan], planner: Planner, devices: Devices) -> Iterator[str]:
+def _fields(plan: Plan) -> dict[str, Any]:
+    return {
+        "fits": plan.fits,
+        "replicas": plan.layout.replicas,
+        "shards": plan.layout.shards,
+        "sequence": plan.layout.sequence,
+        "tensor": plan.layout.tensor,
+        "pipeline": plan.layout.pipeline,
+        "overrides": plan.overrides(),
+        "bytes": plan.phases,
+        "host_bytes": plan.host,
+        "flops": plan.operations,
+        "seconds": plan.seconds,
+        "microbatches": plan.microbatches,
+    }
+
+
+def _lines(
+    plans: Sequence[Plan], given: Configured, planner: Planner, devices: Devices
+) -> Iterator[str]:
     kind = "reinforcement learning" if planner.work.slots else "supervised fine-tuning"
     yield f"{_parameters(planner.shape.elements)} parameters on {devices}"
     yield f"{kind}: {_sequences(planner)} a step"
@@ -68,6 +80,7 @@ def _lines(plans: Sequence[Plan], planner: Planner, devices: Devices) -> Iterato
         yield from _phases(best)
         yield "\nSettings:\n"
         yield f"  {' '.join(best.overrides())}"
+    yield from _as_configured(given, fitting[0] if fitting else None)
     if len(fitting) > 1:
         yield f"\n{len(fitting)} of {len(plans)} layouts fit; after the recommended one:\n"
         yield from _alternatives(fitting[1 : 1 + _ALTERNATIVES])
@@ -77,6 +90,26 @@ def _lines(plans: Sequence[Plan], planner: Planner, devices: Devices) -> Iterato
     yield "\nAssumed:\n"
     yield from (f"  {each}" for each in ASSUMPTIONS)
     yield f"\n{_accuracy()}"
+
+
+def _as_configured(given: Configured, best: Plan | None) -> Iterator[str]:
+    """Whether it can run so; with a table of its own where its layout was chosen and is not the best one."""
+    plan, refusal = given.plan, given.refusal
+    if plan is None:
+        yield f"\nAs configured it cannot run: {refusal}"
+        return
+    need = f"{bytes_text(plan.need)} of {bytes_text(plan.usable)} on each device, most in {plan.fullest}"
+    if best is not None and plan.divides_like(best):
+        yield f"\nAs configured it fits: as recommended; {need}"
+        return
+    if refusal is None:
+        time = _duration(plan.step_seconds)
+        yield f"\nAs configured it fits: {_layout(plan)}; {need}; {time} a step"
+    else:
+        yield f"\nAs configured it does not fit: {_layout(plan)}; {need}; {refusal.do}"
+    if plan.chosen:
+        yield ""
+        yield from _phases(plan)
 
 
 def _sequences(planner: Planner) -> str:

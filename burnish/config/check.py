@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from burnish.config.check_engine import of_engine, of_kind
-from burnish.config.check_training import of_rl, of_sft
+from burnish.config.check_engine import of_degrees, of_engine, of_kind
+from burnish.config.check_training import of_completions, of_examples, of_rl, of_sft
 from burnish.config.places import is_remote
 from burnish.config.problems import Problem, refusal
 from burnish.config.schema import ModelConfig, OptimConfig, RunConfig
@@ -64,6 +64,16 @@ def check_kind(config: RunConfig) -> None:
     """Raise `UsageError` with the settings that this kind of engine does not have, on any number of processes."""
     if problems := list(of_kind(config)):
         raise refusal(problems, "this configuration")
+
+
+def check_layout(config: RunConfig, command: Literal["sft", "rl"], world: int) -> None:
+    """Raise `UsageError` with what keeps the settings from dividing `world` processes, and a step's work among them."""
+    shared_out = of_examples if command == "sft" else of_completions
+    problems = list(of_degrees(config, world))
+    problems += _of_activations(config)
+    problems += shared_out(config, world // config.engine.sharing)
+    if problems:
+        raise refusal(problems, "this layout")
 
 
 def _of_run(config: RunConfig) -> Iterator[Problem]:

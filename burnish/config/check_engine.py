@@ -31,7 +31,7 @@ _MEGATRON_ONLY = (
 def of_engine(config: RunConfig, world: int) -> Iterator[Problem]:
     """What keeps the engine from running on so many processes."""
     yield from of_kind(config)
-    yield from _of_layout(config, world)
+    yield from of_degrees(config, world)
 
 
 def of_kind(config: RunConfig) -> Iterator[Problem]:
@@ -88,7 +88,8 @@ def _beyond_megatron(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _of_layout(config: RunConfig, world: int) -> Iterator[Problem]:
+def of_degrees(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Which degrees of parallelism do not divide so many processes."""
     engine, sharing, replicas = config.engine, config.engine.sharing, config.engine.replicas
     if world % sharing:
         yield Problem(

@@ -18,7 +18,7 @@ GROUP_ADVANTAGES = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_ba
 def of_sft(config: RunConfig, shares: int) -> Iterator[Problem]:
     """What keeps supervised fine-tuning from running on so many groups of processes that share a micro-batch."""
     yield from _of_learning_rate(config)
-    yield from _of_examples(config, shares)
+    yield from of_examples(config, shares)
     if config.engine.park:
         yield Problem(
             "engine.park is for reinforcement learning: nothing is generated here",
@@ -31,8 +31,8 @@ def of_sft(config: RunConfig, shares: int) -> Iterator[Problem]:
 def of_rl(config: RunConfig, shares: int) -> Iterator[Problem]:
     """What keeps reinforcement learning from running on so many groups of processes that share a micro-batch."""
     yield from _of_learning_rate(config, config.critic.warmup_steps)
-    yield from _of_batch(config, shares)
-    yield from _of_lengths(config)
+    yield from of_completions(config, shares)
+    yield from _of_buffer(config)
     yield from _of_rollout(config)
     yield from _of_algorithm(config)
     yield from _of_critic(config)
@@ -74,7 +74,8 @@ def _of_learning_rate(config: RunConfig, waiting: int = 0) -> Iterator[Problem]:
         )
 
 
-def _of_examples(config: RunConfig, shares: int) -> Iterator[Problem]:
+def of_examples(config: RunConfig, shares: int) -> Iterator[Problem]:
+    """What keeps a step's examples from being shared out among so many groups of processes."""
     batch, longest = config.batch, config.data.max_length
     if longest is not None and longest > config.microbatch_tokens:
         yield Problem(
@@ -90,6 +91,12 @@ def _of_examples(config: RunConfig, shares: int) -> Iterator[Problem]:
             want=f"{shares} or more",
             do=f"set batch.examples={shares}, or start fewer processes",
         )
+
+
+def of_completions(config: RunConfig, shares: int) -> Iterator[Problem]:
+    """What keeps a step's completions from being shared out among so many groups of processes."""
+    yield from _of_batch(config, shares)
+    yield from _of_lengths(config)
 
 
 def _budget(config: RunConfig) -> str:
@@ -146,7 +153,10 @@ def _of_lengths(config: RunConfig) -> Iterator[Problem]:
             want=f"at most {budget} together",
             do=f"set batch.tokens_per_device={_per_device(needed, config)} or more, or lower the lengths",
         )
-    buffer = config.algorithm.overlong.buffer
+
+
+def _of_buffer(config: RunConfig) -> Iterator[Problem]:
+    buffer, response = config.algorithm.overlong.buffer, config.rollout.max_response_length
     if buffer > response:
         yield Problem(
             "algorithm.overlong.buffer is longer than a completion",

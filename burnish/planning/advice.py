@@ -1,13 +1,16 @@
-"""Which settings need less memory, by what takes it."""
+"""What is said of a run as its settings are: whether it can be divided so, whether it fits, and which settings need less memory."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Literal
 
+from burnish.config.check import check_layout
 from burnish.config.schema import RunConfig
-from burnish.errors import UsageError
+from burnish.errors import BurnishError, UsageError
 from burnish.planning.devices import Devices
-from burnish.planning.layouts import Plan, gigabytes
+from burnish.planning.layouts import Plan, Planner, gigabytes
 
 _PLAIN = {
     "reward models": "a smaller model in reward.models",
@@ -31,7 +34,7 @@ def advice(plan: Plan, config: RunConfig) -> str:
 
 def _remedies(part: str, plan: Plan, config: RunConfig) -> list[str]:
     """What makes one part smaller."""
-    batch, engine = config.batch, config.engine
+    batch, engine = config.batch, plan.engine
     if part in _PLAIN:
         return [_PLAIN[part]]
     away = _away(part, plan, config) if plan.apart else []
@@ -77,7 +80,7 @@ def _fewer_slots(plan: Plan, config: RunConfig) -> str:
 
 def _away(part: str, plan: Plan, config: RunConfig) -> list[str]:
     """The setting that takes a part to the host, if there is one and it is not set."""
-    engine, trained = config.engine, ("weights", "gradients", "optimizer", "critic", "reference")
+    engine, trained = plan.engine, ("weights", "gradients", "optimizer", "critic", "reference")
     if part in trained and plan.fullest == "rollout":
         return [] if engine.park else ["engine.park=true"]
     if part == "activations":
@@ -98,5 +101,28 @@ def refuse(plan: Plan, config: RunConfig, devices: Devices) -> UsageError:
         f"this run does not fit on {devices}",
         have=f"{gigabytes(plan.need)} GB in {plan.fullest} ({most})",
         want=f"at most {gigabytes(plan.usable)} GB on each device",
-        do=f"try {advice(plan, config)}; burnish plan CONFIG --devices shows what fits",
+        do=f"try {advice(plan, config)}",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """A run as its settings are."""
+
+    plan: Plan | None
+    """What it needs; None where processes or model cannot be divided so."""
+    refusal: BurnishError | None
+    """Why it cannot run so, or does not fit."""
+
+
+def configured(
+    planner: Planner, config: RunConfig, command: Literal["sft", "rl"], devices: Devices
+) -> Configured:
+    """What there is to say of the settings as they are, as a dry run has it."""
+    try:
+        check_layout(config, command, devices.count)
+        planner.require_cut()
+    except BurnishError as error:
+        return Configured(None, error)
+    plan = planner.as_configured()
+    return Configured(plan, None if plan.fits else refuse(plan, config, devices))

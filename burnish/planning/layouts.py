@@ -87,6 +87,24 @@ class Plan:
         parts = self.phases[self.fullest]
         return max(parts, key=parts.__getitem__)
 
+    def divides_like(self, other: Plan) -> bool:
+        """Whether both divide the work in the same way."""
+        return self._division == other._division
+
+    @property
+    def _division(self) -> tuple[object, ...]:
+        engine = self.engine
+        experts = engine.expert_parallel, engine.expert_tensor_parallel or engine.tensor_parallel
+        kept = engine.activation_checkpointing, engine.reshard_after_forward
+        return self.layout, engine.virtual_stages, experts, kept
+
+    @property
+    def chosen(self) -> bool:
+        """Whether a setting of how work is divided is not its default."""
+        engine = EngineConfig(kind=self.engine.kind)
+        layout = Layout.of(engine, self.layout.world)
+        return not self.divides_like(replace(self, layout=layout, engine=engine))
+
     def overrides(self) -> list[str]:
         """The settings, as they are typed."""
         engine = self.engine
@@ -149,6 +167,8 @@ class Planner:
         for shape, divided in asked:
             if not divided(shape, engine):
                 raise _uncut(shape, engine)
+            if engine.kind == "torch" and not self._can_multiply(shape, engine.tensor_parallel):
+                raise _too_narrow(shape, engine)
         for layer, _ in self.shape.layers:
             if not self._can_cut(engine.tensor_parallel, layer):
                 raise UsageError(
@@ -207,12 +227,11 @@ class Planner:
         machine, each_update = PER_MACHINE, self.work.sequences // self.work.updates
         shapes = (self.shape, *self._judges)
         layers = [layer for shape in shapes for layer, _ in shape.layers]
-        rows = [self._width * layer.intermediate for layer in layers if layer.experts]
         known = all(shape.family.tensor for shape in shapes)
         for tensor in _divisors(machine) if known else [1]:
             if not all(self._can_cut(tensor, layer) for layer, _ in self.shape.layers):
                 continue
-            if any(row % (_ROW_BYTES * tensor) for row in rows):
+            if not all(self._can_multiply(shape, tensor) for shape in shapes):
                 continue
             for sequence in _divisors(machine // tensor):
                 shares, rest = divmod(self._devices.count, sequence * tensor)
@@ -230,6 +249,11 @@ class Planner:
         widths = {"o_proj": layer.query, down: layer.intermediate}
         trained = [width for name, width in widths.items() if lora is None or adapts(lora, name)]
         return all(width % (BLOCK * tensor) == 0 for width in trained)
+
+    def _can_multiply(self, shape: ModelShape, tensor: int) -> bool:
+        """Whether the columns of an expert, shared by so many, are rows that grouped products take."""
+        widths = [layer.intermediate for layer, _ in shape.layers if layer.experts]
+        return all(self._width * width % (_ROW_BYTES * tensor) == 0 for width in widths)
 
     def _plans(self, engine: EngineConfig, kinds: Sequence[str]) -> Iterator[Plan]:
         """One for each kind of checkpointing; what has nothing to do with that is computed once."""
@@ -314,7 +338,18 @@ def _uncut(shape: ModelShape, engine: EngineConfig) -> UsageError:
         "a model cannot be cut as the settings say",
         have=f"{', '.join(given)}; {model}",
         want=want,
-        do="correct them; burnish plan CONFIG lists layouts that can be",
+        do="correct them",
+    )
+
+
+def _too_narrow(shape: ModelShape, engine: EngineConfig) -> UsageError:
+    """What is said of experts whose grouped products the settings make too narrow."""
+    width = min(layer.intermediate for layer, _ in shape.layers if layer.experts)
+    return UsageError(
+        "experts cannot be shared out as the settings say",
+        have=f"engine.tensor_parallel: {engine.tensor_parallel}, engine.precision: {engine.precision}; {width} columns of an expert",
+        want=f"rows of a multiple of {_ROW_BYTES} bytes on every process",
+        do="lower engine.tensor_parallel, or take a model of other widths",
     )
 
 
