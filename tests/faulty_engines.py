@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
+from burnish.engines import torch_engine
 from burnish.engines.base import LossFn, Part, trained
 from burnish.engines.megatron import optimizer
 from burnish.engines.megatron.engine import MegatronEngine
@@ -22,12 +23,44 @@ class WithoutSync(TorchEngine):
     """Gradients stay on the rank that computed them."""
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
+        backward = Tensor.backward
+
+        def alone(value: Tensor) -> None:
+            with pytest.MonkeyPatch.context() as inside:
+                inside.setattr(dist, "all_reduce", lambda *args, **options: None)
+                for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
+                    inside.setattr(dist, name, own_part, raising=False)
+                backward(value)
+
         with pytest.MonkeyPatch.context() as patch:
-            keep = FSDPModule.set_requires_gradient_sync
-            patch.setattr(
-                FSDPModule, "set_requires_gradient_sync", lambda module, _: keep(module, False)
-            )
+            patch.setattr(Tensor, "backward", alone)
             return super().forward_backward(batch, loss)
+
+
+def own_part(output: Tensor, input: Tensor, group: dist.ProcessGroup, **_: Any) -> None:
+    """What a reduce-scatter gives where no other rank adds anything."""
+    output.copy_(input.chunk(group.size())[group.rank()])
+
+
+class WithoutTensorSum(TorchEngine):
+    """Each tensor rank steps what it has alike with the others by its own part of the gradients."""
+
+    def optim_step(self, lr: float) -> Stats:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch_engine, "sum_over", lambda group, gradients: None)
+            return super().optim_step(lr)
+
+
+class OneGradient(TorchEngine):
+    """The gradient of one parameter is too small by a tenth."""
+
+    parameter = "model.layers.1.mlp.down_proj.weight"
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
+        stats = super().forward_backward(batch, loss)
+        gradient = trained(self._optimizer).gradients()[self.parameter]
+        gradient *= 0.9
+        return stats
 
 
 class Averaging(TorchEngine):
@@ -148,6 +181,8 @@ ENGINES = {
     for engine in (
         TorchEngine,
         WithoutSync,
+        WithoutTensorSum,
+        OneGradient,
         Averaging,
         ScaledLoss,
         OffByOne,

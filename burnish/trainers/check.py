@@ -4,10 +4,10 @@ A layout that silently computes something else is the most expensive mistake in 
 user's own data, loss, optimizer settings and layout are run on a small model of the same family (fp32,
 fresh weights), and beside it transformers and plain PyTorch run the same sequences one by one. What is
 compared comes in the order in which a mistake would show: log-probs, the load-balancing loss of experts
-where there is one, loss, the gradients' norm, every gradient, every weight after the step; then what
-several ranks have of the same tensors with each other. PPO's critic is compared after the policy. Left
-out: the generator, whose log-probs the tests hold to the engine's, Muon, in whose place AdamW steps, and
-speed.
+where there is one, loss, the gradients' norm, every gradient as it was before clipping, every weight
+after the step; then what several ranks have of the same tensors with each other. PPO's critic is compared
+after the policy. Left out: the generator, whose log-probs the tests hold to the engine's, Muon, in whose
+place AdamW steps, and speed.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ TOLERANCE = 3e-5
 """Relative difference (2-norm) that fp32 arithmetic in another order may make; 1e-5 is seen in the first layer's gradients."""
 _ADAPTER_SCALE = 0.1
 _BALANCE, _COPIES = "load-balancing loss", "copies"
+_OF_PARAMETERS = ("gradient of ", "weight ")
 
 Tensors = Mapping[str, Tensor]
 """By name; whole tensors on the CPU."""
@@ -167,14 +168,16 @@ def compared(
     loss: LossFn,
     hf_config: PretrainedConfig,
 ) -> list[Difference]:
-    """How far one step of an engine, filled by `fill`, is from plain PyTorch. Collective; the same on every rank."""
+    """How far one step of an engine, filled by `fill`, is from plain PyTorch, at the worst of the ranks. Collective; the same on every rank."""
     tokens = sum(len(example.token_ids) for example in examples)
     budget = max(LONGEST, tokens // (2 * engine.layout.data_size))
     flops = count_flops(hf_config)
     batch = make_batch(examples, engine.layout, budget, flops, _temperature(config))
     found = step_of_engine(engine, batch, loss, config.optim)
     wanted = plain_step(config, hf_config, examples, loss)
-    return compare(found, wanted, config.optim, _said(hf_config))
+    mine = compare(found, wanted, config, _said(hf_config))
+    ranks = zip(*gather_objects(mine, engine.layout), strict=True)
+    return [max(each, key=lambda d: math.inf if math.isnan(d.error) else d.error) for each in ranks]
 
 
 def _temperature(config: RunConfig) -> float:
@@ -382,12 +385,13 @@ def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float)
 
 
 def compare(
-    found: Outcome, wanted: Outcome, optim: OptimConfig, said: str = "log-probs"
+    found: Outcome, wanted: Outcome, config: RunConfig, said: str = "log-probs"
 ) -> list[Difference]:
     """Every tensor, in the order in which a mistake would show.
 
-    The weights are held to AdamW's first step from the gradients that the layout had, because the
-    sign of a gradient of nearly 0 decides a whole step of that weight.
+    The gradients are those before clipping, which would spread a mistake in one to all. The weights are
+    held to AdamW's first step from the gradients that the layout had, clipped, because the sign of a
+    gradient of nearly 0 decides a whole step of that weight.
     """
     differences = [
         _difference(f"{said} of {n}", found.logprobs, n, t) for n, t in wanted.logprobs.items()
@@ -395,18 +399,26 @@ def compare(
     numbers = [("loss", found.loss, wanted.loss), ("gradient norm", found.norm, wanted.norm)]
     if wanted.balance:
         numbers.insert(0, (_BALANCE, found.balance, wanted.balance))
-    for what, mine, theirs in numbers:
-        differences.append(
-            _difference(what, {what: torch.tensor(mine)}, what, torch.tensor(theirs))
-        )
-    for name, gradient in wanted.gradients.items():
-        differences.append(_difference(f"gradient of {name}", found.gradients, name, gradient))
+    differences += [
+        _difference(what, {what: torch.tensor(number)}, what, torch.tensor(right))
+        for what, number, right in numbers
+    ]
+    clip = config.engine.max_grad_norm
+    mine, theirs = _unclipped(found, clip), _unclipped(wanted, clip)
+    differences += [_difference(f"gradient of {n}", mine, n, g) for n, g in theirs.items()]
+    optim = config.optim
     for name, weight in wanted.weights.items():
         gradient = found.gradients.get(name, torch.zeros(()))
         decay = optim.weight_decay if is_matrix(name, weight.ndim) else 0.0
         expected = weight - LR * (decay * weight + gradient / (gradient.abs() + optim.eps))
         differences.append(_difference(f"weight {name}", found.weights, name, expected))
     return [*differences, *found.copies]
+
+
+def _unclipped(outcome: Outcome, max_norm: float) -> dict[str, Tensor]:
+    """Its gradients before clipping: what they were clipped by follows from their norm."""
+    factor = min(1.0, max_norm / (outcome.norm + 1e-6)) if math.isfinite(outcome.norm) else 1.0
+    return {name: gradient / factor for name, gradient in outcome.gradients.items()}
 
 
 def _difference(what: str, found: Tensors, name: str, wanted: Tensor) -> Difference:
@@ -419,12 +431,18 @@ def _difference(what: str, found: Tensors, name: str, wanted: Tensor) -> Differe
 
 
 def require_equal(differences: Sequence[Difference], layout: Layout) -> None:
-    """Raise `BurnishError` that names the first difference, and how many there are."""
+    """Raise `BurnishError` that names the first difference and the first of a parameter, and says how many there are."""
     wrong = [each for each in differences if not each.error <= TOLERANCE]
     if wrong:
+        first, of_parameters = wrong[0], [d for d in wrong if d.what.startswith(_OF_PARAMETERS)]
+        named = of_parameters[0] if of_parameters else first
+        differs, apart = f"{first.what} differs", f"a relative difference of {first.error:.1e}"
+        if named is not first:
+            differs += f", and of the parameters first the {named.what}"
+            apart = f"relative differences of {first.error:.1e} and {named.error:.1e}"
         raise BurnishError(
-            f"{layout.world} processes do not compute what one plain process does: {wrong[0].what} differs",
-            have=f"a relative difference of {wrong[0].error:.1e}; {len(wrong)} of {len(differences)} tensors differ",
+            f"{layout.world} processes do not compute what one plain process does: {differs}",
+            have=f"{apart}; {len(wrong)} of {len(differences)} tensors differ",
             want=f"at most {TOLERANCE:.0e} in fp32",
             do="do not train at this layout; report it with this configuration",
         )

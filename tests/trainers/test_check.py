@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from faulty_engines import ENGINES
+from faulty_engines import ENGINES, OneGradient
 from tiny import FAMILIES, save_tiny, tiny_config
 from tokenizers_for_tests import char_tokenizer
 from training_files import RL, SFT, burnish, done, make_files
@@ -27,6 +27,7 @@ from burnish.errors import BurnishError
 from burnish.parallel.layout import Layout
 from burnish.parallel.processes import process_group
 from burnish.trainers.check import (
+    TOLERANCE,
     compared,
     critic_config,
     critic_material,
@@ -98,6 +99,8 @@ class Checked:
     compared: tuple[str, ...]
     worst: float
     """The largest difference."""
+    wrong: tuple[str, ...]
+    """What differs by more than is allowed."""
 
     @property
     def kinds(self) -> list[str]:
@@ -122,7 +125,8 @@ def check_rank(layout: Layout, case: Case) -> Checked:
     except BurnishError as error:
         refusal = str(error)
     compared_things = tuple(d.what for d in differences)
-    return Checked(refusal, compared_things, max(d.error for d in differences))
+    wrong = tuple(d.what for d in differences if d.error > TOLERANCE)
+    return Checked(refusal, compared_things, max(d.error for d in differences), wrong)
 
 
 def checked(world: int, *cases: Case) -> list[Checked]:
@@ -173,22 +177,57 @@ def test_every_family_passes(root: Path) -> None:
 
 FAULTS = {
     "WithoutSync": "gradient norm",
+    "WithoutTensorSum": "gradient norm",
     "Averaging": "gradient norm",
     "ScaledLoss": "loss",
     "OffByOne": "loss",
-    "WrongBalance": "load-balancing loss",
-    "WrongBalanceGradient": "gradient norm",
 }
 """And what differs first."""
+DEGREES = ({}, {"sequence_parallel": 2}, {"tensor_parallel": 2}, {"replicas": 2})
 PLAIN = "2 processes do not compute what one plain process does: "
 
 
-def test_planted_faults_are_found_and_named(root: Path) -> None:
-    balanced = evened(root, "mixtral", SFT)
+def sharing(root: Path, degrees: dict[str, int]) -> RunConfig:
+    """A layout of the torch engine, with gradients that are clipped a lot."""
+    return config_of(root, SFT, engine={"precision": "fp32", "max_grad_norm": 0.01} | degrees)
+
+
+def test_planted_faults_are_found_and_named_at_every_layout(root: Path) -> None:
+    missing = {True: "WithoutSync", False: "WithoutTensorSum"}  # by what a layout does not have
     cases = [
-        Case(balanced if "Balance" in fault else config_of(root, SFT), fault) for fault in FAULTS
+        Case(sharing(root, degrees), fault)
+        for degrees in DEGREES
+        for fault in FAULTS
+        if fault != missing["tensor_parallel" in degrees]
     ]
-    for (fault, first), found in zip(FAULTS.items(), checked(2, *cases), strict=True):
+    for case, found in zip(cases, checked(2, *cases), strict=True):
+        layout = (case.config.engine, case.kind)
+        first, *_ = found.refusal.splitlines()
+        said = f"{PLAIN}{FAULTS[case.kind]} differs, and of the parameters first the gradient of "
+        assert first.startswith(said), layout
+        wrong = [each for each in found.wrong if each.startswith("gradient of ")]
+        assert wrong[0] == f"gradient of {first.removeprefix(said)}", layout
+        if case.kind == "WithoutTensorSum":  # the norms are what tensor ranks have whole
+            gradients = [each for each in found.compared if each.startswith("gradient of ")]
+            assert wrong == [each for each in gradients if each.endswith("norm.weight")], layout
+
+
+def test_a_fault_in_one_gradient_is_found_in_that_alone_at_every_layout(root: Path) -> None:
+    cases = [Case(sharing(root, degrees), "OneGradient") for degrees in DEGREES]
+    at_fault = f"gradient of {OneGradient.parameter}"
+    for case, found in zip(cases, checked(2, *cases), strict=True):
+        assert found.wrong == ("gradient norm", at_fault), case.config.engine
+        assert f"{PLAIN}gradient norm differs, and of the parameters first the {at_fault}\n" in (
+            found.refusal
+        )
+        assert " and 1.0e-01; 2 of " in found.refusal
+
+
+def test_a_wrong_balance_is_found_and_named(root: Path) -> None:
+    balanced = evened(root, "mixtral", SFT)
+    faults = {"WrongBalance": "load-balancing loss", "WrongBalanceGradient": "gradient norm"}
+    cases = [Case(balanced, fault) for fault in faults]
+    for (fault, first), found in zip(faults.items(), checked(2, *cases), strict=True):
         assert f"{PLAIN}{first} differs" in found.refusal, fault
 
 
