@@ -77,7 +77,7 @@ def _accelerator() -> Iterator[torch.device]:
         yield torch.device(NAME, 0)
 
 
-def _has_varlen_kernel(query: Tensor) -> bool:
+def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
     """It has. (A mock that is to say so would remember the queries of every call, and their graphs.)"""
     return True
 
