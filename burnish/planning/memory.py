@@ -266,8 +266,9 @@ class Needs:
         for beside in self._gatherings():
             yield self._moment(gathered=share.root + beside, gradients=earlier)
         last = self.tokens * self._model.hidden + 4 * self._scored * self._model.hidden
+        left = share.largest_gathered if self._regathers else self._layers_there
         yield self._moment(
-            gathered=share.root + self._layers_there,
+            gathered=share.root + left,
             activations=self._ended(kept) + last,
             logits=self._logits_most,
             gradients=earlier,
