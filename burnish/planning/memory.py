@@ -275,8 +275,9 @@ class Needs:
         )
         for (layer, _, passes), own in zip(self._model.layers, kept, strict=True):
             others_keep = self._beside(own, kept)
+            then = max(0.0, others_keep - min(kept))
             for moment in passes.backward:
-                yield from self._backward(layer, moment, earlier, others_keep)
+                yield from self._backward(layer, moment, earlier, others_keep, then)
         waiting = earlier if self._reduces_each else 0.0
         others = max(self._others, waiting)
         yield from self._reducing_root(max(_FP32 * share.trained_layers, waiting))
@@ -301,9 +302,9 @@ class Needs:
         yield self._moment(gathered=0, gradients=layers + kept, reducing=root)
 
     def _backward(
-        self, layer: Layer, moment: Moment, earlier: float, beside: float
+        self, layer: Layer, moment: Moment, earlier: float, beside: float, then: float
     ) -> Iterator[Parts]:
-        """A layer's moment where it runs backward first, last, and last but one; `earlier` are bytes of gradients of micro-batches before, `beside` what other layers keep."""
+        """A layer's moment where it runs backward first, last, and second or last but one; `earlier` are bytes of gradients of micro-batches before, `beside` what other layers keep, `then` once one has run."""
         share = self._share
         inner = self.tokens * moment.tokens
         own = earlier + self._model.bytes * moment.weights + self._logits.gradient
@@ -324,6 +325,11 @@ class Needs:
                 gathered=gathered,
                 activations=beside + inner,
                 gradients=own + before + at_last,
+            )
+        elif self._model.shape.depth > 1:
+            before = 0.0 if earlier else _FP32 * share.trained(layer)
+            yield self._moment(
+                gathered=gathered, activations=then + inner, gradients=own + before + at_last
             )
 
     def _kept(self, checkpointing: str) -> list[float]:
