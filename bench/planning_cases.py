@@ -202,7 +202,8 @@ def _rl_cases() -> Iterator[Case]:
     tensor, sequence = {"engine.tensor_parallel": 2}, {"engine.sequence_parallel": 2}
     background = {"checkpoint.background": True}
     yield _small("qwen3", "bf16", "none", 1, background, "rl")
-    for more in (background, tensor, sequence, {"model.lora.rank": 16}):
+    wide = {"model.lora.rank": 64}
+    for more in (background, tensor, sequence, {"model.lora.rank": 16}, wide, wide | tensor):
         yield _small("qwen3", "bf16", "none", 2, more, "rl")
     yield _small("qwen3", "fp32", "none", 2, {"engine.replicas": 2}, "rl")
     yield _small("qwen3_moe", "bf16", "full", 2, {}, "rl")

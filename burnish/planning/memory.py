@@ -266,16 +266,16 @@ class Needs:
         for beside in self._gatherings():
             yield self._moment(gathered=share.root + beside, gradients=earlier)
         last = self.tokens * self._model.hidden + 4 * self._scored * self._model.hidden
-        left = share.largest_gathered if self._regathers else self._layers_there
         yield self._moment(
-            gathered=share.root + left,
+            gathered=share.root + self._layers_left,
             activations=self._ended(kept) + last,
             logits=self._logits_most,
             gradients=earlier,
         )
         for (layer, _, passes), own in zip(self._model.layers, kept, strict=True):
             others_keep = self._beside(own, kept)
-            then = max(0.0, others_keep - min(kept))
+            offloads = self._config.engine.activation_offload  # as many layers beside it as ever
+            then = others_keep if offloads else max(0.0, others_keep - min(kept))
             for moment in passes.backward:
                 yield from self._backward(layer, moment, earlier, others_keep, then)
         waiting = earlier if self._reduces_each else 0.0
@@ -319,15 +319,10 @@ class Needs:
         yield self._moment(  # all other gradients are there
             gathered=gathered, activations=inner, gradients=own + reduced + at_last
         )
-        if self._config.engine.activation_offload:  # as many layers beside it as ever
-            before = max(0.0, reduced - _FP32 * share.trained(layer))
-            yield self._moment(
-                gathered=gathered,
-                activations=beside + inner,
-                gradients=own + before + at_last,
-            )
-        elif self._model.shape.depth > 1:
-            before = 0.0 if earlier else _FP32 * share.trained(layer)
+        if self._model.shape.depth > 1:
+            one = _FP32 * share.trained(layer)
+            offloads = self._config.engine.activation_offload
+            before = max(0.0, reduced - one) if offloads else min(reduced, one)
             yield self._moment(
                 gathered=gathered, activations=then + inner, gradients=own + before + at_last
             )
@@ -355,9 +350,13 @@ class Needs:
 
     @property
     def _layers_there(self) -> int:
-        """Elements of gathered layers between forward and backward pass."""
-        whole = self._share.largest_gathered
-        return 2 * whole if self._regathers else self._share.gathered_layers
+        """Elements of gathered layers while one runs: its own, and those of the next, which come meanwhile."""
+        return 2 * self._layers_left if self._regathers else self._layers_left
+
+    @property
+    def _layers_left(self) -> int:
+        """The same between forward and backward pass: FSDP2 has what it received last until it receives more."""
+        return self._share.largest_gathered if self._regathers else self._share.gathered_layers
 
     @property
     def _earlier(self) -> float:
