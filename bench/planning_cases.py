@@ -202,7 +202,8 @@ def _rl_cases() -> Iterator[Case]:
     tensor, sequence = {"engine.tensor_parallel": 2}, {"engine.sequence_parallel": 2}
     background = {"checkpoint.background": True}
     yield _small("qwen3", "bf16", "none", 1, background, "rl")
-    for more in (background, tensor, sequence, {"model.lora.rank": 16}):
+    wide = {"model.lora.rank": 64}
+    for more in (background, tensor, sequence, {"model.lora.rank": 16}, wide, wide | tensor):
         yield _small("qwen3", "bf16", "none", 2, more, "rl")
     yield _small("qwen3", "fp32", "none", 2, {"engine.replicas": 2}, "rl")
     yield _small("qwen3_moe", "bf16", "full", 2, {}, "rl")
@@ -223,6 +224,9 @@ def _full_cases() -> Iterator[Case]:
     yield _full("8B", "selective", 8192, 64, 151936, {"engine.tensor_parallel": 8})
     yield _full("0.6B", "selective", 2048, 1, 151936)
     yield _full("8B", "full", 2048, 64, 151936, {"engine.replicas": 2})
+    adapter = {"model.lora.rank": 64}
+    yield _full("8B", "none", 4096, 8, 32768, adapter)
+    yield _full("8B", "none", 4096, 8, 32768, adapter | {"engine.tensor_parallel": 8})
 
 
 def _full(
@@ -260,6 +264,15 @@ def _other_cases() -> Iterator[Case]:
     adapter, critic = {"model.lora.rank": 16}, {"algorithm.advantage": "gae"}
     for processes in (1, 2):
         yield _small("qwen3", "bf16", "none", processes, adapter)
+        yield _small("gemma3_text", "bf16", "none", processes, adapter)
+    yield _small("olmo2", "bf16", "none", 1, adapter)
+    wide, tensor = {"model.lora.rank": 64}, {"engine.tensor_parallel": 2}
+    for checkpointing in ("none", "selective"):
+        yield _small("qwen3", "bf16", checkpointing, 2, wide | tensor)
+    for each in (wide, wide | tensor, wide | {"engine.tensor_parallel": 4}):
+        yield _small("llama", "bf16", "none", 4, each)
+    experts = {"model.lora.targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}
+    yield _small("qwen3_moe", "bf16", "none", 2, wide | tensor | experts)
     yield _small("llama", "fp32", "selective", 1, adapter)
     for targets in (("q_proj", "o_proj"), ("experts.gate_up_proj", "experts.down_proj")):
         yield _small(

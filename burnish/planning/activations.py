@@ -93,7 +93,7 @@ class LayerWriter:
         self._tape.add([f"{name}/part"], {name: self._hidden})
 
     def _norm(self, source: str, name: str, size: float) -> str:
-        """An RMSNorm; the fused one keeps its input, transformers' what it computes in fp32 as well."""
+        """An RMSNorm; the fused one keeps its input, transformers' what it computes in fp32 as well, the last of it for the gradient of its weight."""
         if self._family.fused:
             self._tape.add([source], {name: size, f"{name}/r": _FP32}, [source, f"{name}/r"])
             return name
@@ -105,21 +105,24 @@ class LayerWriter:
         self._tape.add(
             [exact], {f"{name}/normed": wide}, [exact], scratch=wide, scratch_backward=2 * wide
         )
-        self._tape.add([f"{name}/normed"], {f"{name}/wide": wide}, [f"{name}/normed"])
+        keeps = [f"{name}/normed"] if self._lora is None else []
+        self._tape.add([f"{name}/normed"], {f"{name}/wide": wide}, keeps)
         if self._bytes == _FP32:
             return f"{name}/wide"
         self._tape.add([f"{name}/wide"], {name: size})
         return name
 
     def _linear(self, source: str, name: str, size: float, elements: int) -> None:
-        if not adapts(self._lora, _LINEAR.get(name, "")):
+        target = _LINEAR.get(name, "")
+        if not adapts(self._lora, target):
             self._product(source, name, size, elements // self._tensor)
             return
+        a, b = self._factors(target)
         base, narrow, wide, scaled = (f"{name}/{each}" for each in ("base", "a", "b", "s"))
         rank = self._rank
         self._tape.add([source], {base: size}, product=True)
-        self._tape.add([source], {narrow: rank}, [source], product=True)
-        self._tape.add([narrow], {wide: size}, [narrow], product=True)
+        self._tape.add([source], {narrow: rank}, [source], weight=a, product=True)
+        self._tape.add([narrow], {wide: size}, [narrow], weight=b, product=True)
         self._tape.add([wide], {scaled: size})
         self._tape.add([base, scaled], {name: size})
 
@@ -128,6 +131,13 @@ class LayerWriter:
         trained = self._lora is None
         keeps, weight = ([source], elements) if trained else ([], 0)
         self._tape.add([source], {name: size}, keeps, weight=weight, product=True)
+
+    def _factors(self, target: str) -> tuple[int, int]:
+        """Elements that a process has of A and B of the adapter beside a weight, gathered."""
+        assert self._lora is not None
+        (weight,) = (w for w in self._layer.weights if w.linear == target)
+        a, b = weight.factors(self._lora.rank)
+        return a.held(1, self._tensor), b.held(1, self._tensor)
 
     @property
     def _rank(self) -> float:
@@ -141,9 +151,10 @@ class LayerWriter:
             return
         base, narrow, wide = (f"{name}/{each}" for each in ("base", "a", "b"))
         rank = self._layer.chosen * -(-self._rank // (8 * self._bytes)) * 8 * self._bytes
+        a, b = self._factors(target)
         self._tape.add([source], {base: size}, product=True)
-        self._tape.add([source], {narrow: rank}, [source], product=True)
-        self._tape.add([narrow], {wide: size}, [narrow], product=True)
+        self._tape.add([source], {narrow: rank}, [source], weight=a, product=True)
+        self._tape.add([narrow], {wide: size}, [narrow], weight=b, product=True)
         self._tape.add([base, wide], {name: size})
 
     def _attention(self, source: str) -> None:

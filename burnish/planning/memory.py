@@ -62,7 +62,7 @@ class Needs:
         self._reduces_each = engine.reduce_each_microbatch and layout.shards > 1
         self._copies = int(model.cpu and layout.shards > 1)  # gloo has a collective's tensors twice
         self._trained = model.lora is None
-        self._share = Share(model.shape, layout)
+        self._share = Share(model.shape, layout, model.lora)
         self._slots = Slots(self._share, config, model.lora)
         self._critic = self._companion(model.critic) if work.critic else None
         self._judges = [self._companion(judge) for judge in judges]
@@ -262,68 +262,69 @@ class Needs:
     def _update(self, checkpointing: str) -> Iterator[Parts]:
         """The moments of forward, backward and optimizer step that can be the fullest."""
         kept = self._kept(checkpointing)
-        share, trained, earlier = self._share, int(self._trained), self._earlier
+        share, earlier = self._share, self._earlier
         for beside in self._gatherings():
             yield self._moment(gathered=share.root + beside, gradients=earlier)
         last = self.tokens * self._model.hidden + 4 * self._scored * self._model.hidden
         yield self._moment(
-            gathered=share.root + self._layers_there,
+            gathered=share.root + self._layers_left,
             activations=self._ended(kept) + last,
             logits=self._logits_most,
             gradients=earlier,
         )
         for (layer, _, passes), own in zip(self._model.layers, kept, strict=True):
             others_keep = self._beside(own, kept)
+            offloads = self._config.engine.activation_offload  # as many layers beside it as ever
+            then = others_keep if offloads else max(0.0, others_keep - min(kept))
             for moment in passes.backward:
-                yield from self._backward(layer, moment, earlier, others_keep)
+                yield from self._backward(layer, moment, earlier, others_keep, then)
         waiting = earlier if self._reduces_each else 0.0
         others = max(self._others, waiting)
-        yield from self._reducing_root(max(_FP32 * trained * share.layers, waiting))
+        yield from self._reducing_root(max(_FP32 * share.trained_layers, waiting))
         yield self._moment(
             gathered=share.root,
             gradients=self._logits.gradient + others,
-            reducing=share.largest_gathered,
+            reducing=share.largest_trained,
         )
-        largest = share.largest_weight
-        yield self._moment(gathered=0, gradients=_FP32 * trained * (share.all + largest))
+        reduced = _FP32 * float(share.trained_all)
+        yield self._moment(gathered=0, gradients=reduced + _FP32 * share.largest_weight)
         for parts in self._slots.steps():
-            yield self._moment(gathered=0, gradients=_FP32 * trained * share.all) | parts
+            yield self._moment(gathered=0, gradients=reduced) | parts
 
     def _reducing_root(self, layers: float) -> Iterator[Parts]:
         """The end of the backward pass, beside so many bytes of the layers' gradients: what is sent is filled, then sent."""
-        root, kept = self._share.root, 0.0
+        root, kept = self._share.trained_root, 0.0
         if self._layout.shards > 1:
-            whole = (_FP32 + self._model.bytes) * root * int(self._trained)
+            whole = (_FP32 + self._model.bytes) * root
             yield self._moment(gathered=0, gradients=layers + whole)
             # FSDP2 has the last gradient of a group until the group is reduced.
             kept = 0.0 if self._share.shape.tied else self._logits.gradient
         yield self._moment(gathered=0, gradients=layers + kept, reducing=root)
 
     def _backward(
-        self, layer: Layer, moment: Moment, earlier: float, beside: float
+        self, layer: Layer, moment: Moment, earlier: float, beside: float, then: float
     ) -> Iterator[Parts]:
-        """A layer's moment where it runs backward first, last, and last but one; `earlier` are bytes of gradients of micro-batches before, `beside` what other layers keep."""
-        share, trained = self._share, int(self._trained)
-        size = share.largest_gathered
+        """A layer's moment where it runs backward first, last, and second or last but one; `earlier` are bytes of gradients of micro-batches before, `beside` what other layers keep, `then` once one has run."""
+        share = self._share
         inner = self.tokens * moment.tokens
-        own = earlier + self._model.bytes * moment.weights * trained + self._logits.gradient
+        own = earlier + self._model.bytes * moment.weights + self._logits.gradient
         yield self._moment(  # everything else is still kept
             gathered=share.root + self._layers_there,
             activations=beside + inner,
             gradients=own,
         )
         reduced = 0.0 if earlier else self._others
-        at_last = _FP32 * size * trained
-        gathered = share.root + (2 if self._regathers else 1) * size
+        at_last = _FP32 * share.largest_trained
+        gathered = share.root + (2 if self._regathers else 1) * share.largest_gathered
         yield self._moment(  # all other gradients are there
             gathered=gathered, activations=inner, gradients=own + reduced + at_last
         )
-        if self._config.engine.activation_offload:  # as many layers beside it as ever
-            before = max(0.0, reduced - _FP32 * trained * share.held(layer.weights))
+        if self._model.shape.depth > 1:
+            one = _FP32 * share.trained(layer)
+            offloads = self._config.engine.activation_offload
+            before = max(0.0, reduced - one) if offloads else min(reduced, one)
             yield self._moment(
-                gathered=gathered,
-                activations=beside + inner,
-                gradients=own + before + at_last,
+                gathered=gathered, activations=then + inner, gradients=own + before + at_last
             )
 
     def _kept(self, checkpointing: str) -> list[float]:
@@ -349,23 +350,27 @@ class Needs:
 
     @property
     def _layers_there(self) -> int:
-        """Elements of gathered layers between forward and backward pass."""
-        whole = self._share.largest_gathered
-        return 2 * whole if self._regathers else self._share.gathered_layers
+        """Elements of gathered layers while one runs: its own, and those of the next, which come meanwhile."""
+        return 2 * self._layers_left if self._regathers else self._layers_left
+
+    @property
+    def _layers_left(self) -> int:
+        """The same between forward and backward pass: FSDP2 has what it received last until it receives more."""
+        return self._share.largest_gathered if self._regathers else self._share.gathered_layers
 
     @property
     def _earlier(self) -> float:
         """Bytes of the gradients of earlier micro-batches, which are whole where they wait to be reduced."""
-        if self.microbatches == 1 or not self._trained:
+        if self.microbatches == 1:
             return 0.0
-        return _FP32 * float(self._share.all if self._reduces_each else self._share.gathered)
+        shards = 1 if self._reduces_each else self._layout.shards
+        return _FP32 * float(self._share.trained_all * shards)
 
     @property
     def _others(self) -> float:
         """Bytes of the gradients of all layers but one."""
         share = self._share
-        held = share.layers - share.held(share.largest_layer.weights)
-        return _FP32 * float(held) * int(self._trained)
+        return _FP32 * float(share.trained_layers - share.trained(share.largest_layer))
 
     def _moment(
         self,
@@ -377,16 +382,12 @@ class Needs:
         reducing: float = 0.0,
     ) -> Parts:
         """One moment of the update; `gathered` and `reducing` count elements, the others bytes."""
-        if self._trained:
-            # FSDP2 reduces from an fp32 copy, into the gradient; alone it divides into a third one.
-            shards = self._layout.shards
-            copies = 3 if shards == 1 else 1 + self._copies + 1 / shards
-            gradients += _FP32 * reducing * copies
-        else:
-            gradients += _FP32 * self._adapter
+        # FSDP2 reduces from an fp32 copy, into the gradient; alone it divides into a third one.
+        shards = self._layout.shards
+        copies = 3 if shards == 1 else 1 + self._copies + 1 / shards
         return {
             "gathered": float(self._model.bytes * gathered),
-            "gradients": float(gradients),
+            "gradients": float(gradients + _FP32 * reducing * copies),
             "activations": activations,
             "logits": logits,
         }

@@ -22,6 +22,8 @@ from burnish.planning.pipelines import Pipelines
 
 BLOCK = 256
 """Neighbours in a row that share a scale where moments have 8 bits."""
+_CUT_BY_COLUMNS = ("o_proj", "down_proj")
+"""Ends of the names of those linear layers that tensor parallelism cuts by columns."""
 Norms = Literal["none", "head", "full"]
 """Whether queries and keys are normalized: not, each head by itself, or all heads together."""
 
@@ -108,6 +110,16 @@ class Weight:
         blocks = self.columns // width * -(-width // BLOCK)
         return -(-self.rows // shards) * blocks // parts
 
+    def factors(self, rank: int) -> tuple[Weight, Weight]:
+        """A and B of an adapter of this rank beside it; tensor parallelism divides B where it cuts rows of this weight, A where columns."""
+        width, inner = self.width or self.columns, rank * self.joined
+        by_columns = self.linear.endswith(_CUT_BY_COLUMNS)
+        rows = self.elements // (self.joined * width)
+        return (
+            Weight(inner, width, self.shared and by_columns),
+            Weight(rows, inner, self.shared and not by_columns),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -143,10 +155,11 @@ class Layer:
         """An adapter: two narrow matrices beside that of each linear layer that it is for."""
         for weight in self.weights:
             if adapts(lora, weight.linear):
-                width = weight.width or weight.columns
-                yield Weight(lora.rank * weight.joined, width)
-                rows = weight.elements // (weight.joined * width)
-                yield Weight(rows, lora.rank * weight.joined)
+                yield from weight.factors(lora.rank)
+
+    def trained(self, lora: LoraConfig | None) -> tuple[Weight, ...]:
+        """Its parameters, or those of its adapter in their place."""
+        return self.weights if lora is None else tuple(self.adapter(lora))
 
 
 def adapts(lora: LoraConfig | None, linear: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from burnish.config.schema import EngineConfig
+from burnish.config.schema import EngineConfig, LoraConfig
 from burnish.planning.shape import Layer, ModelShape, Weight
 
 
@@ -44,10 +44,11 @@ class Layout:
 
 
 class Share:
-    """What the process that holds most has of a model, in elements."""
+    """What the process that holds most has of a model and its adapter, in elements."""
 
-    def __init__(self, shape: ModelShape, layout: Layout) -> None:
-        self.shape, self.layout = shape, layout
+    def __init__(self, shape: ModelShape, layout: Layout, lora: LoraConfig | None = None) -> None:
+        """`lora`: the adapter that is trained in the model's place."""
+        self.shape, self.layout, self.lora = shape, layout, lora
 
     def held(self, weights: Iterable[Weight]) -> int:
         """Of these."""
@@ -59,7 +60,7 @@ class Share:
 
     @cached_property
     def layers(self) -> int:
-        """Of all layers."""
+        """Of all the model's layers."""
         return sum(self.held(layer.weights) * n for layer, n in self.shape.layers)
 
     @cached_property
@@ -72,15 +73,21 @@ class Share:
         """Of what is outside the layers, gathered."""
         return self.whole(self.shape.root)
 
-    @cached_property
-    def gathered(self) -> int:
-        """Of the model, gathered."""
-        return self.all * self.layout.shards
-
     @property
+    def gathered(self) -> int:
+        """Of the model and its adapter, gathered."""
+        return self.root + self.gathered_layers
+
+    @cached_property
     def gathered_layers(self) -> int:
-        """Of all layers, gathered."""
-        return self.layers * self.layout.shards
+        """Of all layers and their adapters, gathered."""
+        return sum(self._gathered(layer) * n for layer, n in self.shape.layers)
+
+    def _gathered(self, layer: Layer) -> int:
+        """Of a layer and its adapter, gathered."""
+        return self.whole(layer.weights) + (
+            0 if self.lora is None else self.whole(layer.adapter(self.lora))
+        )
 
     @cached_property
     def matrices(self) -> int:
@@ -97,11 +104,36 @@ class Share:
 
     @cached_property
     def largest_gathered(self) -> int:
-        """Of that layer, gathered."""
-        return self.whole(self.largest_layer.weights)
+        """Of that layer and its adapter, gathered."""
+        return self._gathered(self.largest_layer)
+
+    def trained(self, layer: Layer) -> int:
+        """Of what is trained of a layer."""
+        return self.held(layer.trained(self.lora))
+
+    @cached_property
+    def trained_layers(self) -> int:
+        """Of what is trained of all layers."""
+        return sum(self.trained(layer) * n for layer, n in self.shape.layers)
+
+    @property
+    def trained_root(self) -> int:
+        """Of what is trained outside the layers, gathered."""
+        return self.root if self.lora is None else 0
+
+    @cached_property
+    def trained_all(self) -> int:
+        """Of what is trained."""
+        return self.trained_layers + self.trained_root // self.layout.shards
+
+    @property
+    def largest_trained(self) -> int:
+        """Of what is trained of the largest layer, gathered."""
+        return self.trained(self.largest_layer) * self.layout.shards
 
     @cached_property
     def largest_weight(self) -> int:
-        """Of the weight that it holds most of."""
-        weights = [*self.shape.root, *(w for layer, _ in self.shape.layers for w in layer.weights)]
+        """Of the weight that it holds most of, of those that are trained."""
+        weights = [w for layer, _ in self.shape.layers for w in layer.trained(self.lora)]
+        weights += self.shape.root if self.lora is None else ()
         return max(self.held([weight]) for weight in weights)

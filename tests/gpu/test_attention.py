@@ -61,8 +61,10 @@ def test_a_gpu_takes_the_kernel() -> None:
     if torch.version.cuda is None or torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("the kernel needs compute capability 8.0")
     query = torch.zeros(1, 2, 5, 32, device="cuda")
-    assert _has_varlen_kernel(query.bfloat16())
-    assert not _has_varlen_kernel(query)
+    half = query.bfloat16()
+    assert _has_varlen_kernel(half, half)
+    assert not _has_varlen_kernel(half, half[..., :16])
+    assert not _has_varlen_kernel(query, query)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -6,6 +6,7 @@ from tiny import tiny_config
 from transformers import AutoConfig
 
 from burnish.config.schema import LoraConfig
+from burnish.engines.tensor_parallel import TESTED_FAMILIES, _layer_cuts, layer_plan
 from burnish.errors import IncompatibleError, UsageError
 from burnish.models.building import build_on_meta
 from burnish.models.counting import count_flops
@@ -48,6 +49,27 @@ def test_an_adapter_may_be_for_what_the_built_model_has(family):
     assert all(shape.adapter(LoraConfig(rank=2, targets=[kind])) for kind in kinds)
     with pytest.raises(IncompatibleError, match="no linear layers lm_head"):
         shape.adapter(LoraConfig(rank=2, targets=["q_proj", "lm_head"]))
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("family", sorted(TESTED_FAMILIES))
+def test_tensor_ranks_have_of_an_adapter_what_the_engine_leaves_them(family, experts):
+    config = tiny_config(family)
+    shape, model = ModelShape.of(config.to_dict()), build_on_meta(config)
+    if experts and not shape.family.experts:
+        pytest.skip("no experts")
+    mlp = [] if shape.family.experts else ["up_proj", "down_proj"]
+    mlp = ["experts.gate_up_proj", "experts.down_proj"] if experts else mlp
+    lora = LoraConfig(rank=2, targets=["q_proj", "v_proj", "o_proj", *mlp])
+    factors = {region.parameter for region in Adapter(model, lora).weights}
+    cuts = dict(_layer_cuts(model, layer_plan(config), 0, 2))
+    held = sum(
+        parameter.numel() // (2 if name in cuts else 1)
+        for name, parameter in model.named_parameters()
+        if name in factors
+    )
+    assert held < shape.adapter(lora)
+    assert held == sum(w.held(1, 2) * n for layer, n in shape.layers for w in layer.adapter(lora))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
