@@ -27,6 +27,9 @@ _LAYERS = 32
 """With more items per bin than this, differencing is no better than the other methods, and slower."""
 _GIVEN, _TAKEN, _SEARCHED = 32, 32, 256
 """Items of the costly bin, and of cheaper ones, among which the best exchange is looked for, and any at all."""
+_FEW = 8
+"""With at most so many items per bin, all equally many, the best exchange is looked for in all bins at once, which is quicker
+there; with more, costly bins hold most of what would be near the best cost."""
 _EXCHANGES_PER_BIN = 2
 _CLOSE_ENOUGH = 10_000
 """A bin that costs more than the mean by less than one part in this is left as it is."""
@@ -159,10 +162,12 @@ class _Division:
 
     def __init__(self, bins: Bins, items: _Lists, keep_counts: bool) -> None:
         self.bins, self._items = bins, items
+        self._keep_counts = keep_counts
         self._spare = [] if keep_counts else [_NOTHING]
         costs, sizes = items.costs.__getitem__, items.sizes.__getitem__
         self._fills = [sum(map(sizes, held)) for held in bins]
         self._ranking = sorted([(sum(map(costs, held)), index) for index, held in enumerate(bins)])
+        self._among_all = keep_counts and len(items.falling) <= _FEW * len(bins)
         self._mean = -(-sum(map(itemgetter(0), self._ranking)) // len(bins))
         self._enough = self._mean + self._mean // _CLOSE_ENOUGH
 
@@ -175,20 +180,34 @@ class _Division:
         return self._ranking[-1][0]
 
     def level(self) -> None:
-        """Improve the costliest bin again and again, a bounded number of times, passing over those that nothing improves."""
+        """Improve the costliest bin again and again, a bounded number of times.
+
+        One that nothing improves is passed over, because several bins may run one after the other; with equal counts
+        they run beside each other, and it is the end.
+        """
         if self.costliest() <= self._enough:
             return
         costs = self._items.costs
         self._held = [
             self._spare + sorted([(costs[item], item) for item in held]) for held in self.bins
         ]
+        best = self._best_of_all if self._among_all else self._best
+        if self._among_all:
+            self._rising = [(costs[item], item) for item in reversed(self._items.falling)]
+            self._home = [0] * len(costs)
+            for index, held in enumerate(self.bins):
+                for item in held:
+                    self._home[item] = index
+            self._loads = [load for load, _ in sorted(self._ranking, key=itemgetter(1))]
         for _ in range(_EXCHANGES_PER_BIN * len(self.bins)):
             if not self._ranking or self.costliest() <= self._enough:
                 break
             load, high = self._ranking.pop()
-            found = self._best(load, high)
+            found = best(load, high)
             if found is not None:
                 self._exchange(load, high, *found)
+            elif self._keep_counts:
+                break
         for held, entries in zip(self.bins, self._held, strict=True):
             held[:] = [item for _, item in entries[len(self._spare) :]]
 
@@ -226,11 +245,43 @@ class _Division:
                 break
         return found
 
+    def _best_of_all(self, load: int, high: int) -> tuple[int, _Entry, _Entry] | None:
+        """As `_best`, but of all bins: among all items, from those outwards that would be right for the cheapest bin."""
+        best, found = load, None
+        sizes, fills, loads, home = self._items.sizes, self._fills, self._loads, self._home
+        rising, limit = self._rising, self._items.limit
+        least, cheapest = fills[high] - limit, self._ranking[0][0]
+        wanted = min((load - cheapest) // 2, load - self._mean)
+        for given in reversed(self._held[high]):
+            cost, item = given
+            if best <= max(self._enough, load - cost + rising[0][0]):
+                break
+            middle = bisect_left(rising, (cost - wanted, -1))
+            for places in (range(middle, len(rising)), range(middle - 1, -1, -1)):
+                for place in places:
+                    taken = rising[place]
+                    change = cost - taken[0]
+                    if load - change >= best or cheapest + change >= best:
+                        break
+                    low = home[taken[1]]
+                    other = loads[low] + change
+                    fitting = least <= sizes[item] - sizes[taken[1]] <= limit - fills[low]
+                    if other < best and fitting:
+                        best = max(load - change, other, self._mean)
+                        found = low, given, taken
+        if found is None:
+            return None
+        low, given, taken = found
+        return bisect_left(self._ranking, (loads[low], low)), given, taken
+
     def _exchange(self, load: int, high: int, place: int, given: _Entry, taken: _Entry) -> None:
         other, low = self._ranking.pop(place)
         change = given[0] - taken[0]
         insort(self._ranking, (load - change, high))
         insort(self._ranking, (other + change, low))
+        if self._among_all:
+            self._loads[high], self._loads[low] = load - change, other + change
+            self._home[given[1]], self._home[taken[1]] = low, high
         self._move(given, high, low)
         if taken != _NOTHING:
             self._move(taken, low, high)
