@@ -187,23 +187,18 @@ class _Division:
         """
         if self.costliest() <= self._enough:
             return
+        if self._among_all:
+            self._level_among_all()
+            return
         costs = self._items.costs
         self._held = [
             self._spare + sorted([(costs[item], item) for item in held]) for held in self.bins
         ]
-        best = self._best_of_all if self._among_all else self._best
-        if self._among_all:
-            self._rising = [(costs[item], item) for item in reversed(self._items.falling)]
-            self._home = [0] * len(costs)
-            for index, held in enumerate(self.bins):
-                for item in held:
-                    self._home[item] = index
-            self._loads = [load for load, _ in sorted(self._ranking, key=itemgetter(1))]
         for _ in range(_EXCHANGES_PER_BIN * len(self.bins)):
             if not self._ranking or self.costliest() <= self._enough:
                 break
             load, high = self._ranking.pop()
-            found = best(load, high)
+            found = self._best(load, high)
             if found is not None:
                 self._exchange(load, high, *found)
             elif self._keep_counts:
@@ -245,43 +240,11 @@ class _Division:
                 break
         return found
 
-    def _best_of_all(self, load: int, high: int) -> tuple[int, _Entry, _Entry] | None:
-        """As `_best`, but of all bins: among all items, from those outwards that would be right for the cheapest bin."""
-        best, found = load, None
-        sizes, fills, loads, home = self._items.sizes, self._fills, self._loads, self._home
-        rising, limit = self._rising, self._items.limit
-        least, cheapest = fills[high] - limit, self._ranking[0][0]
-        wanted = min((load - cheapest) // 2, load - self._mean)
-        for given in reversed(self._held[high]):
-            cost, item = given
-            if best <= max(self._enough, load - cost + rising[0][0]):
-                break
-            middle = bisect_left(rising, (cost - wanted, -1))
-            for places in (range(middle, len(rising)), range(middle - 1, -1, -1)):
-                for place in places:
-                    taken = rising[place]
-                    change = cost - taken[0]
-                    if load - change >= best or cheapest + change >= best:
-                        break
-                    low = home[taken[1]]
-                    other = loads[low] + change
-                    fitting = least <= sizes[item] - sizes[taken[1]] <= limit - fills[low]
-                    if other < best and fitting:
-                        best = max(load - change, other, self._mean)
-                        found = low, given, taken
-        if found is None:
-            return None
-        low, given, taken = found
-        return bisect_left(self._ranking, (loads[low], low)), given, taken
-
     def _exchange(self, load: int, high: int, place: int, given: _Entry, taken: _Entry) -> None:
         other, low = self._ranking.pop(place)
         change = given[0] - taken[0]
         insort(self._ranking, (load - change, high))
         insort(self._ranking, (other + change, low))
-        if self._among_all:
-            self._loads[high], self._loads[low] = load - change, other + change
-            self._home[given[1]], self._home[taken[1]] = low, high
         self._move(given, high, low)
         if taken != _NOTHING:
             self._move(taken, low, high)
@@ -293,3 +256,58 @@ class _Division:
         size = self._items.sizes[entry[1]]
         self._fills[source] -= size
         self._fills[target] += size
+
+    def _level_among_all(self) -> None:
+        """The same for few items per bin and equal counts: of all exchanges the best, until nothing improves the costliest bin."""
+        costs, sizes, ranking = self._items.costs, self._items.sizes, self._ranking
+        self._rising = self._items.falling[::-1]
+        self._rising_costs = [costs[item] for item in self._rising]
+        self._home = [0] * len(costs)
+        for index, held in enumerate(self.bins):
+            for item in held:
+                self._home[item] = index
+        self._loads = [load for load, _ in sorted(ranking, key=itemgetter(1))]
+        for _ in range(_EXCHANGES_PER_BIN * len(self.bins)):
+            load, high = ranking.pop()
+            found = self._best_of_all(load, high) if load > self._enough else None
+            if found is None:
+                break
+            given, taken = found
+            low = self._home[taken]
+            del ranking[bisect_left(ranking, (self._loads[low], low))]
+            for item, source, target in ((given, high, low), (taken, low, high)):
+                self.bins[source].remove(item)
+                self.bins[target].append(item)
+                self._home[item] = target
+                self._loads[source] -= costs[item]
+                self._loads[target] += costs[item]
+                self._fills[source] -= sizes[item]
+                self._fills[target] += sizes[item]
+            insort(ranking, (self._loads[high], high))
+            insort(ranking, (self._loads[low], low))
+
+    def _best_of_all(self, load: int, high: int) -> tuple[int, int] | None:
+        """As `_best`, but of all bins: among all items, from those outwards that would be right for the cheapest bin."""
+        best, found = load, None
+        costs, sizes, limit = self._items.costs, self._items.sizes, self._items.limit
+        fills, loads, home = self._fills, self._loads, self._home
+        rising, rising_costs = self._rising, self._rising_costs
+        least, cheapest = fills[high] - limit, self._ranking[0][0]
+        wanted = min((load - cheapest) // 2, load - self._mean)
+        for given in sorted(self.bins[high], key=costs.__getitem__, reverse=True):
+            cost, size = costs[given], sizes[given]
+            if best <= max(self._enough, load - cost + rising_costs[0]):
+                break
+            middle = bisect_left(rising_costs, cost - wanted)
+            for places in (range(middle, len(rising)), range(middle - 1, -1, -1)):
+                for place in places:
+                    change = cost - rising_costs[place]
+                    if load - change >= best or cheapest + change >= best:
+                        break
+                    taken = rising[place]
+                    low = home[taken]
+                    other = loads[low] + change
+                    if other < best and least <= size - sizes[taken] <= limit - fills[low]:
+                        best = max(load - change, other, self._mean)
+                        found = given, taken
+        return found
