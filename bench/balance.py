@@ -14,6 +14,7 @@ objects, 51 million in the largest case, which is therefore measured with equal 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean, median
 from time import perf_counter
@@ -24,6 +25,13 @@ from bench.machine import Result, command_line, ratio, report
 from bench.peers import Peer
 from burnish.data.partition import Bins, Integers, Items, divide
 
+LENGTHS: dict[str, Callable[[np.random.Generator, int], Integers]] = {
+    "uniform": lambda rng, count: rng.integers(64, 2048, count),
+    "tail": lambda rng, count: np.clip(rng.lognormal(6.0, 1.0, count), 8, 32768).astype(np.int64),
+    "short": lambda rng, count: rng.integers(50, 91, count),
+}
+"""Lengths in tokens: from 64 to 2,048; lognormal around 400, up to 32,768; those of verl's own test."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -33,8 +41,8 @@ class Case:
     """How many."""
     ranks: int
     """Among how many."""
-    long_tail: bool
-    """Lognormal around 400 tokens, up to 32,768; else uniform from 64 to 2,048."""
+    lengths: str
+    """One of `LENGTHS`."""
     draws: int
     """How often lengths are drawn."""
     equal_counts: bool
@@ -42,25 +50,25 @@ class Case:
     def costs(self, seed: int) -> Integers:
         """The cost of each sequence."""
         rng = np.random.default_rng(seed)
-        if self.long_tail:
-            lengths = np.clip(rng.lognormal(6.0, 1.0, self.sequences), 8, 32768).astype(np.int64)
-        else:
-            lengths = rng.integers(64, 2048, self.sequences)
+        lengths = LENGTHS[self.lengths](rng, self.sequences)
         return 24576 * lengths + lengths * lengths
 
 
 CASES = {
-    f"{sequences}-over-{ranks}{'-tail' if tail else ''}{'-equal' if equal else ''}": Case(
-        sequences, ranks, tail, draws, equal
+    f"{sequences}-over-{ranks}{'' if lengths == 'uniform' else f'-{lengths}'}{'-equal' if equal else ''}": Case(
+        sequences, ranks, lengths, draws, equal
     )
-    for sequences, ranks, draws in (
-        (20, 4, 200),
-        (128, 8, 100),
-        (512, 16, 20),
-        (1024, 32, 8),
-        (100_352, 512, 1),
+    for sequences, ranks, draws, kinds in (
+        (20, 4, 200, ("uniform", "tail")),
+        (20, 5, 200, ("short",)),
+        (128, 8, 100, ("uniform", "tail")),
+        (256, 64, 20, ("uniform", "tail")),
+        (512, 16, 20, ("uniform", "tail")),
+        (512, 64, 10, ("uniform", "tail")),
+        (1024, 32, 8, ("uniform", "tail")),
+        (100_352, 512, 1, ("uniform", "tail")),
     )
-    for tail in (False, True)
+    for lengths in kinds
     for equal in (False, True)
     if equal or sequences < 100_000
 }

@@ -47,7 +47,7 @@ def make_batch(
     """Pack examples into micro-batches of at most `tokens_per_device` tokens; this rank's share of them.
 
     Every rank gets the same number of micro-batches: as few as the budget allows, of about equal
-    cost by `flops`, the model's. Neighbours with the same prompt stay together as far as that leaves the ranks balanced,
+    cost by `flops`, which is what is done to them: a forward pass, or an update. Neighbours with the same prompt stay together as far as that leaves the ranks balanced,
     because an engine may compute their prompt once. With fewer examples than micro-batches, what is
     missing is filled with two tokens that are not trained on.
     Tensors are on the CPU. `temperature` is passed on to the micro-batches. `num_tokens` is 0 when no token of any example is trained on.

@@ -27,6 +27,9 @@ _LAYERS = 32
 """With more items per bin than this, differencing is no better than the other methods, and slower."""
 _GIVEN, _TAKEN, _SEARCHED = 32, 32, 256
 """Items of the costly bin, and of cheaper ones, among which the best exchange is looked for, and any at all."""
+_FEW = 8
+"""With at most so many items per bin, all equally many, the best exchange is looked for in all bins at once, which is quicker
+there; with more, costly bins hold most of what would be near the best cost."""
 _EXCHANGES_PER_BIN = 2
 _CLOSE_ENOUGH = 10_000
 """A bin that costs more than the mean by less than one part in this is left as it is."""
@@ -159,10 +162,12 @@ class _Division:
 
     def __init__(self, bins: Bins, items: _Lists, keep_counts: bool) -> None:
         self.bins, self._items = bins, items
+        self._keep_counts = keep_counts
         self._spare = [] if keep_counts else [_NOTHING]
         costs, sizes = items.costs.__getitem__, items.sizes.__getitem__
         self._fills = [sum(map(sizes, held)) for held in bins]
         self._ranking = sorted([(sum(map(costs, held)), index) for index, held in enumerate(bins)])
+        self._among_all = keep_counts and len(items.falling) <= _FEW * len(bins)
         self._mean = -(-sum(map(itemgetter(0), self._ranking)) // len(bins))
         self._enough = self._mean + self._mean // _CLOSE_ENOUGH
 
@@ -175,8 +180,15 @@ class _Division:
         return self._ranking[-1][0]
 
     def level(self) -> None:
-        """Improve the costliest bin again and again, a bounded number of times, passing over those that nothing improves."""
+        """Improve the costliest bin again and again, a bounded number of times.
+
+        One that nothing improves is passed over, because several bins may run one after the other; with equal counts
+        they run beside each other, and it is the end.
+        """
         if self.costliest() <= self._enough:
+            return
+        if self._among_all:
+            self._level_among_all()
             return
         costs = self._items.costs
         self._held = [
@@ -189,6 +201,8 @@ class _Division:
             found = self._best(load, high)
             if found is not None:
                 self._exchange(load, high, *found)
+            elif self._keep_counts:
+                break
         for held, entries in zip(self.bins, self._held, strict=True):
             held[:] = [item for _, item in entries[len(self._spare) :]]
 
@@ -242,3 +256,58 @@ class _Division:
         size = self._items.sizes[entry[1]]
         self._fills[source] -= size
         self._fills[target] += size
+
+    def _level_among_all(self) -> None:
+        """The same for few items per bin and equal counts: of all exchanges the best, until nothing improves the costliest bin."""
+        costs, sizes, ranking = self._items.costs, self._items.sizes, self._ranking
+        self._rising = self._items.falling[::-1]
+        self._rising_costs = [costs[item] for item in self._rising]
+        self._home = [0] * len(costs)
+        for index, held in enumerate(self.bins):
+            for item in held:
+                self._home[item] = index
+        self._loads = [load for load, _ in sorted(ranking, key=itemgetter(1))]
+        for _ in range(_EXCHANGES_PER_BIN * len(self.bins)):
+            load, high = ranking.pop()
+            found = self._best_of_all(load, high) if load > self._enough else None
+            if found is None:
+                break
+            given, taken = found
+            low = self._home[taken]
+            del ranking[bisect_left(ranking, (self._loads[low], low))]
+            for item, source, target in ((given, high, low), (taken, low, high)):
+                self.bins[source].remove(item)
+                self.bins[target].append(item)
+                self._home[item] = target
+                self._loads[source] -= costs[item]
+                self._loads[target] += costs[item]
+                self._fills[source] -= sizes[item]
+                self._fills[target] += sizes[item]
+            insort(ranking, (self._loads[high], high))
+            insort(ranking, (self._loads[low], low))
+
+    def _best_of_all(self, load: int, high: int) -> tuple[int, int] | None:
+        """As `_best`, but of all bins: among all items, from those outwards that would be right for the cheapest bin."""
+        best, found = load, None
+        costs, sizes, limit = self._items.costs, self._items.sizes, self._items.limit
+        fills, loads, home = self._fills, self._loads, self._home
+        rising, rising_costs = self._rising, self._rising_costs
+        least, cheapest = fills[high] - limit, self._ranking[0][0]
+        wanted = min((load - cheapest) // 2, load - self._mean)
+        for given in sorted(self.bins[high], key=costs.__getitem__, reverse=True):
+            cost, size = costs[given], sizes[given]
+            if best <= max(self._enough, load - cost + rising_costs[0]):
+                break
+            middle = bisect_left(rising_costs, cost - wanted)
+            for places in (range(middle, len(rising)), range(middle - 1, -1, -1)):
+                for place in places:
+                    change = cost - rising_costs[place]
+                    if load - change >= best or cheapest + change >= best:
+                        break
+                    taken = rising[place]
+                    low = home[taken]
+                    other = loads[low] + change
+                    if other < best and least <= size - sizes[taken] <= limit - fills[low]:
+                        best = max(load - change, other, self._mean)
+                        found = given, taken
+        return found

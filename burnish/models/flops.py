@@ -14,7 +14,7 @@ and embedding look-ups are left out. So is where the numbers come from: `burnish
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
@@ -67,7 +67,7 @@ class ModelFlops:
     """Of `per_token` what is the output layer's, and is spared where a token is not scored."""
 
     def each(self, lengths: Iterable[int]) -> list[float]:
-        """Operations of one forward pass over each sequence, by its length in tokens."""
+        """Operations over each sequence, by its length in tokens: of one forward pass, if the coefficients are."""
         every = [int(length) for length in lengths]
         cost = {n: self.per_token * n + self._attention(n) for n in set(every)}
         return [cost[length] for length in every]
@@ -78,10 +78,21 @@ class ModelFlops:
 
     def training(self, passed: Passed, *, frozen: bool = False) -> float:
         """Operations of forward and backward; with `frozen`, of a model whose weights get no gradients (an adapter's)."""
-        products = self.per_token * passed.tokens
-        products -= self.head * (passed.tokens - passed.predictions)
-        attention = sum(self._attention(length) for length in passed.attended)
-        return (2.0 if frozen else 3.0) * products + 3.0 * attention
+        costs = self.of_training(frozen=frozen)
+        products = costs.per_token * passed.tokens
+        products -= costs.head * (passed.tokens - passed.predictions)
+        return products + sum(costs._attention(length) for length in passed.attended)
+
+    def of_training(self, *, frozen: bool = False) -> Self:
+        """The coefficients of forward and backward together; with `frozen`, of weights that get no gradients."""
+        products = 2.0 if frozen else 3.0
+        attention = tuple(replace(cost, per_pair=3 * cost.per_pair) for cost in self.attention)
+        return replace(
+            self,
+            per_token=products * self.per_token,
+            attention=attention,
+            head=products * self.head,
+        )
 
     def _attention(self, length: int) -> float:
         """Operations of one forward pass between the tokens of a sequence."""

@@ -41,8 +41,8 @@ class Policy:
     """The trained model."""
     reference: Forward | None
     """Scores by the model that training started from; None where no KL term wants it."""
-    flops: ModelFlops
-    """What its sequences cost."""
+    costs: ModelFlops
+    """What its sequences cost in an update, by which its batches are balanced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +261,6 @@ def _batch(examples: Sequence[Example], policy: Policy, config: RunConfig) -> Ba
         examples,
         policy.engine.layout,
         config.microbatch_tokens,
-        policy.flops,
+        policy.costs,
         temperature=config.rollout.temperature,
     )

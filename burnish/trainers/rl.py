@@ -146,7 +146,7 @@ def _models(
         forward = partial(reference.forward, adapter=reference is not engine)
     engines = {id(each): each for each in (reference, *(le.engine for le in learners.values()))}
     parking = Parking([e for e in engines.values() if e is not None and config.engine.park])
-    return Policy(engine, forward, foundation.flops), critic, judge, parking
+    return Policy(engine, forward, foundation.costs), critic, judge, parking
 
 
 def _reference(foundation: Foundation, engine: Engine, run: Run) -> Engine | None:

@@ -69,7 +69,12 @@ class Foundation:
     eos_token_ids: tuple[int, ...]
     """All ids that end a completion."""
     flops: ModelFlops
-    """What its sequences cost."""
+    """What its sequences cost, forward."""
+
+    @property
+    def costs(self) -> ModelFlops:
+        """What its sequences cost in an update: by these batches are balanced."""
+        return self.flops.of_training(frozen=self.adapter is not None)
 
     @property
     def beginnings(self) -> tuple[str | None, ...]:

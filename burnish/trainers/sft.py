@@ -52,7 +52,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             with run.spans("data"):
                 examples = [dataset[index] for index in loader.take(size)]
                 batch = make_batch(
-                    examples, engine.layout, config.microbatch_tokens, foundation.flops
+                    examples, engine.layout, config.microbatch_tokens, foundation.costs
                 )
             with run.spans("update"), run.progress.phase("update"):
                 stats = engine.forward_backward(batch, sft_loss)

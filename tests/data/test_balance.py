@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.data.balance import share_evenly, share_out
+from burnish.data.partition import Items, divide
 from burnish.errors import UsageError
 from burnish.models.flops import AttentionCost, ModelFlops
 
@@ -232,6 +233,43 @@ def test_even_shares_of_a_long_tail(count, ranks):
     assert {len(held) for held in shares} == {count // ranks}
     alone = costs.max() + np.sort(costs)[: count // ranks - 1].sum()
     assert max(costs[held].sum() for held in shares) < 1.02 * max(costs.sum() / ranks, alone)
+
+
+@pytest.mark.parametrize("each", [3, 4, 8])
+def test_no_exchange_evens_out_few_of_equal_counts_further(each):
+    """Trying all exchanges with the costliest share: none makes it cheaper by more than what is let pass, a part in 10,000."""
+    costs = np.random.default_rng(6).uniform(64, 2048, 64 * each)
+    shares = share_evenly(costs, 64)
+    loads = np.array([costs[held].sum() for held in shares])
+    high = int(loads.argmax())
+    reached = [
+        max(loads[high] - costs[given] + costs[taken], loads[low] + costs[given] - costs[taken])
+        for low in range(64)
+        if low != high
+        for given in shares[high]
+        for taken in shares[low]
+    ]
+    assert min(reached) > min(loads[high], 1.0001 * costs.sum() / 64) * (1 - 1e-12)
+    assert loads[high] < 1.05 * costs.sum() / 64
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 100), st.integers(1, 30)), min_size=2, max_size=40),
+    st.integers(2, 6),
+    st.booleans(),
+)
+def test_a_division_stays_within_its_limit(things, count, equal):
+    """Whatever costs and sizes have to do with each other, also after exchanges."""
+    costs, sizes = (np.array(column) for column in zip(*things, strict=True))
+    limit = int(sizes.sum()) // count + 15
+    bins = divide(Items(costs, sizes, limit), count, equal_counts=equal)
+    if bins is None:
+        return
+    assert sorted(item for held in bins for item in held) == list(range(len(costs)))
+    assert max(int(sizes[held].sum()) for held in bins) <= limit
+    counts = [len(held) for held in bins]
+    assert not equal or max(counts) - min(counts) <= 1
 
 
 def test_imbalance_of_many_ranks_without_work():

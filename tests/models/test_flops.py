@@ -106,3 +106,22 @@ def test_training_counts_the_products_that_are_computed():
     products = sum(counted.get(kind, 0) for kind in (torch.ops.aten.mm, torch.ops.aten.addmm))
     matrices = replace(count_flops(model.config), attention=())
     assert matrices.training(plan.passed) == products
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_costs_of_training_are_the_operations_of_forward_and_backward(frozen):
+    """Products of weights and of attention, counted apart; what goes in has a gradient, as behind an adapter."""
+    model = tiny_model("qwen3", attention="eager").requires_grad_(not frozen)
+    inputs = torch.randn(1, LENGTH, model.config.hidden_size, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        model(inputs_embeds=inputs).logits.sum().backward()
+    counted = counter.get_flop_counts()["Global"]
+    rotary = _rotary_products(model)
+    products = counted[torch.ops.aten.mm]
+    attention = counted[torch.ops.aten.bmm] - rotary
+    costs = count_flops(model.config).of_training(frozen=frozen)
+    assert costs.per_token * LENGTH == products
+    assert sum(cost.per_pair for cost in costs.attention) * LENGTH**2 == attention
+    assert costs.forward([LENGTH]) == count_flops(model.config).training(
+        Passed.all_of([LENGTH]), frozen=frozen
+    )

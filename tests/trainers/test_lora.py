@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoints_for_tests import contents_of
@@ -17,8 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from burnish.checkpoint.committed import committed
 from burnish.checkpoint.directory import Checkpoints
+from burnish.config.schema import RunConfig
+from burnish.data.batching import make_batch
 from burnish.models.lora_names import PREFIX
 from burnish.parallel.layout import Layout
+from burnish.records import Example
+from burnish.trainers.setup import lay_foundation
 
 KL = {"algorithm": {"kl": {"coef": 0.1, "place": "reward"}}}
 
@@ -52,6 +58,31 @@ def save_base(directory, seed, **changes):
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     save_char_tokenizer(directory)
+
+
+@pytest.mark.parametrize("trained", ["sft-lora.yaml", "sft.yaml"])
+def test_ranks_wait_by_what_an_update_costs(lora, trained, monkeypatch):
+    """Counted by hand: two or three times the products of weights, three times those of attention."""
+    monkeypatch.chdir(lora)
+    foundation = lay_foundation(RunConfig.model_validate(json.loads(Path(trained).read_text())))
+    lengths = [2000, *range(100, 600, 70)]
+    mask = {n: np.arange(n) > 0 for n in lengths}
+    examples = [Example(np.full(n, i), mask[n]) for i, n in enumerate(lengths)]
+    parts = [make_batch(examples, Layout(rank, 2), 4000, foundation.costs) for rank in range(2)]
+    forward, products = foundation.flops.forward, foundation.flops.per_token
+    times = 2 if foundation.adapter else 3
+    loads = [
+        sum(
+            times * products * n + 3 * (forward([n]) - products * n)
+            for n in (lengths[i] for micro in part.examples for i in micro)
+        )
+        for part in parts
+    ]
+    assert [len(part.examples) for part in parts] == [1, 1]
+    assert parts[0].imbalance == pytest.approx(2 * max(loads) / sum(loads))
+    whole = [forward(lengths[i] for i in part.examples[0]) for part in parts]
+    apart = abs(parts[0].imbalance - 2 * max(whole) / sum(whole)) > 1e-3
+    assert apart == bool(foundation.adapter)
 
 
 def test_interrupted_equals_uninterrupted(lora, alone):
