@@ -61,7 +61,9 @@ def divide(items: Items, count: int, *, equal_counts: bool = False) -> Bins | No
         found.append(_by_falling_cost(lists, count))
     elif not few:
         found.append(_by_layers(lists, count))
-    divisions = [_Division(bins, lists, equal_counts) for bins in found if bins is not None]
+    of_few = equal_counts and len(items.costs) <= _FEW * count
+    kind = _DivisionOfFew if of_few else _Division
+    divisions = [kind(bins, lists, equal_counts) for bins in found if bins is not None]
     fitting = [division for division in divisions if division.fits()]
     if not fitting:
         return None
@@ -167,7 +169,6 @@ class _Division:
         costs, sizes = items.costs.__getitem__, items.sizes.__getitem__
         self._fills = [sum(map(sizes, held)) for held in bins]
         self._ranking = sorted([(sum(map(costs, held)), index) for index, held in enumerate(bins)])
-        self._among_all = keep_counts and len(items.falling) <= _FEW * len(bins)
         self._mean = -(-sum(map(itemgetter(0), self._ranking)) // len(bins))
         self._enough = self._mean + self._mean // _CLOSE_ENOUGH
 
@@ -186,9 +187,6 @@ class _Division:
         they run beside each other, and it is the end.
         """
         if self.costliest() <= self._enough:
-            return
-        if self._among_all:
-            self._level_among_all()
             return
         costs = self._items.costs
         self._held = [
@@ -257,8 +255,14 @@ class _Division:
         self._fills[source] -= size
         self._fills[target] += size
 
-    def _level_among_all(self) -> None:
-        """The same for few items per bin and equal counts: of all exchanges the best, until nothing improves the costliest bin."""
+
+class _DivisionOfFew(_Division):
+    """Few items per bin and equal counts: the best of all exchanges is found by one sorted list of all items."""
+
+    def level(self) -> None:
+        """Improve the costliest bin again and again, a bounded number of times, until nothing does."""
+        if self.costliest() <= self._enough:
+            return
         costs, sizes, ranking = self._items.costs, self._items.sizes, self._ranking
         self._rising = self._items.falling[::-1]
         self._rising_costs = [costs[item] for item in self._rising]
