@@ -59,8 +59,8 @@ def run_plan(arguments: Namespace) -> None:
         raise UsageError(
             f"no layout shares this run out among {devices}",
             have=f"{planner.work.sequences} sequences a step, in {planner.work.updates} updates",
-            want="a sequence for every data-parallel rank, and degrees that divide the heads and experts of a layer",
-            do="raise batch.examples, or batch.prompts or rollout.n, or take fewer devices",
+            want="a sequence for every data-parallel rank, room for the longest in a micro-batch, and degrees that divide the heads and experts of a layer",
+            do="raise batch.examples, or batch.prompts or rollout.n, or batch.tokens_per_device, or take fewer devices",
         )
     if not plans[0].fits:
         raise refuse(plans[0], config, devices)

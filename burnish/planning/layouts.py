@@ -219,7 +219,8 @@ class Planner:
         for given in degrees(self.shape, engine, count):
             found = engine.model_copy(update=given)
             beside = all(divides_beside(judge, found) for judge in self._judges)
-            if beside and count // found.sharing <= each_update:
+            shared_out = count // found.sharing <= each_update
+            if beside and shared_out and self._has_room(found.sequence_parallel):
                 yield found
 
     def _sharing(self) -> Iterator[tuple[int, int]]:
@@ -235,10 +236,18 @@ class Planner:
                 continue
             for sequence in _divisors(machine // tensor):
                 shares, rest = divmod(self._devices.count, sequence * tensor)
-                if rest or shares > each_update:
+                if rest or shares > each_update or not self._has_room(sequence):
                     continue
                 if all(divides(sequence, tensor, layer) for layer in layers):
                     yield sequence, tensor
+
+    def _has_room(self, sequence: int) -> bool:
+        """Whether the longest sequence that the settings allow fits into a micro-batch of so many processes."""
+        data, of_rollout = self._config.data, self.work.slots
+        longest = (
+            (data.max_prompt_length or 1) + self.work.trained if of_rollout else data.max_length
+        )
+        return (longest or 0) <= self._config.batch.tokens_per_device * sequence
 
     def _can_cut(self, tensor: int, layer: Layer) -> bool:
         """Whether so many processes can share a layer's columns, where those have moments of 8 bits, in whole blocks."""

@@ -47,9 +47,22 @@ def test_plans_that_fit_come_first_and_the_quickest_of_them(values, command):
 
 
 OFFLOADED = SFT | {"engine": {"activation_offload": True}}
+LONG = SFT | {"data": SFT["data"] | {"max_length": 3 * SFT["batch"]["tokens_per_device"]}}
+LONG_COMPLETIONS = RL | {"rollout": RL["rollout"] | {"max_response_length": 20_000}}
+MEGATRON = LONG | {"engine": {"kind": "megatron"}}
 
 
-@pytest.mark.parametrize(("values", "command"), [(SFT, "sft"), (RL, "rl"), (OFFLOADED, "sft")])
+@pytest.mark.parametrize(
+    ("values", "command"),
+    [
+        (SFT, "sft"),
+        (RL, "rl"),
+        (OFFLOADED, "sft"),
+        (LONG, "sft"),
+        (LONG_COMPLETIONS, "rl"),
+        (MEGATRON, "sft"),
+    ],
+)
 def test_what_is_recommended_is_a_good_configuration(values, command, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(dump_yaml(RunConfig.model_validate(values)))
