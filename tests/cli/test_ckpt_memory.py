@@ -18,7 +18,7 @@ from burnish.parallel.layout import Layout
 PROGRAM = """
 import re, sys
 from pathlib import Path
-import burnish.cli.ckpt_tensors
+import burnish.cli.ckpt, burnish.cli.ckpt_tensors
 from burnish.cli.main import main
 
 def kilobytes(name):
@@ -37,7 +37,7 @@ sys.exit(code)
 OWN = """
 import re, sys, threading
 from pathlib import Path
-import burnish.cli.ckpt_tensors
+import burnish.cli.ckpt, burnish.cli.ckpt_tensors
 from burnish.cli.main import main
 
 def kilobytes():
