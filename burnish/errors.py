@@ -41,10 +41,14 @@ class BurnishError(Exception):
         lines += [f"  do:   {do}"] if do is not None else []
         super().__init__("\n".join(lines))
 
+    def parts(self) -> dict[str, str | None]:
+        """What it says, by name, as text."""
+        have, want = (None if part is None else str(part) for part in (self.have, self.want))
+        return {"problem": self.problem, "have": have, "want": want, "do": self.do}
+
     def __reduce__(self) -> tuple[object, ...]:
         """Keep the parts when the error crosses a process boundary, as text: not every library's exception can."""
-        have, want = (None if part is None else str(part) for part in (self.have, self.want))
-        return (_rebuild, (type(self), self.problem, have, want, self.do))
+        return (_rebuild, (type(self), *self.parts().values()))
 
 
 def _rebuild(

@@ -25,6 +25,4 @@ class Outcome:
         """The report, with the error beside it where there is one."""
         if self.error is None:
             return self.report
-        parts = {name: getattr(self.error, name) for name in ("problem", "have", "want", "do")}
-        words = {name: None if part is None else str(part) for name, part in parts.items()}
-        return self.report | {"error": words | {"exit_code": self.error.exit_code}}
+        return self.report | {"error": self.error.parts() | {"exit_code": self.error.exit_code}}

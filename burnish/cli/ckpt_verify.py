@@ -18,7 +18,7 @@ from burnish.files.storage import Source
 def verify_steps(path: PurePath, say: Say, *, fast: bool) -> Outcome:
     """Check a step, or every step of a run; each problem is told as it is found.
 
-    A step of a run that retention removes meanwhile is none of them. Raises `MissingError` where all are gone.
+    A step of a run that retention removes meanwhile is passed over. Raises `MissingError` where all are gone.
     """
     results = [each for step in steps_at(path) if (each := _verified(step, say, fast))]
     if not results:
@@ -102,11 +102,8 @@ def _problems(path: PurePath, source: Source, fast: bool) -> Iterator[BurnishErr
 
 def _problem(path: PurePath, error: BurnishError) -> dict[str, Any]:
     """A problem as JSON."""
-    found: dict[str, Any] = {"problem": error.problem, "have": error.have, "want": error.want}
+    found: dict[str, Any] = error.parts()
     if isinstance(error, DamagedBlock):
         found["file"] = error.file.relative_to(path).as_posix()
         found |= {"start": error.start, "stop": error.stop, "tensors": list(error.holds)}
-    return {
-        name: value if isinstance(value, int | list) else str(value)
-        for name, value in found.items()
-    }
+    return found

@@ -33,17 +33,13 @@ def in_short(plan: Plan, planner: Planner, devices: Devices) -> str:
 
 def as_json(plans: Sequence[Plan], given: Configured, devices: Devices) -> dict[str, Any]:
     """All plans with their bytes and seconds, that of the settings as they are or why there is none, and how far the planner has been from measurements."""
-    error = given.refusal
-    refusal = error and {
-        "problem": error.problem,
-        "have": error.have and str(error.have),
-        "want": error.want and str(error.want),
-        "do": error.do,
-    }
     return {
         "devices": asdict(devices),
         "usable_bytes": devices.usable,
-        "configured": {"plan": given.plan and _fields(given.plan), "refusal": refusal},
+        "configured": {
+            "plan": given.plan and _fields(given.plan),
+            "refusal": given.refusal and given.refusal.parts(),
+        },
         "plans": [_fields(plan) for plan in plans],
         "assumptions": list(ASSUMPTIONS),
         "largest_error": max(abs(row.error) for row in measured_table()),

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from burnish.config.parts import part_names
 from burnish.config.problems import Problem, either
+from burnish.config.room import longest_completed
 from burnish.config.schema import RunConfig
 
 GROUP_ADVANTAGES = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
@@ -144,7 +145,7 @@ def _of_batch(config: RunConfig, shares: int) -> Iterator[Problem]:
 def _of_lengths(config: RunConfig) -> Iterator[Problem]:
     response, budget = config.rollout.max_response_length, config.microbatch_tokens
     prompt = config.data.max_prompt_length
-    needed = response + (1 if prompt is None else prompt)
+    needed = longest_completed(config)
     if needed > budget:
         have = "a prompt of 1" if prompt is None else f"data.max_prompt_length: {prompt}"
         yield Problem(

@@ -1,4 +1,4 @@
-"""How long a prompt may be, by what a completion leaves of it.
+"""How long a sequence may get, and a prompt, by what a completion leaves of it.
 
 Asked by a run, which has the model, and by a dry run, which has its config.json. Left out: `data.max_prompt_length`, which is the user's own.
 """
@@ -7,6 +7,12 @@ from __future__ import annotations
 
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError
+
+
+def longest_completed(config: RunConfig) -> int:
+    """Tokens of the longest prompt and completion, as far as the settings limit them: a prompt of 1 where they do not."""
+    prompt = config.data.max_prompt_length
+    return config.rollout.max_response_length + (1 if prompt is None else prompt)
 
 
 def room_for_prompts(config: RunConfig, positions: int | None) -> dict[str, int]:

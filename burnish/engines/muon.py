@@ -3,7 +3,8 @@
 Orthogonalizing needs whole matrices, as the checkpoint has them: query and key apart, each expert by
 itself. So every matrix has one rank that makes it whole, through the same plan that saves and
 publishes weights; whatever cuts the model, one process or many compute the same, up to the rounding of
-bf16, in which it is made orthogonal. All momentum lies where the weights lie. Left out: everything that is no matrix of a decoder layer, which is AdamW's.
+bf16, in which it is made orthogonal. All momentum lies where the weights lie. Left out: everything that
+is no matrix of a decoder layer, which is AdamW's.
 """
 
 from __future__ import annotations

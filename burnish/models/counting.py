@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from burnish.models.building import build_on_meta
 from burnish.models.flops import AttentionCost, ModelFlops
+from burnish.models.names import is_matrix
 
 _EXPERT = re.compile(r"(^|\.)experts(\.|$)")
 
@@ -37,8 +38,8 @@ def _active_weights(model: nn.Module, config: PretrainedConfig) -> Iterator[floa
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             continue
-        for parameter in module.parameters(recurse=False):
-            if parameter.ndim < 2:
+        for own, parameter in module.named_parameters(recurse=False):
+            if not is_matrix(f"{name}.{own}", parameter.ndim):
                 continue
             share = 1.0
             if chosen is not None and _EXPERT.search(name):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import get_args
 
+from burnish.config.room import longest_completed
 from burnish.config.schema import EngineConfig, RunConfig
 from burnish.errors import UsageError
 from burnish.planning.activations import Arithmetic
@@ -243,11 +244,9 @@ class Planner:
 
     def _has_room(self, sequence: int) -> bool:
         """Whether the longest sequence that the settings allow fits into a micro-batch of so many processes."""
-        data, of_rollout = self._config.data, self.work.slots
-        longest = (
-            (data.max_prompt_length or 1) + self.work.trained if of_rollout else data.max_length
-        )
-        return (longest or 0) <= self._config.batch.tokens_per_device * sequence
+        config, generates = self._config, self.work.slots > 0
+        longest = longest_completed(config) if generates else config.data.max_length or 0
+        return longest <= config.batch.tokens_per_device * sequence
 
     def _can_cut(self, tensor: int, layer: Layer) -> bool:
         """Whether so many processes can share a layer's columns, where those have moments of 8 bits, in whole blocks."""

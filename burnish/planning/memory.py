@@ -274,10 +274,8 @@ class Needs:
         )
         for (layer, _, passes), own in zip(self._model.layers, kept, strict=True):
             others_keep = self._beside(own, kept)
-            offloads = self._config.engine.activation_offload  # as many layers beside it as ever
-            then = others_keep if offloads else max(0.0, others_keep - min(kept))
             for moment in passes.backward:
-                yield from self._backward(layer, moment, earlier, others_keep, then)
+                yield from self._backward(layer, moment, earlier, others_keep, min(kept))
         waiting = earlier if self._reduces_each else 0.0
         others = max(self._others, waiting)
         yield from self._reducing_root(max(_FP32 * share.trained_layers, waiting))
@@ -302,9 +300,9 @@ class Needs:
         yield self._moment(gathered=0, gradients=layers + kept, reducing=root)
 
     def _backward(
-        self, layer: Layer, moment: Moment, earlier: float, beside: float, then: float
+        self, layer: Layer, moment: Moment, earlier: float, beside: float, least: float
     ) -> Iterator[Parts]:
-        """A layer's moment where it runs backward first, last, and second or last but one; `earlier` are bytes of gradients of micro-batches before, `beside` what other layers keep, `then` once one has run."""
+        """A layer's moment where it runs backward first, last, and second or last but one; `earlier` are bytes of gradients of micro-batches before, `beside` what other layers keep, `least` what one of them keeps at least."""
         share = self._share
         inner = self.tokens * moment.tokens
         own = earlier + self._model.bytes * moment.weights + self._logits.gradient
@@ -321,10 +319,12 @@ class Needs:
         )
         if self._model.shape.depth > 1:
             one = _FP32 * share.trained(layer)
-            offloads = self._config.engine.activation_offload
-            before = max(0.0, reduced - one) if offloads else min(reduced, one)
+            if self._config.engine.activation_offload:  # as many layers beside it as ever
+                others, before = beside, max(0.0, reduced - one)
+            else:
+                others, before = max(0.0, beside - least), min(reduced, one)
             yield self._moment(
-                gathered=gathered, activations=then + inner, gradients=own + before + at_last
+                gathered=gathered, activations=others + inner, gradients=own + before + at_last
             )
 
     def _kept(self, checkpointing: str) -> list[float]:

@@ -47,13 +47,12 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             loader.cursor = run.position.cursor
             run.validate = example_validation(foundation, engine, device, run.check_stop)
             bar.advance()
+        costs = foundation.costs
         run.start()
         for step in run.steps():
             with run.spans("data"):
                 examples = [dataset[index] for index in loader.take(size)]
-                batch = make_batch(
-                    examples, engine.layout, config.microbatch_tokens, foundation.costs
-                )
+                batch = make_batch(examples, engine.layout, config.microbatch_tokens, costs)
             with run.spans("update"), run.progress.phase("update"):
                 stats = engine.forward_backward(batch, sft_loss)
                 stats = stats.merge(engine.optim_step(learning_rate(step, total, config.optim)))

@@ -14,17 +14,19 @@ from corruption import flip
 from peft import PeftModel
 from safetensors.torch import load_file
 from tokenizers_for_tests import save_char_tokenizer
-from training_files import FRESH, RL, SFT, burnish, done, metrics, outcome, weights
+from training_files import FRESH, RL, SFT, burnish, done, metrics, outcome, weights, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from burnish.checkpoint.committed import committed
 from burnish.checkpoint.directory import Checkpoints
+from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.models.lora_names import PREFIX
 from burnish.parallel.layout import Layout
 from burnish.records import Example
-from burnish.trainers.setup import lay_foundation
+from burnish.tracking.jsonl import read_metrics
+from burnish.trainers.setup import example_dataset, lay_foundation
 
 KL = {"algorithm": {"kl": {"coef": 0.1, "place": "reward"}}}
 
@@ -83,6 +85,28 @@ def test_ranks_wait_by_what_an_update_costs(lora, trained, monkeypatch):
     whole = [forward(lengths[i] for i in part.examples[0]) for part in parts]
     apart = abs(parts[0].imbalance - 2 * max(whole) / sum(whole)) > 1e-3
     assert apart == bool(foundation.adapter)
+
+
+def test_a_run_balances_by_what_its_update_costs(lora, monkeypatch):
+    monkeypatch.chdir(lora)
+    texts = ["1" * n for n in (1900, *range(100, 600, 70))]
+    write_rows(lora / "long.jsonl", [{"text": text} for text in texts])
+    settings = {"data.train": "[long.jsonl]", "data.shuffle": "false", "evaluation.every": 0}
+    settings |= {"batch.examples": len(texts), "batch.tokens_per_device": 4000, "steps": 1}
+    argv = [f"{name}={value}" for name, value in settings.items()]
+    run = done(lora, "sft", "sft-lora.yaml", "name=long", *argv, world=2)
+    config = load_config(Path("sft-lora.yaml"), argv).config
+    foundation = lay_foundation(config)
+    dataset = example_dataset(foundation, config.data.train, "data.train")
+    examples = [dataset[index] for index in range(len(texts))]
+    expected, whole = (
+        make_batch(examples, Layout(0, 2), 4000, costs).imbalance
+        for costs in (foundation.costs, foundation.flops)
+    )
+    assert read_metrics(run / "metrics.jsonl")[-1]["perf/imbalance"] == pytest.approx(
+        expected, rel=1e-9
+    )
+    assert abs(expected - whole) > 1e-3
 
 
 def test_interrupted_equals_uninterrupted(lora, alone):
