@@ -25,6 +25,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from burnish.parallel.device import has_matrix_units
 
 _SCORES = 1 << 20
 """Scores at a time: 4 MiB in fp32. More leave the caches, fewer are all overhead."""
@@ -43,13 +46,22 @@ def causal_attention(
     `query` is `[n, heads, L, d]`, `key` `[n, key heads, L, d]`, `value` `[n, key heads, L, dv]`, all bf16. An operator of its own, so that
     selective checkpointing keeps what it gives and not what it computes on the way.
     """
-    given = _Given.of(query, key, value, scaling)
-    output = query.new_empty(*given.queries.shape[:3], value.shape[3])
+    if _has_kernel(query, value, window):
+        shared = query.shape[1] != key.shape[1]
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=shared
+        )
+    given = _Given.of(key, value)
+    output = _empty(query, value.shape[3])
     with _products():
-        for piece in _pieces(given.queries.shape, window):
-            mixed = torch.bmm(piece.weights(given), given.values[piece.seen])
-            output[piece.asking] = piece.by_head(mixed)
-    return output.view(*query.shape[:3], value.shape[3])
+        for span in _spans(query.shape, key.shape[1], window):
+            queries = span.rows(_by_key_head(query, key.shape[1])).mul_(scaling)
+            mixed = queries.new_empty(*queries.shape[:2], value.shape[3])
+            for some in span.groups:
+                keys, values = given.seen(some, span)
+                torch.bmm(span.weights(queries[some], keys), values, out=mixed[some])
+            span.write(mixed, _by_key_head(output, key.shape[1]))
+    return output
 
 
 @torch.library.custom_op("burnish::causal_attention_backward", mutates_args=())
@@ -57,92 +69,114 @@ def _backward(
     upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, from that of the output."""
-    given = _Given.of(query, key, value, scaling)
-    upstream = _by_key_head(upstream, key.shape[1])
-    of_queries = torch.empty_like(given.queries, dtype=query.dtype)
+    given, key_heads = _Given.of(key, value), key.shape[1]
     of_keys, of_values = torch.zeros_like(given.keys), torch.zeros_like(given.values)
+    of_query, of_key, of_value = _empty(query), _empty(key), _empty(value)
     with _products():
-        for piece in _pieces(given.queries.shape, window):
-            weights, of_mixed = piece.weights(given), piece.rows(upstream)
-            of_values[piece.seen].baddbmm_(weights.transpose(1, 2), of_mixed)
-            of_scores = torch.bmm(of_mixed, given.values[piece.seen].transpose(1, 2))
-            torch.ops.aten._softmax_backward_data.out(
-                of_scores, weights, -1, weights.dtype, grad_input=of_scores
-            )
-            of_rows = torch.bmm(of_scores, given.keys[piece.seen]).mul_(scaling)
-            of_queries[piece.asking] = piece.by_head(of_rows)
-            of_keys[piece.seen].baddbmm_(of_scores.transpose(1, 2), piece.rows(given.queries))
+        for span in _spans(query.shape, key_heads, window):
+            queries = span.rows(_by_key_head(query, key_heads)).mul_(scaling)
+            of_mixed = span.rows(_by_key_head(upstream, key_heads))
+            of_queries = torch.empty_like(queries)
+            for some in span.groups:
+                keys, values = given.seen(some, span)
+                weights = span.weights(queries[some], keys)
+                of_values[some, span.seen].baddbmm_(weights.transpose(1, 2), of_mixed[some])
+                of_scores = torch.bmm(of_mixed[some], values.transpose(1, 2))
+                torch.ops.aten._softmax_backward_data.out(
+                    of_scores, weights, -1, weights.dtype, grad_input=of_scores
+                )
+                torch.bmm(of_scores, keys, out=of_queries[some])
+                of_keys[some, span.seen].baddbmm_(of_scores.transpose(1, 2), queries[some])
+            span.write(of_queries.mul_(scaling), _by_key_head(of_query, key_heads))
+    return of_query, of_key.copy_(of_keys.view(key.shape)), of_value.copy_(of_values.view(value.shape))
+
+
+def _has_kernel(query: Tensor, value: Tensor, window: int) -> bool:
+    """Whether torch's kernel for the forward pass is the faster one: it multiplies in bf16, and has no windows."""
     return (
-        of_queries.view(query.shape),
-        of_keys.view(key.shape).to(key.dtype),
-        of_values.view(value.shape).to(value.dtype),
+        has_matrix_units(query.device)
+        and window >= query.shape[2]
+        and query.shape[3] == value.shape[3]
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Given:
-    """What is multiplied, in fp32, by sequence and key head (B of these)."""
+    """Keys and values in fp32, by sequence and key head (B of these)."""
 
-    queries: Tensor
-    """[B, queries that share a key head, L, d], times the scaling of scores."""
     keys: Tensor
     """[B, L, d]."""
     values: Tensor
     """[B, L, dv]."""
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> _Given:
-        heads = key.shape[1]
-        queries, keys, values = (_by_key_head(part, heads) for part in (query, key, value))
-        return cls(queries.mul_(scaling), keys.squeeze(1), values.squeeze(1))
+    def of(cls, *parts: Tensor) -> _Given:
+        return cls(*(_exact(part).flatten(0, 1) for part in parts))
+
+    def seen(self, some: slice, span: _Span) -> tuple[Tensor, Tensor]:
+        """Those of some B that the queries of `span` see. Copied here, for torch would copy them for each product."""
+        return self.keys[some, span.seen].contiguous(), self.values[some, span.seen].contiguous()
+
+
+def _empty(part: Tensor, width: int | None = None) -> Tensor:
+    """Like `part` [n, heads, L, d], token by token in memory, as the layers around attention have it; with heads of another width where given."""
+    n, heads, length, d = part.shape
+    return part.new_empty(n, length, heads, width or d).transpose(1, 2)
 
 
 def _by_key_head(part: Tensor, key_heads: int) -> Tensor:
-    """A copy of [n, heads, L, d] in fp32: [n · key heads, heads of each, L, d]."""
-    n, heads, length, width = part.shape
-    copy = part.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    return copy.view(n * key_heads, heads // key_heads, length, width)
+    """[n, heads, L, d] as [n, key heads, heads of each, L, d]."""
+    return part.unflatten(1, (key_heads, -1))
+
+
+def _exact(part: Tensor) -> Tensor:
+    """A copy in fp32, in order."""
+    return part.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
-    """Consecutive queries of some key heads, and the keys that they see."""
+class _Span:
+    """Consecutive queries, and the keys that they see."""
 
-    asking: tuple[slice, slice, slice]
-    """Of [B, queries that share a key head, L]."""
-    seen: tuple[slice, slice]
-    """Of [B, L]."""
+    asking: slice
+    """Of L."""
+    seen: slice
+    """Of L."""
     bias: Tensor
     """[positions of queries, last keys]: -∞ where a query does not see one of these. All queries see all keys before."""
+    groups: tuple[slice, ...]
+    """Of B: as many at a time as have scores enough."""
 
     def rows(self, part: Tensor) -> Tensor:
-        """The piece's queries of `part` [B, shared, L, d], as rows: [pieces of B, shared · positions, d]."""
-        return part[self.asking].flatten(1, 2)
+        """A copy of the span's queries of `part` [n, key heads, shared, L, d], in fp32, as rows: [B, shared · positions, d]."""
+        return _exact(part[..., self.asking, :]).flatten(2, 3).flatten(0, 1)
 
-    def by_head(self, rows: Tensor) -> Tensor:
-        """`rows` as the piece's queries."""
-        return rows.view(len(rows), -1, len(self.bias), rows.shape[2])
+    def write(self, rows: Tensor, part: Tensor) -> None:
+        """`rows` as the span's queries of `part`."""
+        target = part[..., self.asking, :]
+        target.copy_(rows.view(target.shape))
 
-    def weights(self, given: _Given) -> Tensor:
-        """P of the piece: [pieces of B, shared · positions, keys]."""
-        scores = torch.bmm(self.rows(given.queries), given.keys[self.seen].transpose(1, 2))
-        self.by_head(scores)[..., -self.bias.shape[1] :].add_(self.bias)
+    def weights(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """P of some B: [of B, shared · positions, keys]."""
+        scores = torch.bmm(queries, keys.transpose(1, 2))
+        by_head = scores.view(len(scores), -1, len(self.bias), scores.shape[2])
+        by_head[..., -self.bias.shape[1] :].add_(self.bias)
         return torch.softmax(scores, -1, out=scores)
 
 
-def _pieces(queries: torch.Size, window: int) -> Iterator[_Piece]:
-    """The pieces that cover queries of this shape, [B, shared, L, d]."""
-    heads, shared, length, _ = queries
+def _spans(queries: torch.Size, key_heads: int, window: int) -> Iterator[_Span]:
+    """The spans that cover queries of this shape, [n, heads, L, d]."""
+    n, heads, length, _ = queries
+    shared, total = heads // key_heads, n * key_heads
     positions = min(_MOST_QUERIES, max(_FEWEST_QUERIES, length // 8))
     positions = max(1, min(positions, _MOST_SCORES // (shared * min(length, window + positions))))
     for start in range(0, length, positions):
         stop, first = min(start + positions, length), max(0, start - window + 1)
         bias = _bias(start, stop, first if stop - first > window else start, window)
-        pieces = -(-heads * shared * (stop - start) * (stop - first) // _SCORES)
-        step = -(-heads // pieces)
-        for head in range(0, heads, step):
-            some = slice(head, head + step)
-            yield _Piece((some, slice(None), slice(start, stop)), (some, slice(first, stop)), bias)
+        pieces = -(-total * shared * (stop - start) * (stop - first) // _SCORES)
+        step = -(-total // pieces)
+        groups = tuple(slice(some, some + step) for some in range(0, total, step))
+        yield _Span(slice(start, stop), slice(first, stop), bias, groups)
 
 
 def _bias(start: int, stop: int, first: int, window: int) -> Tensor:
@@ -169,14 +203,14 @@ def _products() -> Iterator[None]:
 
 @causal_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int) -> Tensor:
-    return query.new_empty(*query.shape[:3], value.shape[3])
+    return _empty(query, value.shape[3])
 
 
 @_backward.register_fake
 def _(
     upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    return _empty(query), _empty(key), _empty(value)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

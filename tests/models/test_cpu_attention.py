@@ -63,31 +63,37 @@ def test_torch_finds_the_operators_right():
     torch.library.opcheck(causal_attention, (*parts, 0.4, 40))
 
 
-def test_pieces_are_bounded_and_cover_every_pair_once():
-    for shape, window in (((6, 3, 5000, 8), 5000), ((1, 1, 9, 8), 4), ((4, 2, 700, 8), 130)):
-        heads, shared, length, _ = shape
+def test_scores_are_bounded_and_every_pair_is_covered_once():
+    for shape, key_heads, window in (
+        ((2, 9, 5000, 8), 3, 5000),
+        ((1, 1, 9, 8), 1, 4),
+        ((2, 4, 700, 8), 2, 130),
+    ):
+        n, heads, length, _ = shape
         pairs = 0
-        for piece in cpu_attention._pieces(torch.Size(shape), window):
-            some, _, positions = piece.asking
-            count = len(range(heads)[some])
-            keys = len(range(length)[piece.seen[1]])
-            rows = len(range(length)[positions]) * shared
-            assert count * rows * keys <= max(cpu_attention._SCORES, cpu_attention._MOST_SCORES)
-            clear = rows // shared * (keys - piece.bias.shape[1])
-            pairs += count * (clear + int((piece.bias == 0).sum()))
-        reach = [min(at + 1, window) for at in range(length)]
-        assert pairs == heads * sum(reach)
+        for span in cpu_attention._spans(torch.Size(shape), key_heads, window):
+            total = n * key_heads
+            counts = [len(range(total)[some]) for some in span.groups]
+            keys = len(range(length)[span.seen])
+            rows = len(range(length)[span.asking]) * (heads // key_heads)
+            assert sum(counts) == total
+            assert max(counts) * rows * keys <= max(
+                cpu_attention._SCORES, cpu_attention._MOST_SCORES
+            )
+            clear = rows // (heads // key_heads) * (keys - span.bias.shape[1])
+            pairs += clear + int((span.bias == 0).sum())
+        assert pairs == sum(min(at + 1, window) for at in range(length))
 
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_setting_of_products_is_as_it_was(broken, monkeypatch):
     setting, multiply, within = torch.backends.mkldnn.matmul, torch.bmm, []
 
-    def watched(*factors):
+    def watched(*factors, **options):
         within.append(setting.fp32_precision)
         if broken:
             raise RuntimeError("out of memory")
-        return multiply(*factors)
+        return multiply(*factors, **options)
 
     monkeypatch.setattr(torch, "bmm", watched)
     before = setting.fp32_precision
