@@ -88,7 +88,11 @@ def _backward(
                 torch.bmm(of_scores, keys, out=of_queries[some])
                 of_keys[some, span.seen].baddbmm_(of_scores.transpose(1, 2), queries[some])
             span.write(of_queries.mul_(scaling), _by_key_head(of_query, key_heads))
-    return of_query, of_key.copy_(of_keys.view(key.shape)), of_value.copy_(of_values.view(value.shape))
+    return (
+        of_query,
+        of_key.copy_(of_keys.view(key.shape)),
+        of_value.copy_(of_values.view(value.shape)),
+    )
 
 
 def _has_kernel(query: Tensor, value: Tensor, window: int) -> bool:
@@ -126,7 +130,8 @@ def _empty(part: Tensor, width: int | None = None) -> Tensor:
 
 def _by_key_head(part: Tensor, key_heads: int) -> Tensor:
     """[n, heads, L, d] as [n, key heads, heads of each, L, d]."""
-    return part.unflatten(1, (key_heads, -1))
+    n, heads, length, width = part.shape
+    return part.view(n, key_heads, heads // key_heads, length, width)
 
 
 def _exact(part: Tensor) -> Tensor:

@@ -219,7 +219,8 @@ def _plainly(
         value = value * weight.float()
     if rotation is not None:
         cos, sin = rotation
-        value = value * cos + torch.roll(value, value.shape[-1] // 2, -1) * sin
+        first, second = value.chunk(2, dim=-1)
+        value = value * cos + torch.cat((second, first), dim=-1) * sin
     return value.to(rows.dtype)
 
 

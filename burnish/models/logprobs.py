@@ -152,12 +152,14 @@ def _sums_of(
     logits: Tensor, columns: Tensor, options: LogprobOptions, exact: torch.dtype
 ) -> Tensor:
     """`_softmax_sums` of some rows [n, V], as [4, n]. What it takes in fp32 is gone before the next rows."""
-    z = _transformed(logits, options, exact)[0]
+    z, unit = _transformed(logits, options, exact)[0], _exponent_unit(logits, exact)
     top, column = z.amax(dim=-1, keepdim=True), columns[:, None]
-    chosen = z.sub_(top).gather(1, column.clamp(min=0)).masked_fill(column < 0, -torch.inf)
-    exponentials = _exp(z, logits)
+    exponents = _exponents(z, top, unit)
+    chosen = exponents.gather(1, column.clamp(min=0)).masked_fill(column < 0, -torch.inf)
+    exponentials = _power(exponents, unit)
     total = exponentials.sum(dim=-1)
-    return torch.stack([top[:, 0], total, exponentials.mul_(z).sum(dim=-1), chosen[:, 0]])
+    dot = exponentials.mul_(exponents).sum(dim=-1)
+    return torch.stack([top[:, 0], total, dot / unit, chosen[:, 0] / unit])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,13 +206,15 @@ def _gradients(
 
 def _logit_gradient(logits: Tensor, few: _Rows, rows: slice, options: LogprobOptions) -> Tensor:
     """Gradient of the raw logits [n, V] of some rows, in fp32."""
-    z, slope = _transformed(logits, options, few.normalizer.dtype)
-    log_p = z.sub_(few.normalizer[rows, None])
-    p, chosen = _exp(log_p, logits), few.logprob_gradient[rows, None]
+    exact = few.normalizer.dtype
+    z, slope = _transformed(logits, options, exact)
+    unit, chosen = _exponent_unit(logits, exact), few.logprob_gradient[rows, None]
+    exponents = _exponents(z, few.normalizer[rows, None], unit)
     if few.entropy_gradient is None:
-        gradient = p.mul_(-chosen)
+        gradient = _power(exponents, unit, out=exponents).mul_(-chosen)
     else:
-        outer = few.entropy_gradient[rows, None]
+        p, outer = _power(exponents, unit), few.entropy_gradient[rows, None]
+        log_p = exponents.div_(unit)
         gradient = log_p.add_(few.entropy[rows, None]).mul_(outer).add_(chosen).mul_(p).neg_()
     column = few.columns[rows, None]
     gradient.scatter_add_(1, column.clamp(min=0), chosen.masked_fill(column < 0, 0))
@@ -229,15 +233,23 @@ def _transformed(
     return bounded * (transform.softcap / options.temperature), 1 - bounded.square()
 
 
-def _exp(x: Tensor, logits: Tensor) -> Tensor:
-    """e^x of what was made of `logits`.
+def _exponent_unit(logits: Tensor, exact: torch.dtype) -> float:
+    """log2 e where powers of what is made of `logits` are those of 2, else 1.
 
-    On a CPU torch leaves it to MKL, which takes three times as long on AMD's as 2^x does with its product before it.
-    That product's rounding makes an error of |x| roundings of fp32, which is nothing beside those of bf16.
+    On a CPU torch leaves e^x to MKL, which takes three times as long on AMD's as 2^x does. The product with log2 e
+    makes an error of |x| roundings of fp32, which is nothing beside those of bf16.
     """
-    if x.device.type == "cpu" and logits.dtype != x.dtype:
-        return x.mul(math.log2(math.e)).exp2_()
-    return x.exp()
+    return math.log2(math.e) if logits.device.type == "cpu" and logits.dtype != exact else 1.0
+
+
+def _exponents(z: Tensor, top: Tensor, unit: float) -> Tensor:
+    """(z - top) in these units, in the place of z."""
+    return torch.add(top * -unit, z, alpha=unit, out=z)
+
+
+def _power(exponents: Tensor, unit: float, out: Tensor | None = None) -> Tensor:
+    """e^x of x in these units."""
+    return (torch.exp if unit == 1 else torch.exp2)(exponents, out=out)
 
 
 @dataclass(frozen=True, slots=True)
