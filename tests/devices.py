@@ -18,5 +18,7 @@ on_gpu = (
 
 DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=on_gpu)]
 
-BF16_ATTENTION_ERROR = 0.008 if has_matrix_units(CPU) else 0.004
-"""What `burnish.models.cpu_attention` may differ from fp64, relative to the norm: twice as much where its products round their factors."""
+ROUNDED_FACTORS_ERROR = 0.008
+"""What attention in bf16 may differ from fp64, relative to the norm, where products round their factors to bf16."""
+BF16_ATTENTION_ERROR = ROUNDED_FACTORS_ERROR if has_matrix_units(CPU) else 0.004
+"""The same of `burnish.models.cpu_attention`, whose products do so where the processor has units for it."""

@@ -52,16 +52,17 @@ def causal_attention(
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=shared
         )
-    given = _Given.of(key, value)
+    given, asking = _Given.of(key, value), _by_key_head(query, key)
     output = _empty(query, value.shape[3])
+    answers = _by_key_head(output, key)
     with _products():
-        for span in _spans(query.shape, key.shape[1], window):
-            queries = span.rows(_by_key_head(query, key.shape[1])).mul_(scaling)
+        for span in _spans(asking.shape, window):
+            queries = span.rows(asking).mul_(scaling)
             mixed = queries.new_empty(*queries.shape[:2], value.shape[3])
             for some in span.groups:
                 keys, values = given.seen(some, span)
                 torch.bmm(span.weights(queries[some], keys), values, out=mixed[some])
-            span.write(mixed, _by_key_head(output, key.shape[1]))
+            span.write(mixed, answers)
     return output
 
 
@@ -70,13 +71,16 @@ def _backward(
     upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, from that of the output."""
-    given, key_heads = _Given.of(key, value), key.shape[1]
+    given = _Given.of(key, value)
     of_keys, of_values = torch.zeros_like(given.keys), torch.zeros_like(given.values)
     of_query, of_key, of_value = _empty(query), _empty(key), _empty(value)
+    asking, of_answers, of_asking = (
+        _by_key_head(part, key) for part in (query, upstream, of_query)
+    )
     with _products():
-        for span in _spans(query.shape, key_heads, window):
-            queries = span.rows(_by_key_head(query, key_heads)).mul_(scaling)
-            of_mixed = span.rows(_by_key_head(upstream, key_heads))
+        for span in _spans(asking.shape, window):
+            queries = span.rows(asking).mul_(scaling)
+            of_mixed = span.rows(of_answers)
             of_queries = torch.empty_like(queries)
             for some in span.groups:
                 keys, values = given.seen(some, span)
@@ -88,7 +92,7 @@ def _backward(
                 )
                 torch.bmm(of_scores, keys, out=of_queries[some])
                 of_keys[some, span.seen].baddbmm_(of_scores.transpose(1, 2), queries[some])
-            span.write(of_queries.mul_(scaling), _by_key_head(of_query, key_heads))
+            span.write(of_queries.mul_(scaling), of_asking)
     return (
         of_query,
         of_key.copy_(of_keys.view(key.shape)),
@@ -115,8 +119,8 @@ class _Given:
     """[B, L, dv]."""
 
     @classmethod
-    def of(cls, *parts: Tensor) -> _Given:
-        return cls(*(_exact(part).flatten(0, 1) for part in parts))
+    def of(cls, key: Tensor, value: Tensor) -> _Given:
+        return cls(_exact(key).flatten(0, 1), _exact(value).flatten(0, 1))
 
     def seen(self, some: slice, span: _Span) -> tuple[Tensor, Tensor]:
         """Those of some B that the queries of `span` see. Copied here, for torch would copy them for each product."""
@@ -129,10 +133,10 @@ def _empty(part: Tensor, width: int | None = None) -> Tensor:
     return part.new_empty(n, length, heads, width or d).transpose(1, 2)
 
 
-def _by_key_head(part: Tensor, key_heads: int) -> Tensor:
-    """[n, heads, L, d] as [n, key heads, heads of each, L, d]."""
+def _by_key_head(part: Tensor, key: Tensor) -> Tensor:
+    """[n, heads, L, d] as [n, key heads, heads that share each, L, d]."""
     n, heads, length, width = part.shape
-    return part.view(n, key_heads, heads // key_heads, length, width)
+    return part.view(n, key.shape[1], heads // key.shape[1], length, width)
 
 
 def _exact(part: Tensor) -> Tensor:
@@ -170,10 +174,10 @@ class _Span:
         return torch.softmax(scores, -1, out=scores)
 
 
-def _spans(queries: torch.Size, key_heads: int, window: int) -> Iterator[_Span]:
-    """The spans that cover queries of this shape, [n, heads, L, d]."""
-    n, heads, length, _ = queries
-    shared, total = heads // key_heads, n * key_heads
+def _spans(queries: torch.Size, window: int) -> Iterator[_Span]:
+    """The spans that cover queries of this shape, [n, key heads, shared, L, d]."""
+    n, key_heads, shared, length, _ = queries
+    total = n * key_heads
     positions = min(_MOST_QUERIES, max(_FEWEST_QUERIES, length // 8))
     positions = max(1, min(positions, _MOST_SCORES // (shared * min(length, window + positions))))
     for start in range(0, length, positions):
