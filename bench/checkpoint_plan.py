@@ -12,13 +12,13 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from burnish.boxes.pieces import PieceTable
+from burnish.boxes.table import BoxTable
 from burnish.checkpoint.blocks import Stored, plan_files
-from burnish.checkpoint.disks import Disks
-from burnish.checkpoint.write import WritePlan
-from burnish.parallel.box_table import BoxTable
-from burnish.parallel.device import peak_memory, reset_peak_memory, used_memory
-from burnish.parallel.layout import Layout
-from burnish.parallel.pieces import PieceTable
+from burnish.checkpoint.destinations.disks import Disks
+from burnish.checkpoint.writer import WritePlan
+from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
+from burnish.distributed.layout import Layout
 
 ROWS, COLUMNS = 4100, 4096
 """Of each tensor: 67 MB of fp32, cut by rows, which come out even on few numbers of ranks."""

@@ -33,16 +33,16 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bench.checkpoint_state import model_settings
 from bench.peers import Turns
-from burnish.checkpoint.committed import newest
+from burnish.boxes.box import Box
+from burnish.boxes.shards import Shard, TensorSpec
 from burnish.checkpoint.contents import Assets, Contents, ModelContents
-from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.steps import newest
 from burnish.checkpoint.tensor_sets import MAIN
-from burnish.parallel.boxes import Box
-from burnish.parallel.device import peak_memory, reset_peak_memory, used_memory
-from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Shard, TensorSpec
+from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
+from burnish.distributed.layout import Layout
 
 CPU = torch.device("cpu")
 CHUNK = 4 << 20

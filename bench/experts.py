@@ -21,10 +21,10 @@ from torch.nn import functional
 from bench.machine import Result, command_line, interleaved, ratio, report
 from bench.peers import CLOCKS
 from burnish.config.schema import EngineConfig
+from burnish.distributed.processes import process_group
 from burnish.engines.megatron.calls import megatron_called
 from burnish.engines.megatron.experts import GroupedExperts
 from burnish.engines.megatron.mesh import MegatronMesh
-from burnish.parallel.processes import process_group
 
 
 def both_sides(

@@ -17,13 +17,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from bench.machine import Result, command_line, interleaved, ratio, report
+from burnish.boxes.shards import Publication
+from burnish.distributed.layout import Layout
 from burnish.models.names import model_shards
-from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Publication
 from burnish.records import Request
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin import BuiltinGenerator
-from burnish.rollout.held import HeldModel
+from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.rollout.builtin.inference_weights import HeldModel
 
 PROMPTS, SAMPLES, PROMPT_LENGTH, VOCAB = 16, 8, 24, 4096
 SIZES = {

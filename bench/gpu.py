@@ -45,15 +45,15 @@ from bench.peers import Peer
 from bench.sft_ranks import Sft, clock
 from bench.words import model_config
 from burnish.config.schema import RunConfig
-from burnish.launch.run import launch
+from burnish.distributed.device import peak_flops, peak_memory, reset_peak_memory
+from burnish.distributed.launch import launch
+from burnish.distributed.layout import Layout
 from burnish.models.counting import count_flops
 from burnish.models.flops import Passed
-from burnish.parallel.device import peak_flops, peak_memory, reset_peak_memory
-from burnish.parallel.layout import Layout
-from burnish.planning.devices import parse_devices
-from burnish.planning.layouts import Planner
-from burnish.planning.shape import ModelShape
-from burnish.planning.workload import Command, Workload
+from burnish.plan.devices import parse_devices
+from burnish.plan.layouts import Planner
+from burnish.plan.shape import ModelShape
+from burnish.plan.workload import Command, Workload
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling
 

@@ -14,7 +14,7 @@ second counts: a process that has waited finds its memory cold, which no trainin
 rounds of TRL's seconds over ours in the same round. On a machine that others use at the same time,
 `--threads 1 --clock cpu` compares the processor time of the processes.
 
-Ours is the step of `burnish.trainers.rl` made of the same pieces, without the run around it (metrics
+Ours is the step of `burnish.train.rl` made of the same pieces, without the run around it (metrics
 files, checkpoints), as TRL's is timed without its logging.
 """
 
@@ -38,23 +38,23 @@ from bench.words import model_config, write_prompts, write_tokenizer
 from burnish.algorithms.loss import policy_loss_fn
 from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
+from burnish.distributed.launch import launch
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
-from burnish.launch.run import launch
-from burnish.parallel.layout import Layout
 from burnish.records import Completion, Request, StopReason
 from burnish.rewards.overview import Complaints
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling, Watch
-from burnish.rollout.builtin import BuiltinGenerator
-from burnish.rollout.decoding import Decoding
-from burnish.rollout.held import HeldModel
-from burnish.rollout.stopping import StopRule
+from burnish.rollout.builtin.decoding import Decoding
+from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.rollout.builtin.inference_weights import HeldModel
+from burnish.rollout.builtin.stopping import StopRule
 from burnish.tracking.progress import Progress
-from burnish.trainers.collect import Collector
-from burnish.trainers.policy_update import Policy, assign_credit, minibatches, with_logprobs
-from burnish.trainers.rl import collect_groups
-from burnish.trainers.setup import lay_foundation, make_engine, prompt_dataset
-from burnish.trainers.signals import Stopper
+from burnish.train.collect import Collector
+from burnish.train.policy_update import Policy, assign_credit, minibatches, with_logprobs
+from burnish.train.rl import collect_groups
+from burnish.train.setup import lay_foundation, make_engine, prompt_dataset
+from burnish.train.signals import Stopper
 
 PROMPTS, SAMPLES, PROMPT_WORDS, LR = 16, 8, 24, 1e-5
 FIXED, SHORTEST, LONGEST = 64, 8, 256

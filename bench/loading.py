@@ -30,13 +30,13 @@ from transformers import AutoConfig
 from bench.machine import Result, command_line, report
 from bench.words import model_config
 from burnish.config.schema import DistributedConfig, EngineConfig
+from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
+from burnish.distributed.launch import launch
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
-from burnish.engines.optimizer import local
-from burnish.engines.torch_engine import TorchEngine
-from burnish.launch.run import launch
+from burnish.engines.optim.optimizer import local
+from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.models.loading import SafetensorsSource
-from burnish.parallel.device import peak_memory, reset_peak_memory, used_memory
-from burnish.parallel.layout import Layout
 
 BUDGET_MB = 64.0
 SHAPE = {

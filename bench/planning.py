@@ -11,7 +11,7 @@ matters what comes, as in reinforcement learning, between the stages of a pipeli
 After the last step of reinforcement learning a save is measured, with the host memory that it takes (`bench.planning_saves`). `--tracked` asks torch's memory tracker
 instead, for supervised cases. Sequences have mixed lengths in these. Of layers of full size there is only that tracker's figure, on
 an accelerator that is not there (`bench.planning_imagined`). `--write` puts the table where the command and
-the tests read it (`burnish/planning/accuracy.json`).
+the tests read it (`burnish/plan/accuracy.json`).
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from burnish.algorithms.value_loss import value_loss_fn
 from burnish.checkpoint.tensor_sets import MAIN
 from burnish.config.schema import DistributedConfig, LoraConfig, OptimConfig, RunConfig
 from burnish.data.batching import make_batch
+from burnish.distributed.collectives import gather_objects
+from burnish.distributed.device import has_matrix_units
+from burnish.distributed.launch import launch
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, Part
-from burnish.engines.making import make_engine, make_frozen
-from burnish.launch.run import launch
+from burnish.engines.factory import make_engine, make_frozen
 from burnish.models.counting import count_flops
-from burnish.models.lora import FreshAdapter
+from burnish.models.lora.adapter import FreshAdapter
 from burnish.models.sources import FreshSource
 from burnish.models.value_head import value_config
-from burnish.parallel.collectives import gather_objects
-from burnish.parallel.device import has_matrix_units
-from burnish.parallel.layout import Layout
-from burnish.planning.accuracy import TABLE, Measured, measured_table, planned
+from burnish.plan.accuracy import TABLE, Measured, measured_table, planned
 from burnish.records import Batch, Example, Request
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin import BuiltinGenerator
-from burnish.rollout.held import HeldModel
-from burnish.trainers.parking import Parking
+from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.rollout.builtin.inference_weights import HeldModel
+from burnish.train.offload import Parking
 
 CPU = torch.device("cpu")
 STEPS = 3

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from burnish.planning.workload import Command
+from burnish.plan.workload import Command
 
 MIXED = (0.31, 0.22, 0.16, 0.12, 0.09, 0.06, 0.04)
 """Lengths of a supervised micro-batch's sequences, as parts of it."""

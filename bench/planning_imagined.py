@@ -33,11 +33,11 @@ from bench.planning_cases import MIXED, Case
 from burnish.algorithms.loss import sft_loss
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
-from burnish.engines.making import make_engine
-from burnish.engines.optimizer import local
+from burnish.engines.factory import make_engine
+from burnish.engines.optim.optimizer import local
 from burnish.models.counting import count_flops
-from burnish.parallel.layout import Layout
 from burnish.records import Example
 
 NAME = "imagined"
@@ -90,7 +90,9 @@ def _accelerator() -> Iterator[torch.device]:
         _setup_privateuseone_for_python_backend(NAME, _Backend())
         # One kernel, as CUDA has it; without one torch composes this of operations that hold what they make.
         torch.library.impl("aten::silu_backward", "PrivateUse1", lambda g, x: torch.empty_like(x))
-    attention = mock.patch("burnish.models.attention._has_varlen_kernel", _has_varlen_kernel)
+    attention = mock.patch(
+        "burnish.models.kernels.attention._has_varlen_kernel", _has_varlen_kernel
+    )
     norm = mock.patch("torch.nn.functional.rms_norm", _rms_norm)
     with attention, norm, _Fakes():
         yield torch.device(NAME, 0)

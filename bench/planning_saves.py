@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from burnish.checkpoint.contents import Contents, ModelContents
-from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.staging import Memory, stage
+from burnish.distributed.collectives import from_main
+from burnish.distributed.host_memory import Arena
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, Part
-from burnish.parallel.arena import Arena
-from burnish.parallel.collectives import from_main
-from burnish.parallel.layout import Layout
 
 
 class Saves:

@@ -34,10 +34,10 @@ from bench.peers import Peer
 from bench.sft_ranks import Sft
 from bench.words import model_config, sentence, write_tokenizer
 from burnish.config.schema import RunConfig
-from burnish.launch.run import launch
+from burnish.distributed.launch import launch
+from burnish.distributed.layout import Layout
 from burnish.models.counting import count_flops
 from burnish.models.flops import Passed
-from burnish.parallel.layout import Layout
 
 LR = 1e-5
 SHORTEST, LONGEST = 32, 1024

@@ -18,15 +18,15 @@ from burnish.algorithms.loss import sft_loss
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.loader import Loader
+from burnish.distributed.device import synchronize
+from burnish.distributed.launch import launch
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
-from burnish.launch.run import launch
-from burnish.parallel.device import synchronize
-from burnish.parallel.layout import Layout
-from burnish.trainers.setup import example_dataset, lay_foundation, make_engine
+from burnish.train.setup import example_dataset, lay_foundation, make_engine
 
 
 class Sft:
-    """The pieces of `burnish.trainers.sft`, and one step of them."""
+    """The pieces of `burnish.train.sft`, and one step of them."""
 
     def __init__(self, config: RunConfig, layout: Layout, device: torch.device) -> None:
         self._config, self._layout, self._device = config, layout, device

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from burnish.boxes.shards import Shard
 from burnish.config.schema import LoraConfig
-from burnish.parallel.shards import Shard
 from burnish.records.seeds import derive_seed
 
 LORA = LoraConfig(rank=4, alpha=6.0)

@@ -31,11 +31,11 @@ import fuzzing
 import mirror_crashes
 from aftermath import Verdict
 from checkpoints_for_tests import BIG_SHAPES, SHAPES
-from distributed import forkserver
 from failpoints import FAULTS, MOMENTS, STAGING
 from faultfs import crash_states
 from killed_runs import KINDS, RUNS, killed
 from power_loss import SCENES, check, named_moments
+from ranks import forkserver
 from training_files import done, make_files, outcome
 
 from burnish.tracking.progress import Progress

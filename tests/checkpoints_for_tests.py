@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
+from burnish.boxes.box import Box, whole
+from burnish.boxes.shards import Shard, TensorSpec
 from burnish.checkpoint.contents import Contents, ModelContents
-from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.tensor_sets import MAIN
+from burnish.distributed.layout import Layout
 from burnish.files.storage import LocalStorage
-from burnish.parallel.boxes import Box, whole
-from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Shard, TensorSpec
 
 SHAPES = {
     "embed.weight": (37, 16),

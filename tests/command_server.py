@@ -20,7 +20,7 @@ from typing import Any
 
 import audit
 
-from burnish.parallel import device
+from burnish.distributed import device
 
 PRELOAD = (
     "torch.distributed.fsdp",
@@ -28,10 +28,10 @@ PRELOAD = (
     "datasets",
     "transformers.models.qwen3.modeling_qwen3",
     "burnish.cli.main",
-    "burnish.engines.megatron.engine",
-    "burnish.trainers.rl",
-    "burnish.trainers.sft",
-    "burnish.trainers.evaluate",
+    "burnish.engines.megatron.megatron_engine",
+    "burnish.train.rl",
+    "burnish.train.sft",
+    "burnish.train.evaluate",
     "warmed",
 )
 

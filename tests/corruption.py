@@ -16,7 +16,6 @@ from pathlib import Path
 from checkpoints_for_tests import BIG_SHAPES, SHAPES, make_state, save_once, shards_of
 from tokenizers_for_tests import save_char_tokenizer
 
-from burnish.checkpoint.committed import open_step
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -27,13 +26,14 @@ from burnish.checkpoint.manifest import (
     record_of,
     sha256,
 )
+from burnish.checkpoint.steps import open_step
 from burnish.checkpoint.verify import DamagedBlock
 from burnish.cli.ckpt_verify import verify_steps
+from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError, few
 from burnish.files.safetensors import read_header
 from burnish.files.storage import LocalStorage
 from burnish.files.weights import SUFFIX
-from burnish.parallel.layout import Layout
 
 READ_BY_LOADING = ("COMMIT", "manifest.json", "state.json")
 """Beside the tensors. The files of a Hugging Face directory are for others, who find them checked by `verify`."""

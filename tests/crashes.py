@@ -19,7 +19,6 @@ from checkpoints_for_tests import (
     save_once,
     shards_of,
 )
-from distributed import RankFailed, run_ranks
 from engine_states import ENGINES, RESUMED_BY, make_engine, require_loaded, shapes, shards_in
 from failpoints import (
     EXPORTING,
@@ -33,19 +32,20 @@ from failpoints import (
     StrikingList,
 )
 from power_loss import EXPORT_BYTES, finite_weights
+from ranks import RankFailed, run_ranks
 
-from burnish.checkpoint.committed import open_step
-from burnish.checkpoint.directory import Checkpoints
-from burnish.checkpoint.export import export
-from burnish.checkpoint.exportable import StepModel
+from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.steps import open_step
+from burnish.checkpoint.tools.export import export
+from burnish.checkpoint.tools.exportable import StepModel
 from burnish.checkpoint.verify import verify
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
-from burnish.engines.megatron.engine import MegatronEngine
-from burnish.engines.torch_engine import TorchEngine
+from burnish.engines.megatron.megatron_engine import MegatronEngine
+from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import BurnishError
 from burnish.files.storage import LocalStorage
-from burnish.parallel.layout import Layout
-from burnish.trainers.signals import catch_signals
+from burnish.train.signals import catch_signals
 
 LAYOUTS = {
     "1 process": (1, False),

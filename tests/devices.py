@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from burnish.parallel.device import has_matrix_units
+from burnish.distributed.device import has_matrix_units
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -21,4 +21,4 @@ DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=on_g
 ROUNDED_FACTORS_ERROR = 0.008
 """What attention in bf16 may differ from fp64, relative to the norm, where products round their factors to bf16."""
 BF16_ATTENTION_ERROR = ROUNDED_FACTORS_ERROR if has_matrix_units(CPU) else 0.004
-"""The same of `burnish.models.cpu_attention`, whose products do so where the processor has units for it."""
+"""The same of `burnish.models.kernels.cpu_attention`, whose products do so where the processor has units for it."""

@@ -15,16 +15,16 @@ from pathlib import Path
 import mirror_crashes
 from aftermath import Verdict
 from checkpoints_for_tests import contents_of, fill_and_compare, make_state
-from distributed import forkserver, run_ranks
 from mirror_crashes import FaultyRemote, mirror_at
+from ranks import forkserver, run_ranks
 
-from burnish.checkpoint.directory import Checkpoints
-from burnish.checkpoint.mirror import Mirror
-from burnish.checkpoint.portion_sync import PortionSync
+from burnish.checkpoint.destinations.mirror import Mirror
+from burnish.checkpoint.destinations.partial_sync import PortionSync
+from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
+from burnish.distributed.collectives import agree
+from burnish.distributed.layout import Layout
 from burnish.files.remote import Remote
-from burnish.parallel.collectives import agree
-from burnish.parallel.layout import Layout
 
 STEP = "step-00000002"
 COMMIT, MANIFEST, WORDS = f"{STEP}/COMMIT", f"{STEP}/manifest.json", f"portions/{STEP}"

@@ -16,14 +16,14 @@ from tiny import tiny_config
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from burnish.boxes.shards import Shard
 from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
-from burnish.engines.megatron.engine import MegatronEngine
-from burnish.engines.torch_engine import TorchEngine
-from burnish.models.building import build_on_meta
+from burnish.engines.megatron.megatron_engine import MegatronEngine
+from burnish.engines.torch.torch_engine import TorchEngine
+from burnish.models.meta_init import build_on_meta
 from burnish.models.names import tensor_specs
-from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Shard
 
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "Megatron EP 2": (2, {"kind": "megatron", "expert_parallel": 2}),

@@ -11,10 +11,10 @@ from contracts.engine import BETAS, CLIP
 from transformers import AutoConfig
 
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
-from burnish.engines import making
+from burnish.distributed.layout import Layout
+from burnish.engines import factory as making
 from burnish.engines.base import Engine, Part
 from burnish.models.sources import SafetensorsSource
-from burnish.parallel.layout import Layout
 
 OPTIM = OptimConfig(betas=BETAS, weight_decay=0.1)
 CPU = torch.device("cpu")

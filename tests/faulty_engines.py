@@ -9,14 +9,14 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from burnish.engines import torch_engine
 from burnish.engines.base import LossFn, Part, trained
-from burnish.engines.megatron import optimizer
-from burnish.engines.megatron.engine import MegatronEngine
-from burnish.engines.torch_engine import TorchEngine
+from burnish.engines.megatron import distributed_optimizer as optimizer
+from burnish.engines.megatron.megatron_engine import MegatronEngine
+from burnish.engines.torch import torch_engine
+from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.models import routing
 from burnish.records import Batch, TokenOutputs
-from burnish.tracking.metrics import Stats
+from burnish.tracking.stats import Stats
 
 
 class WithoutSync(TorchEngine):

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.manifest import (
     BLOCK_BYTES,
     MANIFEST_LIMIT,
@@ -30,6 +29,7 @@ from burnish.checkpoint.manifest import (
     record_of,
     sha256,
 )
+from burnish.checkpoint.steps import Committed
 from burnish.errors import CorruptError, IncompatibleError, MissingError
 from burnish.files.safetensors import (
     MAX_HEADER_BYTES,
@@ -39,7 +39,7 @@ from burnish.files.safetensors import (
     read_header,
 )
 from burnish.files.strict_json import encode_json, parse_json
-from burnish.trainers.position import Position, position_of
+from burnish.train.trainer_state import Position, position_of
 
 REFUSALS = (CorruptError, IncompatibleError, MissingError)
 MOST_LETTERS = 2_000

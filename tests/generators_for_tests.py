@@ -12,13 +12,13 @@ from transformers import PretrainedConfig
 
 from burnish.config.schema import LoraConfig
 from burnish.data.batching import make_batch
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.models.counting import count_flops
-from burnish.parallel.layout import Layout
 from burnish.records import Completion, Example, Request
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin import BuiltinGenerator
-from burnish.rollout.held import HeldModel
+from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.rollout.builtin.inference_weights import HeldModel
 
 CPU = torch.device("cpu")
 DRAWN = Sampling(12, temperature=0.7, top_p=0.9)

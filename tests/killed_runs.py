@@ -10,7 +10,7 @@ from pathlib import Path
 
 from training_files import done, ranks
 
-from burnish.checkpoint.committed import committed
+from burnish.checkpoint.steps import committed
 from burnish.checkpoint.verify import verify
 
 KINDS = {

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import LR, cut, loss, make_examples, whole
-from distributed import run_ranks
 from engines_for_tests import make_engine
+from ranks import run_ranks
 from tiny import VOCAB
 from torch import Tensor
 
-from burnish.checkpoint.committed import newest
 from burnish.checkpoint.contents import Contents, ModelContents
-from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.steps import newest
 from burnish.checkpoint.tensor_sets import MAIN
 from burnish.config.schema import OptimConfig
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, Part
-from burnish.parallel.layout import Layout
 
 DEFAULTS = OptimConfig()
 SAVED = (Part.WEIGHTS, Part.TRAINING)

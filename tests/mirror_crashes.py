@@ -17,17 +17,17 @@ from threading import Lock
 
 from aftermath import Verdict
 from checkpoints_for_tests import BIG_SHAPES, contents_of, fill_and_compare, make_state
-from distributed import forkserver
+from ranks import forkserver
 
-from burnish.checkpoint.committed import committed
-from burnish.checkpoint.directory import Checkpoints
-from burnish.checkpoint.mirror import Mirror, Sync
+from burnish.checkpoint.destinations.mirror import Mirror, Sync
+from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.steps import committed
 from burnish.checkpoint.verify import verify
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.patience import Patience
 from burnish.files.remote import Remote
-from burnish.parallel.layout import Layout
 
 NEW, OLD = "step-00000002", "step-00000001"
 MOMENTS = {

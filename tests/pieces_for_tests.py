@@ -6,9 +6,9 @@ import itertools
 
 import torch
 
-from burnish.parallel.boxes import Box, flat_range, subtract, whole
-from burnish.parallel.pieces import PieceTable
-from burnish.parallel.shards import Piece
+from burnish.boxes.box import Box, flat_range, subtract, whole
+from burnish.boxes.pieces import PieceTable
+from burnish.boxes.shards import Piece
 
 F32, BF16 = torch.float32, torch.bfloat16
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 from aftermath import ONE, Verdict, resumable
 from checkpoints_for_tests import contents_of, fill_and_compare, make_state, save_once, shards_of
-from distributed import run_ranks
 from failpoints import EXPORTING, RESUMING, SAVING
 from faultfs import History, RecordingStorage, SharedRecordingStorage, fresh, write_out
+from ranks import run_ranks
 from safetensors.torch import load_file
 
-from burnish.checkpoint.committed import open_step
-from burnish.checkpoint.directory import Checkpoints
-from burnish.checkpoint.export import export
-from burnish.checkpoint.exportable import StepModel
+from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.steps import open_step
+from burnish.checkpoint.tools.export import export
+from burnish.checkpoint.tools.exportable import StepModel
+from burnish.distributed.layout import Layout
 from burnish.files.storage import LocalStorage
-from burnish.parallel.layout import Layout
 
 EXPORT_BYTES = 1600
 """Of a file of an export: three files."""

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from burnish.distributed.collectives import gather_objects
 from burnish.engines.base import Engine
 from burnish.models.names import model_shards, regions
-from burnish.parallel.collectives import gather_objects
 from burnish.records import Batch
 
 LAYERS, EXPERTS, CHOSEN = 2, 4, 2

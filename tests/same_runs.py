@@ -10,7 +10,7 @@ import pytest
 import torch
 from training_files import metrics, weights
 
-from burnish.checkpoint.committed import committed
+from burnish.checkpoint.steps import committed
 
 RL = ["rl", "rl.yaml", "algorithm.kl.coef=0.1", "batch.minibatches=2", "optim.lr=0.005"]
 """A run of reinforcement learning with a reference and more than one update a step; at twice the rate other sums of the same numbers end a hundred times as far apart."""

@@ -74,7 +74,7 @@ def test_the_step_in_the_readme_is_the_trainers_step() -> None:
     (block,) = re.findall(
         r"```python\n(for step in .*?)```", (ROOT / "README.md").read_text(), re.S
     )
-    code = (ROOT / "burnish/trainers/rl.py").read_text()
+    code = (ROOT / "burnish/train/rl.py").read_text()
     code = re.sub(r", run\.progress\.phase\(.*\) as bar:$", ":", code, flags=re.M)
     start = next(line for line in code.splitlines() if line.lstrip() == block.splitlines()[0])
     margin = start[: -len(start.lstrip())]

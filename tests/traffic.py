@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from burnish.parallel.layout import Layout
+from burnish.distributed.layout import Layout
 
 EXCHANGE = "c10d::alltoall_base_"
 """What waves of a transfer travel by."""

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import command_server
-from distributed import PATIENCE_SECONDS
 from ports import free_port
+from ranks import PATIENCE_SECONDS
 from safetensors.torch import load_file
 from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
 
-from burnish.checkpoint.committed import committed
+from burnish.checkpoint.steps import committed
 from burnish.tracking.jsonl import read_metrics
 
 FRESH = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from burnish.config.schema import EngineConfig
-from burnish.engines.megatron import building
+from burnish.engines.megatron import meta_init as building
 from burnish.engines.megatron.attention import RMSNorm
 from burnish.engines.megatron.layers import (
     ColumnParallelLinear,
@@ -25,7 +25,7 @@ from burnish.engines.megatron.layers import (
     TEGroupedMLP,
     linear,
 )
-from burnish.models.fused import rms_norm
+from burnish.models.kernels.fused import rms_norm
 
 
 class NormedColumnLinear(ColumnParallelLinear):

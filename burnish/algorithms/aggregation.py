@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from burnish.records import MicroBatch
-from burnish.tracking.metrics import Mean
+from burnish.tracking.stats import Mean
 
 AggregationKind = Literal["token_mean", "sequence_mean", "sequence_sum_fixed"]
 """The ways, by their name in the configuration."""

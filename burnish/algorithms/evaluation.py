@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-from burnish.tracking.metrics import Mean, Stats
+from burnish.tracking.stats import Mean, Stats
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from burnish.algorithms.advantages import check_finite, standardised
 from burnish.records import Floats
-from burnish.tracking.metrics import Mean, Stats
+from burnish.tracking.stats import Mean, Stats
 
 
 @dataclass(frozen=True, slots=True)

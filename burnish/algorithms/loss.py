@@ -19,7 +19,7 @@ from burnish.algorithms.policy_loss import TokenLosses, cispo, gspo, old_logprob
 from burnish.config.schema import AlgorithmConfig
 from burnish.errors import BurnishError
 from burnish.records import MicroBatch, TokenOutputs
-from burnish.tracking.metrics import Mean, Stats, Sum
+from burnish.tracking.stats import Mean, Stats, Sum
 
 Loss = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]
 """What an engine runs on each micro-batch (`burnish.engines.base.LossFn`)."""

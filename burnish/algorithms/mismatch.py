@@ -23,7 +23,7 @@ from burnish.algorithms.kl import kl_loss
 from burnish.algorithms.policy_loss import LOG_RATIO_BOUND
 from burnish.errors import BurnishError
 from burnish.records import MicroBatch
-from burnish.tracking.metrics import Max, Mean, Stats
+from burnish.tracking.stats import Max, Mean, Stats
 
 
 def mismatch_stats(old_logprobs: Tensor, micro: MicroBatch) -> Stats:

@@ -9,7 +9,7 @@ from burnish.algorithms.aggregation import AggregationKind, aggregation
 from burnish.algorithms.loss import Loss
 from burnish.errors import BurnishError
 from burnish.records import MicroBatch, TokenOutputs
-from burnish.tracking.metrics import Mean, Stats
+from burnish.tracking.stats import Mean, Stats
 
 
 def value_loss_fn(kind: AggregationKind, clip: float | None, max_response_length: int) -> Loss:

@@ -1,6 +1,6 @@
 """Saving while training goes on: the training process's side.
 
-`begin` copies the step's contents and hands them to the writer (`burnish.checkpoint.writer`), a
+`begin` copies the step's contents and hands them to the writer (`burnish.checkpoint.writer_process`), a
 process that is started again when it has died. One save is in flight at most. How it went is the
 same news on every rank: one that failed anywhere has failed, is cleared away, and leaves the step
 before as it was.
@@ -18,16 +18,16 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from burnish.checkpoint.companion import Companion
 from burnish.checkpoint.contents import Assets, Contents
 from burnish.checkpoint.save import check_new
 from burnish.checkpoint.saver import Saved, Saver
 from burnish.checkpoint.staging import Memory, stage
-from burnish.checkpoint.writer import Answer, Job, Meeting
+from burnish.checkpoint.subprocess import Companion
+from burnish.checkpoint.writer_process import Answer, Job, Meeting
+from burnish.distributed.collectives import agree, gather_objects
+from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError
 from burnish.files.durable import naming_failures
-from burnish.parallel.collectives import agree, gather_objects
-from burnish.parallel.environment import place_of
 
 _LOOK_SECONDS = 0.05
 # Between two questions of waiting ranks to each other.
@@ -140,7 +140,7 @@ class BackgroundSaver:
 
     def _start_writer(self) -> Companion:
         writer = Companion(
-            "burnish.checkpoint.writer",
+            "burnish.checkpoint.writer_process",
             "the process that writes checkpoints",
             (self._memory.descriptor,),
             self._keep_open,

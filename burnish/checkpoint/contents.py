@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burnish.parallel.arena import Arena
-from burnish.parallel.shards import Shard
+from burnish.boxes.shards import Shard
+from burnish.distributed.host_memory import Arena
 
 
 @dataclass(frozen=True, slots=True, eq=False)

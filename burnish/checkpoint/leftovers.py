@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from burnish.checkpoint.committed import INFLIGHT, PORTION, TRASH
+from burnish.checkpoint.steps import INFLIGHT, PORTION, TRASH
 from burnish.files.durable import discard
 from burnish.files.removals import Removals
 from burnish.files.storage import Storage

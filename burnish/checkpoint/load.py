@@ -1,6 +1,6 @@
 """Filling shards from a committed step, at whatever layout it is wanted.
 
-What can be asked for by name, and whether it fits; `burnish.checkpoint.read` reads it.
+What can be asked for by name, and whether it fits; `burnish.checkpoint.reader` reads it.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from burnish.boxes.pieces import PieceTable, gather_pieces
+from burnish.boxes.plan import Move
+from burnish.boxes.shards import Piece, Shard
 from burnish.checkpoint.block_memory import is_plain
 from burnish.checkpoint.blocks import PlannedFile
-from burnish.checkpoint.committed import Committed
+from burnish.checkpoint.compatibility import require_fit, require_slots
 from burnish.checkpoint.dtypes import BY_NAME
-from burnish.checkpoint.fit import require_fit, require_slots
 from burnish.checkpoint.manifest import ANOTHER_STEP
-from burnish.checkpoint.read import BlockReader, ReadPlan
+from burnish.checkpoint.reader import BlockReader, ReadPlan
 from burnish.checkpoint.split import add_residual
+from burnish.checkpoint.steps import Committed
 from burnish.checkpoint.streams import Described
 from burnish.checkpoint.tensor_sets import MAIN, MODEL, RESIDUAL, prefix_of, roles_in, set_of
 from burnish.checkpoint.verify import checked_header
+from burnish.distributed.collectives import agree, gather_objects
+from burnish.distributed.host_memory import Arena
+from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError, IncompatibleError, MissingError
 from burnish.files.safetensors import TensorEntry
 from burnish.files.storage import LocalStorage, Source
-from burnish.parallel.arena import Arena
-from burnish.parallel.collectives import agree, gather_objects
-from burnish.parallel.layout import Layout
-from burnish.parallel.pieces import PieceTable, gather_pieces
-from burnish.parallel.plan import Move
-from burnish.parallel.shards import Piece, Shard
 
 
 @dataclass(frozen=True, slots=True)

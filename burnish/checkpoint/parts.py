@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from burnish.boxes.box import Box
+from burnish.boxes.pieces import Described, Pieces, TensorIndex
+from burnish.boxes.table import BoxTable, Ints, flat_ranges, intersections, strides
 from burnish.checkpoint.blocks import Block, PlannedFile
 from burnish.checkpoint.dtypes import BY_NAME
-from burnish.parallel.box_table import BoxTable, Ints, flat_ranges, intersections, strides
-from burnish.parallel.boxes import Box
-from burnish.parallel.pieces import Described, Pieces, TensorIndex
 
 _FAVOURITES = 8  # ranks that are considered for a block before any that has room
 

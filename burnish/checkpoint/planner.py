@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from burnish.boxes.pieces import Described, PieceTable, gather_pieces
 from burnish.checkpoint.blocks import Stored, plan_files
-from burnish.checkpoint.disks import Disks
+from burnish.checkpoint.destinations.disks import Disks
 from burnish.checkpoint.dtypes import dtype_name
 from burnish.checkpoint.tensor_sets import key_parts
-from burnish.checkpoint.write import WritePlan
+from burnish.checkpoint.writer import WritePlan
+from burnish.distributed.collectives import same_on_all_ranks
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
-from burnish.parallel.collectives import same_on_all_ranks
-from burnish.parallel.layout import Layout
-from burnish.parallel.pieces import Described, PieceTable, gather_pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal, Self
 
-from burnish.checkpoint.committed import TRASH, open_step, read_commit, step_paths
-from burnish.checkpoint.mirrored import read_mirrored
+from burnish.checkpoint.destinations.mirrored import read_mirrored
+from burnish.checkpoint.destinations.partial_checkpoints import portion_paths
 from burnish.checkpoint.pins import holding_pins
-from burnish.checkpoint.portions import portion_paths
 from burnish.checkpoint.room import Waiting
+from burnish.checkpoint.steps import TRASH, open_step, read_commit, step_paths
 from burnish.config.keeping import CheckpointConfig
 from burnish.errors import CorruptError, IncompatibleError, UsageError
 from burnish.files.durable import move_aside

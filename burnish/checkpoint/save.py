@@ -2,8 +2,8 @@
 
 Everything is written into a directory that has not the name of a step; manifest and COMMIT come
 last, then one rename. Where there are several disks the same is done on each with the files that it
-gets, and what is named is a portion, no step. Left out: how tensors become blocks (`burnish.checkpoint.write`), when to
-save and what to keep (`burnish.checkpoint.directory`).
+gets, and what is named is a portion, no step. Left out: how tensors become blocks (`burnish.checkpoint.writer`), when to
+save and what to keep (`burnish.checkpoint.manager`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ import torch
 from torch import Tensor
 
 from burnish import __version__
+from burnish.boxes.pieces import PieceTable
+from burnish.boxes.plan import Move
+from burnish.boxes.shards import Piece, Shard
+from burnish.boxes.transfer import accelerator_of, meeting_place
 from burnish.checkpoint.blocks import PlannedFile
-from burnish.checkpoint.committed import INFLIGHT, PORTION, TRASH, step_name
 from burnish.checkpoint.contents import Assets, Contents, ModelContents
-from burnish.checkpoint.disks import Disks
+from burnish.checkpoint.destinations.disks import Disks
+from burnish.checkpoint.destinations.partial_checkpoints import SEAL
 from burnish.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -36,20 +40,16 @@ from burnish.checkpoint.manifest import (
     sha256,
 )
 from burnish.checkpoint.planner import Planner
-from burnish.checkpoint.portions import SEAL
 from burnish.checkpoint.split import residual, rounded
+from burnish.checkpoint.steps import INFLIGHT, PORTION, TRASH, step_name
 from burnish.checkpoint.tensor_sets import MODEL, RESIDUAL, prefix_of
-from burnish.checkpoint.write import BlockHashes, BlockWriter, WritePlan
+from burnish.checkpoint.writer import BlockHashes, BlockWriter, WritePlan
+from burnish.distributed.collectives import agree, from_main, gather_objects
+from burnish.distributed.host_memory import Arena
 from burnish.errors import BurnishError
 from burnish.files.durable import discard, naming_failures, write_durably
 from burnish.files.storage import Storage
 from burnish.files.strict_json import encode_json
-from burnish.parallel.arena import Arena
-from burnish.parallel.collectives import agree, from_main, gather_objects
-from burnish.parallel.pieces import PieceTable
-from burnish.parallel.plan import Move
-from burnish.parallel.shards import Piece, Shard
-from burnish.parallel.transfer import accelerator_of, meeting_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,12 @@ class _Elements:
         self._held = held
 
     def read(self, move: Move, into: Tensor) -> None:
-        """See `burnish.checkpoint.write.Elements`."""
+        """See `burnish.checkpoint.writer.Elements`."""
         held = self._held[move.have]
         (held.convert or _copy)(held.shard.part(move.box), into)
 
     def as_stored(self, move: Move) -> Tensor | None:
-        """See `burnish.checkpoint.write.Elements`."""
+        """See `burnish.checkpoint.writer.Elements`."""
         held = self._held[move.have]
         return held.shard.part(move.box) if held.convert is None else None
 

@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from burnish.checkpoint.committed import INFLIGHT, PORTION, TRASH, open_step, step_name
 from burnish.checkpoint.contents import Contents
-from burnish.checkpoint.disks import Disks
+from burnish.checkpoint.destinations.disks import Disks
+from burnish.checkpoint.destinations.partial_checkpoints import portion_paths
 from burnish.checkpoint.planner import Planner
-from burnish.checkpoint.portions import portion_paths
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.room import require_room
 from burnish.checkpoint.save import save_step
+from burnish.checkpoint.steps import INFLIGHT, PORTION, TRASH, open_step, step_name
+from burnish.distributed.collectives import agree
+from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError
 from burnish.files.durable import discard
 from burnish.files.lease import Token
 from burnish.files.removals import NotRemovedError, Removals
 from burnish.files.storage import Storage
-from burnish.parallel.collectives import agree
-from burnish.parallel.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burnish.boxes.box import Box
+from burnish.boxes.shards import Shard, TensorSpec
+from burnish.boxes.transfer import accelerator_of
 from burnish.checkpoint.contents import Contents, ModelContents
-from burnish.parallel import pinning
-from burnish.parallel.boxes import Box
-from burnish.parallel.shards import Shard, TensorSpec
-from burnish.parallel.transfer import accelerator_of
+from burnish.distributed import pinning
 
 _ALIGN = 64
 

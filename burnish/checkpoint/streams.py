@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from burnish.checkpoint.committed import Committed
 from burnish.checkpoint.dtypes import BY_NAME
 from burnish.checkpoint.split import add_residual
+from burnish.checkpoint.steps import Committed
 from burnish.checkpoint.tensor_sets import MODEL, RESIDUAL, set_of
 from burnish.checkpoint.verify import checked_header, read_block
 from burnish.errors import CorruptError, IncompatibleError

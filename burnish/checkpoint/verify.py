@@ -12,8 +12,8 @@ from pathlib import PurePath
 
 import xxhash
 
-from burnish.checkpoint.committed import Committed, open_step
 from burnish.checkpoint.manifest import MAX_BLOCK_BYTES, FileRecord, block_hash
+from burnish.checkpoint.steps import Committed, open_step
 from burnish.errors import CorruptError, few
 from burnish.files.safetensors import Header, header_size, parse_header
 from burnish.files.storage import LocalStorage, ReadableFile, Source

@@ -1,119 +1,241 @@
-"""The process that writes what was staged, beside a training process.
+"""The blocks of a step's tensor files, from the ranks' memory to the disk.
 
-A process and not a thread: hashing and planning would take the interpreter from training, and what
-kills a writer must not kill a run. It has one end of a pipe; it is sent a `Saver` once and then
-jobs, and answers each with what was saved or an error. It ends when the pipe is closed, and at once when
-the training process dies: what that had not committed by then is not committed after it. The
-writers of all ranks form a process group of their own for each job, so that nothing of a job that
-went wrong is left for the next.
+Each rank writes the blocks of which it has the most, and all as many. A few at a time are put
+together, from tensors where they lie and from what other ranks send; while the next ones come, a
+thread hashes and writes them and another has the disk begin. Left out: what files there are
+(`burnish.checkpoint.blocks`), and what makes a step of them (`burnish.checkpoint.save`).
 """
 
 from __future__ import annotations
 
-import os
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore
+import xxhash
+from torch import Tensor
 
-from burnish.checkpoint.companion import accompany
-from burnish.checkpoint.saver import Saved, Saver
-from burnish.checkpoint.staging import Memory, Staged
-from burnish.errors import BurnishError
-from burnish.parallel.layout import Layout
+from burnish.boxes.pieces import PieceTable, TensorIndex
+from burnish.boxes.plan import Cover, Move
+from burnish.boxes.rounds import Group, schedule
+from burnish.boxes.transfer import Exchange
+from burnish.checkpoint.block_memory import BlockMemory, buffers, is_plain
+from burnish.checkpoint.blocks import Block, PlannedFile, block_bytes_for, blocks_of
+from burnish.checkpoint.destinations.disks import Disks
+from burnish.checkpoint.parts import Parts, Place, owners_by_disk, slots_of
+from burnish.distributed.collectives import agree
+from burnish.distributed.host_memory import Arena
+from burnish.distributed.layout import Layout
+from burnish.files.closing import Closing
+from burnish.files.durable import naming_failures
+from burnish.files.storage import File, Storage
 
+BlockHashes = dict[tuple[int, int], str]
+"""By index of the file and index of the block in it."""
 
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the writers of all ranks meet for a job."""
-
-    host: str
-    """Machine of the store, which the training process of rank 0 serves."""
-    port: int
-    """Its port."""
-    name: str
-    """Keeps the job apart from others."""
-    timeout_seconds: float
-    """How long they wait for each other, at the beginning and in every collective."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One step to commit."""
-
-    step: int
-    """Which."""
-    staged: Staged
-    """What goes into it; its tensors are in the shared memory."""
-    meeting: Meeting | None
-    """None for a lone process."""
+_GROUP_BYTES = 16 << 20
+# Blocks put together at one time; as many are being written meanwhile. One block at least.
+_WAVE_BYTES = 16 << 20
+_SYNC_BYTES = 32 << 20
+# The disk is asked to begin whenever so much has been written.
 
 
-Answer = Saved | BurnishError
-"""What comes of a job."""
+@dataclass(frozen=True, slots=True, eq=False)
+class WritePlan:
+    """Which blocks this rank writes, and where their elements come from."""
 
+    files: Sequence[PlannedFile]
+    """All of the step's."""
+    block_bytes: int
+    """The size of their blocks."""
+    disks: Sequence[int]
+    """The disk that each file goes to."""
+    share: Sequence[Block]
+    """The blocks that this rank writes."""
+    places: dict[int, Place]
+    """Where in them a move's elements go, by `Move.want`."""
+    group_blocks: int
+    """How many of them at one time."""
+    groups: Sequence[Group]
+    """The moves for each few blocks of all ranks."""
+    digest: str
+    """The same on all ranks."""
 
-def serve(pipe: int, parent: int, memory: int) -> None:
-    """Be the writer of the process `parent`; both descriptors are this process's own."""
-    accompany(parent)
-    torch.set_num_threads(1)
-    shared = Memory(memory)
-    with Connection(pipe) as connection:
-        saver: Saver = connection.recv()
-        while True:
-            try:
-                job: Job = connection.recv()
-            except EOFError:
-                return
-            connection.send(_answer(saver, job, shared, lambda: _check_parent(parent)))
-
-
-def _check_parent(parent: int) -> None:
-    if os.getppid() != parent:
-        raise BurnishError(
-            "the training process has ended before its step was committed",
-            do="start the same command again: it continues from the step before",
+    @classmethod
+    def of(
+        cls,
+        files: Sequence[PlannedFile],
+        have: Sequence[PieceTable],
+        layout: Layout,
+        disks: Disks,
+    ) -> WritePlan:
+        """Plan for pieces that are named by the keys under which tensors are stored, and the ranks' disks. Raises `MissingError` for a tensor that nobody has all of."""
+        tensors = TensorIndex()
+        [held] = tensors.merge(have)
+        block_bytes = block_bytes_for(files)
+        blocks = [b for i, file in enumerate(files) for b in blocks_of(i, file.size, block_bytes)]
+        parts = Parts.of(files, blocks, tensors)
+        cover = Cover.of(held, parts.pieces, tensors)
+        part, holder = cover.holders()
+        size = (cover.boxes.elements * parts.tensors.itemsizes()[parts.pieces.dtype[cover.want]])[
+            part
+        ]
+        rank = cover.held.rank[holder]
+        disk_of_file = disks.divide([file.size for file in files])
+        disk_of_block = np.array([disk_of_file[block.file] for block in blocks], np.int64)
+        in_block = parts.block[cover.want[part]]
+        owner = owners_by_disk(in_block, rank, size, disk_of_block, np.array(disks.of_rank))
+        moves = cover.moves(owner[parts.block])
+        slots = slots_of(owner)
+        group_blocks = max(1, _GROUP_BYTES // block_bytes)
+        group = slots[parts.block[moves.want]] // group_blocks
+        groups = int(slots.max(initial=-1)) // group_blocks + 1
+        mine = np.flatnonzero(owner == layout.rank)
+        own_slots = np.where(owner == layout.rank, slots, -1)
+        return cls(
+            files,
+            block_bytes,
+            disk_of_file,
+            [blocks[number] for number in mine.tolist()],
+            parts.places(own_slots),
+            group_blocks,
+            schedule(moves, layout.rank, _WAVE_BYTES, group, groups),
+            moves.digest(),
         )
 
-
-def _answer(saver: Saver, job: Job, memory: Memory, fence: Callable[[], None]) -> Answer:
-    try:
-        with _meeting(job.meeting, saver.layout):
-            contents = job.staged.contents(memory.take(job.staged.size))
-            return saver.save(job.step, contents, fence)
-    except BurnishError as error:
-        return error
-    except Exception as error:  # noqa: BLE001 - told to the training process, which goes on
-        return BurnishError(
-            f"step {job.step} could not be saved",
-            have=f"{type(error).__name__}: {error}\n{traceback.format_exc()}",
-            do="correct what it names; the next save tries again",
-        )
+    def files_on(self, disk: int) -> list[PlannedFile]:
+        """The files that go to a disk."""
+        return [file for file, of in zip(self.files, self.disks, strict=True) if of == disk]
 
 
-@contextmanager
-def _meeting(meeting: Meeting | None, layout: Layout) -> Iterator[None]:
-    """The process group of the writers, as the default group of this process."""
-    if meeting is None:
-        yield
-        return
-    patience = timedelta(seconds=meeting.timeout_seconds)
-    store = TCPStore(meeting.host, meeting.port, layout.world, False, patience)
-    dist.init_process_group(
-        "gloo",
-        store=PrefixStore(meeting.name, store),
-        rank=layout.rank,
-        world_size=layout.world,
-        timeout=patience,
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+class Elements(Protocol):
+    """What this rank has, by the moves of a plan."""
+
+    def read(self, move: Move, into: Tensor) -> None:
+        """Write the elements of a move, as they are stored, into memory of their dtype and shape."""
+
+    def as_stored(self, move: Move) -> Tensor | None:
+        """The memory that already holds them as they are stored; None when there is none."""
+
+
+class BlockWriter:
+    """Writes this rank's blocks of the plan's files, which lie in `directory` at their final size.
+
+    Blocks are put together in `arena`; what ranks send each other meets on `device`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        plan: WritePlan,
+        layout: Layout,
+        device: torch.device,
+        arena: Arena,
+    ) -> None:
+        self._directory = directory
+        self._plan = plan
+        self._layout = layout
+        self._arena = arena
+        self._exchange = Exchange(layout, device, arena)
+
+    def write(self, elements: Elements, storage: Storage, what: str) -> BlockHashes:
+        """Write and sync all blocks; the hashes of this rank's. Collective, errors included.
+
+        `what` starts the message when the disk fails.
+        """
+        size = min(len(self._plan.share), self._plan.group_blocks) * self._plan.block_bytes
+        hashes: BlockHashes = {}
+        ahead: list[Future[BlockHashes]] = []
+        with ExitStack() as opened:
+            files: dict[int, File] = {}
+            with agree(self._layout), naming_failures(what):
+                memory = [self._arena.take(size) for _ in range(2)]
+                for index in sorted({block.file for block in self._plan.share}):
+                    path = self._directory / self._plan.files[index].path
+                    files[index] = opened.enter_context(storage.open(path, write=True))
+            disk = opened.enter_context(_Disk(files))
+            for number, moves in enumerate(self._plan.groups):
+                if len(ahead) == len(memory):
+                    with agree(self._layout), naming_failures(what):
+                        hashes |= ahead.pop(0).result()
+                ahead.append(disk.write(self._filled(number, moves, memory[number % 2], elements)))
+            with agree(self._layout), naming_failures(what):
+                for written in ahead:
+                    hashes |= written.result()
+                disk.sync()
+        return hashes
+
+    def _filled(
+        self, number: int, moves: Group, memory: Tensor, elements: Elements
+    ) -> list[tuple[Block, BlockMemory]]:
+        """A few blocks, put together. Collective."""
+        first = number * self._plan.group_blocks
+        share = self._plan.share[first : first + self._plan.group_blocks]
+        blocks = buffers([block.stop - block.start for block in share], memory)
+        for block, there in zip(share, blocks, strict=True):
+            header = self._plan.files[block.file].header[block.start : block.stop]
+            there.part(0, (len(header),), torch.uint8).numpy()[:] = np.frombuffer(header, np.uint8)
+
+        def into(move: Move) -> Tensor:
+            place = self._plan.places[move.want]
+            part = blocks[place.slot - first].part(place.start, place.box.sizes, move.dtype)
+            return part[move.box.relative_to(place.box).slices]
+
+        with torch.no_grad():
+            for move in moves.own:
+                place, stored = self._plan.places[move.want], elements.as_stored(move)
+                if stored is not None and move.box == place.box and is_plain(stored):
+                    blocks[place.slot - first].put(place.start, stored)
+                else:
+                    elements.read(move, into(move))
+            for wave in moves.waves:
+                self._exchange.run(wave, elements.read, lambda move, got: into(move).copy_(got))
+        return list(zip(share, blocks, strict=True))
+
+
+class _Disk(Closing):
+    """Two threads: one hashes and writes blocks in the order given, one syncs what was written so far."""
+
+    def __init__(self, files: dict[int, File]) -> None:
+        self._files = files
+        self._writing = ThreadPoolExecutor(1, "burnish-write")
+        self._syncing = ThreadPoolExecutor(1, "burnish-sync")
+        self._unsynced = dict.fromkeys(files, 0)
+        self._syncs: list[Future[None]] = []
+
+    def write(self, blocks: list[tuple[Block, BlockMemory]]) -> Future[BlockHashes]:
+        """Begin to write blocks; their hashes, in time."""
+        return self._writing.submit(self._write, blocks)
+
+    def sync(self) -> None:
+        """Return when all that was written survives a power loss. Nothing may be being written."""
+        for begun in self._syncs:
+            begun.result()
+        for index, file in self._files.items():
+            if self._unsynced[index]:
+                file.sync()
+
+    def _write(self, blocks: list[tuple[Block, BlockMemory]]) -> BlockHashes:
+        hashes: BlockHashes = {}
+        for block, memory in blocks:
+            digest, at = xxhash.xxh3_128(), block.start
+            for data in memory.pieces():
+                digest.update(data)
+                self._files[block.file].pwrite(data, at)
+                at += len(data)
+            hashes[block.file, block.number] = digest.hexdigest()
+            self._unsynced[block.file] += at - block.start
+            if self._unsynced[block.file] >= _SYNC_BYTES:
+                self._unsynced[block.file] = 0
+                self._syncs.append(self._syncing.submit(self._files[block.file].sync))
+        return hashes
+
+    def close(self) -> None:
+        """Wait for what has begun; drop the rest."""
+        self._writing.shutdown(cancel_futures=True)
+        self._syncing.shutdown(cancel_futures=True)

@@ -1,6 +1,6 @@
 """`burnish check`: start the processes of the layout on this machine's CPU, or join those of torchrun.
 
-Left out: the comparison itself (`burnish.trainers.check`).
+Left out: the comparison itself (`burnish.check.check`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from burnish.cli.inputs import require_inputs
 from burnish.config.check import Command, check
 from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
+from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError, UsageError
-from burnish.parallel.environment import place_of
 
 _HIDE_ACCELERATORS = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -47,7 +47,7 @@ def run_check(arguments: Namespace) -> None:
 
 
 def _compare(config: RunConfig) -> None:
-    from burnish.trainers import check as comparison
+    from burnish.check import check as comparison
 
     comparison.run_check(config)
 

@@ -7,7 +7,10 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import Any
 
-from burnish.checkpoint.committed import (
+from burnish.checkpoint.destinations.remote_steps import RemoteSteps
+from burnish.checkpoint.manifest import COMMIT
+from burnish.checkpoint.pins import read_pins
+from burnish.checkpoint.steps import (
     INFLIGHT,
     PORTION,
     QUARANTINE,
@@ -16,9 +19,6 @@ from burnish.checkpoint.committed import (
     open_step,
     step_paths,
 )
-from burnish.checkpoint.manifest import COMMIT
-from burnish.checkpoint.pins import read_pins
-from burnish.checkpoint.remote_steps import RemoteSteps
 from burnish.checkpoint.verify import checked_header
 from burnish.cli.ckpt_outcome import Outcome, Say
 from burnish.cli.ckpt_paths import one_step, source_of, steps_directory

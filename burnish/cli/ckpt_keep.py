@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from burnish.checkpoint.committed import TRASH, step_number, step_paths
 from burnish.checkpoint.leftovers import clear, leftovers
 from burnish.checkpoint.pins import holding_pins
 from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.steps import TRASH, step_number, step_paths
 from burnish.cli.ckpt_outcome import Outcome, Say
 from burnish.cli.ckpt_paths import is_step, steps_directory
 from burnish.cli.columns import bytes_text, count_text

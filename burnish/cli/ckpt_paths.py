@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path, PurePath
 from typing import TypeVar
 
-from burnish.checkpoint.committed import Committed, newest, open_step, step_number, step_paths
-from burnish.checkpoint.remote_steps import RemotePath, RemoteSteps
+from burnish.checkpoint.destinations.remote_steps import RemotePath, RemoteSteps
+from burnish.checkpoint.steps import Committed, newest, open_step, step_number, step_paths
 from burnish.config.places import CHECKPOINTS
 from burnish.errors import MissingError, few
 from burnish.files.remote import Remote

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import torch
 
-from burnish.checkpoint.committed import Committed
-from burnish.checkpoint.diff import Compared, compare
-from burnish.checkpoint.export import export
-from burnish.checkpoint.exportable import Exportable, MergedModel, StepModel, base_of
-from burnish.checkpoint.importing import Foreign, HuggingFace, save_foreign
-from burnish.checkpoint.pickled import Pickled, pickled_kind
+from burnish.checkpoint.steps import Committed
 from burnish.checkpoint.streams import DirectoryTensors, StepTensors, TensorStream
+from burnish.checkpoint.tools.diff import Compared, compare
+from burnish.checkpoint.tools.export import export
+from burnish.checkpoint.tools.exportable import Exportable, MergedModel, StepModel, base_of
+from burnish.checkpoint.tools.import_pickled import Pickled, pickled_kind
+from burnish.checkpoint.tools.importing import Foreign, HuggingFace, save_foreign
 from burnish.cli.ckpt_outcome import Say
 from burnish.cli.ckpt_paths import is_step, one_step, source_of
 from burnish.cli.columns import bytes_text, count_text
@@ -28,7 +28,7 @@ from burnish.files.selection import select_directory
 from burnish.files.urls import is_url
 from burnish.files.weights import SUFFIX
 from burnish.tracking.progress import Progress
-from burnish.trainers.localize import local_directory
+from burnish.train.localize import local_directory
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from burnish.checkpoint.committed import step_paths
+from burnish.checkpoint.steps import step_paths
 from burnish.config.check import Command
 from burnish.config.places import CHECKPOINTS
 from burnish.config.problems import Problem, refusal
@@ -26,7 +26,7 @@ from burnish.files.remote import Remote
 from burnish.files.selection import select
 from burnish.files.storage import LocalStorage
 from burnish.files.urls import is_url
-from burnish.models.lora_names import ADAPTER_CONFIG
+from burnish.models.lora.adapter_names import ADAPTER_CONFIG
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """One of these makes a directory a tokenizer's."""

@@ -16,9 +16,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from burnish.cli.arguments import parse
+from burnish.distributed.environment import place_of
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
-from burnish.parallel.environment import place_of
-from burnish.parallel.layout import Layout
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 """Values of BURNISH_LOG_LEVEL, in either case."""

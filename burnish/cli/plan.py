@@ -1,6 +1,6 @@
 """`burnish plan`: what a run needs of memory and time, which layouts fit, and what a dry run says of it.
 
-Neither torch nor any weights: the model's config.json is enough. Left out: the arithmetic (`burnish.planning`) and
+Neither torch nor any weights: the model's config.json is enough. Left out: the arithmetic (`burnish.plan`) and
 how it is printed (`burnish.cli.plan_table`).
 """
 
@@ -16,16 +16,16 @@ from burnish.cli.output import print_text
 from burnish.config.check import check_kind
 from burnish.config.load import load_config
 from burnish.config.schema import ModelConfig, RunConfig
+from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.files.remote import Remote
 from burnish.files.urls import is_url
-from burnish.models.lora_names import ADAPTER_CONFIG
-from burnish.models.lora_start import with_adapter
-from burnish.parallel.environment import place_of
+from burnish.models.lora.adapter_names import ADAPTER_CONFIG
+from burnish.models.lora.start import with_adapter
 
 if TYPE_CHECKING:
-    from burnish.planning.devices import Devices
-    from burnish.planning.layouts import Planner
+    from burnish.plan.devices import Devices
+    from burnish.plan.layouts import Planner
 
 _CONFIG_LIMIT = 1 << 24
 
@@ -47,7 +47,7 @@ def run_plan(arguments: Namespace) -> None:
         )
     planner = planner_of(config, command, devices)
     from burnish.cli.plan_table import as_json, plan_text
-    from burnish.planning.advice import configured, refuse
+    from burnish.plan.advice import configured, refuse
 
     plans = planner.all_plans()
     given = configured(planner, config, command, devices)
@@ -75,7 +75,7 @@ def fit(config: RunConfig, command: Literal["sft", "rl"], devices: Devices | Non
     except UsageError as error:  # a family that the planner does not know may still be trained
         return f"not planned: {error.problem}"
     from burnish.cli.plan_table import in_short
-    from burnish.planning.advice import configured
+    from burnish.plan.advice import configured
 
     given = configured(planner, config, command, devices)
     if given.refusal is not None:
@@ -93,9 +93,9 @@ def _pointing_to_plan(error: BurnishError) -> BurnishError:
 
 def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Devices) -> Planner:
     """The planner of a configuration. Raises `UsageError` for a model that it does not know."""
-    from burnish.planning.layouts import Planner
-    from burnish.planning.shape import ModelShape
-    from burnish.planning.workload import Workload
+    from burnish.plan.layouts import Planner
+    from burnish.plan.shape import ModelShape
+    from burnish.plan.workload import Workload
 
     if (adapter := config.model.lora.path) is not None:
         model = with_adapter(config.model, _content(f"{adapter.rstrip('/')}/{ADAPTER_CONFIG}"))
@@ -143,7 +143,7 @@ def devices_of(
     named: str | None, memory: float | None = None, teraflops: float | None = None
 ) -> Devices | None:
     """The devices that are named, or this machine's; None where its accelerator is not known."""
-    from burnish.planning.devices import devices_here, parse_devices
+    from burnish.plan.devices import devices_here, parse_devices
 
     if named is not None:
         return parse_devices(named, memory, teraflops)

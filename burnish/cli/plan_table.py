@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from burnish.cli.columns import bytes_text, count_text, table
-from burnish.planning.accuracy import measured_table
-from burnish.planning.advice import Configured
-from burnish.planning.devices import Devices
-from burnish.planning.layouts import Plan, Planner, why_not
-from burnish.planning.timing import ASSUMPTIONS
+from burnish.plan.accuracy import measured_table
+from burnish.plan.advice import Configured
+from burnish.plan.devices import Devices
+from burnish.plan.layouts import Plan, Planner, why_not
+from burnish.plan.timing import ASSUMPTIONS
 
 _BAR = 32
 _ALTERNATIVES = 6

@@ -23,10 +23,10 @@ from burnish.config.load import load_config
 from burnish.config.notices import notices
 from burnish.config.places import mirror_url, run_directory
 from burnish.config.schema import RunConfig
+from burnish.distributed.environment import place_of
 from burnish.errors import MissingError, UsageError
 from burnish.files.remote import Remote
-from burnish.parallel.environment import place_of
-from burnish.planning.devices import PER_MACHINE
+from burnish.plan.devices import PER_MACHINE
 from burnish.tracking.jsonl import json_numbers
 from burnish.tracking.rundir import RunDirectory
 
@@ -137,15 +137,15 @@ def _require_own_directory(config: RunConfig) -> None:
 def _start(config: RunConfig, command: Command, run_dir: Path | None) -> Mapping[str, float]:
     """Run the trainer; returns what an evaluation measured, by name."""
     if command == "sft":
-        from burnish.trainers import sft
+        from burnish.train import sft
 
         sft.train(config)
     elif command == "rl":
-        from burnish.trainers import rl
+        from burnish.train import rl
 
         rl.train(config)
     else:
-        from burnish.trainers import evaluate
+        from burnish.train import evaluate
 
         return evaluate.evaluate(config, run_dir)
     return {}

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from burnish.data.balance import Shares, share_out
 from burnish.data.partition import Integers
+from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.models.flops import ModelFlops
-from burnish.parallel.layout import Layout
 from burnish.records import Batch, Example, MicroBatch
 
 _OPTIONAL: Mapping[str, type[np.generic]] = {

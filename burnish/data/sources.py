@@ -2,7 +2,7 @@
 
 The Arrow files lie in the cache of `datasets` (`HF_HOME`, `HF_DATASETS_CACHE`), so that the
 processes of a machine share one copy and a second run starts at once. Nothing is asked of a hub.
-Left out: URLs, which are copied first (`burnish.trainers.localize`), streaming, and what the columns mean (`burnish.data.tasks`).
+Left out: URLs, which are copied first (`burnish.train.localize`), streaming, and what the columns mean (`burnish.data.tasks`).
 """
 
 from __future__ import annotations

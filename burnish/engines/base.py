@@ -14,14 +14,14 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from burnish.boxes.shards import Publication, Shard, ShardSource
 from burnish.config.schema import EngineConfig
+from burnish.distributed.host_memory import Arena
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.models.flops import Passed
-from burnish.parallel.arena import Arena
-from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Publication, Shard, ShardSource
 from burnish.records import Batch, MicroBatch, TokenOutputs
-from burnish.tracking.metrics import Stats
+from burnish.tracking.stats import Stats
 
 T = TypeVar("T")
 

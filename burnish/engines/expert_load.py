@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from burnish.distributed.layout import Layout
 from burnish.models.routing import Balance, Routing, TokenRows
-from burnish.parallel.layout import Layout
 from burnish.records import Batch, MicroBatch
-from burnish.tracking.metrics import Mean, Stats
+from burnish.tracking.stats import Mean, Stats
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,10 +10,10 @@ import math
 import torch
 from torch import Tensor
 
+from burnish.distributed.collectives import reduce_stats
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
-from burnish.parallel.collectives import reduce_stats
-from burnish.parallel.layout import Layout
-from burnish.tracking.metrics import Mean, Stats, Sum
+from burnish.tracking.stats import Mean, Stats, Sum
 
 
 def loss_stats(

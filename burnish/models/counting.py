@@ -13,8 +13,8 @@ from typing import cast
 from torch import nn
 from transformers import PretrainedConfig
 
-from burnish.models.building import build_on_meta
 from burnish.models.flops import AttentionCost, ModelFlops
+from burnish.models.meta_init import build_on_meta
 from burnish.models.names import is_matrix
 
 _EXPERT = re.compile(r"(^|\.)experts(\.|$)")

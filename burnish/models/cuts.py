@@ -1,6 +1,6 @@
 """Which part of a parameter a rank holds whose layers are shared by several ranks, and of which checkpoint tensors that is a part.
 
-Pure arithmetic. Left out: which parameters are cut along which dim (`burnish.engines.tensor_parallel`),
+Pure arithmetic. Left out: which parameters are cut along which dim (`burnish.engines.torch.tensor_parallel`),
 and what FSDP2 cuts further (`burnish.models.names`).
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from burnish.boxes.box import Box
 from burnish.models.names import Region
-from burnish.parallel.boxes import Box
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ each one of the forward. Recomputation is not counted: these are the operations 
 an implementation (PaLM, arXiv 2204.02311, appendix B). What is not computed is not counted either: beginnings that
 sequences share, but for the first, and the output layer's for tokens that nobody scores. Norms, activations, softmax
 and embedding look-ups are left out. So is where the numbers come from: `burnish.models.counting` reads them off a model,
-`burnish.planning.shape` off a config.json, without torch.
+`burnish.plan.shape` off a config.json, without torch.
 """
 
 from __future__ import annotations

@@ -23,13 +23,13 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from burnish.boxes.shards import ShardSource
 from burnish.config.schema import ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError
-from burnish.models.building import build_on_meta, fill_buffers, materialize
+from burnish.models.meta_init import build_on_meta, fill_buffers, materialize
 from burnish.models.names import tensor_specs, tied_names
 from burnish.models.sources import FreshSource, PartlyFresh, SafetensorsSource
 from burnish.models.value_head import has_value_head
-from burnish.parallel.shards import ShardSource
 
 __all__ = [
     "FreshSource",

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
+from burnish.boxes.box import Box, intersect, whole
 from burnish.errors import IncompatibleError
 from burnish.models.names import Region
-from burnish.parallel.boxes import Box, intersect, whole
 
 Shape = tuple[int, ...]
 

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from burnish.boxes.box import Box, intersect, whole
+from burnish.boxes.shards import Shard, TensorSpec
 from burnish.errors import IncompatibleError
-from burnish.parallel.boxes import Box, intersect, whole
-from burnish.parallel.shards import Shard, TensorSpec
 
 
 def is_matrix(name: str, dims: int) -> bool:

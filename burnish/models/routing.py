@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig, PreTrainedModel
 
+from burnish.distributed.autograd import join, uncompiled
 from burnish.errors import IncompatibleError, UsageError
+from burnish.models.kernels.ulysses import Deal
 from burnish.models.prefixes import PrefixTree
 from burnish.models.rows import Indices, on_device
-from burnish.models.ulysses import Deal
-from burnish.parallel.autograd import join, uncompiled
 
 ROUTED_FAMILIES = frozenset({"mixtral", "qwen3_moe"})
 """`model_type`s whose routers are known."""

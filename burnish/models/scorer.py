@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.errors import IncompatibleError
-from burnish.models.attention import Attends, PackedLayout
-from burnish.models.building import position_limit
 from burnish.models.flops import Passed
+from burnish.models.kernels.attention import Attends, PackedLayout
+from burnish.models.kernels.ulysses import ALL_TOKENS, Division, Joined
 from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
+from burnish.models.meta_init import position_limit
 from burnish.models.prefixes import PrefixTree
 from burnish.models.routing import Routers, Routing, TokenRows
 from burnish.models.rows import RowMap, on_device
-from burnish.models.ulysses import ALL_TOKENS, Division, Joined
 from burnish.models.value_head import has_value_head, state_values, value_head
 from burnish.models.vocabulary import VocabularyPart
 from burnish.records import TokenOutputs

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from burnish.parallel.autograd import gather_rows, join, scatter_sums
+from burnish.distributed.autograd import gather_rows, join, scatter_sums
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ import numpy as np
 
 from burnish.errors import BurnishError
 from burnish.records import Rollout
-from burnish.tracking.metrics import Max, Mean, Stats, Sum
+from burnish.tracking.stats import Max, Mean, Stats, Sum
 
 log = logging.getLogger("burnish")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from burnish.parallel.shards import Publication
+from burnish.boxes.shards import Publication
 from burnish.records import Completion, Request
 
 Watch = Callable[[int], None]

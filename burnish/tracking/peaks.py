@@ -1,6 +1,6 @@
 """How much memory each part of a step took at its fullest.
 
-Left out: asking a device for its memory (`burnish.parallel.device`), which whoever makes this hands in.
+Left out: asking a device for its memory (`burnish.distributed.device`), which whoever makes this hands in.
 """
 
 from __future__ import annotations

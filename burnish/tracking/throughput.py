@@ -1,6 +1,6 @@
 """How well a step used the machine, from plain numbers.
 
-Left out: counting flops (`burnish.models`), measuring peaks (`burnish.parallel.device`), and memory (`burnish.tracking.peaks`).
+Left out: counting flops (`burnish.models`), measuring peaks (`burnish.distributed.device`), and memory (`burnish.tracking.peaks`).
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def make_world() -> None:
 
 def precision_of_this_machine() -> list[str]:
     """A setting for processors that compute in bf16 a hundred times slower than in fp32; none elsewhere."""
-    from burnish.parallel.device import has_bf16_products, pick_device
+    from burnish.distributed.device import has_bf16_products, pick_device
 
     return [] if has_bf16_products(pick_device(local_rank=0)) else ["engine.precision=fp32"]
 

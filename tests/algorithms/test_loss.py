@@ -14,7 +14,7 @@ from burnish.algorithms.policy_loss import cispo, gspo, ppo_clip
 from burnish.config.schema import AlgorithmConfig, KLConfig
 from burnish.errors import BurnishError
 from burnish.records import MicroBatch, TokenOutputs
-from burnish.tracking.metrics import Mean, Stats
+from burnish.tracking.stats import Mean, Stats
 
 KINDS = ["token_mean", "sequence_mean", "sequence_sum_fixed"]
 

@@ -27,17 +27,17 @@ from checkpoints_for_tests import (
     save_once,
     writer_pid,
 )
-from distributed import forkserver, run_ranks
+from ranks import forkserver, run_ranks
 
-from burnish.checkpoint.committed import committed
-from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.staging import Memory, stage
+from burnish.checkpoint.steps import committed
 from burnish.checkpoint.tensor_sets import MAIN
 from burnish.checkpoint.verify import verify
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
-from burnish.parallel.layout import Layout
 
 
 def opened(root, layout=None, storage=None, keep_last=9, timeout=250.0):

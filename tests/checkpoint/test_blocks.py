@@ -11,6 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from burnish.boxes.box import flat_runs
+from burnish.boxes.pieces import TensorIndex
 from burnish.checkpoint.blocks import (
     MOST_BLOCKS,
     PlannedFile,
@@ -25,8 +27,6 @@ from burnish.checkpoint.parts import Parts, owners, slots_of
 from burnish.checkpoint.tensor_sets import set_of
 from burnish.errors import IncompatibleError
 from burnish.files.safetensors import DTYPE_BITS
-from burnish.parallel.boxes import flat_runs
-from burnish.parallel.pieces import TensorIndex
 
 stored = st.lists(
     st.builds(

@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints_for_tests import contents_of, make_state, shards_of, writer_pid
-from distributed import run_ranks
+from ranks import run_ranks
 
-from burnish.checkpoint.committed import newest
-from burnish.checkpoint.directory import Checkpoints
 from burnish.checkpoint.load import CheckpointSource
-from burnish.parallel.arena import Arena
-from burnish.parallel.device import peak_memory, reset_peak_memory, used_memory
+from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.steps import newest
+from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
+from burnish.distributed.host_memory import Arena
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

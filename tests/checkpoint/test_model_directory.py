@@ -11,9 +11,9 @@ from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 from burnish.checkpoint import planner
-from burnish.checkpoint.committed import newest
 from burnish.checkpoint.load import CheckpointSource
-from burnish.parallel.layout import Layout
+from burnish.checkpoint.steps import newest
+from burnish.distributed.layout import Layout
 
 
 @pytest.mark.parametrize("split", [True, False])

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints_for_tests import contents_of, make_state
-from distributed import run_ranks
+from ranks import run_ranks
 
+from burnish.boxes.box import Box, whole
+from burnish.boxes.pieces import PieceTable
+from burnish.boxes.shards import Piece
 from burnish.checkpoint import planner
-from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.planner import Planner
 from burnish.checkpoint.retention import Retention
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
-from burnish.parallel.boxes import Box, whole
-from burnish.parallel.layout import Layout
-from burnish.parallel.pieces import PieceTable
-from burnish.parallel.shards import Piece
 
 
 def pieces(*names, dtype=torch.float32):

@@ -15,12 +15,12 @@ from checkpoints_for_tests import (
     save_once,
 )
 from corruption import flip
-from distributed import RankFailed, run_ranks
+from ranks import RankFailed, run_ranks
 
-from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.manager import Checkpoints
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError
 from burnish.files.storage import LocalStorage
-from burnish.parallel.layout import Layout
 
 FILES = [
     "COMMIT",

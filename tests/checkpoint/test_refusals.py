@@ -3,7 +3,7 @@
 Each row damages a copy of one sound step. `burnish ckpt verify` says so and ends with the code, and
 resuming ends with the same before the engine is asked to load anything; only what is in the data of a
 tensor is found while that is read. What is wrong with a sound step for a certain run is in
-`tests/trainers/test_refusals.py`.
+`tests/train/test_refusals.py`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pathlib import Path
 import pytest
 from corruption import flip, load_all, make_step, reseal, seal
 
-from burnish.checkpoint.committed import open_step
-from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.manifest import COMMIT, MANIFEST, MANIFEST_LIMIT, STATE
+from burnish.checkpoint.steps import open_step
 from burnish.cli.main import main
+from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError
 from burnish.files.storage import LocalStorage
-from burnish.parallel.layout import Layout
 
 MODEL, SLOT = "model/model.safetensors", "training/exp_avg.safetensors"
 

@@ -9,9 +9,9 @@ from checkpoints_for_tests import save_once
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.checkpoint.committed import committed
 from burnish.checkpoint.pins import holding_pins
 from burnish.checkpoint.retention import Best, Facts, Retention, best, completed, every, latest
+from burnish.checkpoint.steps import committed
 from burnish.files.storage import LocalStorage
 
 MIXED = [

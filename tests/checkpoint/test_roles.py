@@ -17,22 +17,22 @@ from checkpoints_for_tests import (
     write_assets,
 )
 from corruption import flip
-from distributed import run_ranks
+from ranks import run_ranks
 from safetensors.torch import load_file
 
-from burnish.checkpoint.committed import newest
 from burnish.checkpoint.contents import ModelContents
-from burnish.checkpoint.diff import compare
-from burnish.checkpoint.directory import Checkpoints
-from burnish.checkpoint.export import export
-from burnish.checkpoint.exportable import StepModel
 from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.steps import newest
 from burnish.checkpoint.streams import StepTensors
 from burnish.checkpoint.tensor_sets import MAIN, key_parts, path_of, prefix_of, roles_in, set_of
+from burnish.checkpoint.tools.diff import compare
+from burnish.checkpoint.tools.export import export
+from burnish.checkpoint.tools.exportable import StepModel
 from burnish.checkpoint.verify import verify
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, MissingError
-from burnish.parallel.layout import Layout
 
 ROLES = {
     MAIN: (1, SHAPES),

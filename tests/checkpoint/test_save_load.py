@@ -18,19 +18,19 @@ from checkpoints_for_tests import (
     shards_of,
 )
 from corruption import flip
-from distributed import run_ranks
+from ranks import run_ranks
 
-from burnish.checkpoint.committed import newest, open_step
-from burnish.checkpoint.directory import Checkpoints
+from burnish.boxes.box import Box, whole
+from burnish.boxes.shards import Shard, TensorSpec
 from burnish.checkpoint.dtypes import BY_NAME
 from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.steps import newest, open_step
 from burnish.checkpoint.verify import verify
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
 from burnish.files.safetensors import read_header
 from burnish.files.storage import LocalStorage
-from burnish.parallel.boxes import Box, whole
-from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Shard, TensorSpec
 
 
 def save_on_ranks(layout, root):
@@ -68,7 +68,7 @@ def test_the_files_are_the_same_whoever_writes_them(saved):
 
 def save_in_large_blocks(layout, root):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("burnish.checkpoint.write.block_bytes_for", lambda files: 8 << 20)
+        patch.setattr("burnish.checkpoint.writer.block_bytes_for", lambda files: 8 << 20)
         save_on_ranks(layout, root)
 
 

@@ -12,13 +12,13 @@ from corruption import flip
 from safetensors.torch import save_file
 from tiny import save_tiny
 
-from burnish.checkpoint.committed import open_step
 from burnish.checkpoint.split import rounded
+from burnish.checkpoint.steps import open_step
 from burnish.checkpoint.streams import DirectoryTensors, StepTensors, chunks
 from burnish.checkpoint.verify import DamagedBlock
+from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError, IncompatibleError, MissingError
 from burnish.files.storage import LocalStorage
-from burnish.parallel.layout import Layout
 
 LOCAL = LocalStorage()
 

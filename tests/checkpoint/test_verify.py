@@ -13,12 +13,12 @@ import pytest
 from checkpoints_for_tests import BIG_SHAPES, make_state, save_once, shards_of
 from corruption import flip
 
-from burnish.checkpoint.committed import newest, open_step
 from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.steps import newest, open_step
 from burnish.checkpoint.verify import verify, verify_quickly
+from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError
 from burnish.files.storage import LocalFile, LocalStorage
-from burnish.parallel.layout import Layout
 
 LOCAL = LocalStorage()
 

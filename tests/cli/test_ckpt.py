@@ -21,12 +21,12 @@ from tiny import save_tiny, tiny_model
 from burnish.checkpoint.manifest import sha256
 from burnish.checkpoint.verify import verify
 from burnish.cli.main import main
+from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError
 from burnish.files.lease import Lease
 from burnish.files.remote import Remote
 from burnish.files.storage import Source
 from burnish.files.strict_json import encode_json
-from burnish.parallel.layout import Layout
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoints_for_tests import save_once, shards_of
 from safetensors.torch import save_file
 
-from burnish.parallel.layout import Layout
+from burnish.distributed.layout import Layout
 
 PROGRAM = """
 import re, sys
@@ -60,7 +60,7 @@ sys.exit(code)
 UNPICKLING = """
 import re, sys
 from pathlib import Path
-from burnish.checkpoint.unpickle import convert
+from burnish.checkpoint.tools.unpickle import convert
 
 def kilobytes(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])

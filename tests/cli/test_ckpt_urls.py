@@ -11,9 +11,9 @@ import pytest
 from checkpoints_for_tests import save_once
 from corruption import flip
 
-from burnish.checkpoint.committed import committed
-from burnish.checkpoint.mirror import Mirror, Sync
-from burnish.checkpoint.mirrored import write_mirrored
+from burnish.checkpoint.destinations.mirror import Mirror, Sync
+from burnish.checkpoint.destinations.mirrored import write_mirrored
+from burnish.checkpoint.steps import committed
 from burnish.cli.main import main
 from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage

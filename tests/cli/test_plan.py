@@ -14,7 +14,7 @@ from burnish.cli.main import main
 from burnish.cli.plan import planner_of
 from burnish.config.load import load_config
 from burnish.errors import UsageError
-from burnish.planning.devices import parse_devices
+from burnish.plan.devices import parse_devices
 
 MODEL = (
     "{model_type: qwen3, hidden_size: 4096, intermediate_size: 12288, num_hidden_layers: 36, "

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-import burnish.trainers
+import burnish.train
 from burnish.cli.inputs import committed_steps
 from burnish.cli.main import main
 from burnish.config.load import dump_yaml, load_config
@@ -100,8 +100,8 @@ def test_what_a_user_may_want_to_know_is_said_before_anything_begins(
     assert capsys.readouterr().out.count(f"\nnote: {said}") == 1
     trainer = ModuleType("rl")
     trainer.train = lambda config: None
-    monkeypatch.setattr(burnish.trainers, "rl", trainer, raising=False)
-    monkeypatch.setitem(sys.modules, "burnish.trainers.rl", trainer)
+    monkeypatch.setattr(burnish.train, "rl", trainer, raising=False)
+    monkeypatch.setitem(sys.modules, "burnish.train.rl", trainer)
     assert main(argv) == 0
     assert [record.getMessage() for record in caplog.records if said in record.getMessage()]
 
@@ -318,8 +318,8 @@ def test_each_command_starts_its_trainer(
 
         stand_in = ModuleType(module)
         setattr(stand_in, function, start)
-        monkeypatch.setitem(sys.modules, f"burnish.trainers.{module}", stand_in)
-        monkeypatch.setattr(burnish.trainers, module, stand_in, raising=False)
+        monkeypatch.setitem(sys.modules, f"burnish.train.{module}", stand_in)
+        monkeypatch.setattr(burnish.train, module, stand_in, raising=False)
 
     trainer("sft", "train", None)
     trainer("rl", "train", None)

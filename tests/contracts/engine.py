@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, Part
-from burnish.parallel.layout import Layout
 from burnish.records import Batch, Example, MicroBatch, TokenOutputs
-from burnish.tracking.metrics import Mean, Stats
+from burnish.tracking.stats import Mean, Stats
 
 LR = 1e-3
 STEPS = 3

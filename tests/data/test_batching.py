@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.data.batching import make_batch
+from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.models.flops import AttentionCost, ModelFlops
-from burnish.parallel.layout import Layout
 from burnish.records import Example
 
 FLOPS = ModelFlops(per_token=1.0, attention=())

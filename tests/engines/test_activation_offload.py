@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from burnish.engines.activation_offload import ActivationOffload
-from burnish.parallel.arena import Arena
-from burnish.parallel.layout import Layout
-from burnish.parallel.processes import process_group
+from burnish.distributed.host_memory import Arena
+from burnish.distributed.layout import Layout
+from burnish.distributed.processes import process_group
+from burnish.engines.torch.activation_offload import ActivationOffload
 
 WIDTH = 24
 

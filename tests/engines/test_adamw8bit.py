@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import LR, cut, loss, make_examples, whole
-from distributed import run_ranks
+from ranks import run_ranks
 from tiny import VOCAB, save_tiny
 from torch import Tensor
 from torchao.optim import AdamW8bit as TorchaoAdamW8bit
 from transformers import AutoConfig
 
+from burnish.boxes.box import Box
+from burnish.boxes.box import whole as whole_box
 from burnish.config.schema import EngineConfig, OptimConfig
-from burnish.engines import adamw8bit
-from burnish.engines.adamw import SLOTS
-from burnish.engines.adamw8bit import BLOCK, SCALES, AdamW8bit, scale_regions
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
-from burnish.engines.torch_engine import TorchEngine
+from burnish.engines.optim import adamw8bit
+from burnish.engines.optim.adamw import SLOTS
+from burnish.engines.optim.adamw8bit import BLOCK, SCALES, AdamW8bit, scale_regions
+from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import UsageError, install
 from burnish.models.cuts import Cut, cut_regions
 from burnish.models.names import Region
 from burnish.models.sources import SafetensorsSource
-from burnish.parallel.boxes import Box
-from burnish.parallel.boxes import whole as whole_box
-from burnish.parallel.layout import Layout
 
 CPU = torch.device("cpu")
 OPTIM = OptimConfig(kind="adamw8bit", betas=(0.9, 0.95), weight_decay=0.1)

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import assert_relative, cut, loss, make_examples, train
-from distributed import run_ranks
 from engines_for_tests import make_engine
+from ranks import run_ranks
 from tiny import VOCAB, save_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from burnish.parallel.layout import Layout
+from burnish.distributed.layout import Layout
 
 CPU = torch.device("cpu")
 KINDS = ("none", "full", "selective")

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import cut, loss, make_examples, require_alike, train, train_by_hand
-from distributed import run_ranks
 from engines_for_tests import make_engine
+from ranks import run_ranks
 from tiny import VOCAB, save_tiny, tiny_config
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
-from burnish.engines.compilation import compile_layers
-from burnish.engines.parallelize import decoder_layers
+from burnish.distributed.layout import Layout
+from burnish.engines.torch.compilation import compile_layers
+from burnish.engines.torch.parallelize import decoder_layers
 from burnish.errors import UsageError
-from burnish.models.building import build_on_meta
-from burnish.parallel.layout import Layout
+from burnish.models.meta_init import build_on_meta
 
 LENGTHS = ((3,), (40, 2), (8, 8, 8, 8), (17, 1, 30))
 PIECES = 4

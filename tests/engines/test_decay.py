@@ -9,11 +9,11 @@ from tiny import VOCAB
 from transformers import AutoConfig
 
 from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.distributed.processes import process_group
 from burnish.engines.base import Part
-from burnish.engines.torch_engine import TorchEngine
+from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.models.names import is_matrix
 from burnish.models.sources import FreshSource
-from burnish.parallel.processes import process_group
 
 CPU = torch.device("cpu")
 SHAPE = {

@@ -25,27 +25,27 @@ from contracts.engine import (
     train,
     train_by_hand,
 )
-from distributed import PATIENCE_SECONDS, run_ranks
 from engines_for_tests import CPU, OPTIM, make_engine
+from ranks import PATIENCE_SECONDS, run_ranks
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from burnish.config.schema import EngineConfig, LoraConfig
+from burnish.distributed.layout import Layout
 from burnish.engines.base import LossFn, Part
-from burnish.engines.fitting import require_fitting
-from burnish.engines.tensor_parallel import share_matrices
-from burnish.engines.torch_engine import TorchEngine
+from burnish.engines.torch.compatibility import require_fitting
+from burnish.engines.torch.tensor_parallel import share_matrices
+from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError, UsageError
-from burnish.models.building import build_on_meta
-from burnish.models.lora import Adapter
+from burnish.models.lora.adapter import Adapter
+from burnish.models.meta_init import build_on_meta
 from burnish.models.names import model_shards, regions
 from burnish.models.scorer import Scorer
 from burnish.models.sources import FreshSource
 from burnish.models.value_head import value_config
-from burnish.parallel.layout import Layout
 from burnish.records import MicroBatch, TokenOutputs
-from burnish.tracking.metrics import Stats
+from burnish.tracking.stats import Stats
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "1": (1, {}),

@@ -21,16 +21,16 @@ from contracts.engine import (
     train_by_hand,
     whole,
 )
-from distributed import run_ranks
 from engines_for_tests import CPU, make_engine
+from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import VOCAB, save_tiny
 from torch import Tensor
 
 from burnish.config.schema import LoraConfig
+from burnish.distributed.layout import Layout
+from burnish.distributed.processes import process_group
 from burnish.engines.base import Part
-from burnish.parallel.layout import Layout
-from burnish.parallel.processes import process_group
 
 
 def on_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
+from ranks import run_ranks
 from safetensors.torch import save_file
 from tiny import tiny_config
 from torch.profiler import ProfilerActivity, profile
@@ -22,14 +22,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
+from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
-from burnish.engines.making import make_engine
-from burnish.engines.optimizer import local
+from burnish.engines.factory import make_engine
+from burnish.engines.optim.optimizer import local
 from burnish.models.loading import FreshSource, SafetensorsSource, build_on_meta
-from burnish.models.lora import FreshAdapter
+from burnish.models.lora.adapter import FreshAdapter
 from burnish.models.names import tensor_specs
-from burnish.parallel.device import peak_memory, reset_peak_memory, used_memory
-from burnish.parallel.layout import Layout
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

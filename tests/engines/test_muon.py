@@ -17,18 +17,18 @@ from contracts.engine import (
     train,
 )
 from contracts.engine import whole as whole_of
-from distributed import run_ranks
 from engines_for_tests import make_engine
+from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import VOCAB, save_tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from burnish.boxes.box import whole
+from burnish.boxes.shards import Shard, TensorSpec
 from burnish.config.schema import OptimConfig
-from burnish.engines.muon import Muon, orthogonalized
-from burnish.parallel.boxes import whole
-from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Shard, TensorSpec
+from burnish.distributed.layout import Layout
+from burnish.engines.optim.muon import Muon, orthogonalized
 
 OPTIM = OptimConfig(kind="muon", betas=BETAS, momentum=0.9, weight_decay=0.1)
 SHAPES = {"square": (8, 8), "tall": (24, 6), "wide": (6, 24)}

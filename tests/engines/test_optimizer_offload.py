@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import LR, cut, loss, make_examples
-from distributed import run_ranks
 from engines_for_tests import CPU, make_engine
+from ranks import run_ranks
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
-from burnish.engines import resting
+from burnish.distributed.host_memory import Arena
+from burnish.distributed.layout import Layout
+from burnish.distributed.mesh import Mesh
 from burnish.engines.base import Part
-from burnish.engines.muon import Muon
-from burnish.engines.torch_engine import TorchEngine
+from burnish.engines.optim import state_offload as resting
+from burnish.engines.optim.muon import Muon
+from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import BurnishError
-from burnish.parallel.arena import Arena
-from burnish.parallel.layout import Layout
-from burnish.parallel.mesh import Mesh
 
 CASES: dict[str, tuple[OptimConfig, LoraConfig | None]] = {
     "adamw": (OptimConfig(weight_decay=0.1), None),

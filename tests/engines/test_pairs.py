@@ -10,7 +10,7 @@ import torch
 from layout_pairs import require_every_pair
 from tiny import save_tiny
 
-from burnish.checkpoint.committed import newest
+from burnish.checkpoint.steps import newest
 from burnish.config.schema import LoraConfig, OptimConfig
 
 LAYOUTS: dict[int, dict[str, dict[str, int]]] = {

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import assert_relative, cut, examples_that_begin_alike, loss
-from distributed import run_ranks
 from engines_for_tests import CPU, OPTIM, make_engine
+from ranks import run_ranks
 from routers_for_tests import (
     EXPERTS,
     WEIGHT,
@@ -22,13 +22,13 @@ from routers_for_tests import (
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 
+from burnish.check.check import Outcome, step_of_engine
 from burnish.config.schema import EngineConfig
+from burnish.distributed.layout import Layout
+from burnish.distributed.processes import process_group
 from burnish.engines.base import Engine
-from burnish.engines.frozen import FrozenEngine
-from burnish.parallel.layout import Layout
-from burnish.parallel.processes import process_group
-from burnish.tracking.metrics import Stats
-from burnish.trainers.check import Outcome, step_of_engine
+from burnish.engines.torch.frozen import FrozenEngine
+from burnish.tracking.stats import Stats
 
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{"activation_checkpointing": "full"}, {"activation_offload": True}],

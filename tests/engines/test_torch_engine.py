@@ -21,23 +21,23 @@ from contracts.engine import (
     train_by_hand,
     whole,
 )
-from distributed import run_ranks
 from engines_for_tests import CPU, OPTIM, make_engine
+from ranks import run_ranks
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from burnish.boxes.shards import Shard
 from burnish.config.schema import EngineConfig, LoraConfig
+from burnish.distributed.layout import Layout
+from burnish.distributed.processes import process_group
 from burnish.engines.base import Part
-from burnish.engines.torch_engine import TorchEngine
+from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import BurnishError
-from burnish.models.lora import FreshAdapter
+from burnish.models.lora.adapter import FreshAdapter
 from burnish.models.sources import FreshSource, SafetensorsSource
-from burnish.parallel.layout import Layout
-from burnish.parallel.processes import process_group
-from burnish.parallel.shards import Shard
-from burnish.tracking.metrics import Stats
+from burnish.tracking.stats import Stats
 
 EACH_TENSOR = {
     "llama": {"weights": 1e-6, "slots": 1e-6, "gradients": 2e-6},

@@ -16,7 +16,7 @@ import pytest
 from killed_runs import KINDS, SAVING, killed
 from training_files import At, Command, burnish, done, make_files, outcome
 
-from burnish.checkpoint.committed import committed
+from burnish.checkpoint.steps import committed
 
 RUNS = [("sft", 2), ("rl", 1), ("pipeline", 2)]
 """Kinds that are killed at random, and on how many processes."""
@@ -52,7 +52,7 @@ def test_killed_at_random_moments(work, in_peace, kind, world):
 SAVER = "burnish.checkpoint.background"
 CHOSEN = {
     "sft": [(f"{SAVER}:stage", 1), (f"{SAVER}:BackgroundSaver.begin", 2), (f"{SAVER}:Companion.kill", 1)],
-    "rl": [("burnish.trainers.run:write_report", 1), (f"{SAVER}:BackgroundSaver.finished", 4)],
+    "rl": [("burnish.train.run:write_report", 1), (f"{SAVER}:BackgroundSaver.finished", 4)],
 }  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def test_stopped_by_a_signal(work, in_peace):
     before = 0
     for place, nth in [
         (f"{SAVER}:stage", 2),
-        ("burnish.engines.torch_engine:TorchEngine.forward_backward", 2),
+        ("burnish.engines.torch.torch_engine:TorchEngine.forward_backward", 2),
         (f"{SAVER}:BackgroundSaver.finished", 2),
     ]:
         code, output = burnish(work, *argv, at=At(place, nth, number))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from training_files import Command, burnish, done, make_files, metrics
 
-from burnish.checkpoint.committed import committed
+from burnish.checkpoint.steps import committed
 from burnish.checkpoint.verify import verify
 
 

@@ -16,14 +16,14 @@ from checkpoints_for_tests import (
     make_state,
     save_forever,
 )
-from distributed import RankFailed, forkserver, run_ranks
+from ranks import RankFailed, forkserver, run_ranks
 
-from burnish.checkpoint.committed import committed
-from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.steps import committed
 from burnish.checkpoint.verify import verify
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
-from burnish.parallel.layout import Layout
 
 
 @pytest.fixture(scope="module")

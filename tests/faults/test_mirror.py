@@ -11,15 +11,15 @@ from checkpoints_for_tests import BIG_SHAPES, fill_and_compare, make_state
 from fault_proxy import Fault
 from mirror_crashes import mirror_at, save, sync, try_kills, try_moment
 
-from burnish.checkpoint.committed import committed, newest
-from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.destinations.mirror import Sync
 from burnish.checkpoint.load import CheckpointSource
-from burnish.checkpoint.mirror import Sync
+from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.steps import committed, newest
 from burnish.checkpoint.verify import verify
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.patience import Patience
 from burnish.files.remote import Remote
-from burnish.parallel.layout import Layout
 
 number = itertools.count()
 HASTY = Patience(tries=200, seconds=90, first_pause=0.05, longest_pause=1.0, silence=10)

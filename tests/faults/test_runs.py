@@ -10,7 +10,7 @@ import time
 import pytest
 from training_files import At, Command, burnish, done, make_files, outcome
 
-from burnish.checkpoint.committed import committed
+from burnish.checkpoint.steps import committed
 
 KINDS = {
     "sft": ["sft", "sft.yaml"],
@@ -27,7 +27,7 @@ KINDS = {
 KILLS = {"sft": 2, "rl": 3, "rl_everything": 3}
 """At random moments."""
 SAVING = "checkpoint.save_every=1"
-ENGINE = "burnish.engines.torch_engine:TorchEngine"
+ENGINE = "burnish.engines.torch.torch_engine:TorchEngine"
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_killed_at_random_moments(work, in_peace, kind):
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_killed_at_chosen_moments(work, in_peace, kind):
     places = [
-        ("burnish.trainers.run:write_report", 1),
+        ("burnish.train.run:write_report", 1),
         ("burnish.checkpoint.save:_lay_out", 1),
         ("burnish.checkpoint.save:_commit", 2),
         (f"{ENGINE}.optim_step", 2),
@@ -89,22 +89,22 @@ def test_killed_at_chosen_moments(work, in_peace, kind):
 
 STOPS = {
     "sft": [
-        ("burnish.trainers.sft:lay_foundation", 1),
-        ("burnish.trainers.evaluate:reduce_stats", 1),
+        ("burnish.train.sft:lay_foundation", 1),
+        ("burnish.train.evaluate:reduce_stats", 1),
         (f"{ENGINE}.forward_backward", 2),
-        ("burnish.trainers.evaluate:reduce_stats", 1),
+        ("burnish.train.evaluate:reduce_stats", 1),
         ("burnish.checkpoint.save:_commit", 1),
         (f"{ENGINE}.optim_step", 2),
     ],
     "rl": [
-        ("burnish.trainers.rl:lay_foundation", 1),
+        ("burnish.train.rl:lay_foundation", 1),
         ("burnish.rewards.pool:RewardPool.score", 1),
-        ("burnish.trainers.rl:collect_groups", 2),
+        ("burnish.train.rl:collect_groups", 2),
         (f"{ENGINE}.forward_backward", 1),
-        ("burnish.trainers.run:Run._record", 1),
+        ("burnish.train.run:Run._record", 1),
         ("burnish.rewards.pool:RewardPool.score", 1),
         ("burnish.checkpoint.save:_commit", 1),
-        ("burnish.rollout.builtin:BuiltinGenerator.load_weights", 3),
+        ("burnish.rollout.builtin.generator:BuiltinGenerator.load_weights", 3),
     ],
 }
 """What is called, for which time, when the signal comes."""

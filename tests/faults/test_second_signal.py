@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from training_files import At, Command, done, make_files, outcome
 
-from burnish.checkpoint.committed import committed
+from burnish.checkpoint.steps import committed
 
 EVERY = "evaluation.every=0"
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from devices import DEVICES
 
-from burnish.parallel.layout import Layout
-from burnish.parallel.processes import process_group
+from burnish.distributed.layout import Layout
+from burnish.distributed.processes import process_group
 
 
 @pytest.fixture(params=DEVICES)

@@ -7,7 +7,7 @@ import torch
 from devices import CPU, DEVICES
 
 from burnish.config.schema import OptimConfig
-from burnish.engines.adamw8bit import AdamW8bit
+from burnish.engines.optim.adamw8bit import AdamW8bit
 
 
 def stepped(device: torch.device) -> tuple[AdamW8bit, torch.Tensor]:

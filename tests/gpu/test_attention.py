@@ -8,7 +8,7 @@ from devices import DEVICES
 from tiny import FAMILIES, MIXTURES, VOCAB, tiny_model
 from torch import Tensor, nn
 
-from burnish.models.attention import IMPLEMENTATION, PackedLayout, _has_varlen_kernel
+from burnish.models.kernels.attention import IMPLEMENTATION, PackedLayout, _has_varlen_kernel
 
 LENGTHS = (5, 64, 1, 30, 64, 100)
 

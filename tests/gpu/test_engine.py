@@ -20,9 +20,9 @@ from engines_for_tests import make_engine
 from tiny import MIXTURES, VOCAB, save_tiny, tiny_model
 from torch import Tensor
 
+from burnish.boxes.shards import Shard
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
-from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Shard
 
 FAMILIES = ["llama", "qwen3", "mixtral", "qwen3_moe", "gemma3_text"]
 

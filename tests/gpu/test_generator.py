@@ -20,12 +20,12 @@ from devices import CPU, CUDA, DEVICES, on_gpu
 from tiny import FAMILIES, tiny_model
 from transformers import PreTrainedModel
 
+from burnish.boxes.shards import Publication
+from burnish.distributed.layout import Layout
 from burnish.models.names import model_shards
-from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Publication
 from burnish.rollout.base import Generator, Sampling
-from burnish.rollout.builtin import BuiltinGenerator
-from burnish.rollout.held import HeldModel
+from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.rollout.builtin.inference_weights import HeldModel
 
 
 def builtin(

@@ -11,8 +11,8 @@ from engines_for_tests import make_engine
 from tiny import VOCAB, save_tiny
 from transformers import AutoModelForCausalLM
 
-from burnish.models.liger import liger_kernels
-from burnish.parallel.layout import Layout
+from burnish.distributed.layout import Layout
+from burnish.models.kernels.liger import liger_kernels
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 3e-2)])

@@ -15,7 +15,7 @@ from generators_for_tests import differences, make_generator
 from tiny import VOCAB, save_tiny, tiny_config
 
 from burnish.config.schema import LoraConfig
-from burnish.parallel.layout import Layout
+from burnish.distributed.layout import Layout
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 3e-2)])

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
-from burnish.engines.megatron.engine import MegatronEngine
 from burnish.engines.megatron.layers import transformer_engine
+from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.models.sources import SafetensorsSource
-from burnish.parallel.layout import Layout
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe"]
 pytestmark = pytest.mark.parametrize(

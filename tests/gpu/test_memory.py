@@ -12,16 +12,16 @@ from tiny import VOCAB, save_tiny
 from transformers import AutoConfig
 
 from burnish.config.schema import EngineConfig, OptimConfig
-from burnish.engines.base import Part
-from burnish.engines.torch_engine import TorchEngine
-from burnish.models.sources import SafetensorsSource
-from burnish.parallel.allocations import (
+from burnish.distributed.allocations import (
     can_write_snapshot,
     recording_allocations,
     write_snapshot,
 )
-from burnish.parallel.device import total_memory
-from burnish.parallel.layout import Layout
+from burnish.distributed.device import total_memory
+from burnish.distributed.layout import Layout
+from burnish.engines.base import Part
+from burnish.engines.torch.torch_engine import TorchEngine
+from burnish.models.sources import SafetensorsSource
 
 
 def allocated(device: torch.device) -> int:

@@ -11,10 +11,10 @@ from devices import DEVICES
 from torch import Tensor
 
 from burnish.config.schema import OptimConfig
-from burnish.engines import resting
-from burnish.engines.adamw import SLOTS, ShardedAdamW
+from burnish.distributed.host_memory import Arena
 from burnish.engines.megatron.slots import prepare_slots, step_in_waves
-from burnish.parallel.arena import Arena
+from burnish.engines.optim import state_offload as resting
+from burnish.engines.optim.adamw import SLOTS, ShardedAdamW
 
 OPTIM = OptimConfig(moments="bf16", betas=(0.9, 0.95), weight_decay=0.1)
 SHAPES = {"matrix": (300, 70), "other": (90, 70), "vector": (70,)}

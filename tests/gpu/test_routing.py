@@ -11,7 +11,7 @@ from devices import DEVICES
 from engines_for_tests import make_engine
 from tiny import MIXTURES, VOCAB, save_tiny
 
-from burnish.parallel.processes import process_group
+from burnish.distributed.processes import process_group
 
 
 @pytest.mark.parametrize("device", DEVICES)

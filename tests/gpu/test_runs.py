@@ -18,14 +18,14 @@ import torch
 from devices import DEVICES
 from training_files import make_files, metrics, weights
 
-from burnish.parallel.device import device_name
+from burnish.distributed.device import device_name
 from burnish.tracking.jsonl import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 6
 KINDS = {"sft": ("train/loss", "val/loss"), "rl": ("reward/mean", "val/mean@1")}
 COMMON = ["engine.precision=bf16", f"steps={STEPS}", "checkpoint.save_every=1"]
-KILLED = "burnish.engines.torch_engine:TorchEngine.optim_step", 3, signal.SIGKILL
+KILLED = "burnish.engines.torch.torch_engine:TorchEngine.optim_step", 3, signal.SIGKILL
 """Where a run kills itself: in its third step."""
 SECONDS = 600
 

@@ -5,8 +5,8 @@ from torch import nn
 from transformers import AutoConfig
 
 from burnish.errors import IncompatibleError
-from burnish.models.attention import IMPLEMENTATION, PackedLayout, attention_forward
-from burnish.models.building import build_on_meta
+from burnish.models.kernels.attention import IMPLEMENTATION, PackedLayout, attention_forward
+from burnish.models.meta_init import build_on_meta
 
 CPU = torch.device("cpu")
 

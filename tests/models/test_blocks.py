@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from burnish.models.blocks import plan_blocks
+from burnish.models.kernels.blocks import plan_blocks
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -109,7 +109,7 @@ def test_one_length_copies_nothing(lengths, monkeypatch):
         seen.extend([query, key, value])
         return scaled_dot_product_attention(query, key, value, **options)
 
-    monkeypatch.setattr("burnish.models.blocks.scaled_dot_product_attention", watched)
+    monkeypatch.setattr("burnish.models.kernels.blocks.scaled_dot_product_attention", watched)
     plan.attend(rows, 1.0, None)
     assert [part.data_ptr() for part in seen] == [part.data_ptr() for part in rows]
 

@@ -6,8 +6,8 @@ from devices import BF16_ATTENTION_ERROR, ROUNDED_FACTORS_ERROR
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.models import cpu_attention
-from burnish.models.cpu_attention import causal_attention
+from burnish.models.kernels import cpu_attention
+from burnish.models.kernels.cpu_attention import causal_attention
 
 
 def make(n, heads, length, width, seed=0):

@@ -5,9 +5,8 @@ from hypothesis import strategies as st
 from tiny import FAMILIES, tiny_config
 from torch import nn
 
-from burnish.models import fused
-from burnish.models.building import build_on_meta
-from burnish.models.fused import (
+from burnish.models.kernels import fused
+from burnish.models.kernels.fused import (
     FUSED_FAMILIES,
     FusedAttention,
     FusedRMSNorm,
@@ -16,6 +15,7 @@ from burnish.models.fused import (
     rotate,
     rotation_of,
 )
+from burnish.models.meta_init import build_on_meta
 
 
 def plain_norm(x, weight, epsilon):

@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from burnish.distributed.processes import process_group
 from burnish.errors import UsageError, install
-from burnish.models import liger
-from burnish.models.building import build_on_meta
-from burnish.models.fused import FusedAttention, fuse, rotate_both
-from burnish.models.liger import Kernels, liger_kernels, use_kernels
+from burnish.models.kernels import liger
+from burnish.models.kernels.fused import FusedAttention, fuse, rotate_both
+from burnish.models.kernels.liger import Kernels, liger_kernels, use_kernels
+from burnish.models.meta_init import build_on_meta
 from burnish.models.names import regions
-from burnish.parallel.processes import process_group
 
 
 class InPlace(torch.autograd.Function):
@@ -126,7 +126,7 @@ def test_gates_that_it_has_no_kernel_for_stay(changes: dict[str, str]) -> None:
 def test_engines_train_as_plain_transformers_with_kernels_that_write_over_their_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, settings: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("burnish.engines.torch_engine.liger_kernels", lambda device: KERNELS)
+    monkeypatch.setattr("burnish.engines.torch.torch_engine.liger_kernels", lambda device: KERNELS)
     path = save_tiny(tmp_path / "m", family, torch.float32)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     wanted = train_by_hand(plain, make_examples(VOCAB))
@@ -137,7 +137,7 @@ def test_engines_train_as_plain_transformers_with_kernels_that_write_over_their_
 
 
 def test_an_adapter_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("burnish.engines.torch_engine.liger_kernels", lambda device: KERNELS)
+    monkeypatch.setattr("burnish.engines.torch.torch_engine.liger_kernels", lambda device: KERNELS)
     path = save_tiny(tmp_path / "m", "llama", torch.float32)
     wanted = train_by_hand(plain_adapted(path), make_examples(VOCAB))
     with process_group(CPU, 60) as layout:

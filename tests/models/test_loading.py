@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from burnish.config.schema import ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError
-from burnish.models.building import build_on_meta, fill_buffers
 from burnish.models.loading import (
     FreshSource,
     SafetensorsSource,
@@ -22,6 +21,7 @@ from burnish.models.loading import (
     save_model_assets,
     weights_source,
 )
+from burnish.models.meta_init import build_on_meta, fill_buffers
 
 
 def test_config_of_a_directory(tmp_path):

@@ -15,16 +15,16 @@ from tiny import FAMILIES, MIXTURES, save_tiny, tiny_config, tiny_model
 from tokenizers_for_tests import char_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from burnish.boxes.box import Box, whole
+from burnish.boxes.shards import Shard, TensorSpec
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, UsageError, install
 from burnish.files.weights import model_digest
-from burnish.models.building import build_on_meta
-from burnish.models.lora import Adapter, FreshAdapter
-from burnish.models.lora_names import PREFIX, is_adapter
-from burnish.models.lora_record import AdapterRecord, require_same_adapter
+from burnish.models.lora.adapter import Adapter, FreshAdapter
+from burnish.models.lora.adapter_names import PREFIX, is_adapter
+from burnish.models.lora.record import AdapterRecord, require_same_adapter
+from burnish.models.meta_init import build_on_meta
 from burnish.models.names import model_shards, regions
-from burnish.parallel.boxes import Box, whole
-from burnish.parallel.shards import Shard, TensorSpec
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES).difference(MIXTURES)))

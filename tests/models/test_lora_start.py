@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny, tiny_config, tiny_model
 from transformers import AutoConfig, PretrainedConfig
 
+from burnish.boxes.box import Box, whole
+from burnish.boxes.shards import Shard, ShardSource, TensorSpec
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import CorruptError, IncompatibleError, MissingError
-from burnish.models.building import build_on_meta
-from burnish.models.lora import Adapter
-from burnish.models.lora_names import ADAPTER_CONFIG
-from burnish.models.lora_record import AdapterRecord
-from burnish.models.lora_sources import first_adapter
-from burnish.models.lora_start import with_adapter
-from burnish.parallel.boxes import Box, whole
-from burnish.parallel.shards import Shard, ShardSource, TensorSpec
+from burnish.models.lora.adapter import Adapter
+from burnish.models.lora.adapter_names import ADAPTER_CONFIG
+from burnish.models.lora.adapter_sources import first_adapter
+from burnish.models.lora.record import AdapterRecord
+from burnish.models.lora.start import with_adapter
+from burnish.models.meta_init import build_on_meta
 
 CONFIG = tiny_config("qwen3")
 

@@ -10,11 +10,11 @@ from tiny import VOCAB, tiny_config, tiny_model
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from burnish.boxes.box import Box, whole
 from burnish.errors import IncompatibleError
-from burnish.models.building import build_on_meta
 from burnish.models.megatron_names import Naming, Seat, regions_of, stacked
+from burnish.models.meta_init import build_on_meta
 from burnish.models.names import model_shards, tensor_specs
-from burnish.parallel.boxes import Box, whole
 
 PADDED = 128
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")

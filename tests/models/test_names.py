@@ -1,6 +1,6 @@
 import pytest
 import torch
-from distributed import run_ranks
+from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import FAMILIES, save_tiny, tiny_config, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
@@ -9,7 +9,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from burnish.errors import IncompatibleError
-from burnish.models.building import build_on_meta, materialize
+from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import model_shards, regions, tensor_specs, tied_names
 from burnish.models.scorer import Scorer, ScoringPlan
 from burnish.models.sources import FreshSource

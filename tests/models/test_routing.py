@@ -14,9 +14,11 @@ from routers_for_tests import balancing_loss, prescribe, record_logits
 from tiny import VOCAB, tiny_config, tiny_model
 from torch import Tensor
 
+from burnish.boxes.box import whole
 from burnish.engines.expert_load import ExpertLoad
 from burnish.errors import IncompatibleError, UsageError
-from burnish.models.building import build_on_meta, materialize
+from burnish.models.kernels.ulysses import Deal
+from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import model_shards
 from burnish.models.prefixes import PrefixTree
 from burnish.models.routing import (
@@ -30,8 +32,6 @@ from burnish.models.routing import (
     require_routers,
 )
 from burnish.models.scorer import Scorer, ScoringPlan
-from burnish.models.ulysses import Deal
-from burnish.parallel.boxes import whole
 from burnish.records import Example
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from tiny import FAMILIES, VOCAB, tiny_config, tiny_model
 from transformers import AutoConfig
 
 from burnish.errors import IncompatibleError
-from burnish.models.building import build_on_meta, kept_in_fp32, materialize, position_limit
+from burnish.models.meta_init import build_on_meta, kept_in_fp32, materialize, position_limit
 from burnish.models.scorer import Scorer, ScoringPlan, logit_transform, scored_tokens
 
 LENGTHS = (5, 20, 1, 13, 30, 13)

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, save_tiny, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM
 
+from burnish.boxes.box import Box
+from burnish.boxes.shards import Shard, TensorSpec
 from burnish.errors import CorruptError, IncompatibleError, MissingError
-from burnish.models.building import build_on_meta, materialize
+from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import model_shards, tensor_specs, tied_names
 from burnish.models.sources import FreshSource, SafetensorsSource
-from burnish.parallel.boxes import Box
-from burnish.parallel.shards import Shard, TensorSpec
 
 CPU = torch.device("cpu")
 

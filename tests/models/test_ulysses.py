@@ -3,15 +3,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from distributed import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import run_ranks
 from torch import Tensor, nn
 
-from burnish.models.attention import PackedLayout
-from burnish.models.ulysses import Deal, Division, Joined, Ulysses, _repeats
-from burnish.parallel.layout import Layout
-from burnish.parallel.mesh import Mesh
+from burnish.distributed.layout import Layout
+from burnish.distributed.mesh import Mesh
+from burnish.models.kernels.attention import PackedLayout
+from burnish.models.kernels.ulysses import Deal, Division, Joined, Ulysses, _repeats
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 1, 9, 2)

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from distributed import run_ranks
+from ranks import run_ranks
 from torch import Tensor, nn
 
+from burnish.distributed.layout import Layout
+from burnish.distributed.mesh import Mesh
 from burnish.models.cuts import Cut
 from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
 from burnish.models.vocabulary import VocabularyPart
-from burnish.parallel.layout import Layout
-from burnish.parallel.mesh import Mesh
 
 CPU = torch.device("cpu")
 VOCAB, WIDTH, TOKENS, RANKS = 11, 6, 9, 3

@@ -10,21 +10,21 @@ import pytest
 import torch
 from adapters_for_tests import EXPERTS, LORA
 from contracts.engine import LR, cut, loss, make_examples
-from distributed import run_ranks
 from engines_for_tests import CPU, make_engine
 from generators_for_tests import DRAWN, GREEDY, differences, make_generator, require_close
+from ranks import run_ranks
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 from traffic import EXCHANGE, Traffic
 
+from burnish.boxes.shards import Publication
 from burnish.config.schema import LoraConfig
+from burnish.distributed.layout import Layout
+from burnish.distributed.processes import process_group
 from burnish.engines.base import Part
 from burnish.errors import MissingError
-from burnish.parallel.layout import Layout
-from burnish.parallel.processes import process_group
-from burnish.parallel.shards import Publication
-from burnish.rollout.builtin import BuiltinGenerator
-from burnish.rollout.forward import FusedForward
+from burnish.rollout.builtin.forward import FusedForward
+from burnish.rollout.builtin.generator import BuiltinGenerator
 
 SOME = LoraConfig(rank=3, alpha=5.0, rslora=True, targets=["q_proj", "v_proj", "up_proj", "o_proj"])
 OF_EXPERTS = LoraConfig(rank=3, alpha=5.0, targets=["v_proj", *EXPERTS])

@@ -18,8 +18,8 @@ from transformers import (
     PretrainedConfig,
 )
 
+from burnish.distributed.processes import process_group
 from burnish.errors import IncompatibleError
-from burnish.parallel.processes import process_group
 
 
 def differences_of(path: Path, config: PretrainedConfig, precision: str) -> Any:

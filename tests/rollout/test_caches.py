@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.rollout.cache import Cache, PromptCache, SlotCache
-from burnish.rollout.shared_cache import SharedCache
+from burnish.rollout.builtin.cache import Cache, PromptCache, SlotCache
+from burnish.rollout.builtin.shared_cache import SharedCache
 
 LAYERS, WIDTH, SCALING = 2, 4, 0.3
 

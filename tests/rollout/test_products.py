@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from burnish.rollout.products import Product
+from burnish.rollout.builtin.products import Product
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -12,14 +12,14 @@ from engines_for_tests import CPU, make_engine
 from generators_for_tests import make_generator, scored
 from tiny import MIXTURES, save_tiny, tiny_config, tiny_model
 
+from burnish.boxes.shards import Publication
+from burnish.distributed.layout import Layout
+from burnish.distributed.processes import process_group
 from burnish.errors import IncompatibleError
 from burnish.models.names import model_shards
-from burnish.parallel.layout import Layout
-from burnish.parallel.processes import process_group
-from burnish.parallel.shards import Publication
-from burnish.rollout import decoding
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin import BuiltinGenerator
+from burnish.rollout.builtin import decoding
+from burnish.rollout.builtin.generator import BuiltinGenerator
 
 ROUTED = Sampling(12, experts=True)
 

@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from burnish.rollout.base import Sampling
-from burnish.rollout.draws import uniforms
-from burnish.rollout.sampling import Drawn, draw
+from burnish.rollout.builtin.rng import uniforms
+from burnish.rollout.builtin.sampling import Drawn, draw
 
 OPTIONS: list[dict[str, Any]] = [
     {},

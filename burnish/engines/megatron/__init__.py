@@ -1,6 +1,6 @@
 """The Megatron-Core engine. Importing this brings Megatron in, whose own imports warn of every optional package that is missing.
 
-Left out of this place: everything else (`burnish.engines.megatron.engine` is the engine).
+Left out of this place: everything else (`burnish.engines.megatron.megatron_engine` is the engine).
 """
 
 import warnings

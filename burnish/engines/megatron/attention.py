@@ -16,8 +16,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from burnish.models.attention import Attends
-from burnish.models.fused import rms_norm, rotate
+from burnish.models.kernels.attention import Attends
+from burnish.models.kernels.fused import rms_norm, rotate
 from burnish.models.routing import Routing
 
 
@@ -31,7 +31,7 @@ class Packing(PackedSeqParams):
     attends: Attends | None = None
     """Which tokens see each other."""
     rotation: tuple[Tensor, Tensor] | None = None
-    """Of each token, as `burnish.models.fused.rotate` takes it."""
+    """Of each token, as `burnish.models.kernels.fused.rotate` takes it."""
     routing: Routing | None = None
     """What routers do (`burnish.engines.megatron.replay`); None: nothing out of the ordinary."""
 

@@ -1,7 +1,7 @@
 """What Megatron has to be told of a Hugging Face model: families as data, and what of a model is not computed.
 
-Left out: the degrees of parallelism (`burnish.engines.megatron.fitting`), Megatron's own objects
-(`burnish.engines.megatron.building`).
+Left out: the degrees of parallelism (`burnish.engines.megatron.megatron_compatibility`), Megatron's own objects
+(`burnish.engines.megatron.meta_init`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from burnish.errors import UsageError
-from burnish.models.building import plain_model
+from burnish.models.meta_init import plain_model
 from burnish.models.value_head import has_value_head, head_has_bias
 
 

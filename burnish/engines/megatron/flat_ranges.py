@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from burnish.boxes.box import Box, flat_range, flat_runs
 from burnish.models.names import Region
-from burnish.parallel.boxes import Box, flat_range, flat_runs
 
 
 def boxes_in_range(

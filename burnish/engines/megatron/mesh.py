@@ -2,7 +2,7 @@
 
 Megatron keeps its groups in module variables, so there is one set of them in a process, which all
 models of a run share. Ranks are a grid of pipeline × data × sequence × tensor, the last running
-fastest, as `burnish.parallel.layout.Layout` has it; within pipeline × data, experts have a grid
+fastest, as `burnish.distributed.layout.Layout` has it; within pipeline × data, experts have a grid
 of their own. Left out: groups for gloo beside those for NCCL.
 """
 
@@ -17,9 +17,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from burnish.config.schema import EngineConfig
+from burnish.distributed.host_memory import Arena
+from burnish.distributed.processes import wait_as_all
 from burnish.engines.megatron.calls import megatron_called
-from burnish.parallel.arena import Arena
-from burnish.parallel.processes import wait_as_all
 
 _ORDER = "tp-cp-ep-dp-pp"
 

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from burnish.engines.megatron.attention import Packing
-from burnish.models.fused import rotation_of
+from burnish.models.kernels.fused import rotation_of
 from burnish.models.logprobs import LogprobOptions, token_logprobs
 from burnish.models.routing import Routing
 from burnish.models.scorer import ScoringPlan

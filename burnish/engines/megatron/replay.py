@@ -20,10 +20,10 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from burnish.distributed.autograd import gather_rows
 from burnish.engines.megatron.families import Experts
 from burnish.errors import IncompatibleError
 from burnish.models.routing import Balance, Routing, TokenRows, index_dtype, require_recorded
-from burnish.parallel.autograd import gather_rows
 from burnish.records import MicroBatch
 
 

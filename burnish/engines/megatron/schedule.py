@@ -3,7 +3,7 @@
 Every rank that shares a micro-batch calls this with the same micro-batches. Each is planned when this rank's first
 stage comes to it, so those that nothing has begun with take no memory on the device. Losses are computed in the last
 stage alone, which is where log-probs are. Left out: what is done with gradients
-(`burnish.engines.megatron.optimizer`).
+(`burnish.engines.megatron.distributed_optimizer`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from burnish.engines.megatron.replay import Replay
 from burnish.models.flops import Passed
+from burnish.models.kernels.ulysses import Division
 from burnish.models.routing import Routing, TokenRows
 from burnish.models.scorer import ScoringPlan
-from burnish.models.ulysses import Division
 from burnish.records import Batch, MicroBatch, TokenOutputs
 
 LossOf = Callable[[TokenOutputs, MicroBatch], Tensor]

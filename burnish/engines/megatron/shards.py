@@ -22,12 +22,12 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from burnish.engines.adamw import SLOTS
+from burnish.boxes.box import whole
+from burnish.boxes.shards import Shard, ShardSource, TensorSpec
 from burnish.engines.megatron.flat_ranges import boxes_in_range
+from burnish.engines.optim.adamw import SLOTS
 from burnish.models.megatron_names import Naming, Seat, regions_of, stacked
 from burnish.models.names import Region
-from burnish.parallel.boxes import whole
-from burnish.parallel.shards import Shard, ShardSource, TensorSpec
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _OF_EXPERTS = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d*)")

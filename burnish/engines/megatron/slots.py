@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from megatron.core.optimizer import DistributedOptimizer
 
-from burnish.engines.adamw import SLOTS
-from burnish.engines.resting import on_device, resting_zeros, waves
-from burnish.parallel.arena import Arena
-from burnish.parallel.device import synchronize
+from burnish.distributed.device import synchronize
+from burnish.distributed.host_memory import Arena
+from burnish.engines.optim.adamw import SLOTS
+from burnish.engines.optim.state_offload import on_device, resting_zeros, waves
 
 
 def prepare_slots(

@@ -13,23 +13,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from contracts.engine import LR, cut, loss, make_examples, require_learnt
-from distributed import run_ranks
 from engines_for_tests import CPU, make_engine, make_frozen
 from megatron.core.pipeline_parallel import p2p_communication
+from ranks import run_ranks
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
+from burnish.distributed.layout import Layout
+from burnish.distributed.processes import process_group
 from burnish.engines.base import Engine, Part
-from burnish.engines.megatron.building import build_stages
 from burnish.engines.megatron.calls import megatron_called
 from burnish.engines.megatron.mesh import MegatronMesh
+from burnish.engines.megatron.meta_init import build_stages
 from burnish.engines.megatron.schedule import Schedule
 from burnish.errors import BurnishError, UsageError
-from burnish.parallel.layout import Layout
-from burnish.parallel.processes import process_group
 from burnish.records import Batch, MicroBatch, TokenOutputs
-from burnish.tracking.metrics import Stats
+from burnish.tracking.stats import Stats
 
 MEGATRON: dict[str, Any] = {"kind": "megatron", "max_skipped_steps": 2}
 LAYOUTS: list[dict[str, Any]] = [

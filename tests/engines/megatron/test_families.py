@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import assert_relative, cut, make_examples, score_by_hand
-from distributed import run_ranks
 from engines_for_tests import make_engine
+from ranks import run_ranks
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from burnish.config.schema import EngineConfig
-from burnish.engines.megatron.building import pipeline_layout
-from burnish.engines.megatron.fitting import require_fitting
+from burnish.distributed.layout import Layout
+from burnish.engines.megatron.megatron_compatibility import require_fitting
+from burnish.engines.megatron.meta_init import pipeline_layout
 from burnish.errors import UsageError
 from burnish.models.value_head import value_config
-from burnish.parallel.layout import Layout
 
 LLAMA3 = {
     "rope_type": "llama3",

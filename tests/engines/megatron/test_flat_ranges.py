@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_config
 
+from burnish.boxes.box import Box
 from burnish.engines.megatron.flat_ranges import boxes_in_range
 from burnish.models.megatron_names import Naming, Seat, regions_of
 from burnish.models.names import Region
-from burnish.parallel.boxes import Box
 
 SIZES = st.integers(1, 9)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_ranks
+from ranks import run_ranks
 from torch import Tensor
 from torch.distributed import group
 from torch.overrides import _len_torch_function_stack
 
+from burnish.distributed.layout import Layout
 from burnish.engines.megatron.host import _substitutions, mappings, on_host
-from burnish.parallel.layout import Layout
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import make_examples, require_alike, train, train_by_hand
-from distributed import PATIENCE_SECONDS, run_ranks
 from engines_for_tests import make_engine
+from ranks import PATIENCE_SECONDS, run_ranks
 from tiny import VOCAB, save_tiny
 from torch import Tensor
 from transformer_engine_names import use_stand_ins
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from burnish.distributed.layout import Layout
 from burnish.models.names import model_shards
-from burnish.parallel.layout import Layout
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),

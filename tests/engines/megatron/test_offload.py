@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import LR, cut, loss, make_examples
-from distributed import run_ranks
 from engines_for_tests import CPU, OPTIM, make_engine
+from ranks import run_ranks
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 
 from burnish.config.schema import EngineConfig, OptimConfig
-from burnish.engines import resting
+from burnish.distributed.host_memory import Arena
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
-from burnish.engines.megatron.engine import MegatronEngine
+from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.engines.megatron.mesh import MegatronMesh
+from burnish.engines.optim import state_offload as resting
 from burnish.errors import BurnishError
-from burnish.parallel.arena import Arena
-from burnish.parallel.layout import Layout
 
 NARROW = OPTIM.model_copy(update={"moments": "bf16"})
 CASES: list[tuple[str, dict[str, Any], OptimConfig]] = [

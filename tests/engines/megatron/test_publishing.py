@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from contracts.engine import LR, cut, loss, make_examples
-from distributed import run_ranks
 from engines_for_tests import make_engine
 from generators_for_tests import make_generator, scored
+from ranks import run_ranks
 from tiny import VOCAB, save_tiny
 from transformers import AutoConfig
 
-from burnish.parallel.layout import Layout
+from burnish.distributed.layout import Layout
 from burnish.rollout.base import Sampling
 
 LAYOUTS: list[dict[str, Any]] = [

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from contracts.engine import assert_relative, cut, examples_that_begin_alike, loss
-from distributed import run_ranks
 from engines_for_tests import OPTIM, make_engine
+from ranks import run_ranks
 from routers_for_tests import (
     WEIGHT,
     by_hand,
@@ -25,15 +25,15 @@ from routers_for_tests import (
 )
 from tiny import VOCAB, save_tiny, tiny_config
 
+from burnish.check.check import step_of_engine
 from burnish.config.schema import EngineConfig
-from burnish.engines import making
+from burnish.distributed.collectives import gather_objects
+from burnish.distributed.layout import Layout
+from burnish.engines import factory as making
 from burnish.engines.base import Engine
 from burnish.engines.megatron.replay import RouterReplay
 from burnish.errors import BurnishError, IncompatibleError, UsageError
-from burnish.parallel.collectives import gather_objects
-from burnish.parallel.layout import Layout
 from burnish.records import Batch
-from burnish.trainers.check import step_of_engine
 
 DEGREES: dict[int, list[dict[str, int]]] = {
     1: [{}],

@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import whole
-from distributed import run_ranks
+from ranks import run_ranks
 from tiny import tiny_config
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from burnish.boxes.shards import Shard
 from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
-from burnish.engines.megatron.engine import MegatronEngine
-from burnish.models.building import build_on_meta
+from burnish.engines.megatron.megatron_engine import MegatronEngine
+from burnish.models.meta_init import build_on_meta
 from burnish.models.names import tensor_specs
-from burnish.parallel.layout import Layout
-from burnish.parallel.shards import Shard
 
 CPU = torch.device("cpu")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

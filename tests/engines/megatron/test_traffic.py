@@ -16,21 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distributed import run_ranks
 from engine_states import config, shapes
+from ranks import run_ranks
 from traffic import EXCHANGE, Traffic
 
-from burnish.checkpoint.committed import newest
 from burnish.checkpoint.contents import Contents, ModelContents
-from burnish.checkpoint.directory import Checkpoints
+from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.steps import newest
 from burnish.checkpoint.tensor_sets import MAIN
 from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
-from burnish.engines.megatron.engine import MegatronEngine
+from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.files.closing import Closing
 from burnish.files.storage import Bytes, File, LocalStorage
 from burnish.models.sources import FreshSource
-from burnish.parallel.layout import Layout
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp 2": {},

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import CLIP, assert_relative, cut, make_examples
-from distributed import run_ranks
 from engines_for_tests import OPTIM, make_engine, make_frozen
+from ranks import run_ranks
 from tiny import VOCAB, tiny_config
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from burnish.check.check import step_of_engine
+from burnish.distributed.layout import Layout
 from burnish.engines.megatron.families import FAMILIES
 from burnish.models.names import model_shards
 from burnish.models.value_head import value_class, value_config
-from burnish.parallel.layout import Layout
 from burnish.records import Example, MicroBatch, TokenOutputs
-from burnish.tracking.metrics import Stats
-from burnish.trainers.check import step_of_engine
+from burnish.tracking.stats import Stats
 
 LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel": 2},

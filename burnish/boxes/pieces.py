@@ -1,0 +1,188 @@
+"""What ranks tell each other of their pieces: small to send, and one table for all ranks together.
+
+Objects for every piece of every rank would be gigabytes among a thousand ranks; tables are what
+fits. Left out: what is made of them (`burnish.boxes.plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+from burnish.boxes.shards import Piece
+from burnish.boxes.table import BoxTable, Ints, concatenated, padded
+from burnish.distributed.collectives import gather_objects
+from burnish.distributed.layout import Layout
+from burnish.errors import IncompatibleError
+
+Described = tuple[str, tuple[int, ...], torch.dtype]
+"""A tensor's name, global shape and dtype."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceTable:
+    """The pieces of one rank."""
+
+    tensors: tuple[Described, ...]
+    """What they are pieces of, each once, in the order of first mention."""
+    boxes: BoxTable
+    """One row per piece; `tensor` is an index into `tensors`."""
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> PieceTable:
+        """A table with a row for each."""
+        pieces = list(pieces)
+        numbers: dict[Described, int] = {}
+        rows = [
+            (numbers.setdefault((p.name, p.shape, p.dtype), len(numbers)), p.box) for p in pieces
+        ]
+        dims = max((len(shape) for _, shape, _ in numbers), default=1)
+        return cls(tuple(numbers), BoxTable.of(rows, max(dims, 1)))
+
+    def digest(self) -> str:
+        """The same for the same pieces in the same order, on any rank."""
+        return _digest(self.tensors, self.boxes)
+
+
+def _digest(tensors: Sequence[Described], boxes: BoxTable | None) -> str:
+    found = xxhash.xxh3_128(repr(tensors).encode())
+    for array in (boxes.tensor, boxes.offsets, boxes.sizes) if boxes is not None else ():
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
+
+
+def gather_pieces(mine: PieceTable, layout: Layout) -> list[PieceTable]:
+    """Every rank's table, by rank. Collective.
+
+    Names travel only where ranks have different ones.
+    """
+    digests = gather_objects(_digest(mine.tensors, None), layout)
+    told = {digests[layout.rank]: mine.tensors}
+    if len(set(digests)) > 1:
+        is_first = digests.index(digests[layout.rank]) == layout.rank
+        names = gather_objects(mine.tensors if is_first else None, layout)
+        told = {digests[rank]: theirs for rank, theirs in enumerate(names) if theirs is not None}
+    arrays = gather_objects((mine.boxes.tensor, mine.boxes.offsets, mine.boxes.sizes), layout)
+    return [
+        PieceTable(told[digest], BoxTable(*theirs))
+        for digest, theirs in zip(digests, arrays, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """The pieces of all ranks that hold any elements."""
+
+    boxes: BoxTable
+    """One row per piece; `tensor` is a number of the `TensorIndex`."""
+    rank: Ints
+    """Whose it is."""
+    index: Ints
+    """Its place among its rank's pieces."""
+    dtype: Ints
+    """A number of the `TensorIndex`'s dtypes."""
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def take(self, rows: Ints) -> Pieces:
+        """Some of the rows."""
+        return Pieces(self.boxes.take(rows), self.rank[rows], self.index[rows], self.dtype[rows])
+
+
+def joined(tables: Sequence[Pieces]) -> Pieces:
+    """The rows of several tables, one after the other."""
+    return Pieces(
+        concatenated([table.boxes for table in tables]),
+        np.concatenate([table.rank for table in tables]),
+        np.concatenate([table.index for table in tables]),
+        np.concatenate([table.dtype for table in tables]),
+    )
+
+
+class TensorIndex:
+    """Numbers for tensors by name, so that tables can speak of them."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        """By number."""
+        self.shapes: list[tuple[int, ...]] = []
+        """By number; global ones."""
+        self.dtypes: list[torch.dtype] = []
+        """Every dtype met, by a number of its own."""
+        self._numbers: dict[str, int] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._numbers
+
+    @property
+    def dims(self) -> int:
+        """Of the tensor that has the most; 1 at least."""
+        return max(1, *map(len, self.shapes)) if self.shapes else 1
+
+    def merge(self, *sides: Sequence[PieceTable]) -> list[Pieces]:
+        """For each list of tables by rank, one table of all ranks' pieces.
+
+        Raises `IncompatibleError` where two ranks disagree on a tensor's shape.
+        """
+        numbers: dict[tuple[Described, ...], tuple[Ints, Ints]] = {}
+        for tables in sides:
+            for rank, table in enumerate(tables):
+                if table.tensors not in numbers:
+                    numbers[table.tensors] = self.add(table.tensors, f"on rank {rank}")
+        dims = self.dims
+        return [
+            joined([_merged(rank, t, *numbers[t.tensors], dims) for rank, t in enumerate(tables)])
+            for tables in sides
+        ]
+
+    def add(self, tensors: Sequence[Described], where: str) -> tuple[Ints, Ints]:
+        """The numbers of tensors and of their dtypes, which are given where they have none.
+
+        Raises `IncompatibleError` for another shape than is known; `where` says whose it is.
+        """
+        numbers, kinds = [], []
+        for name, shape, dtype in tensors:
+            number = self._numbers.setdefault(name, len(self.names))
+            if number == len(self.names):
+                self.names.append(name)
+                self.shapes.append(shape)
+            if self.shapes[number] != shape:
+                raise IncompatibleError(
+                    f"tensor {name} has different shapes",
+                    have=list(self.shapes[number]),
+                    want=f"{list(shape)} {where}",
+                )
+            if dtype not in self.dtypes:
+                self.dtypes.append(dtype)
+            numbers.append(number)
+            kinds.append(self.dtypes.index(dtype))
+        return np.array(numbers, np.int64), np.array(kinds, np.int64)
+
+    def shape_table(self) -> Ints:
+        """`[tensors, dims]`: all shapes, padded with 1."""
+        rows = [padded(shape, self.dims, 1) for shape in self.shapes]
+        return np.array(rows, np.int64).reshape(len(rows), self.dims)
+
+    def itemsizes(self) -> Ints:
+        """`[dtypes]`: bytes per element."""
+        return np.array([dtype.itemsize for dtype in self.dtypes], np.int64)
+
+
+def _merged(rank: int, table: PieceTable, numbers: Ints, kinds: Ints, dims: int) -> Pieces:
+    """A rank's pieces, with the numbers of a `TensorIndex` for tensors and dtypes by the table's own."""
+    index = np.flatnonzero(table.boxes.elements)
+    boxes = table.boxes.take(index)
+    widened = _widened(boxes, numbers[boxes.tensor], dims)
+    return Pieces(widened, np.full(len(index), rank), index, kinds[boxes.tensor])
+
+
+def _widened(table: BoxTable, tensor: Ints, dims: int) -> BoxTable:
+    """The same boxes of tensors with other numbers, in more dims."""
+    more = ((0, 0), (0, dims - table.dims))
+    offsets = np.pad(table.offsets, more)
+    return BoxTable(tensor, offsets, np.pad(table.sizes, more, constant_values=1))

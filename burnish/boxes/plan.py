@@ -1,0 +1,244 @@
+"""Who sends what to whom, so that everybody gets what they want: pure arithmetic over all ranks' pieces.
+
+One plan serves publishing, saving, loading and resharding. Left out: in which rounds it is carried
+out (`burnish.boxes.rounds`), and carrying it out (`burnish.boxes.transfer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import xxhash
+
+from burnish.boxes.box import Box, intersect, subtract
+from burnish.boxes.pieces import Pieces, PieceTable, TensorIndex, joined
+from burnish.boxes.table import BoxIndex, BoxTable, Ints, ranges
+from burnish.errors import MissingError
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One box that goes from one rank's piece to another's."""
+
+    source: int
+    """Rank that has it."""
+    have: int
+    """Index among the source's pieces."""
+    target: int
+    """Rank that wants it."""
+    want: int
+    """Index among the target's pieces."""
+    box: Box
+    """What goes, in global coordinates."""
+    dtype: torch.dtype
+    """The dtype wanted, in which it travels."""
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes travel."""
+        return self.box.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moves:
+    """The moves of a plan as a table: the fields of `Move` by row."""
+
+    tensors: TensorIndex
+    """What the numbers of tensors and dtypes mean."""
+    source: Ints
+    have: Ints
+    target: Ints
+    want: Ints
+    boxes: BoxTable
+    dtype: Ints
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __iter__(self) -> Iterator[Move]:
+        """Each move as an object."""
+        columns = (self.source, self.have, self.target, self.want, self.dtype)
+        for row, (source, have, target, want, dtype) in enumerate(
+            zip(*(column.tolist() for column in columns), strict=True)
+        ):
+            box = self.boxes.box(row, len(self.tensors.shapes[self.boxes.tensor[row]]))
+            yield Move(source, have, target, want, box, self.tensors.dtypes[dtype])
+
+    @property
+    def bytes(self) -> Ints:
+        """How many bytes each is."""
+        return self.boxes.elements * self.tensors.itemsizes()[self.dtype]
+
+    def take(self, rows: Ints) -> Moves:
+        """Some of the rows, by index."""
+        return Moves(
+            self.tensors,
+            self.source[rows],
+            self.have[rows],
+            self.target[rows],
+            self.want[rows],
+            self.boxes.take(rows),
+            self.dtype[rows],
+        )
+
+    def digest(self) -> str:
+        """The same on all ranks that planned the same."""
+        found = xxhash.xxh3_128(repr((self.tensors.names, self.tensors.dtypes)).encode())
+        boxes = (self.boxes.tensor, self.boxes.offsets, self.boxes.sizes)
+        for array in (self.source, self.have, self.target, self.want, self.dtype, *boxes):
+            found.update(np.ascontiguousarray(array).data)
+        return found.hexdigest()
+
+
+def plan(have: Sequence[PieceTable], want: Sequence[PieceTable]) -> Moves:
+    """Cover every wanted element once, from one holder; `have` and `want` are tables by rank.
+
+    An element that several ranks hold comes from the wanting rank itself where that is one of them,
+    and from the others in turn where not. Moves come in the order of the wanted pieces. Raises
+    `MissingError` naming tensor and box when nobody holds something, `IncompatibleError` when two
+    pieces disagree on a tensor's shape.
+    """
+    tensors = TensorIndex()
+    held, wanted = tensors.merge(have, want)
+    return Cover.of(held, wanted, tensors).moves(wanted.rank)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cover:
+    """Wanted pieces cut into parts, each of which lies in one cell: a box that its holders hold whole."""
+
+    tensors: TensorIndex
+    """What the numbers of tensors and dtypes mean."""
+    wanted: Pieces
+    """What is covered."""
+    want: Ints
+    """Per part, the row of `wanted`; ascending."""
+    cell: Ints
+    """Per part, the cell that it lies in."""
+    boxes: BoxTable
+    """Per part, its elements."""
+    held: Pieces
+    """Who holds the cells: a row for each cell and holder, by cell and rank."""
+    cell_held: Ints
+    """Per row of `held`, the cell."""
+
+    @classmethod
+    def of(cls, held: Pieces, wanted: Pieces, tensors: TensorIndex) -> Cover:
+        """Find the holders of all wanted elements. Raises `MissingError` naming tensor and box where there is none."""
+        cells, holders, cell_held = _cells(held, tensors)
+        want, cell, boxes = cells.meeting(wanted.boxes)
+        covered = np.bincount(want, boxes.elements, minlength=len(wanted)).astype(np.int64)
+        lacking = np.flatnonzero(covered != wanted.boxes.elements)
+        if len(lacking):
+            raise _nobody_has(
+                wanted.boxes, int(lacking[0]), boxes.take(want == lacking[0]), tensors
+            )
+        return cls(tensors, wanted, want, cell, boxes, holders, cell_held)
+
+    def holders(self) -> tuple[Ints, Ints]:
+        """Every part with every holder of it: the part, and the row of `held`."""
+        first, count = self._of_cell()
+        return np.repeat(np.arange(len(self.cell)), count), ranges(first, count)
+
+    def moves(self, targets: Ints) -> Moves:
+        """Each part from one holder to the target of its wanted piece; `targets` has a rank per row of `wanted`."""
+        target = targets[self.want]
+        first, count = self._of_cell()
+        in_turn = first + np.arange(len(first)) % np.maximum(count, 1)
+        scale = max(self.held.rank.max(initial=0), targets.max(initial=0)) + 1
+        keys = self.cell_held * scale + self.held.rank
+        own = np.searchsorted(keys, self.cell * scale + target)
+        own = np.minimum(own, len(keys) - 1)
+        is_own = keys[own] == self.cell * scale + target if len(keys) else np.zeros(0, bool)
+        chosen = np.where(is_own, own, in_turn)
+        return Moves(
+            self.tensors,
+            self.held.rank[chosen],
+            self.held.index[chosen],
+            target,
+            self.wanted.index[self.want],
+            self.boxes,
+            self.wanted.dtype[self.want],
+        )
+
+    def _of_cell(self) -> tuple[Ints, Ints]:
+        """Per part, the first row of `held` for its cell, and how many there are."""
+        first = np.searchsorted(self.cell_held, self.cell, side="left")
+        return first, np.searchsorted(self.cell_held, self.cell, side="right") - first
+
+
+def _cells(held: Pieces, tensors: TensorIndex) -> tuple[BoxIndex, Pieces, Ints]:
+    """Boxes that do not overlap and make up all that is held; their holders by cell and rank, and the cell of each."""
+    cells, held, cell = _distinct(held)
+    index = BoxIndex(cells)
+    a, b, _ = index.meeting(cells)
+    tangled = np.unique(cells.tensor[a[a != b]])
+    if len(tangled):
+        cells, held, cell = _distinct(_untangled(held, tangled, tensors))
+        index = BoxIndex(cells)
+    return index, held, cell
+
+
+def _distinct(held: Pieces) -> tuple[BoxTable, Pieces, Ints]:
+    """The different boxes, the holders sorted by box and rank, and the box of each."""
+    boxes = held.boxes
+    columns = [boxes.tensor, *boxes.offsets.T, *boxes.sizes.T]
+    varying = [column for column in columns if len(column) and (column != column[0]).any()]
+    order = np.lexsort((held.rank, *varying[::-1]))
+    held = held.take(order)
+    fresh = np.zeros(len(held), bool)
+    fresh[:1] = True
+    for column in varying:
+        fresh[1:] |= column[order[1:]] != column[order[:-1]]
+    return held.boxes.take(fresh), held, np.cumsum(fresh) - 1
+
+
+def _untangled(held: Pieces, tangled: Ints, tensors: TensorIndex) -> Pieces:
+    """The same pieces, those of `tangled` tensors cut so that any two are equal or do not overlap."""
+    mixed = np.isin(held.boxes.tensor, tangled)
+    rows, boxes = [], []
+    for tensor in tangled.tolist():
+        dims = len(tensors.shapes[tensor])
+        parts: list[tuple[Box, list[int]]] = []
+        for row in np.flatnonzero(held.boxes.tensor == tensor).tolist():
+            parts = _split(parts, held.boxes.box(row, dims), row)
+        for box, holders in parts:
+            rows += holders
+            boxes += [(tensor, box)] * len(holders)
+    cut = held.take(np.array(rows, np.int64))
+    cut = replace(cut, boxes=BoxTable.of(boxes, held.boxes.dims))
+    return joined([held.take(np.flatnonzero(~mixed)), cut])
+
+
+def _split(parts: list[tuple[Box, list[int]]], box: Box, row: int) -> list[tuple[Box, list[int]]]:
+    """Boxes with the rows that hold them, and one more box, which cuts those that it overlaps."""
+    found: list[tuple[Box, list[int]]] = []
+    left = [box]
+    for part, holders in parts:
+        common = intersect(part, box)
+        if common is None:
+            found.append((part, holders))
+            continue
+        found += [(rest, holders) for rest in subtract(part, common)]
+        found.append((common, [*holders, row]))
+        left = [rest for each in left for rest in subtract(each, common)]
+    return found + [(rest, [row]) for rest in left]
+
+
+def _nobody_has(wanted: BoxTable, row: int, found: BoxTable, tensors: TensorIndex) -> MissingError:
+    """The error for a wanted box of which only these parts were found."""
+    tensor = int(wanted.tensor[row])
+    name, shape = tensors.names[tensor], tensors.shapes[tensor]
+    want = wanted.box(row, len(shape))
+    left = [want]
+    for part in range(len(found)):
+        box = found.box(part, len(shape))
+        left = [rest for each in left for rest in subtract(each, box)]
+    return MissingError(
+        f"no rank holds all of tensor {name}",
+        have=f"nobody holds offsets {list(left[0].offsets)}, sizes {list(left[0].sizes)}",
+        want=f"offsets {list(want.offsets)}, sizes {list(want.sizes)} of {list(shape)}",
+    )

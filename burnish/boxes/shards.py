@@ -1,0 +1,85 @@
+"""The one idea: a piece of a tensor that knows its canonical name and where in the whole it lies.
+
+Names, global shapes and dim order are those of the Hugging Face checkpoint; optimizer state uses
+the same names behind a slot (`exp_avg/model.layers.0...`). An engine's only duty towards saving,
+loading, resharding and weight publishing is to describe its tensors as shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from burnish.boxes.box import Box
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A whole tensor as a checkpoint knows it."""
+
+    name: str
+    """Canonical name."""
+    shape: tuple[int, ...]
+    """Global shape; () for a scalar."""
+    dtype: torch.dtype
+    """Element type."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """The box of a tensor that this process holds."""
+
+    spec: TensorSpec
+    """The whole tensor."""
+    box: Box
+    """Which part of it this is, in global coordinates."""
+    tensor: Tensor
+    """The elements: a *view* of live memory with shape `box.sizes`. Reading it reads the engine's own memory; writing it writes it."""
+
+    def part(self, box: Box) -> Tensor:
+        """The elements in a box inside this one, given in global coordinates: a view, or what a subclass computes from it."""
+        return self.tensor if box == self.box else self.tensor[box.relative_to(self.box).slices]
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """This process's pieces of a model as others may use it, to be read only, once. Reading them may be collective."""
+
+    changing: Iterable[Shard]
+    """What training changes."""
+    fixed: Iterable[Shard] = ()
+    """What it never changes: whoever has taken it once needs it no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A shard without its memory: what other ranks and plans need to know of it."""
+
+    name: str
+    """Canonical name of the tensor."""
+    shape: tuple[int, ...]
+    """Global shape of the tensor."""
+    box: Box
+    """Which part of it this is, in global coordinates."""
+    dtype: torch.dtype
+    """Element type in memory, which may differ from the checkpoint's."""
+
+    @classmethod
+    def of(cls, shard: Shard) -> Piece:
+        """The piece that a shard is, with the dtype that its memory has."""
+        return cls(shard.spec.name, shard.spec.shape, shard.box, shard.tensor.dtype)
+
+
+class ShardSource(Protocol):
+    """Where shards are filled from: a model directory, a checkpoint, fresh values."""
+
+    def fill(self, shards: Iterable[Shard]) -> None:
+        """Write each shard's tensor in place, converting to its dtype.
+
+        Every rank calls it with its own shards. Raises `MissingError` for a name the source lacks
+        and `IncompatibleError` for a different global shape, naming the tensor.
+        """

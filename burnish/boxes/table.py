@@ -1,0 +1,202 @@
+"""Many boxes at once, as arrays: what `burnish.boxes.box` does to one, without a loop over them.
+
+A plan among a thousand ranks handles millions of boxes; here a step of it is a few operations of
+numpy. Everything counts elements. Left out: names, dtypes and ranks (`burnish.boxes.pieces`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from burnish.boxes.box import Box
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxTable:
+    """Boxes of any tensors, one a row, all with as many dims as the widest.
+
+    Dims that a tensor lacks come last, with offset 0 and size 1, which changes nothing about it.
+    """
+
+    tensor: Ints
+    """`[rows]`: which tensor, as an index that means something to the caller."""
+    offsets: Ints
+    """`[rows, dims]`: first index per dim."""
+    sizes: Ints
+    """`[rows, dims]`: extent per dim."""
+
+    @classmethod
+    def of(cls, boxes: Iterable[tuple[int, Box]], dims: int) -> BoxTable:
+        """A table of (tensor, box)."""
+        rows = [(t, padded(box.offsets, dims, 0), padded(box.sizes, dims, 1)) for t, box in boxes]
+        tensor = np.array([row[0] for row in rows], np.int64)
+        offsets = np.array([row[1] for row in rows], np.int64).reshape(len(rows), dims)
+        sizes = np.array([row[2] for row in rows], np.int64).reshape(len(rows), dims)
+        return cls(tensor, offsets, sizes)
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @property
+    def dims(self) -> int:
+        """Columns of `offsets` and `sizes`."""
+        return int(self.offsets.shape[1])
+
+    @property
+    def elements(self) -> Ints:
+        """`[rows]`: how many elements each holds."""
+        found: Ints = np.multiply.reduce(self.sizes, axis=1)
+        return found
+
+    def take(self, rows: NDArray[np.generic] | slice) -> BoxTable:
+        """Some of the rows, by index or mask."""
+        return BoxTable(self.tensor[rows], self.offsets[rows], self.sizes[rows])
+
+    def box(self, row: int, dims: int) -> Box:
+        """One box, of a tensor that has so many dims."""
+        offsets, sizes = self.offsets[row, :dims].tolist(), self.sizes[row, :dims].tolist()
+        return Box(tuple(offsets), tuple(sizes))
+
+
+def padded(values: Sequence[int], dims: int, fill: int) -> tuple[int, ...]:
+    """The values and so many of `fill` behind them that they are `dims`."""
+    return (*values, *[fill] * (dims - len(values)))
+
+
+def concatenated(tables: Sequence[BoxTable]) -> BoxTable:
+    """The rows of several tables of the same width, one after the other."""
+    return BoxTable(
+        np.concatenate([table.tensor for table in tables]),
+        np.concatenate([table.offsets for table in tables]),
+        np.concatenate([table.sizes for table in tables]),
+    )
+
+
+def intersections(a: BoxTable, b: BoxTable) -> tuple[Ints, Ints, BoxTable]:
+    """Every pair of boxes that have elements in common: the row of `a`, the row of `b`, the elements."""
+    return BoxIndex(b).meeting(a)
+
+
+class BoxIndex:
+    """Boxes to be found by what they overlap.
+
+    Per tensor, boxes are looked up along the dim in which they begin at the most places, so that
+    time goes with what is found for anything cut like a grid.
+    """
+
+    def __init__(self, boxes: BoxTable) -> None:
+        self._boxes = boxes
+        self._dims = _busiest_dims(boxes)
+        begin, end = self._spans(boxes)
+        self._scale = int(end.max(initial=0)) + 1  # one number for tensor and place
+        self._order = np.lexsort((begin, boxes.tensor))
+        places = boxes.tensor * self._scale
+        self._begins = (places + begin)[self._order]
+        self._ends = np.maximum.accumulate((places + end)[self._order])
+
+    def meeting(self, others: BoxTable) -> tuple[Ints, Ints, BoxTable]:
+        """Every pair that has elements in common: the row of `others`, the row here, the elements. In the order of the former."""
+        theirs, mine = self._near(others)
+        a, b = others.take(theirs), self._boxes.take(mine)
+        starts = np.maximum(a.offsets, b.offsets)
+        sizes = np.minimum(a.offsets + a.sizes, b.offsets + b.sizes) - starts
+        meet = np.flatnonzero((sizes > 0).all(axis=1))
+        return theirs[meet], mine[meet], BoxTable(a.tensor[meet], starts[meet], sizes[meet])
+
+    def _near(self, others: BoxTable) -> tuple[Ints, Ints]:
+        """Pairs that may meet: of one tensor, and overlapping along its dim of look-up."""
+        begin, end = self._spans(others)
+        places = others.tensor * self._scale
+        last_place = self._scale - 1  # nothing here reaches further
+        first = np.searchsorted(self._ends, places + np.minimum(begin, last_place), side="right")
+        last = np.searchsorted(self._begins, places + np.minimum(end, last_place), side="left")
+        counts = np.maximum(last - first, 0)
+        rows = np.repeat(np.arange(len(others)), counts)
+        return rows, self._order[ranges(first, counts)]
+
+    def _spans(self, boxes: BoxTable) -> tuple[Ints, Ints]:
+        """First and end index of each box along its tensor's dim of look-up; any dim for tensors that are not here."""
+        known = np.minimum(boxes.tensor, max(len(self._dims) - 1, 0))
+        dim = self._dims[known] if len(self._dims) else np.zeros_like(known)
+        rows = np.arange(len(boxes))
+        begin = boxes.offsets[rows, dim]
+        return begin, begin + boxes.sizes[rows, dim]
+
+
+def _busiest_dims(boxes: BoxTable) -> Ints:
+    """Per tensor, the dim in which its boxes have the most different offsets."""
+    tensors = int(boxes.tensor.max(initial=-1)) + 1
+    most, dims = np.zeros(tensors, np.int64), np.zeros(tensors, np.int64)
+    for dim in range(boxes.dims):
+        if not boxes.offsets[:, dim].any():
+            continue
+        order = np.lexsort((boxes.offsets[:, dim], boxes.tensor))
+        tensor, offset = boxes.tensor[order], boxes.offsets[order, dim]
+        fresh = np.ones(len(order), bool)
+        fresh[1:] = (tensor[1:] != tensor[:-1]) | (offset[1:] != offset[:-1])
+        different = np.bincount(tensor[fresh], minlength=tensors)
+        better = different > most
+        most[better], dims[better] = different[better], dim
+    return dims
+
+
+def ranges(starts: Ints, counts: Ints) -> Ints:
+    """The integers from each start on, so many as its count, all in one row."""
+    before = np.cumsum(counts) - counts
+    found: Ints = np.arange(counts.sum()) + np.repeat(starts - before, counts)
+    return found
+
+
+def flat_ranges(shapes: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, Ints]:
+    """Ranges of elements in C order as boxes: the row of the range, offsets, sizes.
+
+    `shapes` is `[rows, dims]`, padded with 1; each range lies inside its shape. Every box is one
+    contiguous run; a range has at most 2 per dim. In no particular order.
+    """
+    rows = np.flatnonzero(starts < stops)
+    starts, stops = starts[rows], stops[rows]
+    offsets = np.zeros((len(rows), shapes.shape[1]), np.int64)
+    found: list[tuple[Ints, Ints, Ints]] = []
+    for dim in range(shapes.shape[1]):
+        inner = np.prod(shapes[rows, dim + 1 :], axis=1, dtype=np.int64)
+        first, head = np.divmod(starts, inner)
+        last, tail = np.divmod(stops, inner)
+        within = (first == last) & (starts < stops)  # one index of this dim has all of it
+        body = first + (head > 0)
+        full = np.flatnonzero(~within & (body < last))
+        found.append(_full_boxes(shapes, rows[full], offsets[full], dim, body[full], last[full]))
+        begins, ends = ~within & (head > 0), ~within & (tail > 0)
+        kept = [np.flatnonzero(mask) for mask in (within, begins, ends)]
+        index = np.concatenate([first[kept[0]], first[kept[1]], last[kept[2]]])
+        starts = np.concatenate([head[kept[0]], head[kept[1]], np.zeros_like(kept[2])])
+        stops = np.concatenate([tail[kept[0]], inner[kept[1]], tail[kept[2]]])
+        rest = np.concatenate(kept)
+        rows, offsets = rows[rest], offsets[rest]
+        offsets[:, dim] = index
+    row, box_offsets, box_sizes = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return row, box_offsets, box_sizes
+
+
+def _full_boxes(
+    shapes: Ints, rows: Ints, prefix: Ints, dim: int, first: Ints, last: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """The boxes with one index in each dim before `dim`, `first` to `last` in it, and all of those behind it."""
+    offsets = prefix.copy()
+    offsets[:, dim] = first
+    sizes = np.ones_like(offsets)
+    sizes[:, dim] = last - first
+    sizes[:, dim + 1 :] = shapes[rows, dim + 1 :]
+    return rows, offsets, sizes
+
+
+def strides(shapes: Ints) -> Ints:
+    """Per row of `[rows, dims]`, how many elements of C order lie between neighbours along each dim."""
+    behind = np.ones_like(shapes)
+    behind[:, :-1] = np.cumprod(shapes[:, :0:-1], axis=1)[:, ::-1]
+    return behind

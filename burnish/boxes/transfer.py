@@ -1,0 +1,150 @@
+"""Carrying out a plan between the memory of ranks, in rounds of bounded bytes.
+
+`Exchange` runs one round; `Transfer` puts plan, rounds and exchange together for shards in memory
+and keeps the plan between runs. Elements are converted on the rank that sends them, so what travels
+has the wanted dtype. Left out: files (`burnish.checkpoint` reads and writes blocks by the same plans).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burnish.boxes.pieces import PieceTable, gather_pieces
+from burnish.boxes.plan import Move, plan
+from burnish.boxes.rounds import ALIGN, WAVE_BYTES, schedule
+from burnish.boxes.shards import Piece, Shard
+from burnish.distributed.collectives import gather_objects
+from burnish.distributed.host_memory import Arena
+from burnish.distributed.layout import Layout
+
+
+class Exchange:
+    """Runs waves: packs what this rank sends, swaps with all ranks at once, unpacks what it gets.
+
+    Its buffer lives on `device` (the process group must reach it) and is kept between waves; where that is
+    the host, it is carved from `arena` if there is one.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, arena: Arena | None = None) -> None:
+        self._layout = layout
+        self._take: Callable[[int], Tensor] = partial(torch.empty, dtype=torch.uint8, device=device)
+        if arena is not None and device.type == "cpu":
+            self._take = arena.take
+        self._buffer = self._take(0)
+
+    def run(
+        self,
+        wave: Sequence[Move],
+        read: Callable[[Move, Tensor], object],
+        write: Callable[[Move, Tensor], object],
+    ) -> None:
+        """One wave: this rank's moves of a round that all ranks run. Collective.
+
+        `read` writes the elements of a move that this rank sends into memory of the move's dtype;
+        `write` takes those of a move that it gets, in the move's dtype, valid until it returns.
+        """
+        rank, world = self._layout.rank, self._layout.world
+        going = sorted((m for m in wave if m.source == rank), key=lambda m: m.target)
+        coming = sorted((m for m in wave if m.target == rank), key=lambda m: m.source)
+        send_sizes, get_sizes = [0] * world, [0] * world
+        for move in going:
+            send_sizes[move.target] += _aligned(move.bytes)
+        for move in coming:
+            get_sizes[move.source] += _aligned(move.bytes)
+        going_bytes = sum(send_sizes)
+        room = self._room(going_bytes + sum(get_sizes))
+        out, into = room[:going_bytes], room[going_bytes:]
+        for move, part in _parts(going, out):
+            read(move, part)
+        dist.all_to_all_single(into, out, get_sizes, send_sizes)
+        for move, part in _parts(coming, into):
+            write(move, part)
+
+    def _room(self, size: int) -> Tensor:
+        if self._buffer.numel() < size:
+            self._buffer = self._take(0)  # what is there goes before more is taken
+            self._buffer = self._take(size)
+        return self._buffer[:size]
+
+
+def _parts(moves: Sequence[Move], buffer: Tensor) -> Iterable[tuple[Move, Tensor]]:
+    """Each move with its place in the buffer, viewed as its dtype and shape."""
+    start = 0
+    for move in moves:
+        flat = buffer[start : start + move.bytes].view(move.dtype)
+        yield move, flat.view(move.box.sizes)
+        start += _aligned(move.bytes)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+class Transfer:
+    """A redistribution of shards, planned once and run as often as the same layouts meet again.
+
+    Making one is collective (ranks tell each other their pieces); nothing of the tensors is kept.
+    """
+
+    def __init__(
+        self,
+        have: Iterable[Shard],
+        want: Iterable[Shard],
+        layout: Layout,
+        wave_bytes: int = WAVE_BYTES,
+    ) -> None:
+        have = list(have)
+        self._have = [Piece.of(shard) for shard in have]
+        self._want = [Piece.of(shard) for shard in want]
+        device = accelerator_of(have)
+        devices = gather_objects(device, layout)
+        moves = plan(
+            gather_pieces(PieceTable.of(self._have), layout),
+            gather_pieces(PieceTable.of(self._want), layout),
+        )
+        [self._moves] = schedule(moves, layout.rank, wave_bytes)
+        self._device = meeting_place(devices, device)
+        self._layout = layout
+
+    def run(self, have: Iterable[Shard], want: Iterable[Shard]) -> None:
+        """Write every wanted shard's tensor, converting to its dtype. Collective.
+
+        The shards are those the plan was made for, in the same order, with whatever memory they
+        have by now; `ValueError` when they are not. Buffers take at most two waves and are freed.
+        """
+        have, want = list(have), list(want)
+        if [Piece.of(s) for s in have] != self._have or [Piece.of(s) for s in want] != self._want:
+            raise ValueError("the shards are not those that the transfer was planned for")
+
+        def read(move: Move, into: Tensor) -> None:
+            into.copy_(have[move.have].part(move.box))
+
+        def write(move: Move, elements: Tensor) -> None:
+            want[move.want].part(move.box).copy_(elements)
+
+        with torch.no_grad():
+            for move in self._moves.own:
+                read(move, want[move.want].part(move.box))
+            exchange = Exchange(self._layout, self._device)
+            for wave in self._moves.waves:
+                exchange.run(wave, read, write)
+
+
+def accelerator_of(shards: Iterable[Shard]) -> torch.device | None:
+    """The accelerator that holds the first shard that is on one; None when all are on the CPU."""
+    return next((s.tensor.device for s in shards if s.tensor.device.type != "cpu"), None)
+
+
+def meeting_place(
+    devices: Sequence[torch.device | None], mine: torch.device | None
+) -> torch.device:
+    """Where an `Exchange` has its buffers, given every rank's `accelerator_of` what it sends: there, or on the CPU."""
+    if mine is not None:
+        return mine
+    kind = next((device.type for device in devices if device is not None), "cpu")
+    return torch.device(kind)

@@ -1,0 +1,1 @@
+"""The layout's self-check."""

@@ -1,0 +1,448 @@
+"""`burnish check`: one step of a shrunken model at the user's layout and in one plain process, compared.
+
+A layout that silently computes something else is the most expensive mistake in training. So the
+user's own data, loss, optimizer settings and layout are run on a small model of the same family (fp32,
+fresh weights), and beside it transformers and plain PyTorch run the same sequences one by one. What is
+compared comes in the order in which a mistake would show: log-probs, the load-balancing loss of experts
+where there is one, loss, the gradients' norm, every gradient as it was before clipping, every weight
+after the step; then what several ranks have of the same tensors with each other. PPO's critic is compared
+after the policy. Left out: the generator, whose log-probs the tests hold to the engine's, Muon, in whose
+place AdamW steps, and speed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from burnish.algorithms.loss import policy_loss_fn, sft_loss
+from burnish.algorithms.value_loss import value_loss_fn
+from burnish.boxes.shards import Shard
+from burnish.check.shrinking import shrunk
+from burnish.config.schema import LoraConfig, OptimConfig, RunConfig
+from burnish.data.batching import make_batch
+from burnish.distributed.collectives import gather_objects
+from burnish.distributed.launch import launch
+from burnish.distributed.layout import Layout
+from burnish.engines.base import Engine, LossFn, Part
+from burnish.engines.factory import make_engine, settings_beside
+from burnish.errors import BurnishError
+from burnish.models.counting import count_flops
+from burnish.models.lora.adapter import Adapter
+from burnish.models.meta_init import plain_model
+from burnish.models.names import is_matrix, model_shards, regions
+from burnish.models.sources import FreshSource
+from burnish.models.value_head import has_value_head
+from burnish.records import Batch, Example, MicroBatch, TokenOutputs
+from burnish.records.seeds import derive_seed
+from burnish.train.critic import critic_foundation
+from burnish.train.localize import with_local_inputs
+from burnish.train.setup import Foundation, example_dataset, lay_foundation, prompt_dataset
+
+SEQUENCES, LONGEST, LR = 12, 64, 1e-3
+"""How many sequences are run, their longest in tokens, and the learning rate of the step."""
+TOLERANCE = 3e-5
+"""Relative difference (2-norm) that fp32 arithmetic in another order may make; 1e-5 is seen in the first layer's gradients."""
+_ADAPTER_SCALE = 0.1
+_BALANCE, _COPIES = "load-balancing loss", "copies"
+_OF_PARAMETERS = ("gradient of ", "weight ")
+
+Tensors = Mapping[str, Tensor]
+"""By name; whole tensors on the CPU."""
+Material = tuple[list[Example], LossFn, PretrainedConfig]
+"""What a model is checked with: sequences, a loss, and a small model of its family."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far one tensor of the layout is from the plain one, or from its copy on another rank."""
+
+    what: str
+    """As "gradient of model.norm.weight"."""
+    error: float
+    """2-norm of the difference over the 2-norm of the plain tensor, or of the copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What was computed of one batch."""
+
+    logprobs: Tensors
+    """Of each sequence, by its number; of a critic its values."""
+    balance: float
+    """The load-balancing loss of experts, without its weight; 0 where none is asked for."""
+    loss: float
+    """The loss, that of experts included."""
+    norm: float
+    """2-norm of all gradients before clipping, which would hide a wrong scale."""
+    gradients: Tensors
+    """After clipping, by canonical name."""
+    weights: Tensors
+    """Before the optimizer step in the plain process, after it at the layout."""
+    copies: Sequence[Difference] = ()
+    """Of each tensor of which several ranks hold the same elements, how far theirs are apart."""
+
+
+def run_check(config: RunConfig) -> None:
+    """Compare, and print how far apart they are; raises `BurnishError` naming the first thing that differs."""
+    local = with_local_inputs(config)
+    launch(lambda layout, device: _check(local, layout, device), config.distributed)
+
+
+def _check(config: RunConfig, layout: Layout, device: torch.device) -> None:
+    _check_model(config, material(config), layout, device)
+    if config.reward.given and config.algorithm.advantage == "gae":
+        if layout.is_main:
+            print("the critic:")
+        given = critic_material(config)
+        _check_model(critic_config(config, given[-1]), given, layout, device)
+    if layout.is_main:
+        print(f"{layout.world} processes compute what one plain process does")
+
+
+def _check_model(config: RunConfig, given: Material, layout: Layout, device: torch.device) -> None:
+    examples, loss, hf_config = given
+    settings = config.engine.model_copy(update={"precision": "fp32"})
+    config = config.model_copy(update={"optim": config.optim.model_copy(update={"kind": "adamw"})})
+    engine = make_engine(
+        hf_config, settings, config.optim, layout=layout, device=device, lora=config.model.adapter
+    )
+    fill(engine, config, hf_config)
+    differences = compared(engine, config, examples, loss, hf_config)
+    engine.close()
+    if layout.is_main:
+        for kind in (_said(hf_config), _BALANCE, "loss", "gradient", "weight", _COPIES):
+            alike = [each for each in differences if each.what.startswith(kind)]
+            if alike:
+                worst = max(alike, key=lambda difference: difference.error)
+                print(f"{kind:9}  {worst.error:.1e} apart at most ({worst.what})")
+    require_equal(differences, layout)
+
+
+def _said(hf_config: PretrainedConfig) -> str:
+    """What a model says of each token."""
+    return "values" if has_value_head(hf_config) else "log-probs"
+
+
+def critic_config(config: RunConfig, hf_config: PretrainedConfig) -> RunConfig:
+    """The configuration of a critic's engine: all of it is trained, and experts are evened out and divided where it has some."""
+    model = config.model.model_copy(update={"lora": LoraConfig()})
+    engine = settings_beside(hf_config, config.engine)
+    return config.model_copy(update={"model": model, "engine": engine})
+
+
+def fill(engine: Engine, config: RunConfig, hf_config: PretrainedConfig) -> None:
+    """Give an engine fresh weights, and an adapter where it has one. Collective."""
+    weights = FreshSource(hf_config, config.seed)
+    engine.load(weights, Part.FROZEN)
+    engine.load(RandomAdapter(config.seed) if config.model.adapter else weights, Part.WEIGHTS)
+
+
+class RandomAdapter:
+    """A `ShardSource` of small random values: of an adapter that is fresh, half of the gradients are 0."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def fill(self, shards: Iterable[Shard]) -> None:
+        """See `ShardSource.fill`."""
+        for shard in shards:
+            seed = derive_seed(self._seed, "check adapter", shard.spec.name)
+            generator = torch.Generator().manual_seed(seed)
+            drawn = torch.randn(shard.spec.shape, generator=generator) * _ADAPTER_SCALE
+            shard.tensor.detach().copy_(drawn[shard.box.slices])
+
+
+def compared(
+    engine: Engine,
+    config: RunConfig,
+    examples: Sequence[Example],
+    loss: LossFn,
+    hf_config: PretrainedConfig,
+) -> list[Difference]:
+    """How far one step of an engine, filled by `fill`, is from plain PyTorch, at the worst of the ranks. Collective; the same on every rank."""
+    tokens = sum(len(example.token_ids) for example in examples)
+    budget = max(LONGEST, tokens // (2 * engine.layout.data_size))
+    flops = count_flops(hf_config)
+    batch = make_batch(examples, engine.layout, budget, flops, _temperature(config))
+    found = step_of_engine(engine, batch, loss, config.optim)
+    wanted = plain_step(config, hf_config, examples, loss)
+    mine = compare(found, wanted, config, _said(hf_config))
+    ranks = zip(*gather_objects(mine, engine.layout), strict=True)
+    return [max(each, key=lambda d: math.inf if math.isnan(d.error) else d.error) for each in ranks]
+
+
+def _temperature(config: RunConfig) -> float:
+    """That of the run's log-probs: supervised fine-tuning has 1, whatever `rollout` says."""
+    return config.rollout.temperature if config.reward.given else 1.0
+
+
+def material(config: RunConfig) -> Material:
+    """The first sequences of the data, cut short; the run's loss; a small model of the family.
+
+    A configuration with rewards is one for RL: its prompts get random completions and advantages.
+    """
+    foundation = lay_foundation(config)
+    hf_config = _shrunk(foundation)
+    if not config.reward.given:
+        examples = example_dataset(foundation, config.data.train, "data.train")
+        chosen = [_cut(examples[i]) for i in range(min(SEQUENCES, len(examples)))]
+        return chosen, sft_loss, hf_config
+    made = _random_examples(foundation, hf_config)
+    return made, policy_loss_fn(config.algorithm, LONGEST), hf_config
+
+
+def critic_material(config: RunConfig) -> Material:
+    """The same for the critic: its loss, and a small model of its family."""
+    policy = lay_foundation(config)
+    hf_config = _shrunk(critic_foundation(policy))
+    loss = value_loss_fn(config.algorithm.aggregation, config.critic.clip, LONGEST)
+    return _random_examples(policy, hf_config), loss, hf_config
+
+
+def _shrunk(foundation: Foundation) -> PretrainedConfig:
+    engine = foundation.config.engine
+    return shrunk(
+        foundation.hf_config,
+        math.lcm(engine.tensor_parallel, engine.expert_tensor_parallel or 1),
+        engine.sequence_parallel,
+        stages=engine.pipeline_parallel * engine.virtual_stages,
+        experts=engine.expert_parallel,
+    )
+
+
+def _random_examples(foundation: Foundation, hf_config: PretrainedConfig) -> list[Example]:
+    """Completions of the first prompts, of tokens that the model knows."""
+    config = foundation.config
+    prompts = prompt_dataset(foundation, config.data.train, "data.train")
+    samples = min(config.rollout.n, 4)
+    numbers = range(min(SEQUENCES // samples, len(prompts)))
+    vocabulary = hf_config.get_text_config().vocab_size
+    return [
+        _random_example(prompts[i].token_ids, vocabulary, derive_seed(config.seed, "check", i, s))
+        for i in numbers
+        for s in range(samples)
+    ]
+
+
+def _cut(example: Example) -> Example:
+    """At most `LONGEST` tokens of an example, around the first that is trained on."""
+    start = max(0, int(example.loss_mask.argmax()) - LONGEST // 2)
+    window = slice(start, start + LONGEST)
+    mask = example.loss_mask[window].copy()
+    mask[0] = False
+    return Example(example.token_ids[window], mask)
+
+
+def _random_example(prompt: Any, vocabulary: int, seed: int) -> Example:
+    rng = np.random.default_rng(seed)
+    prompt = prompt[-LONGEST // 2 :]
+    completion = rng.integers(0, vocabulary, int(rng.integers(4, LONGEST // 2)))
+    mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
+    values = rng.normal(size=(5, len(mask))).astype(np.float32) * mask
+    return Example(
+        np.concatenate([prompt, completion]),
+        mask,
+        advantages=values[0],
+        ref_logprobs=values[1] - 3,
+        returns=values[2],
+        old_values=values[3],
+        sampled_logprobs=values[4] - 3,
+    )
+
+
+def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfig) -> Outcome:
+    """One step at the engine's layout, its pieces put together. Collective; the same on every rank.
+
+    AdamW's first moment after one step is the gradient, clipped, times 1 - β₁.
+    """
+    outputs = engine.forward(batch)
+    mine: dict[str, Tensor] = {}
+    for micro, numbers, output in zip(batch.microbatches, batch.examples, outputs, strict=True):
+        said = output.values if len(output.values) else output.logprobs
+        mine |= _by_sequence(micro, numbers, said.cpu())
+    stats = engine.forward_backward(batch, loss).values_by_name()
+    norm = engine.optim_step(LR).values_by_name()["grad_norm"]
+    moments, moments_apart = _whole(engine, Part.TRAINING)
+    weights, weights_apart = _whole(engine, Part.WEIGHTS)
+    gradients = {
+        name.removeprefix("exp_avg/"): moment / (1 - optim.betas[0])
+        for name, moment in moments.items()
+        if name.startswith("exp_avg/")
+    }
+    logprobs = {k: v for part in gather_objects(mine, engine.layout) for k, v in part.items()}
+    return Outcome(
+        logprobs,
+        stats.get("moe/aux_loss", 0.0),
+        stats["loss"],
+        norm,
+        gradients,
+        weights,
+        [*moments_apart, *weights_apart],
+    )
+
+
+def _by_sequence(micro: MicroBatch, numbers: Sequence[int], values: Tensor) -> dict[str, Tensor]:
+    parts = torch.split(values, micro.cu_seqlens.diff().tolist())
+    return {f"sequence {n}": part for n, part in zip(numbers, parts, strict=True) if n >= 0}
+
+
+def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Difference]]:
+    """The tensors of a part, and how far elements are apart that several ranks hold. Collective."""
+    pieces = [(s.spec, s.box, s.tensor.detach().float().cpu()) for s in engine.shards(part)]
+    built: dict[str, tuple[Tensor, Tensor]] = {}
+    copies: dict[str, Difference] = {}
+    for held in gather_objects(pieces, engine.layout):
+        for spec, box, tensor in held:
+            empty = torch.full(spec.shape, torch.nan), torch.zeros(spec.shape, dtype=torch.bool)
+            whole, known = (each[box.slices] for each in built.setdefault(spec.name, empty))
+            if known.any():
+                what = f"{_COPIES} of {spec.name}"
+                apart = _difference(what, {what: tensor[known]}, what, whole[known])
+                if not apart.error <= copies.setdefault(what, apart).error:
+                    copies[what] = apart
+            whole.copy_(tensor)
+            known.fill_(True)
+    return {name: whole for name, (whole, _) in built.items()}, list(copies.values())
+
+
+def plain_step(
+    config: RunConfig, hf_config: PretrainedConfig, examples: Sequence[Example], loss: LossFn
+) -> Outcome:
+    """The same loss by transformers (and PEFT), in this process, one sequence at a time."""
+    model = plain_model(hf_config).eval()
+    FreshSource(hf_config, config.seed).fill(model_shards(model))
+    parts = regions(model)
+    if config.model.adapter:
+        parts = Adapter(model, config.model.adapter).weights
+        RandomAdapter(config.seed).fill(model_shards(model, parts=parts))
+    total = sum(len(example.token_ids) for example in examples)
+    flops = count_flops(hf_config)
+    batch = make_batch(examples, Layout(), total, flops, _temperature(config))
+    (micro,), (order,) = batch.microbatches, batch.examples
+    weight = config.engine.router_aux_loss
+    routed = _router_logits(model) if weight else []
+    outputs = [_plain_outputs(model, examples[number], micro.temperature) for number in order]
+    joined = TokenOutputs(
+        *(torch.cat([getattr(each, f.name) for each in outputs]) for f in fields(TokenOutputs))
+    )
+    value, _ = loss(joined, micro)
+    balance = _balance(model.config, routed) if weight else torch.zeros(())
+    value = value + weight * balance
+    value.backward()  # type: ignore[no-untyped-call]
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.engine.max_grad_norm)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Outcome(
+        _by_sequence(micro, order, torch.cat([joined.logprobs, joined.values]).detach()),
+        float(balance.detach()),
+        float(value.detach()),
+        float(norm),
+        {shard.spec.name: shard.tensor for shard in model_shards(model, gradients, parts=parts)},
+        {shard.spec.name: shard.tensor for shard in model_shards(model, parts=parts)},
+    )
+
+
+def _router_logits(model: PreTrainedModel) -> list[list[Tensor]]:
+    """By router, the logits [T, E] of every sequence that the model is given after this call."""
+    found: list[list[Tensor]] = []
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.gate"):
+            logits: list[Tensor] = []
+            module.register_forward_hook(lambda _, __, output, mine=logits: mine.append(output[0]))
+            found.append(logits)
+    return found
+
+
+def _balance(hf_config: PretrainedConfig, routed: Sequence[Sequence[Tensor]]) -> Tensor:
+    """transformers' own load-balancing loss, of all tokens and routers at once."""
+    text, of_routers = hf_config.get_text_config(), tuple(torch.cat(list(each)) for each in routed)
+    found: Tensor = load_balancing_loss_func(of_routers, text.num_experts, text.num_experts_per_tok)
+    return found
+
+
+def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float) -> TokenOutputs:
+    """Log-probs and entropies [T] of one sequence, or values, 0 where it is not trained on."""
+    ids, mask = torch.from_numpy(example.token_ids), torch.from_numpy(example.loss_mask)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    zero = logits.new_zeros(1)
+    if has_value_head(model.config):
+        return TokenOutputs(values=torch.cat((zero, logits[:, 0])).where(mask, 0.0))
+    scores = (logits / temperature).log_softmax(-1)
+    chosen = scores.gather(1, ids[1:, None])[:, 0]
+    entropy = -(scores.exp() * scores).sum(-1)
+    return TokenOutputs(
+        logprobs=torch.cat((zero, chosen)).where(mask, 0.0),
+        entropy=torch.cat((zero, entropy)).where(mask, 0.0),
+    )
+
+
+def compare(
+    found: Outcome, wanted: Outcome, config: RunConfig, said: str = "log-probs"
+) -> list[Difference]:
+    """Every tensor, in the order in which a mistake would show.
+
+    The gradients are those before clipping, which would spread a mistake in one to all. The weights are
+    held to AdamW's first step from the gradients that the layout had, clipped, because the sign of a
+    gradient of nearly 0 decides a whole step of that weight.
+    """
+    differences = [
+        _difference(f"{said} of {n}", found.logprobs, n, t) for n, t in wanted.logprobs.items()
+    ]
+    numbers = [("loss", found.loss, wanted.loss), ("gradient norm", found.norm, wanted.norm)]
+    if wanted.balance:
+        numbers.insert(0, (_BALANCE, found.balance, wanted.balance))
+    differences += [
+        _difference(what, {what: torch.tensor(number)}, what, torch.tensor(right))
+        for what, number, right in numbers
+    ]
+    clip = config.engine.max_grad_norm
+    mine, theirs = _unclipped(found, clip), _unclipped(wanted, clip)
+    differences += [_difference(f"gradient of {n}", mine, n, g) for n, g in theirs.items()]
+    optim = config.optim
+    for name, weight in wanted.weights.items():
+        gradient = found.gradients.get(name, torch.zeros(()))
+        decay = optim.weight_decay if is_matrix(name, weight.ndim) else 0.0
+        expected = weight - LR * (decay * weight + gradient / (gradient.abs() + optim.eps))
+        differences.append(_difference(f"weight {name}", found.weights, name, expected))
+    return [*differences, *found.copies]
+
+
+def _unclipped(outcome: Outcome, max_norm: float) -> dict[str, Tensor]:
+    """Its gradients before clipping: what they were clipped by follows from their norm."""
+    factor = min(1.0, max_norm / (outcome.norm + 1e-6)) if math.isfinite(outcome.norm) else 1.0
+    return {name: gradient / factor for name, gradient in outcome.gradients.items()}
+
+
+def _difference(what: str, found: Tensors, name: str, wanted: Tensor) -> Difference:
+    mine = found.get(name)
+    if mine is None or mine.shape != wanted.shape:
+        return Difference(what, float("inf"))
+    norm = float(wanted.double().norm())
+    error = float((mine.double() - wanted.double()).norm())
+    return Difference(what, error / norm if norm else error)
+
+
+def require_equal(differences: Sequence[Difference], layout: Layout) -> None:
+    """Raise `BurnishError` that names the first difference and the first of a parameter, and says how many there are."""
+    wrong = [each for each in differences if not each.error <= TOLERANCE]
+    if wrong:
+        first, of_parameters = wrong[0], [d for d in wrong if d.what.startswith(_OF_PARAMETERS)]
+        named = of_parameters[0] if of_parameters else first
+        differs, apart = f"{first.what} differs", f"a relative difference of {first.error:.1e}"
+        if named is not first:
+            differs += f", and of the parameters first the {named.what}"
+            apart = f"relative differences of {first.error:.1e} and {named.error:.1e}"
+        raise BurnishError(
+            f"{layout.world} processes do not compute what one plain process does: {differs}",
+            have=f"{apart}; {len(wrong)} of {len(differences)} tensors differ",
+            want=f"at most {TOLERANCE:.0e} in fp32",
+            do="do not train at this layout; report it with this configuration",
+        )

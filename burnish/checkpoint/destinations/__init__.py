@@ -1,0 +1,1 @@
+"""Mirrors and machines that share no disk."""

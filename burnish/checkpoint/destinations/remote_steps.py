@@ -1,0 +1,237 @@
+"""Committed steps behind a URL, read as those on a disk are.
+
+A directory of steps on a mirror looks like `checkpoints/` does, with one difference: files arrive
+one by one and cannot be renamed together, so a step is there when its COMMIT is, which comes last
+and goes first. What lacks it is not shown at all. Left out: how steps get there (`burnish.checkpoint.destinations.mirror`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from pathlib import PurePath, PurePosixPath
+from typing import NoReturn, Self
+
+from burnish.checkpoint.manifest import BLOCK_BYTES, COMMIT
+from burnish.checkpoint.steps import step_number
+from burnish.errors import CorruptError, MissingError
+from burnish.files.closing import Closing
+from burnish.files.remote import Remote
+from burnish.files.storage import Entry, Kind
+from burnish.files.urls import Url
+
+DAMAGED = "DAMAGED"
+"""In place of COMMIT in a step that could not be resumed from, and says why."""
+
+PORTIONS = "portions"
+"""The directory beside the steps where disks that share a step say which files of it they have sent."""
+
+_NO_HOST = "*"
+"""In the place of a host where the URL has none; no host is called so."""
+_READS_AT_ONCE = 8
+_BLOCKS_HELD = 8
+
+
+class RemotePath(PurePosixPath):
+    """A URL with the manners of a path: `/`, `name` and `parent`; shown as the URL that it is. Made by `of`."""
+
+    @classmethod
+    def of(cls, url: Url) -> Self:
+        """The place that a URL names."""
+        return cls(f"{url.scheme}:", url.host or _NO_HOST, url.path)
+
+    def __str__(self) -> str:
+        scheme, slash, rest = super().__str__().partition(":/")
+        if not slash:  # what lies below another
+            return scheme
+        host, _, path = rest.partition("/")
+        return str(Url(scheme, "" if host == _NO_HOST else host, path))
+
+    def __fspath__(self) -> NoReturn:
+        raise TypeError(f"{self} is not on this machine")
+
+
+class RemoteSteps:
+    """A directory of steps behind a URL; a `Source`.
+
+    What is there is listed once, and again after `refresh`. Raises the `BurnishError`s of `Remote` for faults that do not pass.
+    """
+
+    reads_at_once = _READS_AT_ONCE
+
+    def __init__(self, remote: Remote) -> None:
+        self.remote = remote
+        """The same files, to be changed."""
+        self.root = RemotePath.of(remote.url)
+        """The directory."""
+        self._listed: tuple[str, dict[str, int]] | None = None
+        self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def entries(self, path: PurePath) -> list[Entry]:
+        """What is in a directory; steps without COMMIT are not."""
+        name = self.name_of(path)
+        sizes = self._sizes(name)
+        prefix = f"{name}/" if name else ""
+        found: dict[str, Entry] = {}
+        for each, size in sizes.items():
+            if each.startswith(prefix):
+                head, inside, _ = each.removeprefix(prefix).partition("/")
+                found[head] = Entry(head, "directory", 0) if inside else Entry(head, "file", size)
+        if not name:
+            found = {
+                head: entry
+                for head, entry in found.items()
+                if entry.kind == "file" or f"{head}/{COMMIT}" in sizes
+            }
+        return [found[head] for head in sorted(found)]
+
+    def kind(self, path: PurePath) -> Kind | None:
+        """What lies at a path; a step without COMMIT is nothing."""
+        name = self.name_of(path)
+        sizes = self._sizes(name)
+        if name in sizes:
+            return "file"
+        is_sealed = f"{name.partition('/')[0]}/{COMMIT}" in sizes
+        is_there = any(each.startswith(f"{name}/") for each in sizes)
+        return "directory" if is_sealed and is_there else None
+
+    def open(self, path: PurePath) -> RemoteReader:
+        """A file; that it is missing shows when it is read."""
+        return RemoteReader(self, self.name_of(path))
+
+    def size(self, name: str) -> int:
+        """A file's length in bytes. Raises `FileNotFoundError`."""
+        found = self.remote.stat(name)
+        if found is None:
+            raise FileNotFoundError(f"{self.remote.url.below(name)}")
+        return found.size
+
+    def read_into(self, name: str, buffer: memoryview, offset: int) -> int:
+        """Fill the buffer from a file's byte `offset`, up to where its block ends; how many bytes that were.
+
+        A block of which only a part is asked for is fetched whole, for the rest follows: nobody reads
+        less than a block, whose hash is of all of it. Raises `EOFError` where the file ends before.
+        """
+        block, start = divmod(offset, BLOCK_BYTES)
+        part = buffer[: BLOCK_BYTES - start]
+        if start == 0 and len(part) == BLOCK_BYTES:
+            self._fetch(name, part, offset)
+            return len(part)
+        data = self._block(name, block)
+        if start + len(part) > len(data):
+            raise EOFError(f"the file ends {start + len(part) - len(data)} bytes too early")
+        part[:] = data[start : start + len(part)]
+        return len(part)
+
+    def _block(self, name: str, number: int) -> bytes:
+        """A block of a file, one of the last that were read or fetched."""
+        with self._lock:
+            if (name, number) in self._blocks:
+                self._blocks.move_to_end((name, number))
+                return self._blocks[name, number]
+        start = number * BLOCK_BYTES
+        data = bytearray(max(0, min(BLOCK_BYTES, self._length(name) - start)))
+        self._fetch(name, memoryview(data), start)
+        with self._lock:
+            self._blocks[name, number] = bytes(data)
+            while len(self._blocks) > _BLOCKS_HELD:
+                self._blocks.popitem(last=False)
+            return self._blocks[name, number]
+
+    def _length(self, name: str) -> int:
+        """A file's length, as listed, or asked for."""
+        listed = self._listed[1] if self._listed else {}
+        return listed[name] if name in listed else self.size(name)
+
+    def _fetch(self, name: str, buffer: memoryview, offset: int) -> None:
+        try:
+            self.remote.read_into(name, buffer, offset)
+        except MissingError as error:
+            raise FileNotFoundError(f"{self.remote.url.below(name)}") from error
+        except CorruptError as error:
+            raise EOFError(f"the file is too short: {error.have}") from error
+
+    def unfinished(self) -> list[RemotePath]:
+        """What has a step's name and was never sealed, as last listed, and what was said of it."""
+        damaged = self.damaged()
+        names = [name for name in self._unsealed() if name not in damaged]
+        return [self.root / name for name in [*names, *([PORTIONS] if self.told() else [])]]
+
+    def told(self) -> set[str]:
+        """The uuids of writings of steps of which there is a disk's word, as last listed."""
+        words = [name for name in self._sizes("") if name.startswith(f"{PORTIONS}/")]
+        return {name.rpartition("/")[2].partition(".")[0] for name in words}
+
+    def damaged(self) -> list[str]:
+        """Names of the steps that were marked as damaged, as last listed."""
+        sizes = self._sizes("")
+        return [name for name in self._unsealed() if f"{name}/{DAMAGED}" in sizes]
+
+    def _unsealed(self) -> list[str]:
+        sizes = self._sizes("")
+        heads = {name.partition("/")[0] for name in sizes if "/" in name}
+        return sorted(
+            head
+            for head in heads
+            if step_number(head) is not None and f"{head}/{COMMIT}" not in sizes
+        )
+
+    def is_sealed(self, path: PurePath) -> bool:
+        """Whether what lies there is a step with a COMMIT, which is asked for whatever was listed."""
+        return self.remote.stat(f"{self.name_of(path)}/{COMMIT}") is not None
+
+    def remove(self, path: PurePath) -> None:
+        """Remove a step: first the COMMIT, without which the rest is none."""
+        name = self.name_of(path)
+        self.remote.remove(f"{name}/{COMMIT}")
+        self.remote.remove_below(name)
+
+    def mark_damaged(self, path: PurePath, why: str) -> None:
+        """Take a step out of the listing, and leave its files for people to look into."""
+        name = self.name_of(path)
+        self.remote.put(f"{name}/{DAMAGED}", f"{why}\n".encode())
+        self.remote.remove(f"{name}/{COMMIT}")
+
+    def name_of(self, path: PurePath) -> str:
+        """A path as it is called below the directory; "" for the directory itself."""
+        name = path.relative_to(self.root).as_posix()
+        return "" if name == "." else name
+
+    def refresh(self) -> None:
+        """Forget what was listed and read."""
+        with self._lock:
+            self._blocks.clear()
+        self._listed = None
+
+    def _sizes(self, name: str) -> dict[str, int]:
+        """Files by name with their sizes: at least all those below `name`."""
+        if self._listed is not None:
+            listed, sizes = self._listed
+            if not listed or name == listed or name.startswith(f"{listed}/"):
+                return sizes
+        sizes = {file.name: file.size for file in self.remote.files(name)}
+        self._listed = (name, sizes)
+        return sizes
+
+
+class RemoteReader(Closing):
+    """A file behind a URL; a `ReadableFile`."""
+
+    def __init__(self, steps: RemoteSteps, name: str) -> None:
+        self._steps = steps
+        self._name = name
+
+    def size(self) -> int:
+        """Its length in bytes."""
+        return self._steps.size(self._name)
+
+    def pread_into(self, buffer: bytearray | memoryview, offset: int) -> None:
+        """Fill the whole buffer from `offset`."""
+        left = memoryview(buffer).cast("B")
+        while left:
+            count = self._steps.read_into(self._name, left, offset)
+            left, offset = left[count:], offset + count
+
+    def close(self) -> None:
+        """Nothing was opened."""

@@ -1,0 +1,252 @@
+"""What can be written as a Hugging Face directory: a model of a step, an adapter, an adapter merged into its model.
+
+Each gives its tensors in pieces, from the first element to the last, and the small files beside
+them. Left out: writing (`burnish.checkpoint.tools.export`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from burnish.checkpoint.assets import CONFIG, read_assets, with_dtype
+from burnish.checkpoint.steps import Committed
+from burnish.checkpoint.streams import Described, DirectoryTensors, StepTensors
+from burnish.checkpoint.tensor_sets import MAIN, MODEL, prefix_of, roles_in
+from burnish.checkpoint.verify import read_block
+from burnish.config.schema import LoraConfig, ModelConfig
+from burnish.errors import IncompatibleError, MissingError, few
+from burnish.files.closing import Closing
+from burnish.files.storage import LocalStorage, Source
+from burnish.files.weights import SUFFIX, model_digest
+from burnish.models.loading import read_model_config
+from burnish.models.lora.adapter import Adapter
+from burnish.models.lora.adapter_names import (
+    ADAPTER_CONFIG,
+    ADAPTER_STATE,
+    adapted_weights,
+    are_parameters,
+    factor_name,
+)
+from burnish.models.lora.merge import Change
+from burnish.models.meta_init import build_on_meta
+
+
+class Exportable(Closing, Protocol):
+    """A model, as it can be written. A context manager."""
+
+    what: str
+    """What it is, for people."""
+    weights: Mapping[str, Described]
+    """Its tensors by canonical name."""
+
+    def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """The elements from `start` to `stop` in C order, for one who wants them in `dtype`: in that or an exacter one."""
+
+    def assets(self, dtype: torch.dtype) -> Iterator[tuple[str, bytes]]:
+        """The small files by name; config.json names the dtype."""
+
+
+class StepModel(Closing):
+    """A model of a step, or an adapter; an `Exportable` that checks each block.
+
+    bf16 is what `model/` holds, bit for bit; other dtypes come from the exact fp32 weights where the
+    step has them. Raises `MissingError` for a role that the step has not, `IncompatibleError` for a
+    model without its configuration.
+    """
+
+    def __init__(self, step: Committed, role: str = MAIN, storage: Source | None = None) -> None:
+        self._step, self._storage = step, storage or LocalStorage()
+        self._directory = _model_directory(step, role)
+        is_adapter = f"{self._directory}{ADAPTER_CONFIG}" in step.manifest.files
+        self.what = role or ("the adapter" if is_adapter else "the model")
+        self._tensors = StepTensors(step, storage)
+        self.weights: Mapping[str, Described] = {
+            key.removeprefix(self._directory): described
+            for key, described in self._tensors.tensors.items()
+            if key.startswith(self._directory)
+        }
+
+    def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """See `Exportable.read`."""
+        rounded = dtype == torch.bfloat16
+        read = self._tensors.read_rounded if rounded else self._tensors.read
+        return read(f"{self._directory}{name}", start, stop)
+
+    def assets(self, dtype: torch.dtype) -> Iterator[tuple[str, bytes]]:
+        """See `Exportable.assets`."""
+        for path, record in self._step.manifest.files.items():
+            if not path.startswith(self._directory) or path.endswith(_WEIGHTS):
+                continue
+            with self._storage.open(self._step.path / path) as file:
+                blocks = [read_block(file, self._step, path, n) for n in range(len(record.blocks))]
+            name, data = path.removeprefix(self._directory), b"".join(blocks)
+            yield name, _configured(name, data, dtype, self._step.path / path)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._tensors.close()
+
+
+_WEIGHTS = (SUFFIX, f"{SUFFIX}.index.json")
+
+
+class MergedModel(Closing):
+    """The model that an adapter belongs to, with the adapter merged in: W + s B A for W, computed in fp32; an `Exportable`.
+
+    The model is at `base`. Holds A and B of one layer.
+    Raises `IncompatibleError` for a step without an adapter, and for a model that is not the
+    adapter's; `MissingError` for a model that is not there.
+    """
+
+    what = "the model, with the adapter merged in,"
+
+    def __init__(self, step: Committed, base: Path, storage: Source | None = None) -> None:
+        record = _adapter_of(step)
+        self._base = base
+        _check_base(step, record, base)
+        root = math.sqrt(record["rank"]) if record["rslora"] else record["rank"]
+        self._scale = record["alpha"] / root
+        self._opened = ExitStack()
+        self._adapter = self._opened.enter_context(StepModel(step, storage=storage))
+        self._tensors = self._opened.enter_context(DirectoryTensors(self._base))
+        self._changes = _changes(record, base, self._adapter.weights)
+        self._factors: _Factors | None = None
+        plain = {
+            key.removeprefix(f"{MODEL}/"): described
+            for key, described in self._tensors.tensors.items()
+        }
+        absent = [name for name in self._changes if name not in plain]
+        if absent:
+            raise IncompatibleError(
+                f"{self._base} has not the weights that the adapter in {step.path} belongs to",
+                have=f"no {absent[0]}",
+                want=few(list(self._changes)),
+                do="say where the adapter's own model is with --base DIRECTORY",
+            )
+        self.weights: Mapping[str, Described] = {
+            name: Described(torch.float32, each.shape) if name in self._changes else each
+            for name, each in plain.items()
+        }
+
+    def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """See `Exportable.read`."""
+        own = self._tensors.read(f"{MODEL}/{name}", start, stop)
+        change = self._changes.get(name)
+        if change is None:
+            return own
+        width = self.weights[name].shape[1]
+        first, last = start // width, -(-stop // width)
+        factors = self._factors_of(change.layer)
+        a, b = change.factors(factors.a, factors.b)
+        rows = torch.mm(b[first:last], a[:, :width]).flatten()
+        return own.float().add_(
+            rows[start - first * width : stop - first * width], alpha=self._scale
+        )
+
+    def assets(self, dtype: torch.dtype) -> Iterator[tuple[str, bytes]]:
+        """The model's, with the tokenizer that the adapter was trained with."""
+        found = read_assets(self._base)
+        found |= {n: data for n, data in self._adapter.assets(dtype) if n != ADAPTER_CONFIG}
+        for name, data in found.items():
+            yield name, _configured(name, data, dtype, self._base / name)
+
+    def _factors_of(self, layer: str) -> _Factors:
+        if self._factors is None or self._factors.layer != layer:
+            a, b = (self._whole(factor_name(layer, letter)) for letter in "AB")
+            self._factors = _Factors(layer, a, b)
+        return self._factors
+
+    def _whole(self, name: str) -> Tensor:
+        described = self._adapter.weights[name]
+        elements = self._adapter.read(name, 0, described.elements, torch.float32)
+        return elements.float().view(described.shape)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._opened.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Factors:
+    """A and B of a layer of PEFT's, fp32."""
+
+    layer: str
+    a: Tensor
+    b: Tensor
+
+
+def _changes(record: Mapping[str, Any], base: Path, weights: Iterable[str]) -> Mapping[str, Change]:
+    """The model's tensors that an adapter of these weights changes; where they hold experts only the model can tell which."""
+    if not any(map(are_parameters, record["targets"])):
+        return {name: Change(layer) for name, layer in adapted_weights(weights).items()}
+    lora = LoraConfig(rank=record["rank"], targets=record["targets"])
+    hf_config = read_model_config(ModelConfig(path=str(base)))
+    return Adapter(build_on_meta(hf_config), lora).changes
+
+
+def _model_directory(step: Committed, role: str) -> str:
+    """Where the model lies below the step, with a slash at the end."""
+    roles = roles_in(step.manifest.files)
+    if role not in roles:
+        raise MissingError(
+            f"{step.path} holds no {role or 'model'}",
+            have=f"further models: {', '.join(each for each in roles if each) or 'none'}",
+            want=f"the name of one of them, or none for {MODEL}/",
+            do="name one of the models that the step holds",
+        )
+    directory = f"{prefix_of(role)}{MODEL}/"
+    if not {f"{directory}{CONFIG}", f"{directory}{ADAPTER_CONFIG}"} & step.manifest.files.keys():
+        raise IncompatibleError(
+            f"{step.path} holds no whole model",
+            have=f"weights without {directory}{CONFIG}",
+            want=f"{directory}{CONFIG}",
+            do="put the model's configuration beside the weights, and import the directory",
+        )
+    return directory
+
+
+def _configured(name: str, data: bytes, dtype: torch.dtype, path: PurePath) -> bytes:
+    return with_dtype(data, dtype, path) if name == CONFIG else data
+
+
+def base_of(step: Committed) -> str:
+    """Where the model was that a step's adapter was trained on: a path or a URL. Raises `IncompatibleError` for a step without one."""
+    return str(_adapter_of(step)["base"])
+
+
+def _adapter_of(step: Committed) -> Mapping[str, Any]:
+    record = step.state.get(ADAPTER_STATE)
+    if not isinstance(record, Mapping):
+        raise IncompatibleError(
+            f"{step.path} holds no adapter to merge",
+            have="a whole model",
+            want="a step of a run that trains an adapter (model.lora)",
+            do="leave out --merged",
+        )
+    return record
+
+
+def _check_base(step: Committed, record: Mapping[str, Any], base: Path) -> None:
+    if not (base / CONFIG).is_file():
+        raise MissingError(
+            f"the model that the adapter in {step.path} belongs to is not there",
+            have=f"no {base / CONFIG}",
+            want=f"the model that was at {record['base']}",
+            do="say where it is with --base DIRECTORY",
+        )
+    found = model_digest(base)
+    if found != record["base_digest"]:
+        raise IncompatibleError(
+            f"{base} is not the model that the adapter in {step.path} was trained on",
+            have=f"digest {found}",
+            want=f"digest {record['base_digest']}, at {record['base']} then",
+            do="say where that one is with --base DIRECTORY",
+        )

@@ -1,0 +1,152 @@
+"""A committed step out of somebody else's weights: those alone, for there is no training state to take over.
+
+The source's files are mapped, not read into memory: pages of them come and go as the system likes,
+and beside them there is what saving needs. Left out: files that have to be unpickled
+(`burnish.checkpoint.tools.import_pickled`).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from burnish.boxes.box import whole
+from burnish.boxes.shards import Shard, TensorSpec
+from burnish.checkpoint.assets import CONFIG, read_assets, with_dtype
+from burnish.checkpoint.contents import Assets, Contents, ModelContents
+from burnish.checkpoint.dtypes import BY_NAME
+from burnish.checkpoint.manifest import IMPORTED
+from burnish.checkpoint.planner import Planner
+from burnish.checkpoint.room import require_room
+from burnish.checkpoint.save import all_finite, check_new, save_step
+from burnish.checkpoint.steps import INFLIGHT, require_outside_steps
+from burnish.checkpoint.tensor_sets import MAIN
+from burnish.distributed.layout import Layout
+from burnish.errors import CorruptError, IncompatibleError, MissingError, few
+from burnish.files.durable import make_dirs_durably, naming_failures
+from burnish.files.lease import Lease
+from burnish.files.safetensors import TensorEntry, read_header
+from burnish.files.storage import LocalStorage, Storage
+from burnish.files.weights import indexed_tensors, weight_files
+
+
+class Foreign(Protocol):
+    """Weights that another program wrote. Making one finds out whether all is there, and reads none of them."""
+
+    kind: str
+    """What wrote them: "huggingface", "dcp", "torch_dist" (Megatron), "verl"."""
+    source: Path
+    """Where they lie."""
+    assets: Mapping[str, bytes]
+    """config.json and what else belongs to the model, by name."""
+
+    def weights(self, scratch: Path) -> list[Shard]:
+        """Pieces by canonical name, which together are the model. `scratch` is an empty directory that goes when this returns."""
+
+
+class HuggingFace:
+    """The model of a Hugging Face directory.
+
+    Raises `MissingError` where config.json or weights are missing, `CorruptError` for a file that
+    is not what it says, `IncompatibleError` for a dtype that is not handled.
+    """
+
+    kind = "huggingface"
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+        self.assets: Mapping[str, bytes] = read_assets(source)
+        self._weights: dict[str, Shard] = {}
+        for path in weight_files(source):
+            for tensor, value in mapped_tensors(path).items():
+                if tensor in self._weights:
+                    raise CorruptError(
+                        f"tensor {tensor} is in two files of {source}",
+                        have=f"it again in {path.name}",
+                        do="remove the file that is not the model's",
+                    )
+                shape = tuple(value.shape)
+                spec = TensorSpec(tensor, shape, value.dtype)
+                self._weights[tensor] = Shard(spec, whole(shape), value)
+        absent = sorted(indexed_tensors(source) - self._weights.keys())
+        if absent:
+            raise MissingError(
+                f"{source} lacks tensors that its index names",
+                have=f"no {few(absent)}",
+                want="the model as a whole",
+                do="get its files again",
+            )
+
+    def weights(self, scratch: Path) -> list[Shard]:
+        """Every tensor, whole."""
+        return list(self._weights.values())
+
+
+def save_foreign(foreign: Foreign, root: Path, step: int, storage: Storage | None = None) -> Path:
+    """Commit foreign weights as a step below `root`; returns its directory.
+
+    A model all in fp32 is split into the bf16 of `model/` and a residual, and so comes back exact; all others
+    stay as they are. Weights that are not finite make the step unhealthy. Raises
+    `BurnishError` where the step exists or another run uses `root`, and what the weights raise.
+    """
+    storage = storage or LocalStorage()
+    require_outside_steps(root, storage)
+    with naming_failures(f"{root} cannot be used"):
+        make_dirs_durably(storage, root, above=3)
+    with naming_failures(f"{root} cannot be used"), Lease(root / ".lease"):
+        check_new(root, step, storage)
+        scratch = root / f"{INFLIGHT}{step:08d}.{uuid.uuid4().hex}"
+        try:
+            storage.make_dirs(scratch)
+            weights = foreign.weights(scratch)
+        finally:
+            storage.remove(scratch)  # what is mapped stays until it is let go
+        room = partial(require_room, root, step, reserve=0, storage=storage)
+        contents = _contents(foreign, weights, step)
+        return save_step(root, step, contents, Planner(Layout()), storage, room)
+
+
+def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:
+    assets = dict(foreign.assets)
+    split = {s.spec.dtype for s in weights if s.spec.dtype.is_floating_point} == {torch.float32}
+    if split:
+        assets[CONFIG] = with_dtype(assets[CONFIG], torch.bfloat16, foreign.source / CONFIG)
+    origin = {"kind": foreign.kind, "source": str(foreign.source.absolute())}
+    return Contents(
+        models={MAIN: ModelContents(weights, [], Assets(assets))},
+        state={"step": step, IMPORTED: origin, "training": "absent"},
+        healthy=all_finite(weights),
+        split=split,
+    )
+
+
+def mapped_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name, as views of the file: nothing is read yet, and nothing written back.
+
+    Raises `CorruptError` and `IncompatibleError` naming the file.
+    """
+    entries = read_header(path).entries
+    size = path.stat().st_size
+    raw = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    return {name: _view(path, raw, entry) for name, entry in entries.items()}
+
+
+def _view(path: Path, raw: Tensor, entry: TensorEntry) -> Tensor:
+    if entry.dtype not in BY_NAME:
+        raise IncompatibleError(
+            f"tensor {entry.name} in {path} has a dtype that is not handled",
+            have=entry.dtype,
+            want=", ".join(BY_NAME),
+            do="convert the model to bf16 or fp32 with the program that wrote it",
+        )
+    dtype = BY_NAME[entry.dtype]
+    data = raw[entry.begin : entry.end]
+    if entry.begin % dtype.itemsize:  # allowed by the format, and seen in old files
+        data = data.clone()
+    return data.view(dtype).view(entry.shape)

@@ -1,0 +1,1 @@
+"""Processes, devices, collectives, memory of the host."""

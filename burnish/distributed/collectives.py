@@ -1,0 +1,189 @@
+"""What ranks say to each other outside of training itself: objects, statistics, flags, failures.
+
+Every function is collective: all ranks call it, in the same order. At world 1 each costs nothing.
+Objects travel between live processes of one run as pickles over gloo; nothing of it is ever read
+from disk.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burnish.distributed.device import has_fp64
+from burnish.distributed.layout import Layout
+from burnish.errors import BurnishError
+from burnish.tracking.stats import Max, Mean, Metric, Number, Stats, Sum
+
+T = TypeVar("T")
+
+
+def gather_objects(value: T, layout: Layout) -> list[T]:
+    """Every rank's value, by rank, on all ranks."""
+    if layout.world == 1:
+        return [value]
+    values: list[T | None] = [None] * layout.world
+    dist.all_gather_object(values, value)
+    return cast(list[T], values)
+
+
+def from_main(value: T, layout: Layout) -> T:
+    """Rank 0's value, on all ranks. Unlike `gather_objects` it takes the room of one value, however many ranks there are."""
+    if layout.world == 1:
+        return value
+    values: list[T] = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def any_rank(flag: bool, layout: Layout) -> bool:
+    """Whether the flag is set on at least one rank."""
+    if layout.world == 1:
+        return flag
+    seen = torch.tensor([int(flag)])
+    dist.all_reduce(seen, dist.ReduceOp.MAX)
+    return bool(seen.item())
+
+
+def reduce_stats(stats: Stats, layout: Layout, device: torch.device) -> Stats:
+    """The statistics merged over all ranks, the same on all of them. Ranks that share a micro-batch count once.
+
+    One sum and one maximum over `device`; values stay there as 0-d fp64 tensors (fp32 where the
+    device has no fp64), so nothing waits. Ranks may hold different names: the result has them all.
+    """
+    if layout.world == 1:
+        return stats
+    kinds = _agreed_kinds(stats, layout)
+    sums, maxima = _flatten(stats, kinds)
+    summed, largest = _pack(sums, device), _pack(maxima, device)
+    if sums:
+        dist.all_reduce(summed)
+        summed /= layout.sharing
+    if maxima:
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return _unflatten(kinds, summed, largest)
+
+
+def _agreed_kinds(stats: Stats, layout: Layout) -> dict[str, type[Metric]]:
+    """Names and kinds of all ranks' metrics; one small all-reduce when all hold the same."""
+    kinds: dict[str, type[Metric]] = {name: type(metric) for name, metric in stats.items()}
+    text = "\n".join(f"{name} {kind.__name__}" for name, kind in kinds.items())
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    bounds = torch.tensor([digest, -digest])
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    if int(bounds[0]) == -int(bounds[1]):
+        return kinds
+    union: dict[str, type[Metric]] = {}
+    for rank, theirs in enumerate(gather_objects(kinds, layout)):
+        for name, kind in theirs.items():
+            if union.setdefault(name, kind) is not kind:
+                raise BurnishError(
+                    f"the statistic {name} is of different kinds on different ranks",
+                    have=f"{union[name].__name__} before rank {rank}, {kind.__name__} on it",
+                    want="one kind",
+                )
+    return union
+
+
+def _flatten(stats: Stats, kinds: dict[str, type[Metric]]) -> tuple[list[Number], list[Number]]:
+    sums: list[Number] = []
+    maxima: list[Number] = []
+    for name, kind in kinds.items():
+        metric = stats.get(name)
+        match metric:
+            case Mean():
+                sums += [metric.total, metric.count]
+            case Sum():
+                sums += [metric.total]
+            case Max():
+                maxima += [metric.largest]
+            case None if kind is Max:
+                maxima += [float("-inf")]
+            case None:
+                sums += [0.0] * (2 if kind is Mean else 1)
+    return sums, maxima
+
+
+def _unflatten(kinds: dict[str, type[Metric]], sums: Tensor, maxima: Tensor) -> Stats:
+    summed, largest = iter(sums.unbind()), iter(maxima.unbind())
+    merged = Stats()
+    for name, kind in kinds.items():
+        if kind is Mean:
+            merged[name] = Mean(next(summed), next(summed))
+        elif kind is Sum:
+            merged[name] = Sum(next(summed))
+        else:
+            merged[name] = Max(next(largest))
+    return merged
+
+
+def _pack(numbers: list[Number], device: torch.device) -> Tensor:
+    """One vector on the device: floats go over in one copy, tensors stay where they are."""
+    wide = torch.float64 if has_fp64(device) else torch.float32
+    plain = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
+    packed = torch.tensor(plain, dtype=wide).to(device, non_blocking=True)
+    places = [place for place, number in enumerate(numbers) if isinstance(number, Tensor)]
+    if places:
+        tensors = [number for number in numbers if isinstance(number, Tensor)]
+        stacked = torch.stack([t.detach().to(device, wide).reshape(()) for t in tensors])
+        packed[torch.tensor(places).to(device)] = stacked
+    return packed
+
+
+@contextmanager
+def agree(layout: Layout) -> Iterator[None]:
+    """An exception inside the block on any rank is raised on every rank, at the end of the block.
+
+    A rank with an error of its own raises that one; the others raise the error of the lowest
+    failing rank, as a `BurnishError` of the same kind whose text names the rank. Keep collectives
+    out of the block: a rank that failed does not take part in them.
+    """
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised again below, after all ranks have met
+        mine = error
+    if not any_rank(mine is not None, layout):
+        return
+    told = gather_objects(None if mine is None else _portable(mine, layout), layout)
+    if mine is not None:
+        raise mine
+    theirs = next((error for error in told if error is not None), None)
+    if theirs is not None:
+        theirs.told_elsewhere = True
+        raise theirs
+
+
+def _portable(error: Exception, layout: Layout) -> BurnishError:
+    """The error as other ranks raise it: the same parts and exit code, and the rank in the text."""
+    if not isinstance(error, BurnishError):
+        return BurnishError(f"rank {layout.rank}: {type(error).__name__}: {error}")
+    theirs = copy.copy(error)
+    theirs.problem = f"rank {layout.rank}: {error.problem}"
+    return copy.copy(theirs)
+
+
+def same_on_all_ranks(value: bytes | str, what: str, layout: Layout) -> None:
+    """Raise `BurnishError` on every rank when the value is not the same everywhere.
+
+    `what` names the value; the error names the ranks that differ from rank 0.
+    """
+    data = value.encode() if isinstance(value, str) else value
+    digests = gather_objects(hashlib.blake2b(data, digest_size=16).hexdigest(), layout)
+    differ = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+    if differ:
+        ranks = (
+            f"rank {differ[0]} differs" if len(differ) == 1 else f"ranks {', '.join(differ)} differ"
+        )
+        raise BurnishError(
+            f"{what} is not the same on all ranks",
+            have=f"{ranks} from rank 0",
+            want="the same on every rank",
+        )

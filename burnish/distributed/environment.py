@@ -1,0 +1,168 @@
+"""Which process this is, as told by whatever started it: torchrun, Slurm's srun, or nobody.
+
+Pure reading of environment variables, so that every case is tested without starting a process.
+torchrun's variables win over Slurm's, because srun may itself start torchrun; Slurm's count only
+inside a step (`srun`), because a batch script alone is one process whatever `--ntasks` says. Left
+out: opening connections (`burnish.distributed.processes`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from burnish.distributed.layout import Layout
+from burnish.errors import UsageError
+
+_SLURM_PORTS = range(15000, 30000)
+# Below the ports that systems hand out on their own (32768 and up on Linux).
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this process stands, and where the processes of the run meet."""
+
+    layout: Layout
+    """Rank and sizes."""
+    host: str = ""
+    """Name or address (IPv6 without brackets) of the machine of rank 0; "" for a lone process."""
+    port: int = 0
+    """TCP port on `host`; 0 for a lone process."""
+    agent_store: bool = False
+    """Whether the launcher's agent serves the store at `host`:`port`, instead of rank 0."""
+    own_device: bool = False
+    """Whether the launcher shows each process one accelerator of its own."""
+    attempt: int = 0
+    """How often the launcher has restarted the run; keeps the entries of an earlier attempt apart."""
+
+
+def place_of(environ: Mapping[str, str]) -> Place:
+    """Read the place of this process from environment variables.
+
+    Raises `UsageError` when they are half set, contradict each other or are not numbers.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _torchrun(environ)
+    if "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ:
+        return _slurm(environ)
+    return Place(Layout())
+
+
+def _torchrun(environ: Mapping[str, str]) -> Place:
+    world = _number(environ, "WORLD_SIZE")
+    rank = _number(environ, "RANK")
+    alone = world == 1
+    local_rank = _number(environ, "LOCAL_RANK", default=0 if alone else None)
+    local_world = _number(environ, "LOCAL_WORLD_SIZE", default=1)
+    layout = _checked(Layout(rank, world, local_rank, local_world), "RANK", "WORLD_SIZE")
+    if alone:
+        return Place(layout)
+    return Place(
+        layout,
+        _text(environ, "MASTER_ADDR").strip("[]"),
+        _number(environ, "MASTER_PORT"),
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> Place:
+    step_tasks = "SLURM_STEP_NUM_TASKS" in environ
+    world_name = "SLURM_STEP_NUM_TASKS" if step_tasks else "SLURM_NTASKS"
+    world = _number(environ, world_name)
+    rank = _number(environ, "SLURM_PROCID")
+    local_rank = _number(environ, "SLURM_LOCALID", default=0 if world == 1 else None)
+    node = _number(environ, "SLURM_NODEID", default=0)
+    tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    local_world = tasks[node] if node < len(tasks) else 1
+    layout = _checked(Layout(rank, world, local_rank, local_world), "SLURM_PROCID", world_name)
+    if world == 1:
+        return Place(layout)
+    host = environ.get("MASTER_ADDR", first_host(environ["SLURM_STEP_NODELIST"])).strip("[]")
+    return Place(
+        layout,
+        host,
+        _number(environ, "MASTER_PORT", default=_slurm_port(environ)),
+        own_device="SLURM_GPUS_PER_TASK" in environ,
+        attempt=_number(environ, "SLURM_RESTART_COUNT", default=0),
+    )
+
+
+def _slurm_port(environ: Mapping[str, str]) -> int:
+    """A port that all tasks of a step derive alike, and that other jobs and steps do not share."""
+    job = _number(environ, "SLURM_JOB_ID", default=0)
+    step = _number(environ, "SLURM_STEP_ID", default=0)
+    return _SLURM_PORTS[(job * 7 + step) % len(_SLURM_PORTS)]
+
+
+def first_host(nodelist: str) -> str:
+    """The first machine of a Slurm node list: `node[03-05,9],other` gives `node03`.
+
+    A name may hold several brackets (`rack[1-2]node[01-04]`); the first of each is taken. Raises
+    `UsageError` when there is no name in it.
+    """
+    first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist.strip())
+    if first is None:
+        raise UsageError(
+            "SLURM_STEP_NODELIST names no machine",
+            have=repr(nodelist),
+            want="a list such as node[01-04]",
+            do="set MASTER_ADDR to the machine of rank 0",
+        )
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())
+
+
+def tasks_per_node(counts: str) -> list[int]:
+    """Slurm's compressed counts, one entry per machine: `2(x3),1` gives [2, 2, 2, 1]."""
+    expanded: list[int] = []
+    for entry in counts.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
+        if match is None:
+            raise UsageError(
+                "SLURM_STEP_TASKS_PER_NODE cannot be read",
+                have=repr(counts),
+                want="2(x3),1",
+                do="start the processes with srun, which sets it",
+            )
+        expanded += [int(match[1])] * int(match[2] or 1)
+    return expanded
+
+
+def _checked(layout: Layout, rank_name: str, world_name: str) -> Layout:
+    if layout.world < 1 or not 0 <= layout.rank < layout.world or layout.local_rank < 0:
+        raise UsageError(
+            f"the environment gives this process no place: {rank_name} and {world_name} contradict",
+            have=f"{rank_name}={layout.rank} {world_name}={layout.world}",
+            want=f"0 <= {rank_name} < {world_name}",
+            do="start the processes with torchrun or srun, or unset both for one process",
+        )
+    return layout
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    if environ.get(name, "") == "":
+        present = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        have = [f"{key}={environ[key]}" for key in present if key in environ]
+        have += [f"{key}={value}" for key, value in environ.items() if key.startswith("SLURM_STEP")]
+        raise UsageError(
+            f"the environment of a distributed run is half set: {name} is missing",
+            have=" ".join(have),
+            want=f"{name} as well",
+            do="start with torchrun or srun, which set all of them, or unset RANK and WORLD_SIZE for one process",
+        )
+    return environ[name]
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if default is not None and name not in environ:
+        return default
+    value = _text(environ, name)
+    if not re.fullmatch(r"-?\d+", value):
+        raise UsageError(
+            f"the environment variable {name} is not a whole number",
+            have=repr(value),
+            want="0, 1, 2, ...",
+            do="start with torchrun or srun, which set it, or unset RANK and WORLD_SIZE for one process",
+        )
+    return int(value)

@@ -1,0 +1,188 @@
+"""The processes of a run as one group that can talk.
+
+One context manager opens the group that torchrun, Slurm or nobody asked for, and closes it whatever
+happens. The group reduces tensors of the rank's device and of the CPU alike. Left out: what is said
+over it (`burnish.distributed.collectives`), and noticing lost ranks (`burnish.distributed.failure_watch`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from burnish.distributed.environment import Place, place_of
+from burnish.distributed.failure_watch import Watch, naming_failures, watching
+from burnish.distributed.layout import Layout
+from burnish.distributed.ports import format_address
+from burnish.errors import BurnishError, UsageError
+
+_BACKENDS = {
+    "cpu": "gloo",  # as "cpu:gloo" it is not the group's default, and torch warns when it is destroyed
+    "cuda": "cpu:gloo,cuda:nccl",  # ROCm as well: its RCCL answers to both names
+    "xpu": "cpu:gloo,xpu:xccl",
+    "npu": "cpu:gloo,npu:hccl",
+}
+
+_TIMEOUT = re.compile(r"Timed out waiting \d+ms for|Watchdog caught collective operation timeout")
+# How gloo and NCCL say it.
+_LEAVE = timedelta(seconds=5)
+# How long rank 0, where it serves the store, waits at the end for ranks that may still be using it.
+
+
+@contextmanager
+def process_group(
+    device: torch.device, timeout_seconds: float, place: Place | None = None
+) -> Iterator[Layout]:
+    """Open the default process group, yield this process's layout, destroy the group.
+
+    `device` is where this rank computes; it becomes the current device before the group is made.
+    `timeout_seconds` bounds the meeting of the ranks and every collective after it. `place` is read
+    from the environment when not given. A lone process gets a group of one, which FSDP's mesh
+    wants, and meets nobody on any port.
+
+    Raises `UsageError` for a half-set environment, and `BurnishError` naming the ranks that do not
+    come, that fail or die inside the block, or the collective that took too long.
+    """
+    place = place_of(os.environ) if place is None else place
+    layout, timeout = place.layout, timedelta(seconds=timeout_seconds)
+    backend = backend_of(device)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+    with (
+        _meeting(place, timeout) as store,
+        watching(layout, place.host, store) as watch,
+        _default_group(backend, store, layout, timeout, watch),
+        naming_failures(watch, layout.rank),
+        _named_timeout(layout, timeout_seconds),
+    ):
+        # A rank that left now would break the joining of the others.
+        _await_everybody(store, layout, timeout, "joined")
+        yield layout
+
+
+def backend_of(device: torch.device) -> str:
+    """The communication backends for tensors of this device and of the CPU.
+
+    Raises `UsageError` for a type of device that has none.
+    """
+    if device.type not in _BACKENDS:
+        raise UsageError(
+            f"no process group can be made for devices of type {device.type}",
+            have=device.type,
+            want=" or ".join(_BACKENDS),
+            do="hide the device, so that the CPU is used",
+        )
+    return _BACKENDS[device.type]
+
+
+@contextmanager
+def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
+    """A store that all ranks have come to, open until all have left it."""
+    layout = place.layout
+    if layout.world == 1:
+        yield HashStore()
+        return
+    store = _connect(place, timeout)
+    _await_everybody(store, layout, timeout, "here")
+    yield store
+    with suppress(RuntimeError):  # a rank that leaves much later than rank 0 finds the store closed
+        store.set(f"left/{layout.rank}", "")
+        if layout.rank == 0 and not place.agent_store:
+            store.wait([f"left/{rank}" for rank in range(layout.world)], _LEAVE)
+
+
+def wait_as_all(group: ProcessGroup) -> None:
+    """Have collectives of a group wait as long for its ranks as those of the group of all ranks.
+
+    torch gives every group that is made later a time-out of its own, of 10 or 30 minutes.
+    """
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    for device in everybody._device_types:
+        options = everybody._get_backend(device).options
+        if options is not None:  # those of a group that only pretends, to measure memory
+            group._get_backend(device)._set_default_timeout(options._timeout)
+
+
+@contextmanager
+def _default_group(
+    backend: str, store: Store, layout: Layout, timeout: timedelta, watch: Watch | None
+) -> Iterator[None]:
+    with naming_failures(watch, layout.rank):
+        dist.init_process_group(
+            backend, store=store, rank=layout.rank, world_size=layout.world, timeout=timeout
+        )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _connect(place: Place, timeout: timedelta) -> Store:
+    """The store of this opening of the group.
+
+    The launcher's store outlives a group, so entries are kept apart by the launcher's attempt and
+    by how often this rank has opened a group, which is the same for all ranks.
+    """
+    layout = place.layout
+    serves = layout.rank == 0 and not place.agent_store
+    try:
+        server = TCPStore(place.host, place.port, layout.world, serves, timeout, False)
+        opening = server.add(f"burnish/{place.attempt}/openings/{layout.rank}", 1)
+    except (RuntimeError, OSError) as error:
+        address = format_address(place.host, place.port)
+        raise BurnishError(
+            f"rank {layout.rank} cannot {'open' if serves else 'reach'} the meeting point {address}",
+            have=str(error).partition("\n")[0],
+            want=f"all {layout.world} ranks at {address} within {timeout.total_seconds():g} s",
+            do="check that rank 0 runs, and set MASTER_ADDR and MASTER_PORT to its machine and a free port",
+        ) from error
+    return PrefixStore(f"burnish/{place.attempt}/{opening}", server)
+
+
+def _await_everybody(store: Store, layout: Layout, timeout: timedelta, point: str) -> None:
+    """Return when all ranks have come to this point of opening the group."""
+    store.set(f"{point}/{layout.rank}", f"{socket.gethostname()}, pid {os.getpid()}")
+    names = [f"{point}/{rank}" for rank in range(layout.world)]
+    try:
+        store.wait(names, timeout)
+    except RuntimeError as error:
+        raise BurnishError(
+            f"rank {layout.rank} did not meet all {layout.world} ranks of the run",
+            have=_absent(store, names),
+            want=f"all of them within {timeout.total_seconds():g} s",
+            do="look at their output; raise distributed.timeout_seconds if they only start slowly",
+        ) from error
+
+
+def _absent(store: Store, names: list[str]) -> str:
+    try:
+        absent = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
+    except RuntimeError:
+        return "the meeting point has closed: rank 0 or the launcher is gone"
+    return f"nothing from rank {', '.join(absent)}"
+
+
+@contextmanager
+def _named_timeout(layout: Layout, seconds: float) -> Iterator[None]:
+    """Say in our words that a collective took longer than the time-out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _TIMEOUT.search(str(error)):
+            raise
+        raise BurnishError(
+            f"rank {layout.rank} waited {seconds:g} s in a collective for the other ranks",
+            have=str(error).partition("\n")[0],
+            want="every rank in the same collective",
+            do="see where the other ranks were; raise distributed.timeout_seconds if they are only slow",
+        ) from error

@@ -1,0 +1,90 @@
+"""The engine that the settings name: the one place that knows all of them.
+
+Megatron is an extra, so its engine is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PretrainedConfig
+
+from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
+from burnish.distributed.layout import Layout
+from burnish.engines.base import Engine
+from burnish.engines.torch import compatibility as fitting
+from burnish.engines.torch.frozen import FrozenEngine
+from burnish.engines.torch.torch_engine import TorchEngine
+from burnish.errors import UsageError
+from burnish.models.routing import has_routers
+
+
+def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
+    """Raise `UsageError` where the engine cannot compute the model, or cannot cut it as the settings say."""
+    if config.kind == "megatron":
+        from burnish.engines.megatron.megatron_compatibility import require_fitting
+
+        require_fitting(hf_config, config)
+    else:
+        fitting.require_fitting(hf_config, config)
+
+
+def settings_beside(hf_config: PretrainedConfig, config: EngineConfig) -> EngineConfig:
+    """The policy's settings for a model beside it: one without experts has none to even out, or to divide."""
+    if has_routers(hf_config):
+        return config
+    none = {"router_aux_loss": 0.0, "expert_parallel": 1, "expert_tensor_parallel": None}
+    return config.model_copy(update=none)
+
+
+def make_engine(
+    hf_config: PretrainedConfig,
+    config: EngineConfig,
+    optim: OptimConfig | None,
+    *,
+    layout: Layout,
+    device: torch.device,
+    lora: LoraConfig | None = None,
+    beside: Engine | None = None,
+) -> Engine:
+    """An engine, its weights not loaded yet; without `optim` it cannot be trained. Collective.
+
+    `beside` is another engine of the same settings, whose process groups it then shares. Raises `UsageError` for
+    what Megatron does not train: adapters, and by optimizers other than AdamW.
+    """
+    if config.kind == "megatron":
+        from burnish.engines.megatron.megatron_engine import MegatronEngine
+
+        _require_of_megatron(optim, lora)
+        groups = beside.mesh if isinstance(beside, MegatronEngine) else None
+        return MegatronEngine(hf_config, config, optim, layout=layout, device=device, mesh=groups)
+    mesh = beside.mesh if isinstance(beside, TorchEngine) else None
+    return TorchEngine(hf_config, config, optim, layout=layout, device=device, lora=lora, mesh=mesh)
+
+
+def _require_of_megatron(optim: OptimConfig | None, lora: LoraConfig | None) -> None:
+    """Megatron would train the whole model where an adapter is asked for, and by AdamW whatever `optim.kind` says."""
+    given = {"model.lora": lora, "optim.kind": optim and optim.kind}
+    for setting, value in given.items():
+        if value not in (None, "adamw"):
+            raise UsageError(
+                f"the megatron engine does not have {setting}",
+                have=f"{setting}: {value}, engine.kind: megatron",
+                want="engine.kind torch, or a run without it",
+                do=f"set engine.kind=torch, or change {setting}",
+            )
+
+
+def make_frozen(
+    hf_config: PretrainedConfig,
+    config: EngineConfig,
+    *,
+    layout: Layout,
+    device: torch.device,
+    beside: Engine | None = None,
+) -> Engine:
+    """An engine whose weights are in the dtype of computing, for a model that is only asked; see `make_engine`."""
+    if config.kind == "megatron":
+        asked = settings_beside(hf_config, config).model_copy(update={"router_aux_loss": 0.0})
+        return make_engine(hf_config, asked, None, layout=layout, device=device, beside=beside)
+    mesh = beside.mesh if isinstance(beside, TorchEngine) else None
+    return FrozenEngine(hf_config, config, layout=layout, device=device, mesh=mesh)

@@ -1,0 +1,1 @@
+"""Optimizers and where their state is kept."""

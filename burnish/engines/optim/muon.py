@@ -1,0 +1,130 @@
+"""Muon: the momentum of a matrix, made orthogonal, is its update (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+Orthogonalizing needs whole matrices, as the checkpoint has them: query and key apart, each expert by
+itself. So every matrix has one rank that makes it whole, through the same plan that saves and
+publishes weights; whatever cuts the model, one process or many compute the same, up to the rounding of
+bf16, in which it is made orthogonal. All momentum lies where the weights lie. Left out: everything that
+is no matrix of a decoder layer, which is AdamW's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from burnish.boxes.box import whole
+from burnish.boxes.shards import Shard, TensorSpec
+from burnish.boxes.transfer import Transfer
+from burnish.data.balance import share_evenly
+from burnish.distributed.collectives import agree
+from burnish.distributed.host_memory import Arena
+from burnish.distributed.layout import Layout
+from burnish.engines.optim.state_offload import resting_zeros
+
+MOMENTUM = "momentum_buffer"
+"""What Muon keeps per weight, by torch's name."""
+
+Describe = Callable[[Mapping[str, Tensor]], Iterator[Shard]]
+"""Local tensors by weight name, each as the shards of checkpoint tensors that it is made of."""
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_ROUNDS = 5
+_TINY = 1e-7
+
+
+class Muon:
+    """Muon on this rank's parts of `weights`, every one made of matrices.
+
+    One step, for a matrix W [m, n] with gradient G (all but the orthogonalizing in fp32):
+
+        B ← μ B + (1 - μ) G        U = (1 - μ) G + μ B        O = orthogonalized(U)
+        W ← (1 - lr λ) W - 0.2 √max(m, n) lr O
+
+    The factor gives an update the size of AdamW's, so that one learning rate serves both (Liu et al.,
+    arXiv 2502.16982, equation 4). Momentum exists, as zeros, from the start. Making it is collective.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        describe: Describe,
+        matrices: Iterable[TensorSpec],
+        layout: Layout,
+        *,
+        momentum: float,
+        weight_decay: float,
+        arena: Arena | None = None,
+    ) -> None:
+        """`weights` are local tensors by name, `matrices` the whole checkpoint tensors that all ranks' parts make up."""
+        self._weights, self._describe = dict(weights), describe
+        self._momentum, self._weight_decay = momentum, weight_decay
+        with agree(layout):
+            self.buffers = {name: resting_zeros(tensor, arena) for name, tensor in weights.items()}
+            """The momentum, by weight name."""
+        self._mine = _share(list(matrices), layout)
+        updates = self._shards_of({n: t.bfloat16() for n, t in weights.items()})
+        mine = self._matrices()
+        self._gather = Transfer(updates, mine, layout)
+        self._scatter = Transfer(mine, updates, layout)
+
+    def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
+        """One update at learning rate `lr`; a weight without a gradient counts as having one of zeros. Collective."""
+        updates = self._shards_of(
+            {name: self._direction(name, gradients).bfloat16() for name in self._weights}
+        )
+        mine = self._matrices()
+        self._gather.run(updates, mine)
+        for matrix in mine:
+            matrix.tensor.copy_(orthogonalized(matrix.tensor))
+        self._scatter.run(mine, updates)
+        for weight, update in zip(self._shards_of(self._weights), updates, strict=True):
+            weight.tensor.mul_(1 - lr * self._weight_decay)
+            size = 0.2 * max(weight.spec.shape) ** 0.5
+            weight.tensor.add_(update.tensor, alpha=-lr * size)
+
+    def _direction(self, name: str, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Nesterov's momentum."""
+        resting, device = self.buffers[name], self._weights[name].device
+        buffer = resting.to(device)
+        gradient = gradients[name] if name in gradients else torch.zeros_like(buffer)
+        buffer.lerp_(gradient, 1 - self._momentum)
+        if buffer is not resting:
+            resting.copy_(buffer)
+        return gradient.lerp(buffer, self._momentum)
+
+    def _shards_of(self, tensors: Mapping[str, Tensor]) -> list[Shard]:
+        return list(self._describe(tensors))
+
+    def _matrices(self) -> list[Shard]:
+        """Room for the matrices that this rank makes whole."""
+        device = next((weight.device for weight in self._weights.values()), None)
+        return [
+            Shard(
+                spec,
+                whole(spec.shape),
+                torch.empty(spec.shape, dtype=torch.bfloat16, device=device),
+            )
+            for spec in self._mine
+        ]
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """About U Vᵀ of `matrix` = U S Vᵀ [m, n] bf16: singular values between 0.7 and 1.2, by five Newton-Schulz iterations."""
+    a, b, c = _COEFFICIENTS
+    x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x = x / x.norm().clamp(min=_TINY)
+    for _ in range(_ROUNDS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+def _share(matrices: list[TensorSpec], layout: Layout) -> list[TensorSpec]:
+    """The matrices that are this rank's to make whole: about the same work for all."""
+    if not matrices:
+        return []
+    work = [float(min(m.shape) ** 2 * max(m.shape)) for m in matrices]
+    return [matrices[index] for index in share_evenly(np.array(work), layout.world)[layout.rank]]

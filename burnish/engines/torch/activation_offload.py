@@ -1,0 +1,236 @@
+"""What decoder layers save for their backward pass waits on the host (vDNN, arXiv 1602.08124).
+
+Whole storages are moved, once each, and what was saved comes back as the same views of them: with
+the same strides, and sharing memory where it did. On an accelerator copies run on a stream of their
+own, one layer behind the forward pass and one ahead of the backward pass, so the device holds two layers.
+Left out: parameters, which FSDP2 gathers and frees by itself; what is too small; what selective
+checkpointing keeps, which torch does not hand out.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from burnish.distributed.host_memory import Arena, storage_bytes
+
+_SMALL = 1024
+# Bytes that are not worth a copy.
+
+Run = Callable[..., Any]
+"""Calls its first argument with the others: plainly, or as `torch.utils.checkpoint.checkpoint` does."""
+
+
+class ActivationOffload:
+    """Moves what layers save, for one device. Gradients are those without it, bit for bit."""
+
+    def __init__(self, arena: Arena, device: torch.device) -> None:
+        self._copies = _Copies(arena, device)
+        self._pass: _Pass | None = None
+
+    @contextmanager
+    def forward_and_backward(self) -> Iterator[None]:
+        """Around both passes over one micro-batch; outside of it nothing is moved."""
+        self._pass = _Pass(self._copies)
+        try:
+            yield
+        finally:
+            self._pass = None
+            self._copies.finish()
+
+    def around(self, run: Run) -> Run:
+        """`run` for a layer's bound `__call__`, or a partial of it; what it saves is moved."""
+
+        def running(call: Any, *args: Any) -> Any:
+            if self._pass is None:
+                return run(call, *args)
+            layer: nn.Module = getattr(call, "func", call).__self__
+            with self._pass.layer(layer):
+                return run(call, *args)
+
+        return running
+
+
+class _Stored:
+    """A storage that was saved."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.held = tensor
+        """What has its bytes: the tensor that was saved, bytes on the host, or bytes on the device again."""
+        self.copy: Tensor | None = None
+        """Bytes on the host, on their way."""
+        self.on_host = False
+        self.origin = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        """Keeps its number from being given to another storage."""
+        self._version: int | None = tensor._version
+
+    @property
+    def changed(self) -> bool:
+        """Whether it was written to while only this had it."""
+        return self._version is not None and self.held._version != self._version
+
+    def move(self, held: Tensor) -> None:
+        """It is there, and nowhere else."""
+        self.held, self.copy, self._version = held, None, None
+        self.on_host = not self.on_host
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What autograd holds instead of a tensor: which view it was of a storage."""
+
+    stored: _Stored
+    dtype: torch.dtype
+    offset: int | torch.SymInt
+    shape: torch.Size
+    strides: Sequence[int | torch.SymInt]
+
+    @classmethod
+    def of(cls, tensor: Tensor, stored: _Stored) -> _Saved:
+        return cls(stored, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def tensor(self) -> Tensor:
+        held = self.stored.held.untyped_storage()
+        empty = torch.empty(0, dtype=self.dtype, device=held.device)
+        return empty.set_(held, self.offset, self.shape, self.strides)
+
+
+class _Layer:
+    """What one layer saved, and by when the last copies of it are done."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.stored: weakref.WeakSet[_Stored] = weakref.WeakSet()
+        self.copied: torch.Event | None = None
+        self.fetched = False
+        self._module = module
+        self._weights: frozenset[int] | None = None
+
+    def weights(self) -> frozenset[int]:
+        """Where the parameters lie that it computes with; none before they have been gathered."""
+        if self._weights is None:
+            parameters = list(self._module.parameters())
+            if any(isinstance(parameter, DTensor) for parameter in parameters):
+                return frozenset()
+            self._weights = frozenset(p.untyped_storage().data_ptr() for p in parameters)
+        return self._weights
+
+
+class _Pass:
+    """The layers of one forward and backward pass. Autograd alone holds what they saved; here are weak references."""
+
+    def __init__(self, copies: _Copies) -> None:
+        self._copies = copies
+        self._layers: list[_Layer] = []
+        self._known: weakref.WeakValueDictionary[tuple[int, int], _Stored] = (
+            weakref.WeakValueDictionary()
+        )
+
+    @contextmanager
+    def layer(self, module: nn.Module) -> Iterator[None]:
+        """Note what the block saves, and meanwhile move what the layer before saved; so the last one's stays."""
+        before = self._layers[-1] if self._layers else None
+        if before is not None:
+            before.copied = self._copies.out(before.stored)
+        number, here = len(self._layers), _Layer(module)
+        self._layers.append(here)
+        with saved_tensors_hooks(partial(self._pack, here), partial(self._unpack, number)):
+            yield
+        if before is not None:
+            self._copies.wait(before.copied)
+            for stored in before.stored:
+                if stored.copy is not None and not stored.changed:
+                    stored.move(stored.copy)
+
+    def _pack(self, here: _Layer, tensor: Tensor) -> Tensor | _Saved:
+        tensor = tensor.detach()  # its history would hold what is returned here, and that it
+        storage = tensor.untyped_storage() if self._copies.can_move(tensor) else None
+        if storage is None or storage.data_ptr() in here.weights():
+            return tensor
+        key = (storage._cdata, tensor._version)
+        stored = self._known.get(key)
+        if stored is None:
+            stored = self._known[key] = _Stored(tensor)
+        here.stored.add(stored)
+        return _Saved.of(tensor, stored)
+
+    def _unpack(self, number: int, saved: Tensor | _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if saved.stored.changed:
+            raise RuntimeError("a tensor that a layer had saved for its gradient was changed since")
+        self._fetch(number)
+        self._copies.wait(self._layers[number].copied)
+        if number > 0:
+            self._fetch(number - 1)
+        return saved.tensor()
+
+    def _fetch(self, number: int) -> None:
+        """Begin to bring back what a layer saved."""
+        layer = self._layers[number]
+        if not layer.fetched:
+            layer.fetched, layer.copied = True, self._copies.back(layer.stored)
+
+
+class _Copies:
+    """Copies between a device and its arena: on a CPU at once, elsewhere on one stream, so that places in the arena are used in turn."""
+
+    def __init__(self, arena: Arena, device: torch.device) -> None:
+        self._arena, self._device = arena, device
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+
+    def can_move(self, tensor: Tensor) -> bool:
+        """Whether it is a plain tensor on the device, and large enough."""
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        return (
+            plain
+            and tensor.device.type == self._device.type
+            and not (tensor.is_conj() or tensor.is_neg())
+            and tensor.untyped_storage().nbytes() >= _SMALL
+        )
+
+    def out(self, each: Iterable[_Stored]) -> torch.Event | None:
+        """Begin to copy to the host what has not been yet, and has not been changed since it was saved."""
+        moving = [s for s in each if not (s.on_host or s.copy is not None or s.changed)]
+        for stored in moving:
+            stored.copy = self._arena.take(stored.held.untyped_storage().nbytes())
+        return self._copy([(s.copy, storage_bytes(s.held)) for s in moving if s.copy is not None])
+
+    def back(self, each: Iterable[_Stored]) -> torch.Event | None:
+        """Begin to copy to the device what is on the host, and free it there."""
+        moving = [stored for stored in each if stored.on_host]
+        pairs = [(torch.empty_like(s.held, device=self._device), s.held) for s in moving]
+        event = self._copy(pairs)
+        for stored, (held, _) in zip(moving, pairs, strict=True):
+            stored.move(held)
+        return event
+
+    def wait(self, event: torch.Event | None) -> None:
+        """What the device is told from here on begins when the copies are done."""
+        if event is not None:
+            torch.accelerator.current_stream(self._device).wait_event(event)
+
+    def finish(self) -> None:
+        """The same for all copies."""
+        if self._stream is not None:
+            self.wait(self._stream.record_event())
+
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event | None:
+        if self._stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return None
+        self._stream.wait_event(torch.accelerator.current_stream(self._device).record_event())
+        with self._stream:
+            for target, source in pairs:
+                target.copy_(source, non_blocking=self._device.type == "cuda")
+        return self._stream.record_event()

@@ -1,0 +1,57 @@
+"""Compiled decoder layers: few large kernels in place of many small ones (torch.compile, doi 10.1145/3620665.3640366).
+
+A layer is compiled for micro-batches of any length, and layers that are alike share what is
+compiled, so a run compiles each kind of layer once or twice. What depends on lengths or talks to
+other ranks stays as it is: attention, collectives, FSDP2's gathers, and experts, whose grouped products torch
+does not compile everywhere. Left out: the embedding, the output layer, the optimizer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from importlib import import_module
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from burnish.distributed.autograd import uncompiled
+from burnish.errors import UsageError
+
+_GROUPED = "grouped_mm"
+_UNCOMPILED = "burnish_uncompiled"
+# The names under which transformers knows how experts are computed.
+
+ALL_EXPERTS_FUNCTIONS.register(_UNCOMPILED, uncompiled(ALL_EXPERTS_FUNCTIONS[_GROUPED]))
+
+
+def compile_layers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> None:
+    """Have `layers` of `model` compiled when they run first. Raises `UsageError` where there is no C++ compiler."""
+    _require_compiler()
+    config = model.config.get_text_config()
+    if config._experts_implementation == _GROUPED:
+        config._experts_implementation = _UNCOMPILED
+    # Routers get their hooks when they are first asked for something, which may be after a layer ran without.
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    for layer in layers:
+        layer.compile(dynamic=True)
+
+
+def _require_compiler() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch about itself
+        import_module("torch._inductor.compile_fx")
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise UsageError(
+            "engine.compile needs a C++ compiler, and there is none",
+            have="none of CXX, g++, clang++ runs",
+            want="a C++ compiler",
+            do="install g++, set CXX to one, or set engine.compile=false",
+        ) from error

@@ -1,0 +1,201 @@
+"""Tensor parallelism: several ranks share the matrices of every layer (Shoeybi et al., arXiv 1909.08053).
+
+A block (attention, or a layer's other half) computes on some heads, or some of the inner width, on
+each rank; the sum over ranks is its output. Between the blocks, where norms and residuals are, each
+rank has some of the tokens (Korthikanti et al., arXiv 2205.05198): a block begins by gathering the
+tokens of all ranks and ends by summing and handing each rank its own. So a rank sees in every
+parameter that is not cut the gradient of its own work only, and the sum over ranks is the gradient.
+
+Which parameters are cut, and how, is transformers' own plan of the family (`base_model_tp_plan`). An
+adapter's B is cut with the rows of its weight, A with the columns; the other of the two is whole on every rank.
+Left out: families whose plan asks for more than that or leaves a part of a layer whole, and experts on ranks of
+their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from transformers import PretrainedConfig, PreTrainedModel
+
+from burnish.distributed.autograd import gather_rows, scatter_sums
+from burnish.errors import IncompatibleError, UsageError
+from burnish.models.cuts import Cut
+from burnish.models.lora.adapter_names import adapted_parameters, plain_parameter
+from burnish.models.scorer import Scorer
+from burnish.models.vocabulary import VocabularyPart
+
+TESTED_FAMILIES = frozenset(
+    {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"}
+)
+"""`model_type`s that the tests hold equal to one process."""
+
+_STYLES: Mapping[str, tuple[int, int]] = {
+    "colwise": (-2, 1),
+    "packed_colwise": (-2, 2),
+    "rowwise": (-1, 1),
+}
+"""Of a plan's styles those that cut a weight: the dim, and how many tensors it joins along it."""
+
+_WHOLE_FACTORS = frozenset({("A", -2), ("B", -1)})
+"""An adapter's factors that are not cut with a weight: A [rank, in] where that is cut by rows, B [out, rank] where by columns."""
+
+_OTHER_STYLES = frozenset({"replicated_with_grad_allreduce", "moe_tp_experts"})
+"""Those about gradients of what is not cut and about sums over ranks, both of which are made here in any case."""
+
+_BLOCK = re.compile(r"^.*?\.\d+\.[^.]+")
+"""The part of a parameter's name that names a child of a decoder layer."""
+
+
+def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
+    """Leave in `scorer` (still on meta) this rank's part of every matrix; returns what was cut, by parameter.
+
+    Parameters keep their names, tied ones stay one, and those that are not cut stay what they are.
+    Raises `UsageError` for a plan that is not understood, and `IncompatibleError` for a bias that would be added once
+    per rank, and matrices of a layer that the plan leaves whole.
+    """
+    model, rank, ranks = scorer.model, group.rank(), group.size()
+    cuts = dict(_layer_cuts(model, layer_plan(model.config), rank, ranks))
+    blocks = sorted({match[0] for match in map(_BLOCK.match, cuts) if match})
+    _require_all_in(blocks, model)
+    _require_no_whole_sums(blocks, model, cuts)
+    vocabulary = Cut.of(model.config.get_text_config().vocab_size, 0, rank, ranks)
+    cuts |= dict.fromkeys(_vocabulary_weights(model), vocabulary)
+    _keep_parts(model, cuts)
+    scorer.vocabulary = VocabularyPart(vocabulary.spans[0], group)
+    _move_padding(model.get_input_embeddings(), vocabulary.spans[0])
+    for name in blocks:
+        block = model.get_submodule(name)
+        block.register_forward_pre_hook(partial(_gather_tokens, group), with_kwargs=True)
+        block.register_forward_hook(partial(_scatter_output, group))
+    return cuts
+
+
+def layer_plan(hf_config: PretrainedConfig) -> Mapping[str, str]:
+    """The style of each module or parameter of a layer, by its name in the base model with * for the layer's number.
+
+    Raises `UsageError` where transformers has no plan of the family, or one with styles that are not known here.
+    """
+    text = hf_config.get_text_config()
+    whole: Mapping[str, str] = text.base_model_tp_plan or {}
+    plan = {name: style for name, style in whole.items() if ".*." in name}
+    strange = sorted(set(plan.values()) - _STYLES.keys() - _OTHER_STYLES)
+    if strange or not plan:
+        found = f"a plan with {', '.join(strange)}" if plan else "no plan"
+        raise UsageError(
+            f"tensor parallelism does not know how models of type {text.model_type} are to be cut",
+            have=f"{found} in transformers",
+            want=f"a plan of {', '.join(sorted((*_STYLES, *_OTHER_STYLES)))} alone",
+            do="set engine.tensor_parallel=1; engine.sequence_parallel works for every family",
+        )
+    return plan
+
+
+def _require_all_in(blocks: Sequence[str], model: PreTrainedModel) -> None:
+    """Raise `IncompatibleError` for matrices of decoder layers that are in no block, and so would see some of the tokens only."""
+    lists = {block.rsplit(".", 2)[0] for block in blocks}
+    for name, parameter in model.named_parameters():
+        child = match[0] if (match := _BLOCK.match(name)) else ""
+        if parameter.ndim < 2 or child in blocks or child.rsplit(".", 2)[0] not in lists:
+            continue
+        raise IncompatibleError(
+            f"transformers' plan leaves {child} whole, which tensor parallelism does not do",
+            have=f"{name} {tuple(parameter.shape)} in {model.config.model_type}",
+            want="a plan that cuts every block of a layer",
+            do="set engine.tensor_parallel=1",
+        )
+
+
+def _require_no_whole_sums(
+    blocks: Sequence[str], model: PreTrainedModel, cuts: Collection[str]
+) -> None:
+    """Raise `IncompatibleError` for a matrix of a block that is left whole and adds to its output, which is summed over ranks."""
+    adapted = adapted_parameters(model.named_modules())
+    hidden = model.config.get_text_config().hidden_size
+    for name, parameter in model.named_parameters():
+        match = _BLOCK.match(name)
+        if match is None or match[0] not in blocks or name in cuts:
+            continue
+        is_factor = bool(plain_parameter(name, adapted)[1])
+        if parameter.ndim > 1 and parameter.shape[-2] == hidden and not is_factor:
+            raise IncompatibleError(
+                f"transformers' plan leaves {name} whole, whose output tensor parallelism would add up over ranks",
+                have=f"{tuple(parameter.shape)} in {model.config.model_type}",
+                want="a plan that cuts everything in a block that adds to its output",
+                do="set engine.tensor_parallel=1",
+            )
+
+
+def _layer_cuts(
+    model: PreTrainedModel, plan: Mapping[str, str], rank: int, ranks: int
+) -> Iterator[tuple[str, Cut]]:
+    adapted = adapted_parameters(model.named_modules())
+    for name, parameter in model.named_parameters():
+        plain, factor = plain_parameter(name, adapted)
+        pattern = re.sub(r"\.\d+\.", ".*.", plain.removeprefix(f"{model.base_model_prefix}."))
+        style = plan.get(pattern) or plan.get(pattern.rpartition(".")[0], "")
+        if style not in _STYLES:
+            continue
+        dim, joined = _STYLES[style]
+        if (factor, dim) in _WHOLE_FACTORS:
+            continue
+        if parameter.ndim == 1 and dim == -1:
+            raise IncompatibleError(
+                f"{name} is added to a sum over ranks, which tensor parallelism does not do",
+                have=f"{model.config.model_type} with this bias",
+                want="output projections without bias",
+                do="set engine.tensor_parallel=1",
+            )
+        dim = dim % parameter.ndim if parameter.ndim > 1 else 0
+        yield name, Cut.of(parameter.shape[dim], dim, rank, ranks, joined)
+
+
+def _vocabulary_weights(model: PreTrainedModel) -> Iterator[str]:
+    """The names of the weights that have a row for every token."""
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    held = {id(layer.weight) for layer in layers if layer is not None}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in held:
+            yield name
+
+
+def _keep_parts(model: PreTrainedModel, cuts: Mapping[str, Cut]) -> None:
+    """Put a smaller parameter in the place of each that is cut; one in the place of several that are tied."""
+    made: dict[int, nn.Parameter] = {}
+    for name, whole in list(model.named_parameters(remove_duplicate=False)):
+        if name not in cuts:
+            continue
+        if id(whole) not in made:
+            part = cuts[name].of_tensor(whole.detach())
+            made[id(whole)] = nn.Parameter(part, whole.requires_grad)
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, made[id(whole)])
+
+
+def _move_padding(embedding: Any, tokens: range) -> None:
+    """The row without a gradient, where the embedding has one and it is among this rank's."""
+    padding = getattr(embedding, "padding_idx", None)
+    if padding is not None:
+        embedding.padding_idx = padding - tokens.start if padding in tokens else None
+
+
+def _gather_tokens(
+    group: ProcessGroup, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before a block: hidden states [1, own tokens, H] become those of all tokens."""
+    if args:
+        return (gather_rows(args[0][0], group)[None], *args[1:]), options
+    hidden = gather_rows(options["hidden_states"][0], group)[None]
+    return args, options | {"hidden_states": hidden}
+
+
+def _scatter_output(group: ProcessGroup, _: nn.Module, __: Any, output: Any) -> Any:
+    """Behind a block: this rank's tokens of the sum of all ranks' outputs."""
+    if isinstance(output, tuple):
+        return scatter_sums(output[0][0], group)[None], *output[1:]
+    return scatter_sums(output[0], group)[None]

@@ -1,0 +1,1 @@
+"""Attention, fused layers, Ulysses: one dispatch each."""

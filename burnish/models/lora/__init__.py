@@ -1,0 +1,1 @@
+"""LoRA adapters: modules, names, files, merging."""

@@ -1,0 +1,81 @@
+"""Where an adapter's first values come from: fresh ones, or another adapter of the same model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from burnish.boxes.shards import ShardSource, TensorSpec
+from burnish.config.schema import ModelConfig
+from burnish.errors import IncompatibleError, few
+from burnish.files.strict_json import parse_json
+from burnish.files.weights import model_digest
+from burnish.models.lora.adapter import Adapter, FreshAdapter
+from burnish.models.lora.adapter_names import ADAPTER_CONFIG, ADAPTER_STATE, BASE_PATH
+from burnish.models.lora.record import AdapterRecord
+from burnish.models.meta_init import build_on_meta
+from burnish.models.sources import SafetensorsSource
+
+_STATE = "state.json"
+# Of a run's step, beside `model/`, which is the adapter.
+
+_log = logging.getLogger(__name__)
+
+
+def first_adapter(
+    model: ModelConfig, hf_config: PretrainedConfig, adapter: AdapterRecord, seed: int
+) -> ShardSource:
+    """The values that `model.lora` starts from, compared with the adapter that it makes before any is read.
+
+    Raises `IncompatibleError` for an adapter of another model, or one that has tensors elsewhere, and as
+    `SafetensorsSource.check` does.
+    """
+    if model.lora.path is None:
+        return FreshAdapter(seed)
+    directory = Path(model.lora.path).expanduser()
+    _require_same_base(directory, adapter)
+    source = SafetensorsSource(directory)
+    weights = Adapter(build_on_meta(hf_config), model.lora).weights
+    extra = source.check(TensorSpec(each.name, each.shape, torch.float32) for each in weights)
+    if extra:
+        raise IncompatibleError(
+            f"{directory} adapts more than what is trained here",
+            have=few(extra),
+            want=f"A and B of {', '.join(adapter.targets)}",
+            do="start from an adapter of linear layers, the output layer not among them",
+        )
+    return source
+
+
+def _require_same_base(directory: Path, adapter: AdapterRecord) -> None:
+    """Raise where it can be known that an adapter belongs to another model, and say where it cannot."""
+    digest = _base_digest(directory)
+    if digest is None:
+        _log.warning(
+            "%s does not say which model it belongs to in a way that can be compared; it is taken to be %s",
+            directory,
+            adapter.base,
+        )
+    elif digest != adapter.base_digest:
+        raise IncompatibleError(
+            f"the adapter {directory} belongs to another model",
+            have=f"a model with the digest {digest[:16]}...",
+            want=f"{adapter.base}, with {adapter.base_digest[:16]}...",
+            do="set model.path to the model that it was trained on",
+        )
+
+
+def _base_digest(directory: Path) -> str | None:
+    """Of the model that an adapter was trained on: as its run wrote it down, or of where it says that model is."""
+    state = directory.parent / _STATE
+    if state.is_file():
+        recorded = parse_json(state.read_bytes(), str(state)).get(ADAPTER_STATE)
+        return str(recorded["base_digest"]) if recorded else None
+    described = directory / ADAPTER_CONFIG
+    base = parse_json(described.read_bytes(), str(described)).get(BASE_PATH)
+    if not base or not (Path(base).expanduser() / "config.json").is_file():
+        return None
+    return model_digest(Path(base).expanduser())

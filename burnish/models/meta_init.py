@@ -1,0 +1,226 @@
+"""A model as shapes, and how it gets memory.
+
+A model is built on the meta device, cut by whoever cuts it, and given undefined memory; its weights
+come from a source afterwards. What no checkpoint holds (rotary frequencies, embedding scales) is
+computed here. Left out: quantized models, and all that are neither `AutoModelForCausalLM` nor such
+a backbone with a value head.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.initialization import guard_torch_init_functions
+
+from burnish.errors import IncompatibleError
+from burnish.models.kernels.attention import IMPLEMENTATION
+from burnish.models.kernels.fused import fuse
+from burnish.models.value_head import has_value_head, value_class
+
+_REFUSED_FIELDS = ("attn_logit_softcapping", "attention_chunk_size")
+"""Configuration fields that change attention in a way that is not computed here."""
+_REFUSED_TYPES = {
+    "phimoe": "its routers draw at random in training, by a rule that they need in evaluation too"
+}
+"""Families that would be computed wrongly, and why."""
+
+
+def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
+    """The model in fp32 on the meta device, with packed attention and without dropout or noise.
+
+    `hf_config` is left as it is. Raises `IncompatibleError` for a model in which packed sequences
+    would see each other or attention would be computed wrongly.
+    """
+    config = copy.deepcopy(hf_config)
+    if why := _REFUSED_TYPES.get(config.model_type):
+        raise IncompatibleError(
+            f"models of type {config.model_type} are not supported",
+            have=why,
+            want="a model whose outputs depend on nothing but its tokens",
+            do="train a model of another family",
+        )
+    for field in _REFUSED_FIELDS:
+        if (value := getattr(config, field, None)) is not None:
+            raise IncompatibleError(
+                f"models of type {config.model_type} with {field} are not supported",
+                have=f"{field}: {value}",
+                want="null",
+                do="train a model of another family",
+            )
+    config.use_cache = False
+    for each in (config, config.get_text_config()):
+        _silence(each)
+    with torch.device("meta"):
+        model = plain_model(config)
+    _require_packable(model)
+    model.config._attn_implementation = IMPLEMENTATION  # read by every layer at every call
+    fuse(model)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def _silence(config: PretrainedConfig) -> None:
+    """Set the probabilities of dropout, and noise, to 0; some families read them at every call."""
+    for name, value in vars(config).items():
+        if isinstance(value, float) and ("drop" in name or name == "router_jitter_noise"):
+            setattr(config, name, 0.0)
+
+
+def position_limit(config: PretrainedConfig) -> int | None:
+    """Most tokens that a sequence may have to be computed alike whatever is beside it; None where that is no question.
+
+    Rotary frequencies of the kinds "longrope" and "dynamic" are chosen by the longest sequence of a pass, once that
+    is longer than those of the pretraining, and for all of its sequences.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [each for each in (rope, *rope.values()) if isinstance(each, Mapping)]
+    limits = [
+        each.get("original_max_position_embeddings") or text.max_position_embeddings
+        for each in kinds
+        if each.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(limits, default=None)
+
+
+def kept_in_fp32(config: PretrainedConfig, names: Iterable[str]) -> frozenset[str]:
+    """The weights among `names` that transformers keeps in fp32 whatever dtype the model is loaded in, such as the biases of DeepSeek-V3's routers."""
+    kind = None if has_value_head(config) else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    modules = getattr(kind, "_keep_in_fp32_modules_strict", None) or ()
+    return frozenset(n for n in names if any(f".{module}." in f".{n}." for module in modules))
+
+
+def plain_model(config: PretrainedConfig) -> PreTrainedModel:
+    """transformers' own model in fp32, with a value head or a vocabulary, on torch's default device."""
+    if has_value_head(config):
+        made: PreTrainedModel = value_class(config)._from_config(config, dtype=torch.float32)
+        return made
+    language: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config,
+        dtype=torch.float32,
+        # A configuration class from the model's own directory was loaded with this consent.
+        trust_remote_code=type(config).__module__.startswith("transformers_modules."),
+    )
+    return language
+
+
+def _require_packable(model: PreTrainedModel) -> None:
+    """Only attention may mix tokens, and all of it has to go through transformers' attention interface."""
+    if why := _unpackable(model):
+        raise IncompatibleError(
+            f"{type(model).__name__} cannot run on packed sequences",
+            have=why,
+            want="one causal attention layer per layer, through the attention interface",
+            do="use a decoder without recurrent layers that is written for transformers 5",
+        )
+
+
+def _unpackable(model: PreTrainedModel) -> str | None:
+    layers = model.config.get_text_config().num_hidden_layers
+    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    if len(causal) != layers:
+        return f"{len(causal)} attention layers in {layers} layers"
+    if not all(causal):
+        return "attention layers that see the tokens after (an encoder)"
+    if not model._supports_attention_backend:
+        return "attention layers that do not use transformers' attention interface"
+    if any(type(module).__name__.endswith("Indexer") for module in model.modules()):
+        return "attention layers that choose their keys by a mask (sparse attention)"
+    return None
+
+
+def materialize(root: nn.Module, device: torch.device) -> None:
+    """Give a meta model (or a sharded one that contains it) memory: undefined weights, right buffers, ties kept."""
+    names = [name for name, _ in root.named_parameters(remove_duplicate=False)]
+    ties: dict[int, list[str]] = {}
+    for name in names:
+        ties.setdefault(id(root.get_parameter(name)), []).append(name)
+    root.to_empty(device=device)
+    for first, *others in ties.values():
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(root.get_submodule(owner), attribute, root.get_parameter(first))
+    for module in root.modules():
+        if isinstance(module, PreTrainedModel):
+            fill_buffers(module, device)
+            break
+
+
+@torch.no_grad()
+def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute the buffers that no checkpoint holds (rotary frequencies, embedding scales).
+
+    They are made by the model's own `_init_weights`, which transformers requires to know them,
+    on the CPU, so that every device has the same ones. Raises `IncompatibleError`, naming the
+    buffer, for a model that does not know how to make one.
+    """
+    for name, module, owner in owned_modules(model):
+        buffers = {
+            key: buffer
+            for key, buffer in module.named_buffers(recurse=False)
+            if key in module._non_persistent_buffers_set
+        }
+        if not buffers:
+            continue
+        made = initialized_copy(module, owner, weights="meta")
+        for key in buffers:
+            value = made.get_buffer(key)
+            if value.is_floating_point() and bool(value.isnan().any()):
+                raise IncompatibleError(
+                    f"{type(model).__name__} does not say how its buffer {name}.{key} is computed",
+                    want="a model whose _init_weights fills it",
+                    do="use a model class of transformers, or correct the model's own code",
+                )
+            setattr(module, key, value.to(device))
+
+
+def owned_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, PreTrainedModel]]:
+    """Every module with its name and the innermost `PreTrainedModel` around it, whose initialization it follows."""
+    found: list[tuple[str, nn.Module, PreTrainedModel]] = []
+
+    def walk(name: str, module: nn.Module, owner: PreTrainedModel) -> None:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        found.append((name, module, owner))
+        for key, child in module.named_children():
+            walk(f"{name}.{key}" if name else key, child, owner)
+
+    walk("", model, model)
+    return found
+
+
+@torch.no_grad()
+def initialized_copy(module: nn.Module, owner: PreTrainedModel, weights: str = "cpu") -> nn.Module:
+    """A copy of one module (not of its children) on the CPU, as `owner._init_weights` initializes it.
+
+    Values that it does not set are NaN. Draws come from torch's global generator. With `weights`
+    "meta" the parameters take no memory and only the buffers have values.
+    """
+    made = copy.copy(module)
+    made._modules = {}
+    made._parameters = {
+        key: None if value is None else nn.Parameter(_undefined(value, weights), False)
+        for key, value in module._parameters.items()
+    }
+    made._buffers = {
+        key: None if value is None else _undefined(value, "cpu")
+        for key, value in module._buffers.items()
+    }
+    with guard_torch_init_functions():
+        owner._init_weights(made)
+    return made
+
+
+def _undefined(like: torch.Tensor, device: str) -> torch.Tensor:
+    value = torch.nan if like.is_floating_point() else 0
+    return torch.full(like.shape, value, dtype=like.dtype, device=device)

@@ -1,1 +1,0 @@
-"""Processes, what they hold, and what they say to each other."""

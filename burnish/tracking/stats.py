@@ -1,0 +1,89 @@
+"""Numbers that merge correctly over ranks and micro-batches.
+
+A mean is kept as (total, count), so that the mean of a step is the mean over all its tokens or
+sequences however they were cut. Values may be 0-d tensors until `Stats.values` asks for floats, so
+collecting them never waits for the device. Left out: reduction over ranks
+(`burnish.distributed.collectives`) and sinks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Number = float | Tensor
+"""A float, or a 0-d tensor still on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """total / count; merging adds both. NaN when the count is 0."""
+
+    total: Number
+    count: Number
+
+    def merge(self, other: Mean) -> Mean:
+        """Both parts together."""
+        return Mean(self.total + other.total, self.count + other.count)
+
+    def value(self) -> float:
+        """The mean as a float."""
+        count = float(self.count)
+        return float(self.total) / count if count else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A total; merging adds."""
+
+    total: Number
+
+    def merge(self, other: Sum) -> Sum:
+        """Both parts together."""
+        return Sum(self.total + other.total)
+
+    def value(self) -> float:
+        """The total as a float."""
+        return float(self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """The largest; merging takes the larger."""
+
+    largest: Number
+
+    def merge(self, other: Max) -> Max:
+        """The larger of both; where it lies, if both lie there."""
+        if isinstance(self.largest, Tensor) and isinstance(other.largest, Tensor):
+            return Max(torch.maximum(self.largest, other.largest))
+        return self if float(self.largest) >= float(other.largest) else other
+
+    def value(self) -> float:
+        """The largest as a float."""
+        return float(self.largest)
+
+
+Metric = Mean | Sum | Max
+
+
+class Stats(dict[str, Metric]):
+    """Metrics by name (`actor/pg_loss`). `a | b` joins different names; `a.merge(b)` adds equal ones."""
+
+    def merge(self, other: Stats) -> Stats:
+        """Both together: a name in both is merged, any other kept."""
+        merged = Stats(self)
+        for name, metric in other.items():
+            mine = merged.get(name)
+            merged[name] = metric if mine is None else mine.merge(metric)  # type: ignore[arg-type]
+        return merged
+
+    def prefixed(self, prefix: str) -> Stats:
+        """The same metrics under `prefix` + name, to say whose they are (`actor/`, `critic/`)."""
+        return Stats({prefix + name: metric for name, metric in self.items()})
+
+    def values_by_name(self) -> dict[str, float]:
+        """Plain floats, for sinks."""
+        return {name: metric.value() for name, metric in self.items()}

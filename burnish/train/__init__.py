@@ -1,0 +1,1 @@
+"""SFT, RL and evaluation."""

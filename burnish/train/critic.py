@@ -1,0 +1,85 @@
+"""PPO's critic: a second trained model, with a scalar head, that learns what the policy's states are worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from burnish.algorithms.schedule import learning_rate
+from burnish.algorithms.value_loss import value_loss_fn
+from burnish.distributed.layout import Layout
+from burnish.engines.base import Engine
+from burnish.engines.factory import settings_beside
+from burnish.models.counting import count_flops
+from burnish.models.loading import read_model_config, require_embeddings, value_source
+from burnish.models.value_head import value_config
+from burnish.records import Batch
+from burnish.tracking.stats import Stats
+from burnish.train.setup import Foundation, Learner, make_engine
+
+CRITIC = "critic"
+"""Its role in a checkpoint, and the prefix of its metrics."""
+
+
+def critic_foundation(policy: Foundation) -> Foundation:
+    """What a critic starts from: `critic.path`, or the policy's backbone with a fresh head.
+
+    All of it is trained, also where the policy trains an adapter. Experts are evened out and divided where it
+    has some. Raises as `lay_foundation` does.
+    """
+    config = policy.config
+    model = config.model
+    if config.critic.path is not None:
+        model = model.model_copy(update={"path": config.critic.path, "fresh": None})
+    hf_config = value_config(read_model_config(model))
+    require_embeddings(hf_config, policy.tokenizer)
+    engine = settings_beside(hf_config, config.engine)
+    config = config.model_copy(update={"engine": engine})
+    source = value_source(model, hf_config, config.seed)
+    return replace(
+        policy,
+        config=config,
+        hf_config=hf_config,
+        source=source,
+        base=source,
+        adapter=None,
+        flops=count_flops(hf_config),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Critic:
+    """The critic on this rank."""
+
+    learner: Learner
+    """Its engine, and what that started from."""
+    total_steps: int
+    """Steps of the run, for the schedule of the learning rate."""
+
+    @classmethod
+    def make(
+        cls,
+        policy: Foundation,
+        total_steps: int,
+        layout: Layout,
+        device: torch.device,
+        beside: Engine | None = None,
+    ) -> Critic:
+        """A critic for a run, its weights not loaded yet; `beside` is the policy's engine."""
+        foundation = critic_foundation(policy)
+        config = foundation.config
+        optim = config.optim.model_copy(update={"lr": config.critic.lr})
+        engine = make_engine(foundation, optim, layout, device, beside)
+        return cls(Learner(engine, foundation), total_steps)
+
+    def update(self, batch: Batch, step: int) -> Stats:
+        """Learn from one mini-batch, which has returns and old values; its `critic/...` numbers. Collective."""
+        config, engine = self.learner.foundation.config, self.learner.engine
+        loss = value_loss_fn(
+            config.algorithm.aggregation, config.critic.clip, config.rollout.max_response_length
+        )
+        optim = config.optim.model_copy(update={"lr": config.critic.lr})
+        stats = engine.forward_backward(batch.without_experts(), loss)
+        stats = stats.merge(engine.optim_step(learning_rate(step, self.total_steps, optim)))
+        return stats.prefixed(f"{CRITIC}/")

@@ -1,0 +1,255 @@
+"""Validation on held-out data, during training and by itself.
+
+Prompts are answered n times and scored by the first reward function (mean@n, pass@n, maj@n; 0 where it
+does not apply; the weighted sum of all is `val/reward`), whole and by source; examples are scored by their loss. Draws do not depend on the step, so that two validations differ by the weights alone.
+Left out: benchmarks with harnesses of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from burnish.algorithms.evaluation import evaluation_stats
+from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.steps import Committed, newest
+from burnish.checkpoint.verify import check_small_files
+from burnish.config.parts import part_names
+from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
+from burnish.data.batching import make_batch
+from burnish.data.tasks import PromptDataset
+from burnish.distributed.collectives import reduce_stats, same_on_all_ranks
+from burnish.distributed.launch import launch
+from burnish.distributed.layout import Layout
+from burnish.engines.base import Engine, Part
+from burnish.errors import MissingError, StoppedError
+from burnish.models.lora.adapter_names import ADAPTER_STATE
+from burnish.models.lora.record import require_same_adapter
+from burnish.records import Rollout
+from burnish.records.seeds import derive_seed
+from burnish.rewards.builtin import extract_answer
+from burnish.rewards.overview import rollout_stats
+from burnish.rewards.pool import RewardPool
+from burnish.tracking.progress import Progress
+from burnish.tracking.rundir import RunDirectory
+from burnish.tracking.stats import Mean, Stats
+from burnish.train.collect import Collector
+from burnish.train.intact import Intact
+from burnish.train.localize import with_local_inputs
+from burnish.train.reward_models import load_judge
+from burnish.train.run import Validation
+from burnish.train.setup import (
+    Foundation,
+    example_dataset,
+    lay_foundation,
+    make_collector,
+    make_engine,
+    prompt_dataset,
+    sampling,
+)
+from burnish.train.signals import Stopper, StopRequested, catch_signals, check_stop
+
+_LENGTHS = ("response_length/mean", "response_length/clip_ratio")
+
+log = logging.getLogger("burnish")
+
+
+def held_out_prompts(foundation: Foundation, pool: RewardPool) -> PromptDataset | None:
+    """The held-out prompts; None where the configuration names none.
+
+    Raises `MissingError` when they lack a column that a reward function needs.
+    """
+    paths = foundation.config.data.validation
+    if not paths:
+        return None
+    dataset = prompt_dataset(foundation, paths, "data.validation")
+    pool.check_columns(dataset.rows.columns, "data.validation")
+    return dataset
+
+
+def prompt_validation(
+    foundation: Foundation,
+    collector: Collector,
+    dataset: PromptDataset | None,
+    keep: Callable[[Sequence[Rollout]], None] | None = None,
+) -> Validation | None:
+    """Answers held-out prompts with the generator's current weights and scores the answers; None without such data.
+
+    `keep` gets the rollouts of each validation, on every rank.
+    """
+    if dataset is None:
+        return None
+    config = foundation.config
+    prompts = dataset[: config.evaluation.prompts or len(dataset)]
+    judged_by = part_names(config.reward)[0]
+    seed = derive_seed(config.seed, "validation")
+    how = sampling(config, config.evaluation, seed % 2**63, step=0)
+
+    def validate() -> dict[str, float]:
+        groups = collector.collect(prompts, 0, config.evaluation.n, how)
+        if keep is not None:
+            keep([rollout for group in groups for rollout in group])
+        return _by_source(groups, judged_by, config.evaluation.solved)
+
+    return validate
+
+
+def _by_source(
+    groups: Sequence[Sequence[Rollout]], judged_by: str, solved: float
+) -> dict[str, float]:
+    """`val/NAME` of all prompts, and `val/SOURCE/NAME` of those of each source that has a name."""
+    sources: defaultdict[str, list[Sequence[Rollout]]] = defaultdict(list)
+    for group in groups:
+        sources[group[0].prompt.source].append(group)
+    sources.pop("", None)
+    found = {f"val/{name}": x for name, x in _numbers(groups, judged_by, solved).items()}
+    for source, theirs in sorted(sources.items()):
+        numbers = _numbers(theirs, judged_by, solved)
+        found |= {f"val/{source}/{name}": x for name, x in numbers.items()}
+    return found
+
+
+def _numbers(
+    groups: Sequence[Sequence[Rollout]], judged_by: str, solved: float
+) -> dict[str, float]:
+    """What answers are worth, by the part `judged_by`, the reward and its parts where it has several, and how long they are."""
+    # Where the first function says by None that it does not apply, no other one stands in for it.
+    scores = [[r.reward_parts.get(judged_by, 0.0) for r in group] for group in groups]
+    answers = [[extract_answer(rollout.text) for rollout in group] for group in groups]
+    worth = evaluation_stats(scores, answers, solved).values_by_name()
+    all_of_it = rollout_stats([r for group in groups for r in group]).values_by_name()
+    parts = {name: x for name, x in all_of_it.items() if name.startswith("reward/parts/")}
+    return {
+        **{name.removeprefix("val/"): x for name, x in worth.items()},
+        "reward": all_of_it["reward/mean"],
+        **(parts if len(parts) > 1 else {}),
+        **{name: all_of_it[name] for name in _LENGTHS},
+    }
+
+
+def example_validation(
+    foundation: Foundation, engine: Engine, device: torch.device, check: Callable[[], None]
+) -> Validation | None:
+    """The mean loss per token of held-out examples, as `val/loss`; None without such data.
+
+    `check` is called on every rank between batches; what it raises ends the validation.
+    """
+    config, layout = foundation.config, engine.layout
+    if not config.data.validation:
+        return None
+    dataset = example_dataset(foundation, config.data.validation, "data.validation")
+    count = min(len(dataset), config.evaluation.prompts or len(dataset))
+    size, budget = config.batch.examples, config.microbatch_tokens
+
+    def validate() -> dict[str, float]:
+        loss = Mean(0.0, 0.0)
+        for start in range(0, count, size):
+            check()
+            examples = dataset[start : min(start + size, count)]
+            batch = make_batch(examples, layout, budget, foundation.flops)
+            for output, micro in zip(engine.forward(batch), batch.microbatches, strict=True):
+                # Tokens outside the loss mask are not scored, and hold 0.
+                part = Mean(-output.logprobs.sum(), float(micro.loss_mask.sum()))
+                loss = loss.merge(part)
+        return reduce_stats(Stats({"val/loss": loss}), layout, device).values_by_name()
+
+    return validate
+
+
+def evaluate(config: RunConfig, run_directory: Path | None = None) -> dict[str, float]:
+    """Validate the model of `config`, or the newest committed one of a run; returns the numbers.
+
+    A run's weights are those that it trains: `model/` with the residual that makes fp32 of it.
+    With reward functions the held-out data are prompts, without them examples. Raises
+    `MissingError` when the run has no committed step.
+    """
+    step = None
+    if run_directory is not None:
+        step = _newest_step(run_directory)
+        config = config.model_copy(update={"model": _model_of(step, config.model)})
+    local = with_local_inputs(config, trains=False)
+    return launch(lambda layout, device: _evaluate(local, step, layout, device), config.distributed)
+
+
+def _evaluate(
+    config: RunConfig, step: Committed | None, layout: Layout, device: torch.device
+) -> dict[str, float]:
+    with catch_signals(silent=not layout.is_main) as stopper:
+        try:
+            foundation = lay_foundation(config)
+            progress = Progress(config.tracking.progress and layout.is_main)
+            own = foundation.beginnings if step is None else foundation.frozen
+            Intact(layout, progress).require(*foundation.judges, *own)
+            if step is not None:
+                same_on_all_ranks(str(step.path), "the step to evaluate", layout)
+                require_same_adapter(step.state.get(ADAPTER_STATE), foundation.adapter, step.path)
+                foundation = replace(foundation, source=CheckpointSource(step, layout))
+                if layout.is_main:
+                    log.info("evaluating %s", step.path)
+            return _measured(foundation, layout, device, stopper)
+        except StopRequested as request:
+            raise StoppedError(
+                f"{request}; nothing was written", signal_number=request.signal_number
+            ) from None
+
+
+def _measured(
+    foundation: Foundation, layout: Layout, device: torch.device, stopper: Stopper
+) -> dict[str, float]:
+    config = foundation.config
+    progress = Progress(config.tracking.progress and layout.is_main)
+    with progress.phase("evaluate"):
+        if config.reward.given:
+            with RewardPool(config.reward) as pool:
+                held_out = held_out_prompts(foundation, pool)
+                engine = _loaded(foundation, layout, device)
+                judge = load_judge(config, layout, device, engine)
+                collector = make_collector(
+                    foundation, pool, layout, device, stopper, progress, judge
+                )
+                collector.generator.load_weights(engine.published(), version=0)
+                validate = prompt_validation(foundation, collector, held_out)
+                return validate() if validate else {}
+        engine = _loaded(foundation, layout, device)
+        validate = example_validation(
+            foundation, engine, device, lambda: check_stop(stopper, layout)
+        )
+        return validate() if validate else {}
+
+
+def _loaded(foundation: Foundation, layout: Layout, device: torch.device) -> Engine:
+    engine = make_engine(foundation, None, layout, device)
+    engine.load(foundation.base, Part.FROZEN)
+    engine.load(foundation.source, Part.WEIGHTS)
+    return engine
+
+
+def _model_of(step: Committed, model: ModelConfig) -> ModelConfig:
+    """Where the model of a step is: in `model/`, with the tokenizer and its chat template; an adapter's stays where it was.
+
+    An adapter that went on from another one describes itself, so that the other need not be there.
+    """
+    own = str(step.path / "model")
+    if model.adapter:
+        described = LoraConfig(path=own, publish=model.lora.publish)
+        lora = described if model.lora.path else model.lora
+        return model.model_copy(update={"tokenizer": own, "chat_template": None, "lora": lora})
+    return model.model_copy(
+        update={"path": own, "fresh": None, "tokenizer": None, "chat_template": None}
+    )
+
+
+def _newest_step(run_directory: Path) -> Committed:
+    committed = newest(RunDirectory(run_directory).checkpoints)
+    if committed is None:
+        raise MissingError(
+            f"{run_directory} has no committed checkpoint",
+            do="train first, or name a configuration file instead",
+        )
+    check_small_files(committed)
+    return committed

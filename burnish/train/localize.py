@@ -1,0 +1,126 @@
+"""Inputs of a run that lie behind URLs: copied to this machine before anything else is begun.
+
+What a run records is its configuration with the URLs; what it works with is one with paths of this
+machine, and with what an adapter to go on from says of itself, which nothing else has to know apart. Every process asks for its copies, and those of one
+machine get the same. Left out: where a run writes to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from burnish.config.parts import model_name
+from burnish.config.schema import CriticConfig, ModelConfig, RewardConfig, RunConfig
+from burnish.data.kinds import is_data
+from burnish.distributed.environment import place_of
+from burnish.errors import MissingError
+from burnish.files.cached import Watch, copied
+from burnish.files.remote import Remote
+from burnish.files.selection import select, select_directory, select_file
+from burnish.files.urls import is_url
+from burnish.models.lora.adapter_names import ADAPTER_CONFIG
+from burnish.models.lora.start import with_adapter
+from burnish.tracking.progress import Progress
+
+_MODEL_SUFFIXES = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja", ".py"})
+
+
+def with_local_inputs(config: RunConfig, *, trains: bool = True) -> RunConfig:
+    """The configuration with paths of copies in the place of URLs, and rank and layers of the adapter that it starts from.
+
+    Training data and a critic are copied only where it `trains`. Raises `MissingError` for what is not there,
+    and `BurnishError` for what cannot be copied.
+    """
+    progress = Progress(config.tracking.progress and place_of(os.environ).layout.is_main)
+    watch: Watch = progress.phase
+    data = {"validation": _data(config.data.validation, watch)}
+    if trains:
+        data["train"] = _data(config.data.train, watch)
+    return config.model_copy(
+        update={
+            "model": _model(config.model, watch),
+            "critic": _critic(config.critic, watch) if trains else config.critic,
+            "data": config.data.model_copy(update=data),
+            "reward": _reward(config.reward, watch),
+        }
+    )
+
+
+def local_directory(url: str, watch: Watch | None = None) -> Path:
+    """A copy of the files of a Hugging Face directory, those of its own code included. Raises `MissingError` where there are none."""
+    return copied(select_directory(Remote(url), _is_of_model), watch)
+
+
+def _model(model: ModelConfig, watch: Watch) -> ModelConfig:
+    local: dict[str, Any] = {}
+    for field, copy in (
+        ("path", local_directory),
+        ("tokenizer", local_directory),
+        ("chat_template", _file),
+        ("fresh", _file),
+    ):
+        value = getattr(model, field)
+        if isinstance(value, str) and is_url(value):
+            local[field] = str(copy(value, watch))
+    lora = model.lora
+    if lora.path is not None and is_url(lora.path):
+        local["lora"] = lora.model_copy(update={"path": str(local_directory(lora.path, watch))})
+    model = model.model_copy(update=local)
+    if model.lora.path is None:
+        return model
+    described = Path(model.lora.path).expanduser() / ADAPTER_CONFIG
+    if not described.is_file():
+        raise MissingError(
+            f"there is no adapter to go on from in {described.parent}",
+            have=f"no {ADAPTER_CONFIG}" if described.parent.is_dir() else "no such directory",
+            want=f"a directory with {ADAPTER_CONFIG}, for as long as the run goes on",
+            do="set model.lora.path to one",
+        )
+    return with_adapter(model, described.read_bytes())
+
+
+def _critic(critic: CriticConfig, watch: Watch) -> CriticConfig:
+    if critic.path is None or not is_url(critic.path):
+        return critic
+    return critic.model_copy(update={"path": str(local_directory(critic.path, watch))})
+
+
+def _data(entries: Sequence[str], watch: Watch) -> list[str]:
+    paths: list[str] = []
+    for entry in entries:
+        if not is_url(entry):
+            paths.append(entry)
+            continue
+        selection = select(Remote(entry), is_data)
+        folder = copied(selection, watch)
+        paths += [str(folder / file.name) for file in selection.files]
+    return paths
+
+
+def _reward(reward: RewardConfig, watch: Watch) -> RewardConfig:
+    functions = []
+    for each in reward.functions:
+        file, colon, name = each.function.rpartition(":")
+        if file.endswith(".py") and is_url(file):
+            local = f"{_file(file, watch)}{colon}{name}"
+            each = each.model_copy(update={"function": local})
+        functions.append(each)
+    models = []
+    for judge in reward.models:
+        if is_url(judge.path):  # a copy's directory is not called after what it is a copy of alone
+            local = str(local_directory(judge.path, watch))
+            judge = judge.model_copy(update={"path": local, "name": model_name(judge)})
+        models.append(judge)
+    return reward.model_copy(update={"functions": functions, "models": models})
+
+
+def _file(url: str, watch: Watch) -> Path:
+    selection = select_file(Remote(url))
+    return copied(selection, watch) / selection.files[0].name
+
+
+def _is_of_model(name: str) -> bool:
+    return PurePosixPath(name).suffix in _MODEL_SUFFIXES

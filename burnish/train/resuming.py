@@ -1,0 +1,86 @@
+"""What a step says of a run in state.json, and making what is trained that of a step, once all of it is known to fit.
+
+Left out: which step, and what becomes of those that are damaged (`burnish.checkpoint.manager`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.steps import Committed
+from burnish.checkpoint.tensor_sets import MAIN
+from burnish.config.identity import digest
+from burnish.config.schema import RunConfig
+from burnish.engines.base import Part
+from burnish.models.lora.adapter_names import ADAPTER_STATE
+from burnish.models.lora.record import require_same_adapter
+from burnish.train.fingerprints import INPUTS, Inputs
+from burnish.train.setup import Learner
+from burnish.train.trainer_state import (
+    CONFIG_DIGEST,
+    WEIGHTS_VERSION,
+    Position,
+    position_of,
+    weights_version,
+)
+
+_log = logging.getLogger(__name__)
+
+
+def state_of(
+    position: Position, main: Learner, inputs: Inputs, config: RunConfig
+) -> dict[str, Any]:
+    """What state.json says of a run at this position, whose own model is `main`."""
+    adapter = main.foundation.adapter
+    written = {} if adapter is None else {ADAPTER_STATE: adapter.as_state()}
+    return (
+        asdict(position)
+        | written
+        | {
+            INPUTS: inputs.as_state(),
+            CONFIG_DIGEST: digest(config),
+            WEIGHTS_VERSION: weights_version(position.step, config),
+        }
+    )
+
+
+def take_up(
+    step: Committed,
+    source: CheckpointSource,
+    learners: Mapping[str, Learner],
+    inputs: Inputs,
+    config: RunConfig,
+) -> Position:
+    """Fill the models, by role, from a step; where it stands. Collective.
+
+    With `checkpoint.fresh_optimizer` a model of which the step holds no optimizer state begins with a fresh one.
+    Raises, before anything is filled, where state, tokenizer, data, adapter or tensors are not those
+    that are wanted.
+    """
+    main = learners[MAIN]
+    position = position_of(step)
+    require_same_adapter(step.state.get(ADAPTER_STATE), main.foundation.adapter, step.path)
+    changed = inputs.changed_since(step.state.get(INPUTS), step.path)
+    if step.state.get(CONFIG_DIGEST, digest(config)) != digest(config):
+        changed.append("the settings that decide the outcome, or which of them there are")
+    if changed and main.engine.layout.is_main:
+        _log.warning("since %s was saved there changed: %s", step.path, ", ".join(changed))
+    sources = {role: source.of(role) for role in learners}
+    counts = {role: position.counts(role) for role in learners}
+    may_be_fresh = config.checkpoint.fresh_optimizer
+    fresh = {r for r, theirs in sources.items() if may_be_fresh and not theirs.holds_training}
+    for role, learner in learners.items():
+        weights, training = (list(learner.engine.shards(p)) for p in (Part.WEIGHTS, Part.TRAINING))
+        sources[role].require(weights, [] if role in fresh else training)
+    for role, learner in learners.items():
+        learner.engine.load(sources[role], Part.WEIGHTS)
+        if role in fresh:
+            _log.warning("%s has no optimizer state: a fresh one begins", step.path / role)
+            continue
+        learner.engine.load(sources[role], Part.TRAINING)
+        learner.engine.steps, learner.engine.skipped_in_a_row = counts[role]
+    return position

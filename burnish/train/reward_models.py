@@ -1,0 +1,171 @@
+"""Trained models that judge completions, beside the reward functions.
+
+A reward model is a classifier with one label, of sequences or of tokens, and the reward is what its
+head says at the last token. It reads a conversation as its own tokenizer and chat template write
+it, so it need not share a vocabulary with the policy; a prompt without messages is read as plain
+text. It lies frozen on the policy's layout. Left out: training one, several labels, and scores of
+the steps on the way.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig
+
+from burnish.config.parts import part_names
+from burnish.config.schema import ModelConfig, RewardModelConfig, RunConfig
+from burnish.data.batching import make_batch
+from burnish.data.chat import ChatEncoder, shared_beginning
+from burnish.data.tokenizer import load_tokenizer
+from burnish.distributed.collectives import gather_objects
+from burnish.distributed.layout import Layout
+from burnish.engines.base import Engine, Part
+from burnish.engines.factory import make_frozen
+from burnish.errors import IncompatibleError
+from burnish.models.counting import count_flops
+from burnish.models.flops import ModelFlops
+from burnish.models.loading import read_model_config, require_embeddings, weights_source
+from burnish.models.value_head import has_value_head
+from burnish.records import Example, Rollout, TokenIds
+
+Judge = Callable[[Sequence[Rollout]], list[Rollout]]
+"""Adds to the rewards of rollouts, which all ranks have alike. Collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModel:
+    """One model that judges."""
+
+    part: str
+    """Its name in `Rollout.reward_parts`."""
+    weight: float
+    """Factor on what it says."""
+    engine: Engine
+    """Its weights."""
+    encoder: ChatEncoder
+    """Its tokenizer."""
+    flops: ModelFlops
+    """What its sequences cost."""
+    positions: int
+    """Places for tokens that it has. The longest text takes one less: the token after it (`_examples`) is computed as well."""
+
+    def values(self, rollouts: Sequence[Rollout], tokens_per_device: int) -> list[float | None]:
+        """What it says of each rollout, None where that is too long for it. Collective; the same on every rank.
+
+        A text that is longer than a micro-batch is read all the same, in a larger one.
+        """
+        found: list[float | None] = [None] * len(rollouts)
+        examples = list(_examples(_read(self.encoder, rollouts), rollouts))
+        short = [i for i, each in enumerate(examples) if len(each.token_ids) <= self.positions]
+        if not short:
+            return found
+        chosen = [examples[i] for i in short]
+        budget = max(tokens_per_device, *(len(each.token_ids) for each in chosen))
+        batch = make_batch(chosen, self.engine.layout, budget, self.flops)
+        said = [output.values.float().cpu().numpy() for output in self.engine.forward(batch)]
+        mine = {number: float(each[-1]) for number, each in batch.by_example(said).items()}
+        for share in gather_objects(mine, self.engine.layout):
+            for number, value in share.items():
+                found[short[number]] = value
+        return found
+
+
+def load_judge(
+    config: RunConfig, layout: Layout, device: torch.device, policy: Engine | None
+) -> Judge:
+    """The models of `reward.models`, with their weights, in the policy's process groups where there is one. Collective.
+
+    Raises `IncompatibleError` for one that is no classifier with one label, and what reading a model raises.
+    """
+    names = part_names(config.reward)[len(config.reward.functions) :]
+    models, beside = [], policy
+    for settings, name in zip(config.reward.models, names, strict=True):
+        source = ModelConfig(path=settings.path)
+        hf_config = read_model_config(source)
+        _require_one_label(hf_config, settings)
+        tokenizer = load_tokenizer(settings.path)
+        require_embeddings(hf_config, tokenizer)
+        engine = make_frozen(hf_config, config.engine, layout=layout, device=device, beside=beside)
+        beside = beside or engine
+        engine.load(weights_source(source, hf_config, config.seed), Part.WEIGHTS)
+        positions = getattr(hf_config, "max_position_embeddings", None) or sys.maxsize
+        encoder, flops = ChatEncoder(tokenizer), count_flops(hf_config)
+        models.append(RewardModel(name, settings.weight, engine, encoder, flops, positions))
+    return partial(_judged, models, config)
+
+
+def _require_one_label(hf_config: PretrainedConfig, settings: RewardModelConfig) -> None:
+    if not has_value_head(hf_config) or hf_config.num_labels != 1:
+        raise IncompatibleError(
+            f"{settings.path} gives no reward",
+            have=f"{', '.join(hf_config.architectures or ())} with {hf_config.num_labels} labels",
+            want="a sequence or token classification model with one label",
+            do="set reward.models to models that were trained as reward models",
+        )
+
+
+def _judged(
+    models: Sequence[RewardModel], config: RunConfig, rollouts: Sequence[Rollout]
+) -> list[Rollout]:
+    found = list(rollouts)
+    for model in models:
+        values = model.values(found, config.microbatch_tokens)
+        found = [
+            _with(rollout, model, value, config.reward.on_error)
+            for rollout, value in zip(found, values, strict=True)
+        ]
+    return found
+
+
+def _with(rollout: Rollout, model: RewardModel, value: float | None, on_error: float) -> Rollout:
+    error = rollout.reward_error
+    if value is None or not math.isfinite(value):
+        why = f"said {value}" if value is not None else f"reads less than {model.positions} tokens"
+        error = "; ".join(filter(None, (error, f"{model.part}: {why}")))
+        value = on_error
+    return replace(
+        rollout,
+        reward=rollout.reward + model.weight * value,
+        reward_parts={**rollout.reward_parts, model.part: value},
+        reward_error=error,
+    )
+
+
+def _read(encoder: ChatEncoder, rollouts: Sequence[Rollout]) -> list[TokenIds]:
+    """Prompt and completion of each rollout in the model's own tokens."""
+    found: dict[int, TokenIds] = {}
+    for plain in (True, False):
+        chosen = [i for i, rollout in enumerate(rollouts) if plain == (not rollout.prompt.messages)]
+        texts = [_text(encoder, rollouts[i]) for i in chosen]
+        ids = (np.array(each, dtype=np.int64) for each in encoder.ids(texts, special=plain))
+        found |= dict(zip(chosen, ids, strict=True))
+    return [found[i] for i in range(len(rollouts))]
+
+
+def _text(encoder: ChatEncoder, rollout: Rollout) -> str:
+    prompt = rollout.prompt
+    if not prompt.messages:
+        return prompt.text + rollout.text
+    return encoder.answered(prompt.messages, rollout.text, f"prompt {prompt.index}")
+
+
+def _examples(texts: Sequence[TokenIds], rollouts: Sequence[Rollout]) -> Iterator[Example]:
+    """Each text and a token more, because a value is one of the state before a token.
+
+    Values are asked for from where the texts of a prompt part, so that they are seen to have one.
+    """
+    ids = iter(texts)
+    for _, group in groupby(rollouts, key=lambda rollout: rollout.prompt.index):
+        same = [next(ids) for _ in group]
+        shared = max(1, min(shared_beginning(same[0], each) for each in same))
+        for each in same:
+            ended = np.append(each, each[-1:])
+            yield Example(ended, np.arange(len(ended)) >= shared)

@@ -1,0 +1,432 @@
+"""A run: its directory, its step counter, what it logs, when it saves, how it stops and resumes.
+
+Trainers ask it for steps and tell it when one is finished; everything that is not the algorithm is
+here. What a run must remember is one frozen `Position`, replaced when a step is finished, so that a
+signal in the middle of a step saves the state after the step before it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+
+from burnish.checkpoint.contents import Contents
+from burnish.checkpoint.destinations.mirror import Mirror
+from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.resume import Resumed
+from burnish.checkpoint.retention import require_measured
+from burnish.checkpoint.steps import Committed
+from burnish.checkpoint.tensor_sets import MAIN
+from burnish.config.load import dump_yaml
+from burnish.config.places import run_directory
+from burnish.config.schema import RunConfig
+from burnish.distributed.collectives import agree, same_on_all_ranks
+from burnish.distributed.device import (
+    device_name,
+    peak_flops,
+    peak_memory,
+    reset_peak_memory,
+    synchronize,
+)
+from burnish.distributed.layout import Layout
+from burnish.engines.base import Part, compute_dtype
+from burnish.errors import BurnishError, StoppedError
+from burnish.files.durable import naming_failures
+from burnish.records import Batch, Rollout
+from burnish.tracking.atomic import discard_leftovers
+from burnish.tracking.console import ConsoleTracker
+from burnish.tracking.jsonl import JsonlTracker, json_numbers, logged_values, numbers
+from burnish.tracking.peaks import Peaks
+from burnish.tracking.progress import Progress
+from burnish.tracking.report import State, write_report
+from burnish.tracking.rollouts import discard_rollouts_after, write_rollouts
+from burnish.tracking.rundir import RunDirectory, environment
+from burnish.tracking.spans import Spans, added
+from burnish.tracking.stats import Stats
+from burnish.tracking.tensorboard import TensorBoardTracker
+from burnish.tracking.throughput import throughput
+from burnish.tracking.trackers import Tracker, Trackers
+from burnish.train.fingerprints import Inputs
+from burnish.train.intact import Intact
+from burnish.train.out_of_memory import OutOfMemory
+from burnish.train.ownership import (
+    TRAINER,
+    behind,
+    bring_back,
+    claim,
+    mirror_of,
+    percent_on,
+    require_own_directory,
+    step_place,
+)
+from burnish.train.resuming import state_of, take_up
+from burnish.train.setup import Learner
+from burnish.train.signals import Stopper, StopRequested, catch_signals, check_stop
+from burnish.train.trainer_state import Position, counts
+
+_GRACE_SECONDS = 10.0
+# How long a run that was told to stop waits for its mirror: what counts then is the step on its disk.
+
+log = logging.getLogger("burnish")
+
+Validation = Callable[[], dict[str, float]]
+"""Validates the current weights: `val/...`, the same numbers on every rank. Collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step's updates ran, for its throughput."""
+
+    tokens: int
+    """Tokens over all ranks, however often they were learned from."""
+    imbalance: float
+    """The mean of the batches' (see `Batch.imbalance`)."""
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch]) -> Work:
+        """The work of these batches."""
+        tokens = sum(batch.total_tokens for batch in batches)
+        imbalance = sum(batch.imbalance for batch in batches) / max(len(batches), 1)
+        return cls(tokens, imbalance)
+
+
+class Run:
+    """One training run on this rank. Made by `open_run`; a trainer calls `begin`, `start`, `steps`, `finish`, `complete`."""
+
+    def __init__(
+        self, config: RunConfig, layout: Layout, device: torch.device, stopper: Stopper
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.device = device
+        self.stopper = stopper
+        self.directory = RunDirectory(run_directory(config))
+        self.checkpoints = Checkpoints.of(config, layout)
+        self.position = Position()
+        self.peaks = Peaks(partial(reset_peak_memory, device), partial(peak_memory, device))
+        self.spans = Spans(around=self.peaks, settle=partial(synchronize, device))
+        self.progress = Progress(config.tracking.progress and layout.is_main)
+        self.validate: Validation | None = None
+        """Validates the current weights; set by the trainer where there are held-out data."""
+        self.mirror: Mirror | None = None
+        """Where the run's directory is copied to."""
+        self.intact = Intact(layout, self.progress)
+        """Models in steps that were read against their hashes, as all have to be before they are loaded."""
+        self._trackers = Trackers()
+        self._saved_step: int | None = None
+        self._finite_loss = True
+
+    def begin(
+        self, learners: Mapping[str, Learner], inputs: Inputs, total_steps: int
+    ) -> Resumed | None:
+        """Take up the models that are trained, by role (`MAIN` among them), and resume them where a committed step exists. Collective.
+
+        Returns what was resumed from. What is trained is not touched when there is none; what is frozen
+        is loaded. Raises `CorruptError` where a model to begin from, one under an adapter, or one that judges, lies in a step and is damaged, and
+        `BurnishError` when the ranks were not given the same data and tokenizer.
+        """
+        given = json.dumps(inputs.as_state())
+        same_on_all_ranks(given, "what data.train and the tokenizer hold", self.layout)
+        self._learners, self._total_steps = learners, total_steps
+        self._inputs = inputs
+        self._peak = peak_flops(self.device, compute_dtype(self.config.engine))
+        main = learners[MAIN].foundation
+        self.intact.require(*main.judges, *main.frozen)
+        self.position = replace(self.position, roles=self._counts_beside_main())
+        resumed = self.checkpoints.resume(self._load, learners[MAIN].engine.arena)
+        if resumed is None:
+            self.intact.require(*main.beginnings, main.config.critic.path)
+        if self.position.step >= total_steps and self.layout.is_main:
+            made = self.position.step
+            log.info("step %d of %d is made already: nothing is left to do", made, total_steps)
+        for learner in learners.values():
+            learner.engine.load(learner.foundation.base, Part.FROZEN)
+        bring_back(self.mirror, self.directory, resumed, self.layout)
+        return resumed
+
+    def start(self) -> None:
+        """Open the sinks, and validate before the first step where that is asked for. Collective.
+
+        Resuming logs the last step where a kill came before that, and again what was logged of it already.
+        """
+        logged: dict[str, float] = {}
+        with agree(self.layout), self._writing():
+            if self.layout.is_main:
+                logged = logged_values(self.directory.metrics, self.position.step)
+                discard_leftovers(self.directory.root)
+                discard_leftovers(self.directory.rollouts)
+                discard_rollouts_after(self.directory.rollouts, self.position.step)
+                self._trackers = Trackers(self._sinks())
+        self.spans.take()
+        left = self.position.unlogged
+        if left is not None and not self.position.unvalidated:
+            self._log(logged or numbers(left))
+        elif left is not None:
+            self._record(numbers(left), validate=True)
+        elif self.position.step == 0 and self.validate and self.config.evaluation.before:
+            self._record({}, validate=True)
+        self.spans.take()
+
+    def steps(self) -> Iterator[int]:
+        """The 0-based steps that are left. A signal on any rank ends them. Collective."""
+        for step in range(self.position.step, self._total_steps):
+            self.check_stop()
+            yield step
+
+    def finish(self, stats: Stats, *, cursor: int, work: Work) -> None:
+        """A step is done: validate, log and save where it is time. Collective."""
+        self._hear_of_saving(wait=False)
+        main = self._learners[MAIN].engine
+        self.position = Position(
+            step=self.position.step + 1,
+            cursor=cursor,
+            tokens=self.position.tokens + work.tokens,
+            optimizer_steps=main.steps,
+            skipped_in_a_row=main.skipped_in_a_row,
+            measured_later=self.position.measured_later,
+            roles=self._counts_beside_main(),
+        )
+        timing = self.spans.take()
+        values = stats.values_by_name() | self._throughput(work, timing) | timing
+        values |= self.peaks.take()
+        self._finite_loss = all(math.isfinite(v) for n, v in values.items() if n.endswith("/loss"))
+        save = self._is_due(self.config.checkpoint.save_every)
+        last = self.position.step == self._total_steps
+        due = self._is_due(self.config.evaluation.every)
+        self._record(values, validate=due, save=save or last)
+        if save:
+            self._report("running")
+
+    def _counts_beside_main(self) -> dict[str, dict[str, int]]:
+        """What the position holds of the models that are trained beside the run's own."""
+        learners = self._learners.items()
+        return {role: counts(learner.engine) for role, learner in learners if role != MAIN}
+
+    def complete(self) -> None:
+        """All steps are done: save, and say where everything is. Collective."""
+        self.check_stop()
+        self.save()
+        self._report("finished")
+        left = self._settle_mirror(self.config.checkpoint.mirror_patience_seconds)
+        if self.layout.is_main:
+            path = step_place(self.position.step, self.directory, self.mirror)
+            what = "adapter" if self._learners[MAIN].foundation.adapter else "model"
+            log.info("done: the %s is %s", what, path / "model")
+        if left is not None:
+            meets = self.checkpoints.meets_on_mirror
+            raise behind(self.mirror, self.directory, left, meets=meets)
+
+    def write_rollouts(self, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> None:
+        """Keep the rollouts of the step under way where the configuration asks for it, the first and the last always."""
+        every = self.config.tracking.rollouts_every
+        step = self.position.step + 1
+        with agree(self.layout), self._writing():
+            if (
+                self.layout.is_main
+                and every
+                and (step % every == 0 or step in (1, self._total_steps))
+            ):
+                write_rollouts(self.directory.rollouts, step, rollouts, advantages)
+
+    def write_validation(self, rollouts: Sequence[Rollout]) -> None:
+        """Keep the completions of a validation of the current position, where rollouts are kept at all. Collective."""
+        with agree(self.layout), self._writing():
+            if self.layout.is_main and self.config.tracking.rollouts_every:
+                directory, nothing = self.directory.rollouts, [None] * len(rollouts)
+                write_rollouts(directory, self.position.step, rollouts, nothing, "validation")
+
+    def save(self, *, background: bool = False) -> None:
+        """Commit the current position, unless it is committed already; in the background, only begin to. Collective.
+
+        A save in the background that fails, now or later, is said loudly and stops nothing.
+        """
+        with self.spans("save"):
+            self._hear_of_saving(wait=True)
+            if self._saved_step == self.position.step:
+                return
+            with self._writing():  # a committed step's line may be missing, but none before it
+                self._trackers.sync()
+            if not background:
+                self.checkpoints.save(self.position.step, self._contents())
+                self._saved_step = self.position.step
+                return
+            try:
+                self.checkpoints.begin_save(self.position.step, self._contents())
+            except BurnishError as error:
+                self._say_unsaved(self.position.step, error)
+
+    def _hear_of_saving(self, *, wait: bool) -> None:
+        """Note how the save in the background went. Collective."""
+        finished = self.checkpoints.finished(wait=wait)
+        if finished is None:
+            return
+        if finished.error is not None:
+            self._say_unsaved(finished.step, finished.error)
+            return
+        self._saved_step = finished.step
+        if finished.warning is not None and self.layout.is_main:
+            log.error("step %d is committed, but %s", finished.step, finished.warning)
+
+    def _say_unsaved(self, step: int, error: BurnishError) -> None:
+        if self.layout.is_main:
+            log.error("STEP %d IS NOT SAVED; training goes on. %s", step, error)
+
+    def _contents(self) -> Contents:
+        return Contents(
+            models={role: learner.contents() for role, learner in self._learners.items()},
+            state=state_of(self.position, self._learners[MAIN], self._inputs, self.config),
+            healthy=self._finite_loss,
+            check_finite=True,
+            split=self.config.checkpoint.model_dtype == "bf16",
+            arena=self._learners[MAIN].engine.arena,
+        )
+
+    def stopped(self, request: StopRequested) -> StoppedError:
+        """Commit what there is, and what to raise then. Collective.
+
+        Where a step is committed on the mirror alone, that is waited for as at the end.
+        """
+        self.save()
+        self._report("stopped")
+        meets = self.checkpoints.meets_on_mirror
+        place = self.mirror.remote if meets and self.mirror is not None else self.directory.root
+        patience = self.config.checkpoint.mirror_patience_seconds if meets else _GRACE_SECONDS
+        if meets and self.layout.is_main:
+            log.warning(
+                "waiting at most %.0f seconds for %s, where alone step %d is committed; a second signal ends the run without it",
+                patience,
+                place,
+                self.position.step,
+            )
+        left = self._settle_mirror(patience)
+        said = f"step {self.position.step} is committed in {place}; the same command continues from there"
+        if meets and left is not None:
+            said = f"STEP {self.position.step} IS NOT COMMITTED; the same command continues from an older one. {left}"
+        return StoppedError(f"{request}: {said}", signal_number=request.signal_number)
+
+    def _settle_mirror(self, seconds: float) -> BurnishError | None:
+        """Wait so long for the mirror, or until a signal comes; says why it has not all of the run. Collective."""
+        if self.mirror is None:
+            return None
+        self._trackers.close()
+        with self.progress.phase("mirror", 100) as bar:
+            return self.checkpoints.settle_mirror(seconds, self.stopper.changed(), percent_on(bar))
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return naming_failures(f"{self.directory.root} cannot be written")
+
+    def close(self) -> None:
+        """Close the sinks."""
+        self._trackers.close()
+
+    def _load(self, step: Committed, source: CheckpointSource) -> None:
+        """Make the models and the position those of a committed step, once all of it is known to fit."""
+        self.position = take_up(step, source, self._learners, self._inputs, self.config)
+        self._saved_step = self.position.step
+
+    def check_stop(self) -> None:
+        """Raise `StopRequested` on every rank when a signal has reached any. Collective."""
+        check_stop(self.stopper, self.layout)
+
+    def _report(self, state: State) -> None:
+        with agree(self.layout), self._writing():
+            if self.layout.is_main and self.config.tracking.report:
+                write_report(self.directory.root, state)
+
+    def _is_due(self, every: int) -> bool:
+        step = self.position.step
+        return every > 0 and (step % every == 0 or step == self._total_steps)
+
+    def _record(self, values: Mapping[str, float], *, validate: bool, save: bool = False) -> None:
+        """Validate and save where that is due; then log what the step measured, the time of both included.
+
+        Until it is logged, the line is in the position: a signal before the validation is done, or a kill
+        after the save, loses nothing, for resuming begins here again.
+        """
+        validation = self.validate if validate else None
+        self._leave(values)
+        if validation is not None:
+            self.position = replace(self.position, unvalidated=True)
+            self.check_stop()
+            with self.spans("validate"):
+                measured = validation()
+            require_measured(self.config.checkpoint.keep_best.metric, measured)
+            values = {**added(values, self.spans.take()), **measured}
+            self._leave(values)
+            self._keep_measured(json_numbers(measured))
+        if save:
+            self.save(background=self.config.checkpoint.background)
+        self._log({**added(values, self.spans.take()), **self.peaks.take()})
+
+    def _keep_measured(self, measured: Mapping[str, float | str]) -> None:
+        """Keep what the validation measured in the position; where its step is committed already, for the steps to come."""
+        if self._saved_step == self.position.step:
+            later = {**self.position.measured_later, str(self.position.step): measured}
+            self.position = replace(self.position, measured_later=later)
+        self.position = replace(self.position, measured=measured, unvalidated=False)
+
+    def _leave(self, values: Mapping[str, float]) -> None:
+        """Keep the line in the position."""
+        self.position = replace(self.position, unlogged=json_numbers(values))
+
+    def _log(self, values: Mapping[str, float]) -> None:
+        with self._writing():
+            self._trackers.log(self.position.step, values)
+        self.position = replace(self.position, unlogged=None, unvalidated=False)
+
+    def _sinks(self) -> Iterator[Tracker]:
+        step, unlogged = self.position.step, self.position.unlogged is not None
+        resumed = step - unlogged if step else None
+        yield ConsoleTracker(total_steps=self._total_steps)
+        yield JsonlTracker(self.directory.metrics, resume_step=resumed)
+        if self.config.tracking.tensorboard:
+            yield TensorBoardTracker(self.directory.tensorboard, resume_step=resumed)
+
+    def _throughput(self, work: Work, timing: Mapping[str, float]) -> dict[str, float]:
+        """Tokens per second of the update, over all ranks, how evenly it was shared out, and this rank's MFU."""
+        return throughput(
+            tokens=work.tokens,
+            seconds=timing.get("timing_s/update", 0.0),
+            flops=sum(learner.take_flops() for learner in self._learners.values()),
+            peak_flops_per_s=self._peak,
+            imbalance=work.imbalance,
+        )
+
+
+@contextmanager
+def open_run(
+    config: RunConfig, trainer: Literal["sft", "rl"], layout: Layout, device: torch.device
+) -> Iterator[Run]:
+    """The run that `config` names, inside the block; a signal in it commits a checkpoint and raises `StoppedError`.
+
+    Running out of memory becomes an error that says what would have helped. Refuses, before anything
+    is loaded, a run directory that is in use, that belongs to another configuration or `trainer`, or
+    that holds steps where `resume` is never, and ranks that were given different configurations. A
+    directory that is refused stays as it is.
+    """
+    with catch_signals(silent=not layout.is_main) as stopper:
+        run = Run(config, layout, device, stopper)
+        same_on_all_ranks(dump_yaml(config), "the configuration", layout)
+        with run.checkpoints, closing(run):
+            run.mirror = mirror_of(config, run.directory.root, layout)
+            run.checkpoints.mirror_to(run.mirror)
+            with agree(layout):
+                require_own_directory(run.directory, config, trainer)
+                if layout.is_main:
+                    found = environment(device_name(device), layout.world)
+                    claim(run.directory, run.mirror, config, {TRAINER: trainer, **found})
+            memory = OutOfMemory(config, trainer, layout, device, run.peaks)
+            try:
+                with memory.explained(run.directory.root):
+                    yield run
+            except StopRequested as request:
+                raise run.stopped(request) from None

@@ -1,0 +1,269 @@
+"""What SFT, RL and evaluation set up alike: tokenizer, model, data, engine, generator, rewards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from burnish.boxes.shards import ShardSource
+from burnish.checkpoint.contents import ModelContents
+from burnish.config.room import room_for_prompts
+from burnish.config.schema import OptimConfig, RunConfig, SamplingConfig
+from burnish.data.sources import load_rows
+from burnish.data.tasks import ExampleDataset, PromptDataset
+from burnish.data.tokenizer import eos_token_ids, load_tokenizer
+from burnish.distributed.device import has_bf16_products
+from burnish.distributed.layout import Layout
+from burnish.engines import factory as making
+from burnish.engines.base import Engine, Part, compute_dtype
+from burnish.errors import IncompatibleError, UsageError
+from burnish.files.urls import is_url
+from burnish.models.counting import count_flops
+from burnish.models.flops import ModelFlops, Passed
+from burnish.models.loading import (
+    generation_config,
+    read_model_config,
+    require_embeddings,
+    save_model_assets,
+    weights_source,
+)
+from burnish.models.lora.adapter_sources import first_adapter
+from burnish.models.lora.record import AdapterRecord
+from burnish.models.meta_init import kept_in_fp32
+from burnish.models.routing import require_routers
+from burnish.models.value_head import has_value_head
+from burnish.rewards.overview import Complaints
+from burnish.rewards.pool import RewardPool
+from burnish.rollout.base import Sampling
+from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.rollout.builtin.inference_weights import HeldModel
+from burnish.tracking.progress import Progress
+from burnish.train.collect import Collector
+from burnish.train.reward_models import Judge
+from burnish.train.signals import Stopper
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Foundation:
+    """The model that a run starts from, before any weight is read."""
+
+    config: RunConfig
+    """The run."""
+    hf_config: PretrainedConfig
+    """The model's Hugging Face configuration."""
+    tokenizer: PreTrainedTokenizerBase
+    """Its tokenizer, pad and eos repaired."""
+    source: ShardSource
+    """First values of what is trained: the model's weights, or its adapter's."""
+    base: ShardSource
+    """The model's weights."""
+    adapter: AdapterRecord | None
+    """What is written down of the adapter; None where the model itself is trained."""
+    eos_token_ids: tuple[int, ...]
+    """All ids that end a completion."""
+    flops: ModelFlops
+    """What its sequences cost, forward."""
+
+    @property
+    def costs(self) -> ModelFlops:
+        """What its sequences cost in an update: by these batches are balanced."""
+        return self.flops.of_training(frozen=self.adapter is not None)
+
+    @property
+    def beginnings(self) -> tuple[str | None, ...]:
+        """Places of the weights that training starts from."""
+        return (self.config.model.path, self.config.model.lora.path)
+
+    @property
+    def frozen(self) -> tuple[str | None, ...]:
+        """The place of the weights under an adapter, which are in no checkpoint."""
+        return () if self.adapter is None else (self.config.model.path,)
+
+    @property
+    def judges(self) -> tuple[str, ...]:
+        """Places of the models that give rewards."""
+        return tuple(judge.path for judge in self.config.reward.models)
+
+    def write_assets(self, directory: Path) -> None:
+        """Write what makes a directory of the trained weights a Hugging Face model, or an adapter of PEFT's."""
+        if self.adapter is None:
+            is_fp32 = self.config.checkpoint.model_dtype == "fp32"
+            dtype = torch.float32 if is_fp32 else torch.bfloat16
+            save_model_assets(self.hf_config, self.tokenizer, directory, dtype)
+        else:
+            self.adapter.save(directory, self.tokenizer)
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """A model that is trained."""
+
+    engine: Engine
+    """Its weights and its optimizer."""
+    foundation: Foundation
+    """What it started from."""
+
+    def take_flops(self) -> float:
+        """Operations of this rank's forward and backward passes since this was last asked."""
+        passed, self.engine.passed = self.engine.passed, Passed()
+        frozen = self.foundation.adapter is not None
+        return self.foundation.flops.training(passed, frozen=frozen) / self.engine.layout.sharing
+
+    def contents(self) -> ModelContents:
+        """What goes into a checkpoint of it."""
+        weights = list(self.engine.shards(Part.WEIGHTS))
+        return ModelContents(
+            weights=weights,
+            training=list(self.engine.shards(Part.TRAINING)),
+            write_assets=self.foundation.write_assets,
+            whole=kept_in_fp32(self.foundation.hf_config, (each.spec.name for each in weights)),
+        )
+
+
+def lay_foundation(config: RunConfig, given: RunConfig | None = None) -> Foundation:
+    """Read configuration, tokenizer and the headers of the weights; raises when they do not fit each other.
+
+    `given` is the configuration as it was before copies took the place of its URLs.
+    """
+    hf_config = read_model_config(config.model)
+    if has_value_head(hf_config):
+        raise IncompatibleError(
+            f"{config.model.path} has a value head and no vocabulary",
+            have=", ".join(hf_config.architectures or ()),
+            want="a causal language model",
+            do="set model.path to a language model; a critic's directory belongs in critic.path",
+        )
+    tokenizer = load_tokenizer(
+        config.model.tokenizer or config.model.path or "",
+        config.model.chat_template,
+        config.model.trust_remote_code,
+    )
+    require_embeddings(hf_config, tokenizer)
+    _require_stop_tokens(config, hf_config)
+    making.require_fitting(hf_config, config.engine)
+    if config.algorithm.router_replay != "none":
+        require_routers(hf_config, "algorithm.router_replay")
+    base = weights_source(config.model, hf_config, config.seed)
+    url = given.model.path if given and given.model.path and is_url(given.model.path) else None
+    adapter = AdapterRecord.of(config.model, hf_config, url) if config.model.adapter else None
+    return Foundation(
+        config,
+        hf_config,
+        tokenizer,
+        base if adapter is None else first_adapter(config.model, hf_config, adapter, config.seed),
+        base,
+        adapter,
+        eos_token_ids(tokenizer, hf_config, generation_config(hf_config)),
+        count_flops(hf_config),
+    )
+
+
+def _require_stop_tokens(config: RunConfig, hf_config: PretrainedConfig) -> None:
+    vocabulary = hf_config.get_text_config().vocab_size
+    missing = [each for each in config.rollout.stop_token_ids if each >= vocabulary]
+    if missing:
+        raise UsageError(
+            "rollout.stop_token_ids names tokens that the model does not have",
+            have=", ".join(map(str, missing)),
+            want=f"ids below {vocabulary}",
+            do="take them from the model's own tokenizer",
+        )
+
+
+def prompt_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -> PromptDataset:
+    """The prompts in `paths`, those that leave room for a completion; `setting` names them in errors."""
+    config = foundation.config
+    positions = getattr(foundation.hf_config, "max_position_embeddings", None)
+    limits = room_for_prompts(config, positions)
+    rows = load_rows(paths, setting)
+    return PromptDataset(rows, foundation.tokenizer, config.data, limits=limits)
+
+
+def example_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -> ExampleDataset:
+    """The SFT examples in `paths`; `setting` names them in errors."""
+    data, budget = foundation.config.data, foundation.config.microbatch_tokens
+    rows = load_rows(paths, setting)
+    return ExampleDataset(rows, foundation.tokenizer, data, min(data.max_length or budget, budget))
+
+
+def make_engine(
+    foundation: Foundation,
+    optim: OptimConfig | None,
+    layout: Layout,
+    device: torch.device,
+    beside: Engine | None = None,
+) -> Engine:
+    """The engine that the configuration names, its weights not loaded yet; frozen when `optim` is None.
+
+    `beside` is another engine of the configuration, whose process groups it then shares. Warns of a
+    precision that the device has no matrix products for.
+    """
+    in_bf16 = foundation.config.engine.precision == "bf16"
+    if beside is None and in_bf16 and not has_bf16_products(device):
+        _log.warning(
+            "this processor has no matrix products in bf16, and can take a hundred times as long for them as in fp32: "
+            "set engine.precision=fp32"
+        )
+    return making.make_engine(
+        foundation.hf_config,
+        foundation.config.engine,
+        optim,
+        layout=layout,
+        device=device,
+        lora=foundation.config.model.adapter if foundation.adapter else None,
+        beside=beside,
+    )
+
+
+def make_collector(
+    foundation: Foundation,
+    pool: RewardPool,
+    layout: Layout,
+    device: torch.device,
+    stopper: Stopper,
+    progress: Progress,
+    judge: Judge,
+) -> Collector:
+    """Generator and rewards as the configuration says; the generator's weights are not loaded yet."""
+    config, tokenizer = foundation.config, foundation.tokenizer
+    model = HeldModel(
+        foundation.hf_config,
+        device=device,
+        dtype=compute_dtype(config.engine),
+        lora=config.model.adapter_beside,
+    )
+    generator = BuiltinGenerator(
+        model,
+        layout=layout,
+        slots=config.rollout.slots,
+        eos_token_ids=foundation.eos_token_ids,
+        decode=tokenizer.decode,
+    )
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    complaints = Complaints(config.reward.max_failed_rounds)
+    return Collector(generator, decode, pool.score, layout, stopper, progress, complaints, judge)
+
+
+def sampling(config: RunConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:
+    """What a generator is asked for: `how` to draw, within the run's length limit, stop texts and stop tokens."""
+    return Sampling(
+        max_tokens=config.rollout.max_response_length,
+        temperature=how.temperature,
+        top_k=how.top_k,
+        top_p=how.top_p,
+        min_p=how.min_p,
+        stop_token_ids=tuple(config.rollout.stop_token_ids),
+        stop_strings=tuple(config.rollout.stop),
+        seed=seed,
+        step=step,
+    )

@@ -1,0 +1,78 @@
+"""SIGINT and SIGTERM become a flag that training looks at where it can stop cleanly.
+
+A handler only records the signal; `Stopper.check` raises at a safe point, and the run then commits
+a checkpoint. A second signal ends the process at once, for a person who means it; the first one says
+so, because a step's update may take a while to end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from burnish.distributed.collectives import any_rank, gather_objects
+from burnish.distributed.layout import Layout
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_HEARD = "{name}: stopping as soon as nothing is lost by it; a second signal stops at once\n"
+
+
+class StopRequested(Exception):
+    """A signal asked for an end; raised only where the trained state is consistent."""
+
+    def __init__(self, signal_number: int) -> None:
+        self.signal_number = signal_number
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
+
+
+class Stopper:
+    """Remembers the first signal that arrived, and says on standard error that it was heard unless `silent`."""
+
+    def __init__(self, *, silent: bool = False) -> None:
+        self.received: int | None = None
+        self._silent = silent
+
+    def check(self) -> None:
+        """Raise `StopRequested` when a signal has arrived at this process."""
+        if self.received is not None:
+            raise StopRequested(self.received)
+
+    def changed(self) -> Callable[[], bool]:
+        """Tells whether a first signal has arrived since this call."""
+        before = self.received
+        return lambda: self.received != before
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.received = number
+        if not self._silent:
+            # Not by `print` or a logger: the signal may have come while one of them was writing.
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, _HEARD.format(name=signal.Signals(number).name).encode())
+
+
+def check_stop(stopper: Stopper, layout: Layout) -> None:
+    """Raise `StopRequested` on every rank, for the same signal, when one has reached any of them. Collective."""
+    if any_rank(stopper.received is not None, layout):
+        heard = gather_objects(stopper.received, layout)
+        raise StopRequested(next(number for number in heard if number is not None))
+
+
+@contextmanager
+def catch_signals(*, silent: bool = False) -> Iterator[Stopper]:
+    """Inside the block SIGINT and SIGTERM set the yielded flag; the former handlers return after it.
+
+    The first signal is answered with a line on standard error, unless `silent`.
+    """
+    stopper = Stopper(silent=silent)
+    former = {number: signal.signal(number, stopper._handle) for number in _SIGNALS}
+    try:
+        yield stopper
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

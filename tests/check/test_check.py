@@ -1,0 +1,407 @@
+"""`burnish check` passes what is right, and finds and names planted faults, at every kind of layout.
+
+Cases of as many processes share one launch of them, because launching is most of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulty_engines import ENGINES, OneGradient
+from ranks import run_ranks
+from tiny import FAMILIES, save_tiny, tiny_config
+from tokenizers_for_tests import char_tokenizer
+from training_files import RL, SFT, burnish, done, make_files
+
+from burnish.check.check import (
+    TOLERANCE,
+    compared,
+    critic_config,
+    critic_material,
+    fill,
+    material,
+    require_equal,
+)
+from burnish.config.schema import CriticConfig, RunConfig
+from burnish.distributed.layout import Layout
+from burnish.distributed.processes import process_group
+from burnish.engines.base import Engine
+from burnish.engines.factory import make_engine
+from burnish.engines.megatron.megatron_compatibility import (
+    require_fitting as require_megatron_fitting,
+)
+from burnish.engines.megatron.megatron_engine import MegatronEngine
+from burnish.errors import BurnishError
+
+CPU = torch.device("cpu")
+COOL = RL | {
+    "rollout": RL["rollout"] | {"temperature": 0.7},
+    "algorithm": {"mismatch_cap": 1.2},
+}
+"""RL that samples, and so trains, at another temperature than 1, and corrects what the generator is off by."""
+
+
+def made(kind: str, hf_config: Any, config: RunConfig, layout: Layout) -> Engine:
+    """An engine with a fault, or the one that the configuration names."""
+    lora = config.model.adapter
+    if kind == "right":
+        return make_engine(
+            hf_config, config.engine, config.optim, layout=layout, device=CPU, lora=lora
+        )
+    options = {} if issubclass(ENGINES[kind], MegatronEngine) else {"lora": lora}
+    return ENGINES[kind](
+        hf_config, config.engine, config.optim, layout=layout, device=CPU, **options
+    )
+
+
+def config_of(root: Path, settings: dict[str, Any], **changes: Any) -> RunConfig:
+    data = {"train": [str(root / "train.jsonl")]}
+    model = {"tokenizer": str(root / "tokenizer"), "fresh": settings["model"]["fresh"]}
+    reward = {"functions": [{"function": "exact_match"}]} if "reward" in settings else {}
+    return RunConfig.model_validate(
+        settings | {"data": data, "model": model, "reward": reward} | changes
+    )
+
+
+def of_family(
+    root: Path,
+    family: str,
+    settings: dict[str, Any],
+    shape: dict[str, Any] | None = None,
+    **changes: Any,
+) -> RunConfig:
+    """A configuration of another family's model."""
+    fresh = tiny_config(family, **(shape or {})).to_diff_dict()
+    model = {"tokenizer": str(root / "tokenizer")}
+    model["fresh"] = {**fresh, "vocab_size": len(char_tokenizer())}
+    return config_of(root, settings, model=model, **changes)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine that is checked."""
+
+    config: RunConfig
+    kind: str = "right"
+    """Of `ENGINES`, or the one that the configuration names."""
+    critic: bool = False
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What came of it."""
+
+    refusal: str
+    """Empty where nothing differs."""
+    compared: tuple[str, ...]
+    worst: float
+    """The largest difference."""
+    wrong: tuple[str, ...]
+    """What differs by more than is allowed."""
+
+    @property
+    def kinds(self) -> list[str]:
+        return [what.split(" ")[0] for what in self.compared]
+
+
+def check_ranks(layout: Layout, cases: Sequence[Case]) -> list[Checked]:
+    return [check_rank(layout, case) for case in cases]
+
+
+def check_rank(layout: Layout, case: Case) -> Checked:
+    config = case.config
+    examples, loss, hf_config = critic_material(config) if case.critic else material(config)
+    config = critic_config(config, hf_config) if case.critic else config
+    engine = made(case.kind, hf_config, config, layout)
+    fill(engine, config, hf_config)
+    differences = compared(engine, config, examples, loss, hf_config)
+    engine.close()
+    refusal = ""
+    try:
+        require_equal(differences, layout)
+    except BurnishError as error:
+        refusal = str(error)
+    compared_things = tuple(d.what for d in differences)
+    wrong = tuple(d.what for d in differences if d.error > TOLERANCE)
+    return Checked(refusal, compared_things, max(d.error for d in differences), wrong)
+
+
+def checked(world: int, *cases: Case) -> list[Checked]:
+    """What every rank finds of the cases; a single rank in this process."""
+    if world == 1:
+        with process_group(CPU, 60.0) as layout:
+            return check_ranks(layout, cases)
+    first, *others = run_ranks(check_ranks, world, cases)
+    assert all(rank == first for rank in others)
+    return list(first)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_files(tmp_path_factory.mktemp("check"))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_right_layouts_pass(root: Path, world: int) -> None:
+    for found in checked(world, *(Case(config_of(root, each)) for each in (SFT, RL, COOL))):
+        assert found.refusal == ""
+        assert 0 < found.worst < 1e-5
+        order = ["log-probs", "loss", "gradient", "weight"]
+        assert found.kinds == sorted(found.kinds, key=order.index)
+        assert set(found.kinds) == set(order)
+
+
+def test_layouts_that_share_a_micro_batch_or_the_weights_pass(root: Path) -> None:
+    cases = [
+        Case(config_of(root, RL, engine={"precision": "fp32", shared: 2}))
+        for shared in ("sequence_parallel", "tensor_parallel", "replicas")
+    ]
+    sequence, tensor, replicas = checked(2, *cases)
+    assert (sequence.refusal, tensor.refusal, replicas.refusal) == ("", "", "")
+    assert max(sequence.worst, tensor.worst, replicas.worst) < 1e-5
+    copies = [each.kinds.count("copies") for each in (sequence, tensor, replicas)]
+    names = sum(each.startswith("weight ") for each in replicas.compared)
+    norms = sum("norm" in each for each in replicas.compared if each.startswith("weight "))
+    assert copies == [0, 3 * norms, 3 * names]  # with two moments of each
+
+
+def test_every_family_passes(root: Path) -> None:
+    families = sorted(FAMILIES)
+    cases = [Case(of_family(root, family, SFT)) for family in families]
+    for family, found in zip(families, checked(1, *cases), strict=True):
+        assert (found.refusal, found.worst < 1e-5) == ("", True), family
+
+
+FAULTS = {
+    "WithoutSync": "gradient norm",
+    "WithoutTensorSum": "gradient norm",
+    "Averaging": "gradient norm",
+    "ScaledLoss": "loss",
+    "OffByOne": "loss",
+}
+"""And what differs first."""
+DEGREES = ({}, {"sequence_parallel": 2}, {"tensor_parallel": 2}, {"replicas": 2})
+PLAIN = "2 processes do not compute what one plain process does: "
+
+
+def sharing(root: Path, degrees: dict[str, int]) -> RunConfig:
+    """A layout of the torch engine, with gradients that are clipped a lot."""
+    return config_of(root, SFT, engine={"precision": "fp32", "max_grad_norm": 0.01} | degrees)
+
+
+def test_planted_faults_are_found_and_named_at_every_layout(root: Path) -> None:
+    missing = {True: "WithoutSync", False: "WithoutTensorSum"}  # by what a layout does not have
+    cases = [
+        Case(sharing(root, degrees), fault)
+        for degrees in DEGREES
+        for fault in FAULTS
+        if fault != missing["tensor_parallel" in degrees]
+    ]
+    for case, found in zip(cases, checked(2, *cases), strict=True):
+        layout = (case.config.engine, case.kind)
+        first, *_ = found.refusal.splitlines()
+        said = f"{PLAIN}{FAULTS[case.kind]} differs, and of the parameters first the gradient of "
+        assert first.startswith(said), layout
+        wrong = [each for each in found.wrong if each.startswith("gradient of ")]
+        assert wrong[0] == f"gradient of {first.removeprefix(said)}", layout
+        if case.kind == "WithoutTensorSum":  # the norms are what tensor ranks have whole
+            gradients = [each for each in found.compared if each.startswith("gradient of ")]
+            assert wrong == [each for each in gradients if each.endswith("norm.weight")], layout
+
+
+def test_a_fault_in_one_gradient_is_found_in_that_alone_at_every_layout(root: Path) -> None:
+    cases = [Case(sharing(root, degrees), "OneGradient") for degrees in DEGREES]
+    at_fault = f"gradient of {OneGradient.parameter}"
+    for case, found in zip(cases, checked(2, *cases), strict=True):
+        assert found.wrong == ("gradient norm", at_fault), case.config.engine
+        assert f"{PLAIN}gradient norm differs, and of the parameters first the {at_fault}\n" in (
+            found.refusal
+        )
+        assert " and 1.0e-01; 2 of " in found.refusal
+
+
+def test_a_wrong_balance_is_found_and_named(root: Path) -> None:
+    balanced = evened(root, "mixtral", SFT)
+    faults = {"WrongBalance": "load-balancing loss", "WrongBalanceGradient": "gradient norm"}
+    cases = [Case(balanced, fault) for fault in faults]
+    for (fault, first), found in zip(faults.items(), checked(2, *cases), strict=True):
+        assert f"{PLAIN}{first} differs" in found.refusal, fault
+
+
+def test_a_copy_that_is_not_the_others_is_found_and_named(root: Path) -> None:
+    cases = [
+        Case(config_of(root, SFT, engine={"precision": "fp32", shared: 2}), "Drifting")
+        for shared in ("replicas", "tensor_parallel")
+    ]
+    whole, shared = checked(2, *cases)
+    assert f"{PLAIN}copies of model.embed_tokens.weight differs" in whole.refusal
+    assert f"{PLAIN}weight model.embed_tokens.weight differs" in shared.refusal
+    named = {each for each in shared.compared if each.startswith("copies of model")}
+    assert "copies of model.norm.weight" in named
+
+
+def test_the_temperature_is_that_of_the_run(root: Path) -> None:
+    """Supervised fine-tuning has none, whatever `rollout` says."""
+    rollouts = [{"temperature": t} for t in (0.7, 0.0)]
+    cases = [Case(config_of(root, SFT, rollout=each), "AtOne") for each in rollouts]
+    *sft, rl = checked(1, *cases, Case(config_of(root, COOL), "AtOne"))
+    assert [each.refusal for each in sft] == ["", ""]
+    assert "log-probs of sequence 0 differs" in rl.refusal
+
+
+def test_an_adapter_is_compared(root: Path, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "base", "qwen3", vocab_size=len(char_tokenizer()))
+    model = {
+        "path": str(tmp_path / "base"),
+        "tokenizer": str(root / "tokenizer"),
+        "lora": {"rank": 3},
+    }
+    config = config_of(root, RL, model=model)
+    right, wrong = checked(2, Case(config), Case(config, "Averaging"))
+    assert right.refusal == ""
+    assert "gradient norm differs" in wrong.refusal
+    for found in (right, wrong):
+        gradients = {each for each in found.compared if each.startswith("gradient of")}
+        assert len(gradients) == 2 * 2 * 7
+        assert all("base_model.model." in each for each in gradients)
+
+
+def megatron(
+    root: Path, family: str, settings: dict[str, Any], layers: int, **degrees: int
+) -> RunConfig:
+    engine = {"kind": "megatron", "precision": "fp32"} | degrees
+    return of_family(root, family, settings, {"num_hidden_layers": layers}, engine=engine)
+
+
+def test_layouts_of_the_megatron_engine_pass(root: Path) -> None:
+    cases = [
+        Case(megatron(root, "qwen3", COOL, 4, tensor_parallel=2)),
+        Case(megatron(root, "llama", SFT, 4, pipeline_parallel=2, virtual_stages=2)),
+        Case(megatron(root, "qwen3_moe", RL, 4, expert_parallel=2)),
+    ]
+    for found in checked(2, *cases):
+        assert (found.refusal, found.worst < 1e-5) == ("", True)
+        assert set(found.kinds) - {"copies"} == {"log-probs", "loss", "gradient", "weight"}
+
+
+MEGATRON_FAULTS = {
+    "MegatronWithoutSync": "gradient norm",
+    "MegatronScaledLoss": "loss",
+    "MegatronOffByOne": "loss",
+}
+"""And what differs first."""
+MEGATRON_DEGREES = (
+    {},
+    {"tensor_parallel": 2},
+    {"pipeline_parallel": 2},
+    {"sequence_parallel": 2},
+    {"expert_parallel": 2},
+)
+
+
+def test_faults_of_the_megatron_engine_are_found_and_named_at_every_layout(root: Path) -> None:
+    cases = [
+        Case(
+            megatron(
+                root, "qwen3_moe" if "expert_parallel" in degrees else "qwen3", SFT, 2, **degrees
+            ),
+            fault,
+        )
+        for degrees in MEGATRON_DEGREES
+        for fault in MEGATRON_FAULTS
+    ]
+    for case, found in zip(cases, checked(2, *cases), strict=True):
+        first = MEGATRON_FAULTS[case.kind]
+        assert f"{PLAIN}{first} differs" in found.refusal, (case.config.engine, case.kind)
+
+
+def evened(root: Path, family: str, settings: dict[str, Any], **engine: Any) -> RunConfig:
+    """A configuration of a mixture with a load-balancing loss."""
+    engine = settings["engine"] | {"precision": "fp32", "router_aux_loss": 0.01} | engine
+    return of_family(root, family, settings, engine=engine)
+
+
+def test_the_balance_of_experts_is_compared(root: Path) -> None:
+    configs = [
+        evened(root, "mixtral", RL),
+        evened(root, "qwen3_moe", RL, sequence_parallel=2, activation_checkpointing="full"),
+        evened(root, "qwen3_moe", RL, tensor_parallel=2),
+        evened(root, "qwen3_moe", RL, kind="megatron", expert_parallel=2),
+    ]
+    for config, found in zip(configs, checked(2, *map(Case, configs)), strict=True):
+        assert found.refusal == "", config.engine
+        assert found.compared[12:15] == ("load-balancing loss", "loss", "gradient norm")
+
+
+CRITICS: list[dict[str, Any]] = [
+    {},
+    {"sequence_parallel": 2},
+    {"tensor_parallel": 2},
+    {"activation_checkpointing": "full", "replicas": 2},
+    {"kind": "megatron", "pipeline_parallel": 2},
+]
+
+
+def test_a_critic_is_compared(root: Path) -> None:
+    gae = {"advantage": "gae"}
+    configs = [
+        config_of(root, RL, algorithm=gae, engine=RL["engine"] | layout) for layout in CRITICS
+    ]
+    cases = [Case(config, critic=True) for config in configs]
+    *right, wrong = checked(2, *cases, Case(configs[0], "OffByOne", critic=True))
+    assert [found.refusal for found in right] == [""] * len(CRITICS)
+    assert "loss differs" in wrong.refusal
+    for found in (*right, wrong):
+        assert {"gradient of score.weight", "weight score.bias"} <= set(found.compared)
+        assert found.kinds.count("values") == 12
+
+
+def test_the_experts_of_a_critic_are_evened_out_where_it_has_some(
+    root: Path, tmp_path: Path
+) -> None:
+    path = save_tiny(tmp_path / "dense", "qwen3", vocab_size=len(char_tokenizer()))
+    mixture = evened(root, "mixtral", RL)
+    dense = mixture.model_copy(update={"critic": CriticConfig(path=str(path))})
+    found = checked(2, Case(mixture, critic=True), Case(dense, critic=True))
+    assert [each.refusal for each in found] == ["", ""]
+    assert [each.compared.count("load-balancing loss") for each in found] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("family", "degrees"),
+    [
+        ("qwen3", {"pipeline_parallel": 3, "virtual_stages": 2}),
+        ("llama", {"tensor_parallel": 3, "pipeline_parallel": 2}),
+        ("qwen3_moe", {"expert_parallel": 6, "expert_tensor_parallel": 3}),
+    ],
+    ids=str,
+)
+def test_a_shrunken_model_can_be_cut_as_the_whole_one(
+    root: Path, family: str, degrees: dict[str, int]
+) -> None:
+    sizes = {"num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 6}
+    sizes |= {"hidden_size": 96}
+    sizes |= {"num_experts": 12, "moe_intermediate_size": 96} if "moe" in family else {}
+    whole = tiny_config(family, intermediate_size=384, **sizes)
+    fresh = {**whole.to_diff_dict(), "vocab_size": len(char_tokenizer())}
+    model = {"tokenizer": str(root / "tokenizer"), "fresh": fresh}
+    config = config_of(root, SFT, engine={"kind": "megatron"} | degrees, model=model)
+    require_megatron_fitting(material(config)[-1], config.engine)
+
+
+def test_as_a_command(root: Path) -> None:
+    done(root, "check", "sft.yaml", world=2)
+    code, output = burnish(root, "check", "rl.yaml", "--processes", "2", "engine.replicas=2")
+    assert code == 0, output
+    assert "2 processes compute what one plain process does" in output
+    code, output = burnish(root, "check", "sft.yaml", "--processes", "3", "engine.replicas=2")
+    assert code == 2
+    assert "engine.replicas: 2, 3 processes" in output
+    code, output = burnish(root, "check", "sft.yaml", "--processes", "0")
+    assert code == 2
+    assert "--processes is not a number of processes" in output

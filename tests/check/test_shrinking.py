@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny import tiny_config
+
+from burnish.check.shrinking import shrunk
+from burnish.config.schema import EngineConfig
+from burnish.engines.megatron.megatron_compatibility import (
+    require_fitting as require_megatron_fitting,
+)
+from burnish.engines.torch.compatibility import require_fitting
+from burnish.models import routing
+
+
+def test_a_shrunken_model_keeps_its_kind() -> None:
+    config = tiny_config(
+        "gemma3_text",
+        num_hidden_layers=6,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        sliding_window=1024,
+    )
+    small = shrunk(config)
+    assert (config.hidden_size, config.num_hidden_layers) == (4096, 6)
+    assert small.layer_types == ["sliding_attention", "full_attention"]
+    assert (small.num_attention_heads, small.num_key_value_heads) == (8, 2)
+    assert (small.hidden_size, small.head_dim, small.sliding_window) == (128, 16, 16)
+    assert small.tie_word_embeddings
+    assert small.vocab_size == config.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("fields", "left"),
+    [
+        ({"mlp_only_layers": [0, 1, 2], "num_hidden_layers": 6}, [1]),
+        ({"mlp_only_layers": [], "decoder_sparse_step": 3, "num_hidden_layers": 6}, [1]),
+        ({"mlp_only_layers": [], "num_hidden_layers": 6}, [0, 1]),
+        ({"mlp_only_layers": [0, 1, 2]}, []),
+    ],
+    ids=str,
+)
+def test_a_shrunken_mixture_keeps_its_kinds_of_layers(
+    fields: dict[str, Any], left: list[int]
+) -> None:
+    assert routing.layers_with_experts(shrunk(tiny_config("qwen3_moe", **fields))) == left
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sequence", "heads", "key_heads"), [(1, 1, 8, 2), (4, 1, 16, 4), (2, 8, 16, 4)]
+)
+def test_a_shrunken_model_can_be_shared(
+    tensor: int, sequence: int, heads: int, key_heads: int
+) -> None:
+    config = tiny_config("qwen3", num_attention_heads=32, num_key_value_heads=8)
+    small = shrunk(config, tensor, sequence)
+    assert (small.num_attention_heads, small.num_key_value_heads) == (heads, key_heads)
+    require_fitting(small, EngineConfig(tensor_parallel=tensor, sequence_parallel=sequence))
+
+
+def test_a_shrunken_model_has_no_more_key_heads_than_the_whole_one() -> None:
+    """Where tensor ranks share them, they do in the small one."""
+    config = tiny_config("qwen3", num_attention_heads=16, num_key_value_heads=2)
+    small = shrunk(config, tensor=4)
+    assert (small.num_attention_heads, small.num_key_value_heads) == (16, 2)
+    require_megatron_fitting(small, EngineConfig(kind="megatron", tensor_parallel=4))

@@ -1,0 +1,49 @@
+"""The process that copies to a mirror where a write hangs: nothing of it comes late, over what was sent since."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from fault_proxy import Fault
+
+from burnish.checkpoint.destinations.mirror import Mirror
+from burnish.checkpoint.destinations.uploader import Uploader
+from burnish.files.patience import Patience
+from burnish.files.remote import Remote
+
+HASTY = Patience(tries=30, seconds=200, first_pause=0.02, longest_pause=0.05, silence=3)
+
+
+def settled(uploader):
+    while uploader.hear(0.05):
+        pass
+    return uploader.error
+
+
+def test_a_write_that_hung_does_not_come_late(s3_server, tmp_path, caplog):
+    remote = Remote(f"{s3_server.make_bucket('late')}/run", HASTY)
+    remote.put("environment.json", json.dumps({"start": "this"}).encode())
+    (tmp_path / "checkpoints").mkdir()
+    metrics = tmp_path / "metrics.jsonl"
+    uploader = Uploader(Mirror(tmp_path, remote, None, "this"))
+    try:
+        uploader.begin()
+        assert settled(uploader) is None  # what libraries take to load is taken here
+        process = uploader._companion
+        metrics.write_text("first\n")
+        late = Fault("late", 1, "PUT", "metrics.jsonl")
+        s3_server.proxy.faults.append(late)
+        uploader.begin()
+        assert settled(uploader) is None
+        assert "hung" in caplog.text
+        assert uploader._companion is not process
+        metrics.write_text("first and second\n")
+        uploader.begin()
+        assert settled(uploader) is None
+        assert late.times == 0
+        late.release.set()
+        time.sleep(0.5)
+    finally:
+        uploader.close()
+    assert remote.read("metrics.jsonl", 100) == b"first and second\n"

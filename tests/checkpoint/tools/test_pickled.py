@@ -1,0 +1,330 @@
+"""Importing what has to be unpickled: exact, through a child process, and refusing all that is no tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints_for_tests import bits
+from ranks import run_ranks
+from tiny import tiny_config, tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from burnish.checkpoint.steps import open_step
+from burnish.checkpoint.streams import StepTensors
+from burnish.checkpoint.tools import import_pickled as pickled
+from burnish.checkpoint.tools.import_pickled import Pickled, guarded_by, pickled_kind
+from burnish.checkpoint.tools.importing import save_foreign
+from burnish.checkpoint.tools.unpickle import convert
+from burnish.checkpoint.verify import verify
+from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, UsageError
+from burnish.files.storage import LocalStorage
+
+
+def imported(source, assets, root):
+    return open_step(
+        save_foreign(Pickled(source, assets, without_sandbox=True), root, 0), LocalStorage()
+    )
+
+
+def assert_is_model(step, model, dtype=torch.float32):
+    """The step holds exactly the canonical tensors of the model, as `save_pretrained` would write them."""
+    assert list(verify(step.path)) == []
+    expected = canonical(model)
+    with StepTensors(step) as tensors:
+        assert {key.removeprefix("model/") for key in tensors.tensors} == expected.keys()
+        for name, tensor in expected.items():
+            found = tensors.read(f"model/{name}", 0, tensor.numel()).view(tensor.shape)
+            assert torch.equal(bits(found), bits(tensor.to(dtype))), name
+
+
+def canonical(model):
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = revert_weight_conversion(model, dict(model.state_dict()))
+    tied = set(model.all_tied_weights_keys or ())
+    return {name: tensor for name, tensor in state.items() if name not in tied}
+
+
+@pytest.fixture
+def assets(tmp_path):
+    tiny_config("qwen3").save_pretrained(tmp_path / "assets")
+    (tmp_path / "assets/tokenizer.json").write_text("{}")
+    return tmp_path / "assets"
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Convert in this process: a child with torch takes seconds to start, and is tried below."""
+
+    def unpickle(task, scratch):
+        convert(task.kind, task.source, task.files, frozenset(task.names), scratch)
+
+    monkeypatch.setattr(pickled, "_unpickle", unpickle)
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "run/checkpoints"
+
+
+def save_dcp(state, directory):
+    dcp.save(state, checkpoint_id=str(directory), no_dist=True)
+    return directory
+
+
+# torch warns of saving without a process group, which is what these tests mean to do.
+alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@alone
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("prefix", ["", "model.", "state.app."])
+def test_a_dcp_directory(tmp_path, assets, root, prefix):
+    model = tiny_model("qwen3")
+    state = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
+    state |= {
+        f"optim.state.{name}.exp_avg": tensor + 1 for name, tensor in model.state_dict().items()
+    }
+    source = save_dcp(state | {"step": 3, "note": "hello"}, tmp_path / "dcp")
+    assert pickled_kind(source) == "dcp"
+    step = imported(source, assets, root)
+    assert_is_model(step, model)
+    assert step.state["imported"]["kind"] == "dcp"
+    assert (step.path / "model/tokenizer.json").is_file()
+    assert sorted(path.name for path in root.iterdir()) == [".lease", step.path.name]
+
+
+@pytest.mark.usefixtures("in_process")
+@alone
+def test_fused_experts_of_a_dcp_directory(tmp_path, root):
+    model = tiny_model("qwen3_moe")
+    model.config.save_pretrained(tmp_path / "assets")
+    source = save_dcp({"model": dict(model.state_dict())}, tmp_path / "dcp")
+    assert_is_model(imported(source, tmp_path / "assets", root), model)
+
+
+@pytest.mark.usefixtures("in_process")
+@alone
+def test_single_experts_of_a_dcp_directory(tmp_path, root):
+    model = tiny_model("qwen3_moe")
+    model.config.save_pretrained(tmp_path / "assets")
+    source = save_dcp({"model": canonical(model)}, tmp_path / "dcp")
+    assert_is_model(imported(source, tmp_path / "assets", root), model)
+
+
+def save_sharded(layout, directory, mesh_shape, dtype):
+    """What verl and DCP write of the tiny model, over the ranks of a mesh."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(0)]
+    state = {
+        name: distribute_tensor(tensor.to(dtype), mesh, placements)
+        for name, tensor in tiny_model("qwen3").state_dict().items()
+    }
+    name = f"model_world_size_{layout.world}_rank_{layout.rank}.pt"
+    torch.save(state, Path(directory) / "verl" / name)
+    dcp.save({"model": state}, checkpoint_id=f"{directory}/dcp")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_shards_of_several_ranks(tmp_path, assets):
+    """Two copies of two halves; the vocabulary of 97 is not cut evenly."""
+    (tmp_path / "verl").mkdir()
+    run_ranks(save_sharded, 4, str(tmp_path), (2, 2), torch.bfloat16)
+    for kind in ("verl", "dcp"):
+        assert pickled_kind(tmp_path / kind) == kind
+        step = imported(tmp_path / kind, assets, tmp_path / f"{kind}-run/checkpoints")
+        assert_is_model(step, tiny_model("qwen3"), torch.bfloat16)
+        assert step.state["imported"]["kind"] == kind
+
+
+def save_verl(state, source, world=1, rank=0):
+    source.mkdir(exist_ok=True)
+    torch.save(state, source / f"model_world_size_{world}_rank_{rank}.pt")
+    return source
+
+
+@pytest.fixture
+def verl(tmp_path):
+    return save_verl(dict(tiny_model("qwen3").state_dict()), tmp_path / "actor")
+
+
+class Touch:
+    """Unpickled without care, makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.system, (f"touch {self.path}",))
+
+
+def test_code_in_a_verl_checkpoint_is_not_run(tmp_path, assets, root):
+    source = save_verl({"w": torch.ones(1), "x": Touch(tmp_path / "touched")}, tmp_path / "actor")
+    with pytest.raises(CorruptError, match=r"cannot be unpickled safely") as caught:
+        imported(source, assets, root)
+    assert "posix.system" in str(caught.value)
+    assert not (tmp_path / "touched").exists()
+    assert [path.name for path in root.iterdir()] == [".lease"]
+
+
+@alone
+@pytest.mark.parametrize("where", ["metadata", "data"])
+@pytest.mark.usefixtures("in_process")
+def test_code_in_a_dcp_directory_is_not_run(tmp_path, assets, root, where):
+    source = save_dcp(dict(tiny_model("qwen3").state_dict()), tmp_path / "dcp")
+    touch = Touch(tmp_path / "touched")
+    if where == "metadata":
+        (source / ".metadata").write_bytes(pickle.dumps(touch))
+    else:
+        metadata = dcp.FileSystemReader(str(source)).read_metadata()
+        with (source / "__0_0.distcp").open("r+b") as file:
+            for info in metadata.storage_data.values():
+                file.seek(info.offset)
+                file.write(pickle.dumps(touch, 2).ljust(info.length, b"\0")[: info.length])
+    with pytest.raises(pickle.UnpicklingError, match=r"posix\.system"):
+        imported(source, assets, root)
+    assert not (tmp_path / "touched").exists()
+
+
+@alone
+def test_a_child_unpickles_a_dcp_directory(tmp_path, assets, root):
+    source = save_dcp(dict(tiny_model("qwen3").state_dict()), tmp_path / "dcp")
+    assert_is_model(imported(source, assets, root), tiny_model("qwen3"))
+
+
+def test_a_child_without_an_environment_unpickles_verls_files(verl, assets, root, monkeypatch):
+    seen = []
+    real = subprocess.run
+
+    def run(*args, **kwargs):
+        seen.append(kwargs["env"])
+        return real(*args, **kwargs)
+
+    monkeypatch.setenv("SECRET", "x")
+    monkeypatch.setattr(pickled.subprocess, "run", run)
+    assert_is_model(imported(verl, assets, root), tiny_model("qwen3"))
+    assert seen[0].keys() <= {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LD_LIBRARY_PATH"}
+
+
+def forge(how, scratch):
+    """Change what the child left behind."""
+    path = scratch / "pieces.json"
+    pieces = json.loads(path.read_text())
+    changes = {
+        "outside": {"file": "../x.safetensors"},
+        "absent tensor": {"tensor": "no"},
+        "too far": {"offsets": [10**9, 0]},
+        "negative": {"offsets": [-1, 0]},
+        "fewer dims": {"shape": [3]},
+        "no name": {"name": 3},
+    }
+    if how in changes:
+        pieces[0] |= changes[how]
+        path.write_text(json.dumps(pieces))
+    elif how == "no list":
+        path.write_text("{}")
+    elif how == "nothing":
+        path.unlink()
+    elif how == "a lying header":
+        file = scratch / pieces[0]["file"]
+        file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    "how",
+    ["outside", "absent tensor", "too far", "negative", "fewer dims", "no name", "no list", "nothing",
+     "a lying header"],
+)  # fmt: skip
+def test_what_the_child_leaves_is_not_believed(verl, assets, root, monkeypatch, how):
+    real = pickled._unpickle
+
+    def unpickle(task, scratch):
+        real(task, scratch)
+        forge(how, scratch)
+
+    monkeypatch.setattr(pickled, "_unpickle", unpickle)
+    with pytest.raises(CorruptError):
+        imported(verl, assets, root)
+    assert [path.name for path in root.iterdir()] == [".lease"]
+
+
+def without(name, state):
+    return {key: value for key, value in state.items() if key != name}
+
+
+def wider(name, state):
+    return state | {name: torch.cat([state[name]] * 2)}
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        (partial(without, "model.norm.weight"), MissingError, "lacks 1 tensors"),
+        (partial(wider, "model.norm.weight"), IncompatibleError, "another shape"),
+        (lambda state: {}, MissingError, "lacks"),
+    ],
+)
+def test_weights_of_another_model(tmp_path, assets, root, change, error, said):
+    state = change(dict(tiny_model("qwen3").state_dict()))
+    source = save_verl(state, tmp_path / "actor")
+    with pytest.raises(error, match=said) as caught:
+        imported(source, assets, root)
+    assert "--assets" in str(caught.value)
+
+
+def test_files_that_are_missing(tmp_path, assets, verl):
+    with pytest.raises(MissingError, match=r"no checkpoint of DCP, Megatron or verl"):
+        Pickled(assets, assets)
+    shutil.copy(verl / "model_world_size_1_rank_0.pt", verl / "model_world_size_2_rank_0.pt")
+    with pytest.raises(IncompatibleError, match=r"several sizes"):
+        Pickled(verl, assets)
+    (verl / "model_world_size_1_rank_0.pt").unlink()
+    with pytest.raises(MissingError, match=r"lacks model_world_size_2_rank_1.pt"):
+        Pickled(verl, assets)
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp/.metadata").write_bytes(b"")
+    with pytest.raises(MissingError, match=r"lacks tensors"):
+        Pickled(tmp_path / "dcp", assets)
+    with pytest.raises(MissingError, match=r"config\.json"):
+        Pickled(save_verl({}, tmp_path / "other"), tmp_path / "other", without_sandbox=True)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_step_is_looked_at_before_anything_is_unpickled(verl, assets, root, monkeypatch):
+    imported(verl, assets, root)
+    monkeypatch.setattr(pickled, "_unpickle", lambda *_: pytest.fail("was unpickled"))
+    with pytest.raises(BurnishError, match=r"step 0 exists already"):
+        imported(verl, assets, root)
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [(0, "no Landlock"), (3, "Landlock 3"), (7, "and from TCP")]
+)
+def test_it_says_what_guards_it(version, said):
+    assert said in guarded_by(version)
+
+
+def test_without_a_sandbox_only_when_told(verl, assets):
+    with pytest.raises(UsageError, match="cannot be unpickled in a sandbox") as caught:
+        Pickled(verl, assets, landlock=0)
+    assert "--without-sandbox" in caught.value.do
+    assert "no Landlock" in Pickled(verl, assets, landlock=0, without_sandbox=True).guard
+    assert "Landlock 7" in Pickled(verl, assets, landlock=7, without_sandbox=True).guard
+
+
+def test_a_child_unpickles_without_a_sandbox_when_told(verl, assets, root):
+    source = Pickled(verl, assets, landlock=0, without_sandbox=True)
+    step = open_step(save_foreign(source, root, 0), LocalStorage())
+    assert step.state["imported"]["kind"] == "verl"

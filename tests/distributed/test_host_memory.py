@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from burnish.distributed import host_memory as arenas
+from burnish.distributed.host_memory import Arena
+from burnish.errors import BurnishError
+
+CPU = torch.device("cpu")
+LEAST = 1 << 16
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40_000), st.integers(0, 9)), min_size=1, max_size=40))
+def test_what_is_taken_never_overlaps_and_comes_back(steps: list[tuple[int, int]]) -> None:
+    """Each step takes bytes and gives back an earlier lot; what is held keeps its content."""
+    arena, held = Arena(CPU, LEAST), dict[int, Tensor]()
+    for number, (size, dropped) in enumerate(steps):
+        held[number] = arena.take(size).fill_(number % 251)
+        held.pop(number - dropped, None)
+        assert arena.used >= sum(tensor.numel() for tensor in held.values())
+        assert all(bool((tensor == key % 251).all()) for key, tensor in held.items())
+    held.clear()
+    assert arena.used == 0
+
+
+def test_steps_that_are_alike_take_no_more_and_soon_have_one_piece() -> None:
+    arena = Arena(CPU, LEAST)
+    sizes = [30_000, 80_000, 5, 200_000, 64, 1_000_000]
+    for _ in range(2):
+        held = [arena.take(size) for size in sizes]
+        after_first = arena.held
+        assert arena.pieces <= len(sizes)
+        del held
+    held = [arena.take(size) for size in sizes]
+    assert arena.pieces == 1
+    assert arena.held <= after_first
+    assert held[0].data_ptr() % 64 == 0
+
+
+def test_a_view_keeps_its_place_and_its_piece() -> None:
+    arena = Arena(CPU, LEAST)
+    view = arena.take(400).view(torch.float32).fill_(7.0)[10:20]
+    other = arena.take(LEAST).fill_(1)
+    assert arena.used >= 400 + LEAST
+    del arena
+    gc.collect()
+    other.fill_(2)
+    assert view.tolist() == [7.0] * 10
+
+
+def test_neighbours_that_come_back_are_one_gap() -> None:
+    arena = Arena(CPU, LEAST)
+    parts = [arena.take(LEAST // 4) for _ in range(4)]
+    del parts[3], parts[0]
+    del parts[1]
+    first = arena.take(LEAST // 2)
+    assert arena.pieces == 1
+    assert first.data_ptr() > parts[0].data_ptr()
+
+
+def test_the_lack_of_memory_says_which_settings_take_it() -> None:
+    with pytest.raises(BurnishError, match=r"engine\.activation_offload"):
+        Arena(CPU).take(1 << 60)
+
+
+def test_what_was_pinned_is_unpinned_once_when_its_last_view_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known: list[int] = []
+
+    def pin(memory: Tensor) -> bool:
+        known.append(memory.data_ptr())
+        return True
+
+    monkeypatch.setattr(arenas, "pin", pin)
+    monkeypatch.setattr(arenas, "unpin", lambda memory: known.remove(memory.data_ptr()))
+    monkeypatch.setattr(arenas, "synchronize", lambda device: None)
+    arena = Arena(torch.device("cuda"), LEAST)
+    held = [arena.take(LEAST) for _ in range(3)]
+    assert len(known) == 3
+    del held[1:]
+    held.append(arena.take(LEAST))  # the two free ones become one
+    assert len(known) == 2
+    del arena
+    gc.collect()
+    assert len(known) == 2
+    held.clear()
+    gc.collect()
+    assert not known
+
+
+def test_a_free_piece_that_is_too_small_gives_way_to_one_that_is_not() -> None:
+    arena = Arena(CPU, LEAST)
+    kept = arena.take(LEAST)
+    for size in (2 * LEAST, 3 * LEAST, 5 * LEAST):
+        passing = arena.take(size).fill_(1)
+        assert arena.held == LEAST + size
+        del passing
+    assert kept.numel() == LEAST

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ports import free_port
+from ranks import RankFailed, run_processes, run_ranks, torchrun_environ
+from torch.distributed.device_mesh import init_device_mesh
+
+from burnish.distributed.device import has_fp64, pick_device
+from burnish.distributed.environment import Place
+from burnish.distributed.layout import Layout
+from burnish.distributed.processes import backend_of, process_group
+from burnish.errors import BurnishError, UsageError
+
+CPU = torch.device("cpu")
+
+
+def test_a_lone_process_has_a_group_and_a_mesh():
+    with process_group(CPU, 5, Place(Layout())) as layout:
+        assert layout == Layout(0, 1, 0, 1)
+        assert init_device_mesh("cpu", (1,)).size() == 1
+        ones = torch.ones(2)
+        dist.all_reduce(ones)
+        assert ones.tolist() == [1, 1]
+    assert not dist.is_initialized()
+
+
+def test_the_group_is_destroyed_after_an_error_that_passes_unchanged():
+    error = KeyError("mine")
+    with pytest.raises(KeyError) as raised, process_group(CPU, 5, Place(Layout())):
+        raise error
+    assert raised.value is error
+    assert not dist.is_initialized()
+
+
+def test_backends_reduce_tensors_of_the_device_and_of_the_cpu():
+    assert backend_of(CPU) == "gloo"
+    assert backend_of(torch.device("cuda", 3)) == "cpu:gloo,cuda:nccl"
+    assert backend_of(torch.device("xpu")) == "cpu:gloo,xpu:xccl"
+    with pytest.raises(UsageError, match="devices of type mps"):
+        backend_of(torch.device("mps"))
+
+
+def _as_beside_torch_npu():
+    """Only a process in which torch knows the name npu, as beside torch_npu, can have such a device."""
+    torch.utils.rename_privateuse1_backend("npu")
+    torch.accelerator.current_accelerator = lambda check_available: torch.device("npu")
+    torch.accelerator.device_count = lambda: 2
+    devices = [pick_device(rank) for rank in range(2)]
+    return [str(each) for each in devices], backend_of(devices[1]), has_fp64(devices[1])
+
+
+def test_an_npu_has_a_backend_and_no_fp64():
+    (answer,) = run_processes(_as_beside_torch_npu, [{}])
+    assert answer == (["npu:0", "npu:1"], "cpu:gloo,npu:hccl", False)
+
+
+def _sum(layout):
+    total = torch.tensor([layout.rank + 1])
+    dist.all_reduce(total)
+    return layout, int(total)
+
+
+def test_ranks_form_one_group():
+    assert run_ranks(_sum, 3) == [(Layout(rank, 3, rank, 3), 6) for rank in range(3)]
+
+
+def _joined(directory):
+    """Which ranks have joined when this one begins; joining takes the last one longest."""
+    join = dist.init_process_group
+
+    def slowly(*args, rank, **kwargs):
+        join(*args, rank=rank, **kwargs)
+        time.sleep(rank / 2)
+        (directory / str(rank)).touch()
+
+    dist.init_process_group = slowly
+    with process_group(CPU, 60):
+        return sorted(path.name for path in directory.iterdir())
+
+
+def test_nobody_begins_before_all_have_joined(tmp_path):
+    """A rank that has nothing to do, or an error to raise, would leave while others still connect to it."""
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=60), wait_for_workers=False)
+    environs = [torchrun_environ(rank, 2, store.port) for rank in range(2)]
+    assert run_processes(_joined, environs, tmp_path) == [["0", "1"]] * 2
+
+
+def _sum_with_environment():
+    with process_group(CPU, 20) as layout:
+        return _sum(layout)[1]
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "127.0.0.1"])
+def test_rank_0_serves_the_store_where_no_agent_does(host):
+    try:
+        port = free_port(host.strip("[]"))
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    environs = [torchrun_environ(rank, 2, port, host) for rank in range(2)]
+    environs = [environ | {"TORCHELASTIC_USE_AGENT_STORE": "False"} for environ in environs]
+    assert run_processes(_sum_with_environment, environs) == [3, 3]
+
+
+def test_slurm_tasks_meet():
+    environs = [
+        {
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NTASKS": "2",
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_JOB_ID": str(os.getpid()),
+        }
+        for rank in range(2)
+    ]
+    assert run_processes(_sum_with_environment, environs) == [3, 3]
+
+
+def test_a_rank_that_does_not_come_is_named():
+    store = dist.TCPStore("127.0.0.1", 0, 3, True, timedelta(seconds=20), wait_for_workers=False)
+    place = Place(Layout(1, 3, 1, 3), "127.0.0.1", store.port, agent_store=True)
+    with (
+        pytest.raises(BurnishError, match=r"did not meet all 3 ranks.*\n.*nothing from rank 0, 2"),
+        process_group(CPU, 0.5, place),
+    ):
+        pass
+    assert not dist.is_initialized()
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = Place(Layout(0, 2, 0, 2), "127.0.0.1", port)
+        with (
+            pytest.raises(BurnishError, match=rf"cannot open the meeting point 127.0.0.1:{port}"),
+            process_group(CPU, 2, place),
+        ):
+            pass
+
+
+def test_a_meeting_point_that_is_not_there_is_named():
+    port = free_port()
+    place = Place(Layout(1, 2, 1, 2), "127.0.0.1", port)
+    with (
+        pytest.raises(BurnishError, match=rf"cannot reach the meeting point 127.0.0.1:{port}"),
+        process_group(CPU, 1, place),
+    ):
+        pass
+
+
+def _skip_a_collective(seconds, port):
+    """Rank 1 stays, so only the time-out can free rank 0, and leaves when that has happened."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    try:
+        with process_group(CPU, seconds) as layout:
+            if layout.rank == 1:
+                store.wait(["freed"], timedelta(seconds=60))
+                return ""
+            try:
+                dist.all_reduce(torch.ones(1))
+            finally:
+                store.set("freed", "")
+    except BurnishError as error:
+        return str(error)
+    return "no error"
+
+
+def test_the_timeout_bounds_a_collective_that_a_rank_skips():
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=20), wait_for_workers=False)
+    environs = [torchrun_environ(rank, 2, store.port) for rank in range(2)]
+    error, other = run_processes(_skip_a_collective, environs, 4.0, store.port, timeout=120)
+    assert "rank 0 waited 4 s in a collective for the other ranks" in error
+    assert other == ""
+
+
+def _open_twice():
+    return [_sum_with_environment() for _ in range(2)]
+
+
+def test_a_group_can_be_opened_again_over_the_same_store():
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=20), wait_for_workers=False)
+    environs = [torchrun_environ(rank, 2, store.port) for rank in range(2)]
+    assert run_processes(_open_twice, environs) == [[3, 3]] * 2
+
+
+def _fail(layout):
+    if layout.rank == 1:
+        raise ValueError("boom")
+    return "fine"
+
+
+def test_run_ranks_raises_with_the_traceback_of_the_failing_rank():
+    with pytest.raises(RankFailed, match="ValueError: boom") as raised:
+        run_ranks(_fail, 2)
+    assert set(raised.value.failures) == {1}
+    assert raised.value.results == {0: "fine"}

@@ -1,0 +1,134 @@
+"""The committed table of planned against measured peaks, and some of its runs measured again, in two ways."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from burnish.plan.accuracy import measured_table
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 0.10
+LIVE = (
+    "sft qwen3 bf16, checkpointing full, 1024 tokens, 1 process",
+    "sft qwen3 bf16, checkpointing none, 1024 tokens, 2 processes, num_hidden_layers=3, engine.kind=megatron, engine.tensor_parallel=2",
+)
+MORE_LIVE = (
+    "sft qwen3 fp32, checkpointing none, 256 tokens, 2 processes, 3 micro-batches",
+    "sft qwen3 fp32, checkpointing full, 1024 tokens, 4 processes, num_hidden_layers=3, engine.sequence_parallel=2, engine.tensor_parallel=2",
+)
+TRACKED = (
+    "sft qwen3_moe bf16, checkpointing selective, 512 tokens, 2 processes",
+    "sft llama fp32, checkpointing selective, 1024 tokens, 2 processes, num_hidden_layers=3, engine.sequence_parallel=2",
+)
+MORE_TRACKED = (
+    "sft llama fp32, checkpointing none, 1024 tokens, 1 process",
+    "sft gemma3_text fp32, checkpointing none, 1024 tokens, 2 processes, num_hidden_layers=3, engine.tensor_parallel=2",
+)
+OF_FULL_SIZE = (
+    "sft qwen3 bf16, checkpointing full, 8192 tokens, 4 processes, as Qwen3-8B on an accelerator, num_hidden_layers=3, vocab_size=32768, engine.tensor_parallel=4",
+)
+MORE_OF_FULL_SIZE = (
+    "sft qwen3_moe bf16, checkpointing none, 2048 tokens, 64 processes, as Qwen3-30B-A3B on an accelerator, num_hidden_layers=3, vocab_size=151936",
+)
+
+
+def planned_now(*cases):
+    """What the planner says today of cases of the benchmark: by case, on CPUs with matrix units and without, by phase."""
+    program = (
+        "import json, sys; from bench.planning_cases import CASES; from burnish.plan.accuracy import planned\n"
+        "cases = [CASES[name] for name in sys.argv[1:]]\n"
+        "def plan(c, exact_cache):\n"
+        "    return planned(c.settings(), c.command, c.processes, cpu=not c.size, exact_cache=exact_cache)\n"
+        "print(json.dumps({c.name: [plan(c, exact_cache) for exact_cache in (False, True)] for c in cases}))"
+    )
+    command = [sys.executable, "-c", program, *cases]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_the_table_is_that_of_this_planner_and_within_its_tolerance():
+    table = measured_table()
+    cases = sorted({row.case for row in table})
+    assert len(cases) >= 12
+    now = planned_now(*cases)
+    for row in table:
+        assert row.planned == int(now[row.case][row.exact_cache][row.phase]), (
+            f"{row.case}: run bench.planning --write"
+        )
+        assert abs(row.error) <= TOLERANCE, row
+
+
+def test_the_table_covers_what_it_should():
+    text = "\n".join(row.case for row in measured_table())
+    families = (" llama ", " qwen3 ", " gemma3_text ", " olmo2 ", " qwen3_moe ")
+    settings = (
+        "fp32",
+        "bf16",
+        "none",
+        "full",
+        "selective",
+        "2 processes",
+        "4 processes",
+        "micro-batches",
+        "vocab",
+        "engine.sequence_parallel=2",
+        "engine.tensor_parallel=2",
+        "engine.replicas=2",
+        "engine.reshard_after_forward=False",
+        "engine.reduce_each_microbatch=False",
+        "model.lora.rank=16",
+        "model.lora.publish=adapter",
+        "algorithm.advantage=gae",
+        "optim.kind=muon",
+        "optim.kind=adamw8bit",
+        "optim.moments=bf16",
+        "engine.activation_offload=True",
+        "engine.optimizer_offload=True",
+        "engine.park=True",
+        "checkpoint.background=True",
+        "engine.kind=megatron, engine.tensor_parallel=2",
+        "engine.kind=megatron, engine.pipeline_parallel=2",
+        "engine.virtual_stages=2",
+        "engine.expert_parallel=2",
+        "Qwen3-0.6B on an accelerator",
+        "Qwen3-8B on an accelerator",
+        "Qwen3-30B-A3B on an accelerator",
+    )
+    assert [each for each in (*families, *settings) if each not in text] == []
+    adapters = [row.case for row in measured_table() if "model.lora.rank" in row.case]
+    for beside in ("gemma3_text", "olmo2", "engine.tensor_parallel", "on an accelerator"):
+        assert any(beside in case for case in adapters), beside
+    phases = {"rollout", "log-probs", "update", "publish", "save"}
+    assert {row.phase for row in measured_table()} == phases
+    for processes in ("2 processes", "4 processes"):
+        several = [
+            row for row in measured_table() if row.case.startswith("rl") and processes in row.case
+        ]
+        assert {row.phase for row in several} == phases
+
+
+@pytest.mark.parametrize(
+    ("cases", "how"),
+    [
+        (LIVE, []),
+        (TRACKED, ["--tracked"]),
+        pytest.param(MORE_LIVE, [], marks=pytest.mark.contract),
+        pytest.param(MORE_TRACKED, ["--tracked"], marks=pytest.mark.contract),
+        (OF_FULL_SIZE, []),
+        pytest.param(MORE_OF_FULL_SIZE, [], marks=pytest.mark.contract),
+    ],
+)
+def test_runs_measured_again(tmp_path, cases, how):
+    """By what torch's allocator reports, and by torch's memory tracker."""
+    file = tmp_path / "peaks"
+    command = [sys.executable, "-m", "bench.planning", "--into", str(file), *how, "--cases", *cases]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    measured = dict(map(json.loads, file.read_text().splitlines()))
+    assert measured.keys() == set(cases)
+    planned = planned_now(*cases)
+    for case in cases:
+        assert abs(planned[case][False]["update"] / measured[case]["update"] - 1) < TOLERANCE, case

@@ -1,0 +1,109 @@
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from burnish.distributed.accelerators import ACCELERATORS, accelerator_named
+from burnish.errors import UsageError
+from burnish.plan import devices
+from burnish.plan.devices import GIB, devices_here, parse_devices
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name", "gib"),
+    [
+        ("64xH100-80G", 64, "H100", 80),
+        ("8xH100", 8, "H100", 80),
+        ("2xA100-40GB", 2, "A100", 40),
+        ("1xRTX4090-24G", 1, "RTX4090", 24),
+        ("4xh100-pcie-80G", 4, "h100-pcie", 80),
+        ("16xCPU-24G", 16, "CPU", 24),
+        ("1xcpu-0.5GiB", 1, "CPU", 0.5),
+    ],
+)
+def test_names(text, count, name, gib):
+    found = parse_devices(text)
+    assert (found.count, found.name, found.memory) == (count, name, gib * GIB)
+    assert found.cpu == (name == "CPU")
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_every_device_of_the_table_can_be_named(name):
+    found = parse_devices(f"8x{name}")
+    assert (found.flops, found.memory) == (
+        ACCELERATORS[name].flops,
+        ACCELERATORS[name].memory_gib * GIB,
+    )
+
+
+def test_an_unknown_device_needs_memory_and_speed():
+    with pytest.raises(
+        UsageError, match=r"(?s)no device Z9.*--device-memory GIB and --device-tflops"
+    ):
+        parse_devices("8xZ9-48G")
+    found = parse_devices("8xZ9", memory_gib=48, teraflops=200)
+    assert (found.memory, found.flops) == (48 * GIB, 200e12)
+
+
+@pytest.mark.parametrize(
+    ("text", "amounts"),
+    [("8xH100-0G", {}), ("8xH100", {"memory_gib": -5.0}), ("8xH100", {"teraflops": 0.0})],
+)
+def test_amounts_are_above_0(text, amounts):
+    with pytest.raises(UsageError, match="is no amount"):
+        parse_devices(text, **amounts)
+
+
+@pytest.mark.parametrize("text", ["", "H100", "0xH100", "8x", "eight x H100", "8xH100-G"])
+def test_what_cannot_be_read(text):
+    with pytest.raises(UsageError):
+        parse_devices(text)
+
+
+def test_names_of_drivers():
+    assert accelerator_named("NVIDIA H100 80GB HBM3") is ACCELERATORS["H100"]
+    assert accelerator_named("NVIDIA H100 PCIe") is ACCELERATORS["H100 PCIe"]
+    assert accelerator_named("NVIDIA A10") is ACCELERATORS["A10"]
+    assert accelerator_named("Radeon") is None
+
+
+@pytest.fixture
+def nvidia(monkeypatch, tmp_path):
+    """An nvidia-smi that prints a line."""
+
+    def says(line):
+        script = tmp_path / "nvidia-smi"
+        script.write_text(f"#!/bin/sh\necho '{line}'\n")
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return says
+
+
+def test_this_machine_with_an_accelerator(nvidia):
+    nvidia("NVIDIA H100 80GB HBM3, 81559")
+    found = devices_here(16, 8)
+    assert found is not None
+    assert (found.count, found.memory, found.flops) == (16, 81559 * (1 << 20), 989e12)
+
+
+def test_this_machine_with_an_unknown_accelerator(nvidia):
+    nvidia("NVIDIA Z9, 1000")
+    assert devices_here(1, 1) is None
+
+
+def test_this_machine_without_one_shares_its_memory(monkeypatch):
+    monkeypatch.setattr(devices, "_nvidia", lambda: None)
+    one, two = devices_here(1, 1), devices_here(2, 2)
+    assert one is not None
+    assert two is not None
+    assert one.cpu
+    assert two.memory == one.memory / 2
+    if Path("/proc/meminfo").exists():
+        kilobytes = int(
+            subprocess.run(
+                ["awk", "/MemTotal/ {print $2}", "/proc/meminfo"], capture_output=True, check=True
+            ).stdout
+        )
+        assert one.memory <= kilobytes * 1024

@@ -1,0 +1,91 @@
+"""Which moments are planned: of gathering, of the output layer, of a save; on CPUs and on accelerators."""
+
+import pytest
+
+from burnish.config.schema import RunConfig
+from burnish.plan.activations import Arithmetic
+from burnish.plan.logits import Logits
+from burnish.plan.memory import Needs
+from burnish.plan.model import Model
+from burnish.plan.shape import ModelShape
+from burnish.plan.share import Layout
+from burnish.plan.workload import Workload
+
+WIDTH, WORDS = 64, 65536
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": WORDS,
+    "hidden_size": WIDTH,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+HEAD = WIDTH * WORDS
+LAYER = 4 * WIDTH**2 + 3 * WIDTH * 128 + 2 * WIDTH
+ROOT = 2 * HEAD + WIDTH
+MIB = 1 << 20
+
+
+def model_of(*, cpu, width=4):
+    return Model(ModelShape.of(MODEL), Arithmetic(width, cpu))
+
+
+def needs(layout, *, cpu, tokens=8, command="rl", **sections):
+    """Of a step of a few tokens, in which parameters are most."""
+    batch = {"prompts": 8, "minibatches": 2} if command == "rl" else {"examples": 2}
+    values = {
+        "model": {"fresh": MODEL},
+        "engine": {"precision": "fp32", "replicas": layout.replicas},
+        "batch": batch | {"tokens_per_device": tokens},
+        "data": {"max_prompt_length": 2, "max_length": tokens},
+        "rollout": {"n": 2, "max_response_length": tokens - 2},
+    } | sections
+    config = RunConfig.model_validate(values)
+    return Needs(model_of(cpu=cpu), config, Workload.of(config, command), layout)
+
+
+@pytest.mark.parametrize(("shards", "cpu"), [(2, True), (2, False), (4, True)])
+def test_what_the_root_came_in_is_there_when_the_first_layer_comes(shards, cpu):
+    """The root twice, and that layer, which gloo has twice."""
+    parts = needs(Layout(1, shards), cpu=cpu).phases("none")["log-probs"]
+    assert parts["gathered"] == 4 * (2 * ROOT + (1 + cpu) * LAYER)
+
+
+def test_one_process_gathers_nothing_twice():
+    parts = needs(Layout(1, 1), cpu=True).phases("none")["log-probs"]
+    assert parts["gathered"] == 4 * (ROOT + 2 * LAYER)
+
+
+def test_gloo_has_what_it_reduces_twice():
+    """And half of it as what comes out, beside the gradient that FSDP2 keeps until then, of the output layer."""
+    parts = needs(Layout(1, 2), cpu=True, command="sft").phases("none")["update"]
+    assert parts["gradients"] == 4 * (2 * LAYER / 2 + 2.5 * ROOT + HEAD)
+
+
+@pytest.mark.parametrize(("cpu", "piece"), [(True, 2 * MIB), (False, 512 * WORDS * 4)])
+def test_the_gradient_of_the_output_layer_is_added_up_some_rows_at_a_time(cpu, piece):
+    logits, rows = 512 * WORDS, 2048 * WIDTH
+    found = Logits(model_of(cpu=cpu), 2048, 512)
+    assert found.forward == 4 * logits + 2 * piece
+    assert found.backward == 4 * logits + 4 * HEAD + max(2 * piece, 4 * rows)
+    whole = Logits(model_of(cpu=cpu, width=2), 512, 512)
+    assert whole.forward == 2 * logits + 2 * piece
+    assert whole.backward == 2 * logits + max(2 * piece, 2 * HEAD)
+
+
+@pytest.mark.parametrize(
+    ("layout", "sent"), [((1, 1), 0), ((2, 1), 0), ((1, 2), 8), ((2, 2), 8), ((1, 4), 12)]
+)
+def test_a_save_has_blocks_twice_and_what_others_have_of_them(layout, sent):
+    parts = needs(Layout(*layout), cpu=True).phases("none")["save"]
+    assert parts["buffers"] == (2 * 16 + 2 * sent) * MIB
+
+
+def test_a_small_save_takes_whole_blocks():
+    """One of each file."""
+    lora = {"model": {"fresh": MODEL, "lora": {"rank": 4}}, "engine": {"precision": "fp32"}}
+    config = RunConfig.model_validate(lora)
+    model = Model(ModelShape.of(MODEL), Arithmetic(4, True, lora=config.model.adapter))
+    alone = Needs(model, config, Workload.of(config, "sft"), Layout(1, 1))
+    assert alone.phases("none")["save"]["buffers"] == 2 * 4 * 4 * MIB

@@ -1,0 +1,132 @@
+import re
+
+import pytest
+from tiny import FAMILIES as TINY
+from tiny import tiny_config
+from transformers import AutoConfig
+
+from burnish.config.schema import LoraConfig
+from burnish.engines.torch.tensor_parallel import TESTED_FAMILIES, _layer_cuts, layer_plan
+from burnish.errors import IncompatibleError, UsageError
+from burnish.models.counting import count_flops
+from burnish.models.lora.adapter import Adapter
+from burnish.models.meta_init import build_on_meta
+from burnish.plan.shape import FAMILIES, ModelShape
+
+LEAST = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+
+
+def elements(config):
+    return sum(parameter.numel() for parameter in build_on_meta(config).parameters())
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_and_operations_are_those_of_the_built_model(family, tied):
+    config = tiny_config(family, tie_word_embeddings=tied)
+    shape = ModelShape.of(config.to_dict())
+    assert shape.elements == elements(config)
+    assert shape.depth == config.num_hidden_layers
+    counted = count_flops(config)
+    for lengths in ([23], [5, 9, 100]):
+        assert shape.flops.forward(lengths) == counted.forward(lengths)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_an_adapter_may_be_for_what_the_built_model_has(family):
+    """Were a name missing here, a plan would refuse what can be trained."""
+    config = tiny_config(family)
+    shape = ModelShape.of(config.to_dict())
+    with pytest.raises(IncompatibleError) as refused:
+        Adapter(build_on_meta(config), LoraConfig(rank=2, targets=["nothing"]))
+    kinds = re.search("have: (.*)", str(refused.value))[1].split(", ")
+    assert all(shape.adapter(LoraConfig(rank=2, targets=[kind])) for kind in kinds)
+    with pytest.raises(IncompatibleError, match="no linear layers lm_head"):
+        shape.adapter(LoraConfig(rank=2, targets=["q_proj", "lm_head"]))
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("family", sorted(TESTED_FAMILIES))
+def test_tensor_ranks_have_of_an_adapter_what_the_engine_leaves_them(family, experts):
+    config = tiny_config(family)
+    shape, model = ModelShape.of(config.to_dict()), build_on_meta(config)
+    if experts and not shape.family.experts:
+        pytest.skip("no experts")
+    mlp = [] if shape.family.experts else ["up_proj", "down_proj"]
+    mlp = ["experts.gate_up_proj", "experts.down_proj"] if experts else mlp
+    lora = LoraConfig(rank=2, targets=["q_proj", "v_proj", "o_proj", *mlp])
+    factors = {region.parameter for region in Adapter(model, lora).weights}
+    cuts = dict(_layer_cuts(model, layer_plan(config), 0, 2))
+    held = sum(
+        parameter.numel() // (2 if name in cuts else 1)
+        for name, parameter in model.named_parameters()
+        if name in factors
+    )
+    assert held < shape.adapter(lora)
+    assert held == sum(w.held(1, 2) * n for layer, n in shape.layers for w in layer.adapter(lora))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_fields_that_are_not_given_have_the_defaults_of_transformers(family):
+    tiny = tiny_config("llama").to_dict()
+    given = {name: tiny[name] for name in LEAST} | {"num_key_value_heads": 2}
+    if family == "qwen3_moe":
+        given |= {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+    if family == "mixtral":
+        given |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(family, **given)
+    assert ModelShape.of({"model_type": family, **given}).elements == elements(config)
+
+
+def test_the_language_model_of_a_larger_configuration():
+    text = {**tiny_config("qwen3").to_dict(), "model_type": "qwen3"}
+    assert ModelShape.of({"model_type": "other", "text_config": text}) == ModelShape.of(text)
+
+
+def test_what_is_not_known_is_refused_by_name():
+    with pytest.raises(UsageError, match=r"(?s)models of type mamba.*want: one of llama"):
+        ModelShape.of({"model_type": "mamba"})
+    with pytest.raises(UsageError, match="does not say its hidden_size"):
+        ModelShape.of({"model_type": "llama", "num_hidden_layers": 2})
+
+
+def test_rows_are_cut_as_torch_cuts_them():
+    (embedding, *_) = ModelShape.of(tiny_config("llama").to_dict()).root
+    assert embedding.held(1) == 97 * 32
+    assert embedding.held(4) == 25 * 32  # ceil(97 / 4) rows
+    assert embedding.held(1000) == 32
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_key_heads_that_are_not_given_are_those_of_transformers(family):
+    given = {name: tiny_config("llama").to_dict()[name] for name in LEAST}
+    given |= {"hidden_size": 64, "num_attention_heads": 16}
+    if FAMILIES[family].experts:
+        given |= {"num_experts_per_tok": 2, "num_experts": 4, "num_local_experts": 4}
+        given["moe_intermediate_size"] = given["intermediate_size"]
+    config = AutoConfig.for_model(family, **given)
+    assert ModelShape.of(given | {"model_type": family}).elements == elements(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "biases"),
+    [("llama", ["attention_bias", "mlp_bias"]), ("qwen3", ["attention_bias"]), ("qwen2", [])],
+)
+def test_biases_are_counted(family, biases):
+    config = tiny_config(family, **dict.fromkeys(biases, True))
+    assert ModelShape.of(config.to_dict()).elements == elements(config)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_hidden_layers": 0}, {"hidden_size": -64}, {"layer_types": ["full_attention"]}]
+)
+def test_sizes_that_no_model_has_are_refused(wrong):
+    fields = tiny_config("mistral", num_hidden_layers=2, sliding_window=8).to_dict()
+    with pytest.raises(UsageError, match="|".join(wrong)):
+        ModelShape.of(fields | wrong)

@@ -1,0 +1,354 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contracts.generator import GeneratorContract, assert_same, make_requests
+from ranks import run_ranks
+from tiny import FAMILIES, MIXTURES, tiny_config, tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from burnish.boxes.box import Box
+from burnish.boxes.shards import Publication, Shard
+from burnish.distributed.layout import Layout
+from burnish.errors import BurnishError, IncompatibleError, UsageError
+from burnish.models.kernels.fused import FUSED_FAMILIES
+from burnish.models.names import model_shards
+from burnish.records import Completion, Request
+from burnish.rollout.base import Generator, Sampling
+from burnish.rollout.builtin import decoding
+from burnish.rollout.builtin.cache import PromptCache
+from burnish.rollout.builtin.forward import FusedForward, ModuleForward
+from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.rollout.builtin.inference_weights import HeldModel
+from burnish.rollout.builtin.stopping import Decode
+
+CPU = torch.device("cpu")
+
+
+def builtin(
+    model: PreTrainedModel,
+    *,
+    slots: int = 4,
+    eos: Sequence[int] = (),
+    version: int = 1,
+    dtype: torch.dtype = torch.float32,
+    decode: Decode | None = None,
+) -> BuiltinGenerator:
+    generator = BuiltinGenerator(
+        HeldModel(model.config, device=CPU, dtype=dtype),
+        layout=Layout(),
+        slots=slots,
+        eos_token_ids=eos,
+        decode=decode,
+    )
+    generator.load_weights(Publication(model_shards(model)), version)
+    return generator
+
+
+class TestContract(GeneratorContract):
+    @pytest.fixture(autouse=True, params=["prompts shared", "prompts in every row"])
+    def _cache(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The cache of CPUs without matrix units, and that of all other devices."""
+        units = request.param == "prompts in every row"
+        monkeypatch.setattr(decoding, "has_matrix_units", lambda device: units)
+
+    def make(self, model: PreTrainedModel, **options: Any) -> Generator:
+        return builtin(model, **options)
+
+
+class TestForward:
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_the_plain_families_run_fused_and_the_others_by_module(self, family: str) -> None:
+        network = builtin(tiny_model(family))._network
+        fused = family in FUSED_FAMILIES.difference(MIXTURES)
+        kind = FusedForward if fused else ModuleForward
+        assert type(network.forward) is kind
+
+    @pytest.mark.parametrize(
+        ("family", "changes"),
+        [
+            *((family, {}) for family in sorted(FUSED_FAMILIES.difference(MIXTURES))),
+            ("llama", {"attention_bias": True, "mlp_bias": True}),
+            ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+            ("qwen3", {"attention_bias": True, "num_key_value_heads": 4}),
+            (
+                "llama",
+                {
+                    "rope_parameters": {
+                        "rope_type": "llama3",
+                        "rope_theta": 10000.0,
+                        "factor": 4.0,
+                        "low_freq_factor": 1.0,
+                        "high_freq_factor": 4.0,
+                        "original_max_position_embeddings": 16,
+                    }
+                },
+            ),
+        ],
+    )
+    def test_fused_is_the_modules(self, family: str, changes: dict[str, Any]) -> None:
+        generator = builtin(tiny_model(family, **changes))
+        requests, sampling = make_requests(), Sampling(20)
+        fused = generator.generate(requests, sampling)
+        assert type(generator._network.forward) is FusedForward
+        network = generator._network
+        generator._network = decoding.Network(
+            ModuleForward(generator._model._model), network.logits, CPU, network.layers
+        )
+        assert_same(fused, generator.generate(requests, sampling))
+
+    @pytest.mark.parametrize("units", [False, True])
+    def test_bf16_stays_near_the_modules(
+        self, units: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Both round at different places; the log-probs of the same tokens differ by bf16's grain."""
+        monkeypatch.setattr(decoding, "has_matrix_units", lambda device: units)
+        model = tiny_model("qwen3")
+        requests = make_requests()
+        groups = builtin(model, dtype=torch.bfloat16).generate(requests, Sampling(20))
+        differences = []
+        for request, group in zip(requests, groups, strict=True):
+            for completion in group:
+                ids = np.concatenate([request.token_ids, completion.token_ids])
+                with torch.no_grad():
+                    logits = model(torch.from_numpy(ids)[None]).logits[0, -21:-1]
+                picked = logits.log_softmax(-1).numpy()[np.arange(20), completion.token_ids]
+                differences.append(np.abs(picked - completion.logprobs))
+        assert np.mean(differences) < 0.03
+        assert np.max(differences) < 0.3
+
+
+class TestSchedule:
+    def test_a_prompt_is_read_once_for_all_its_samples(self) -> None:
+        generator = builtin(tiny_model(), slots=2)
+        seen: list[int] = []
+        network = generator._network
+
+        def forward(token_ids: Tensor, *others: Any) -> Tensor:
+            seen.append(len(token_ids))
+            return network.forward(token_ids, *others)
+
+        generator._network = decoding.Network(forward, network.logits, CPU, network.layers)
+        generator.generate(make_requests((9, 30), samples=5), Sampling(4))
+        assert seen[0] == 39
+        assert set(seen[1:]) == {2}
+        assert len(seen) - 1 == 5 * 3
+
+    @pytest.mark.parametrize("behind", [0, 1])
+    def test_no_completion_is_computed_that_is_known_to_have_ended(
+        self, behind: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Every token but the first of each completion costs one row of one step, and its end one more at most where it is read late."""
+        monkeypatch.setattr(decoding, "steps_behind", lambda device: behind)
+        generator = builtin(tiny_model(), slots=5, eos=range(3, 12))
+        rows: list[int] = []
+        network = generator._network
+
+        def forward(token_ids: Tensor, *others: Any) -> Tensor:
+            rows.append(len(token_ids))
+            return network.forward(token_ids, *others)
+
+        generator._network = decoding.Network(forward, network.logits, CPU, network.layers)
+        groups = generator.generate(make_requests(samples=6), Sampling(30))
+        made = sum(len(c.token_ids) - 1 for group in groups for c in group)
+        surplus = sum(rows[1:]) - made
+        assert surplus == 0 if behind == 0 else 0 < surplus <= sum(len(group) for group in groups)
+        busy = [count for count in rows[1:] if count == 5]
+        assert len(busy) > len(rows) / 2
+        assert rows[1:] == sorted(rows[1:], reverse=True), "slots are refilled while any waits"
+
+    def test_prompts_are_read_in_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        requests, sampling = make_requests((30, 5, 8, 40, 3)), Sampling(6)
+        whole = builtin(tiny_model(), slots=3).generate(requests, sampling)
+        monkeypatch.setattr(decoding, "_PREFILL_TOKENS", 36)
+        assert_same(builtin(tiny_model(), slots=3).generate(requests, sampling), whole)
+
+    def test_attention_is_not_cudnns_which_plans_every_shape_anew(self) -> None:
+        generator = builtin(tiny_model())
+        network, asked = generator._network, []
+
+        def forward(*given: Any) -> Tensor:
+            asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+            return network.forward(*given)
+
+        generator._network = decoding.Network(forward, network.logits, CPU, network.layers)
+        before = torch.backends.cuda.cudnn_sdp_enabled()
+        generator.generate(make_requests(), Sampling(3))
+        assert set(asked) == {False}
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+    def test_what_was_read_is_let_go(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Memory follows the slots, not the prompts: what has been read is kept until its last completion starts."""
+        living, most = weakref.WeakSet[PromptCache](), [0]
+
+        def counted(*given: Any) -> PromptCache:
+            cache = PromptCache(*given)
+            living.add(cache)
+            most.append(len(living))
+            return cache
+
+        monkeypatch.setattr(decoding, "PromptCache", counted)
+        monkeypatch.setattr(decoding, "_PREFILL_TOKENS", 8)
+        requests = make_requests((8, 5, 7, 4, 8, 6, 3, 5, 6), samples=3)
+        builtin(tiny_model(), slots=2).generate(requests, Sampling(4))
+        assert len(most) > 8
+        assert max(most) == 2, "the one being read, and the one before, of which one may still wait"
+        assert not living
+
+    def test_reading_a_step_later_changes_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The accelerator's way of decoding, run on the CPU: what is drawn after the end is dropped."""
+        requests, sampling = make_requests(samples=4), Sampling(29, top_k=20)
+        model, eos = tiny_model("mistral"), range(3, 9)
+        one = builtin(model, eos=eos).generate(requests, sampling)
+        monkeypatch.setattr(decoding, "steps_behind", lambda device: 1)
+        assert_same(builtin(model, eos=eos).generate(requests, sampling), one)
+
+    def test_long_completions_outgrow_the_first_memory(self) -> None:
+        model = tiny_model(max_position_embeddings=1024)
+        (request,) = make_requests((300,), samples=1)
+        (group,) = builtin(model).generate([request], Sampling(150))
+        ids = np.concatenate([request.token_ids, group[0].token_ids])
+        with torch.no_grad():
+            logprobs = model(torch.from_numpy(ids)[None]).logits[0, 299:-1].log_softmax(-1)
+        want = logprobs.numpy()[np.arange(150), group[0].token_ids]
+        np.testing.assert_allclose(group[0].logprobs, want, atol=2e-5)
+
+
+class TestStopStrings:
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(f"<{int(i)}>" for i in ids)
+
+    def test_ends_with_the_token_that_completes_the_string(self) -> None:
+        model, requests = tiny_model(), make_requests(samples=2)
+        free = list(chain(*builtin(model).generate(requests, Sampling(20))))
+        one, two, three = free[0].token_ids[4:7]
+        stop = f"{one}><{two}><{three}>"
+        stopped = builtin(model, decode=self.decode).generate(
+            requests, Sampling(20, stop_strings=(stop, "nowhere"))
+        )
+        for before, after in zip(free, chain(*stopped), strict=True):
+            at = self.decode(before.token_ids).find(stop)
+            if at < 0:
+                np.testing.assert_array_equal(after.token_ids, before.token_ids)
+                assert after.stop_reason == "length"
+            else:
+                assert self.decode(after.token_ids).endswith(stop)
+                np.testing.assert_array_equal(
+                    after.token_ids, before.token_ids[: len(after.token_ids)]
+                )
+                assert after.stop_reason == "stop"
+        assert len(stopped[0][0].token_ids) == 7
+
+    def test_need_a_decode_function(self) -> None:
+        with pytest.raises(UsageError, match="stop strings need a tokenizer"):
+            builtin(tiny_model()).generate(make_requests(), Sampling(4, stop_strings=("x",)))
+
+    def test_must_not_be_empty(self) -> None:
+        with pytest.raises(UsageError, match="a stop string is empty"):
+            builtin(tiny_model(), decode=self.decode).generate(
+                make_requests(), Sampling(4, stop_strings=("",))
+            )
+
+
+class TestWeights:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_new_weights_replace_the_old(self, dtype: torch.dtype) -> None:
+        first, second = tiny_model(seed=1), tiny_model(seed=2)
+        requests, sampling = make_requests(), Sampling(8)
+        generator = builtin(first, version=1, dtype=dtype)
+        old = generator.generate(requests, sampling)
+        generator.load_weights(Publication(model_shards(second)), 2)
+        new = generator.generate(requests, sampling)
+        assert_same(new, builtin(second, dtype=dtype).generate(requests, sampling))
+        assert (old[0][0].weights_version, new[0][0].weights_version) == (1, 2)
+
+    def test_are_needed(self) -> None:
+        generator = BuiltinGenerator(
+            HeldModel(tiny_config(), device=CPU, dtype=torch.float32),
+            layout=Layout(),
+            slots=2,
+            eos_token_ids=(),
+        )
+        with pytest.raises(UsageError, match="the generator has no weights"):
+            generator.generate(make_requests(), Sampling(2))
+
+    def test_that_are_not_finite_are_noticed(self) -> None:
+        model = tiny_model()
+        with torch.no_grad():
+            model.model.norm.weight.fill_(torch.nan)
+        for temperature in (0.0, 1.0):
+            with pytest.raises(BurnishError, match="the model's logits are not finite"):
+                builtin(model).generate(make_requests(), Sampling(2, temperature=temperature))
+
+    def test_come_from_all_ranks(self) -> None:
+        alone = builtin(tiny_model()).generate(make_requests(), Sampling(6))
+        for groups in run_ranks(_generate_from_halves, 2):
+            assert_same(groups, alone)
+
+    def test_cannot_be_used_after_close(self) -> None:
+        generator = builtin(tiny_model())
+        generator.close()
+        with pytest.raises(UsageError, match="the generator has no weights"):
+            generator.generate(make_requests(), Sampling(2))
+
+    @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3_text"])
+    def test_frees_the_weights_when_it_is_closed(self, family: str) -> None:
+        """At once: not only when cycles are next collected."""
+        generator = builtin(tiny_model(family))
+        generator.generate(make_requests(), Sampling(2))
+        weights = [weakref.ref(weight) for weight in generator._model._model.parameters()]
+        gc.collect()
+        gc.disable()
+        try:
+            generator.close()
+            assert [weight() for weight in weights] == [None] * len(weights)
+        finally:
+            gc.enable()
+
+    def test_layers_without_keys_and_values_are_refused(self) -> None:
+        generator = builtin(tiny_model())
+        network = generator._network
+        generator._network = decoding.Network(network.forward, network.logits, CPU, 3)
+        with pytest.raises(IncompatibleError, match="some layers of the model keep no keys"):
+            generator.generate(make_requests(), Sampling(2))
+
+    def test_softcapped_attention_is_refused(self) -> None:
+        config = tiny_config("gemma3_text", attn_logit_softcapping=50.0)
+        with pytest.raises(IncompatibleError, match="attn_logit_softcapping"):
+            BuiltinGenerator(
+                HeldModel(config, device=CPU, dtype=torch.float32),
+                layout=Layout(),
+                slots=2,
+                eos_token_ids=(),
+            )
+
+
+def _generate_from_halves(layout: Layout) -> list[list[Completion]]:
+    """Each rank gives the half of the rows that it holds."""
+    model = tiny_model()
+
+    def half(shard: Shard) -> Shard:
+        rows = -(-shard.spec.shape[0] // layout.world)
+        start = min(layout.rank * rows, shard.spec.shape[0])
+        stop = min(start + rows, shard.spec.shape[0])
+        tail = shard.spec.shape[1:]
+        box = Box((start, *[0] * len(tail)), (stop - start, *tail))
+        return Shard(shard.spec, box, shard.tensor[start:stop])
+
+    generator = BuiltinGenerator(
+        HeldModel(model.config, device=CPU, dtype=torch.float32),
+        layout=layout,
+        slots=4,
+        eos_token_ids=(),
+    )
+    generator.load_weights(Publication(map(half, model_shards(model))), 1)
+    requests: list[Request] = make_requests()
+    return generator.generate(requests, Sampling(6))

@@ -1,0 +1,139 @@
+"""What a person gets wrong is said, with an exit code of its own, through the real command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+
+import pytest
+from safetensors.torch import load_file, save_file
+from training_files import At, burnish, done, make_files, metrics, write_rows
+
+from burnish.checkpoint.steps import committed
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    root = make_files(tmp_path_factory.mktemp("bad"))
+    model = committed(done(root, "sft", "sft.yaml", "steps=1") / "checkpoints")[-1].path / "model"
+    weights = load_file(model / "model.safetensors")
+    for name in ("no_weights", "shard_missing", "wrong_shape"):
+        shutil.copytree(model, root / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    names = sorted(weights)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}
+    index["weight_map"][names[0]] = "model-00002-of-00002.safetensors"
+    (root / "shard_missing/model.safetensors.index.json").write_text(json.dumps(index))
+    save_file(
+        {name: weights[name] for name in names[1:]},
+        root / "shard_missing/model-00001-of-00002.safetensors",
+    )
+    save_file(
+        {**weights, names[-1]: weights[names[-1]][:-1].clone()},
+        root / "wrong_shape/model.safetensors",
+    )
+    (root / "empty.jsonl").write_text("")
+    (root / "broken.jsonl").write_text('{"prompt": "1", "completion": "1"}\n{"prompt": \n')
+    write_rows(root / "columns.jsonl", [{"wort": "1", "reply": "2"}])
+    write_rows(root / "mixed.jsonl", [{"prompt": "1" * n, "answer": "1"} for n in (2, 3, 9, 12)])
+    rows = [{"prompt": "1", "answer": "1", "level": 1}] * 4
+    write_rows(root / "level.jsonl", rows)
+    write_rows(root / "no_level.jsonl", [{"prompt": "1", "answer": "1"}] * 4)
+    return root
+
+
+LEVEL = "reward.functions=[{function: 'rewards.py:needs_level'}]"
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "code", "facts"),
+    [
+        ("rl", ["batch.minibatches=3"], 2, ["batch.prompts 4", "batch.minibatches 3"]),
+        ("sft", ["name=run", "optim.lr=0.5"], 4, ["runs/run belongs to another", "optim.lr"]),
+        ("rl", ["reward.functions=[{function: 'rewards.py:leters'}]"], 2, ["leters", "letters"]),
+        ("sft", ["model.fresh=null", "model.path=no_weights"], 5, ["no_weights"]),
+        ("sft", ["model.fresh=null", "model.path=shard_missing"], 5, ["model-00002-of-00002"]),
+        ("sft", ["model.fresh=null", "model.path=wrong_shape"], 4, ["shape"]),
+        ("sft", ["data.train=[empty.jsonl]"], 2, ["empty.jsonl"]),
+        ("sft", ["data.train=[broken.jsonl]"], 2, ["broken.jsonl, line 2"]),
+        ("sft", ["data.train=[columns.jsonl]"], 5, ["wort", "reply"]),
+        ("rl", ["data.train=[columns.jsonl]"], 5, ["wort", "reply"]),
+        ("rl", [LEVEL, "data.train=[no_level.jsonl]", "data.validation=[level.jsonl]"], 5, ["needs_level", "data.train lacks", "level"]),
+        ("rl", ["data.train=[mixed.jsonl]", "data.max_prompt_length=8", "data.overlong=error"], 2, ["9 tokens", "at most 8"]),
+        ("sft", ["checkpoint.reserve_gb=1e9"], 1, ["no room", "checkpoint.reserve_gb"]),
+    ],
+)  # fmt: skip
+def test_mistakes_end_the_run(work, command, overrides, code, facts):
+    name = [] if any(each.startswith("name=") for each in overrides) else ["name=mistake"]
+    shutil.rmtree(work / "runs/mistake", ignore_errors=True)
+    ended, output = burnish(
+        work, command, "sft.yaml" if command == "sft" else "rl.yaml", "steps=1", *name, *overrides
+    )
+    assert ended == code, output
+    said = output.partition("error: ")[2]
+    for fact in facts:
+        assert fact in said, output
+    assert "Traceback" not in output
+    assert not list((work / "runs/mistake").glob("checkpoints/step-*"))
+
+
+@pytest.mark.parametrize(("command", "module"), [("rl", "rl"), ("eval", "evaluate")])
+def test_held_out_data_without_a_column_are_refused_before_the_model_is_loaded(
+    work, command, module
+):
+    code, output = burnish(
+        work, command, "rl.yaml", "name=lacks", LEVEL, "data.train=[level.jsonl]", "data.validation=[no_level.jsonl]",
+        at=At(f"burnish.train.{module}:make_engine", 1, signal.SIGKILL),
+    )  # fmt: skip
+    assert code == 5, output
+    assert "needs_level" in output
+    assert "data.validation lacks" in output
+
+
+def test_a_full_disk_leaves_the_step_before(work):
+    argv = ["sft", "sft.yaml", "name=full"]
+    run = done(work, *argv, "steps=2")
+    code, output = burnish(work, *argv, "steps=4", "checkpoint.reserve_gb=1e9")
+    assert code == 1, output
+    assert [step.step for step in committed(run / "checkpoints")] == [2]
+    assert [path.name for path in (run / "checkpoints").glob(".inflight*")] == []
+    done(work, *argv, "steps=4")
+    assert metrics(run)[-1]["step"] == 4
+
+
+def test_overlong_prompts_are_dropped_and_counted(work):
+    code, output = burnish(
+        work, "rl", "rl.yaml", "name=drop", "steps=1", "data.train=[mixed.jsonl]", "data.max_prompt_length=8",
+    )  # fmt: skip
+    assert code == 0, output
+    rows = (work / "runs/drop/rollouts/step-00000001.jsonl").read_text().splitlines()
+    assert {len(json.loads(row)["prompt"]) for row in rows} == {2, 3}
+    assert "2 of 4" in output
+
+
+@pytest.mark.parametrize("function", ["raises", "hangs", "nan", "short"])
+def test_errors_of_rewards_are_recorded_and_counted(work, function):
+    name = f"reward_{function}"
+    run = done(
+        work, "rl", "rl.yaml", f"name={name}", "steps=2", "evaluation.every=0", "evaluation.before=false", "reward.timeout_seconds=1",
+        f"reward.functions=[{{function: 'rewards.py:{function}'}}, {{function: 'rewards.py:letters'}}]",
+    )  # fmt: skip
+    assert [row["reward/errors"] for row in metrics(run)] == [16, 16]
+    assert all(row["reward/mean"] >= 0 for row in metrics(run))
+    row = json.loads((run / "rollouts/step-00000001.jsonl").read_text().splitlines()[0])
+    assert row["reward_error"]
+
+
+def test_rewards_that_fail_for_all_end_the_run_which_goes_on_when_they_are_mended(work):
+    argv = ["rl", "rl.yaml", "name=all_fail", "evaluation.every=0", "evaluation.before=false", "checkpoint.save_every=1",
+        "reward.functions=[{function: 'mended.py:score'}]"]  # fmt: skip
+    function = work / "mended.py"
+    function.write_text("def score(data_source, solution_str, ground_truth):\n    return answer\n")
+    code, output = burnish(work, *argv, "steps=3", "reward.max_failed_rounds=2")
+    assert code == 1, output
+    assert "2 rounds in a row" in output
+    assert "NameError" in output
+    assert [step.step for step in committed(work / "runs/all_fail/checkpoints")] == [1]
+    function.write_text("def score(data_source, solution_str, ground_truth):\n    return 1.0\n")
+    run = done(work, *argv, "steps=3")
+    assert [row["reward/errors"] for row in metrics(run)] == [16, 0, 0]

@@ -1,0 +1,229 @@
+"""From scored groups to what a step trains on, without a model: which groups, with which rewards, in which batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from burnish.config.schema import RunConfig
+from burnish.data.loader import Loader
+from burnish.distributed.layout import Layout
+from burnish.errors import UsageError
+from burnish.models.flops import ModelFlops
+from burnish.records import Batch, Completion, Prompt, Rollout, TokenOutputs
+from burnish.records.samples import StopReason
+from burnish.train.policy_update import (
+    Policy,
+    assign_credit,
+    in_epochs,
+    minibatches,
+    with_logprobs,
+)
+from burnish.train.rl import collect_groups, compared
+
+LIMIT = 8
+"""Tokens of the longest completion."""
+POLICY = Policy(SimpleNamespace(layout=Layout()), None, ModelFlops(per_token=1.0, attention=()))
+"""One that is asked for nothing but its layout."""
+
+
+def configured(**sections: Any) -> RunConfig:
+    common = {"rollout": {"n": 2, "max_response_length": LIMIT}, "batch": {"prompts": 2}}
+    return RunConfig.model_validate({**common, **sections})
+
+
+def prompt(index: int) -> Prompt:
+    return Prompt(index, np.arange(2) + index, f"{index}=", None, None, "", {})
+
+
+PROMPTS = [prompt(i) for i in range(4)]
+
+
+def rollout(index: int, reward: float, length: int, stop: StopReason = "stop") -> Rollout:
+    numbers = np.linspace(-1, 0, length, dtype=np.float32)
+    completion = Completion(np.arange(length), numbers, numbers, stop, weights_version=0)
+    return Rollout(PROMPTS[index], 0, completion, "", reward=reward)
+
+
+class Script:
+    """A collector whose every prompt earns what was written down for it: (reward, length) of each sample."""
+
+    def __init__(self, told: Sequence[Sequence[tuple[float, int]]]) -> None:
+        self.told = told
+
+    def collect(self, prompts: Sequence[Prompt], *_: object) -> list[list[Rollout]]:
+        return [[rollout(p.index, *each) for each in self.told[p.index]] for p in prompts]
+
+
+def collected(
+    told: Sequence[Sequence[tuple[float, int]]], config: RunConfig
+) -> tuple[list[list[Rollout]], list[list[Rollout]]]:
+    loader = Loader(len(told), 0, shuffle=False)
+    return collect_groups(PROMPTS[: len(told)], loader, Script(told), config, step=0)
+
+
+def rewards(groups: Sequence[Sequence[Rollout]]) -> dict[int, list[float]]:
+    """By prompt."""
+    return {group[0].prompt.index: [each.reward for each in group] for group in groups}
+
+
+def test_unequal_lengths_alone_keep_no_group() -> None:
+    """DAPO, equation 8: 0 < correct < G is asked of the answers, whatever the penalty for their lengths."""
+    algorithm = {"dynamic_sampling": {"enabled": True}, "overlong": {"buffer": 4}}
+    told = [
+        [(1, 2), (1, LIMIT)],  # all right, one of them at the limit
+        [(0, 1), (1, LIMIT)],
+        [(0, 6), (0, 7)],  # all wrong
+        [(1, 6), (0, 1)],
+    ]
+    chosen, left_out = collected(told, configured(algorithm=algorithm))
+    assert rewards(chosen) == {1: [0, 0], 3: [0.5, 0]}
+    assert rewards(left_out) == {0: [1, 0], 2: [-0.5, -0.75]}
+
+
+class InParts(Script):
+    """Rewards of two parts, (right, well written) in place of (reward, length)."""
+
+    def collect(self, prompts: Sequence[Prompt], *_: object) -> list[list[Rollout]]:
+        told = {p.index: self.told[p.index] for p in prompts}
+        return [
+            [
+                replace(
+                    rollout(i, right + 0.1 * form, 3), reward_parts={"numeric": right, "form": form}
+                )
+                for right, form in told[i]
+            ]
+            for i in told
+        ]
+
+
+@pytest.mark.parametrize(("part", "kept"), [(None, [0, 1]), ("numeric", [2, 3]), ("form", [0, 1])])
+def test_dynamic_sampling_compares_the_part_that_it_is_told(
+    part: str | None, kept: list[int]
+) -> None:
+    """Right and wrong alone, as DAPO has it, or what is added to that."""
+    told = [[(1, 0), (1, 1)], [(0, 1), (0, 0)], [(1, 1), (0, 1)], [(1, 0), (0, 0)]]
+    functions = [{"function": "numeric"}, {"function": "f.py:form", "weight": 0.1}]
+    config = configured(
+        algorithm={"dynamic_sampling": {"enabled": True, "part": part}},
+        reward={"functions": functions},
+    )
+    loader = Loader(len(told), 0, shuffle=False)
+    chosen, _ = collect_groups(PROMPTS, loader, InParts(told), config, step=0)
+    assert list(rewards(chosen)) == kept
+
+
+def test_a_part_that_no_answer_has_is_refused_and_one_that_some_have_compares_those() -> None:
+    dynamic = {"dynamic_sampling": {"enabled": True, "part": "score/right"}}
+    config = configured(algorithm=dynamic, reward={"functions": [{"function": "f.py:score"}]})
+    parts = [{"score": 1.0}, {"score": 1.0, "score/right": 0.0}, {"score": 1.0, "score/right": 1.0}]
+    groups = [[replace(rollout(0, 1, 3), reward_parts=each) for each in parts]]
+    assert compared(groups, config) == [[0.0, 1.0]]
+    failed = replace(groups[0][0], reward_error="score: it raised")
+    assert compared([[failed]], config) == [[]]
+    with pytest.raises(UsageError, match=r"part: score/right\n.*want: one of score\n"):
+        compared([groups[0][:1]], config)
+
+
+def test_a_function_that_applies_to_no_answer_is_a_part_all_the_same() -> None:
+    config = configured(
+        algorithm={"dynamic_sampling": {"enabled": True, "part": "score"}},
+        reward={"functions": [{"function": "f.py:score"}]},
+    )
+    assert compared([[replace(rollout(0, 0, 3), reward_parts={})]], config) == [[]]
+
+
+def test_without_dynamic_sampling_every_group_is_kept_and_shaped() -> None:
+    told = [[(1, 2), (1, LIMIT)], [(0, 5), (1, 6)]]
+    chosen, left_out = collected(told, configured(algorithm={"overlong": {"buffer": 4}}))
+    assert rewards(chosen) == {0: [1, 0], 1: [-0.25, 0.5]}
+    assert left_out == []
+
+
+def test_the_last_prompts_of_an_epoch_are_a_smaller_step() -> None:
+    told = [[(1, 2), (0, 3)]] * 3
+    loader = Loader(3, 0, shuffle=False, by_epoch=True)
+    found = [
+        rewards(collect_groups(PROMPTS[:3], loader, Script(told), configured(), step)[0])
+        for step in range(3)
+    ]
+    assert [list(each) for each in found] == [[0, 1], [2], [0, 1]]
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"])
+def test_a_completion_cut_at_its_limit_is_learned_from_like_any_other(advantage: str) -> None:
+    config = configured(algorithm={"advantage": advantage})
+    ended = [[rollout(0, 1, 3), rollout(0, 0, LIMIT)], [rollout(1, 0, 2), rollout(1, 1, LIMIT)]]
+    cut = [[_cut(each) for each in group] for group in ended]
+    found = []
+    for groups in (ended, cut):
+        credit = assign_credit(groups, POLICY, None, config)
+        (batch,) = minibatches(groups, credit, POLICY, config)
+        found.append((credit.advantages, batch))
+    (first, one), (second, other) = found
+    assert any(array.any() for array in first)
+    assert all(map(np.array_equal, first, second))
+    assert (one.num_tokens, one.num_sequences) == (other.num_tokens, other.num_sequences)
+    for micro, same in zip(one.microbatches, other.microbatches, strict=True):
+        for name in ("input_ids", "loss_mask", "advantages"):
+            assert torch.equal(getattr(micro, name), getattr(same, name))
+
+
+@pytest.mark.parametrize(
+    ("updates", "kept", "scored"),
+    [
+        ({}, "recompute", 0),
+        ({"minibatches": 2}, "recompute", 2),
+        ({"epochs": 2}, "recompute", 1),
+        ({"epochs": 2}, "rollout", 0),
+    ],
+)
+def test_the_policy_is_scored_before_the_first_of_several_updates(
+    updates: dict[str, int], kept: str, scored: int
+) -> None:
+    asked: list[Batch] = []
+
+    def forward(batch: Batch, *, experts: bool) -> list[TokenOutputs]:
+        asked.append(batch)
+        return [TokenOutputs(micro.input_ids - 100.0) for micro in batch.microbatches]
+
+    engine = SimpleNamespace(layout=Layout(), forward=forward)
+    config = configured(batch={"prompts": 2, **updates}, algorithm={"old_logprobs": kept})
+    groups = [[rollout(0, 1, 3), rollout(0, 0, 4)], [rollout(1, 0, 2), rollout(1, 1, 4)]]
+    batches = minibatches(groups, assign_credit(groups, POLICY, None, config), POLICY, config)
+    measured = with_logprobs(batches, replace(POLICY, engine=engine), config)
+    assert asked == batches[:scored]
+    for micro in measured[0].microbatches:
+        assert (micro.old_logprobs is None) == (kept == "recompute" and not scored)
+        assert not scored or torch.equal(micro.old_logprobs, micro.input_ids - 100.0)
+
+
+def test_each_epoch_has_all_mini_batches_in_an_order_of_its_own() -> None:
+    config = configured(batch={"prompts": 8, "minibatches": 8, "epochs": 4}, seed=3)
+    batches = list("abcdefgh")  # which ones is all that matters
+    found = in_epochs(batches, config, 5)
+    epochs = [found[i : i + 8] for i in range(0, 32, 8)]
+    assert epochs[0] == batches
+    assert all(sorted(each) == batches for each in epochs)
+    assert len({tuple(each) for each in epochs}) == 4
+    assert in_epochs(batches, config, 5) == found
+    for other in (
+        in_epochs(batches, config, 6),
+        in_epochs(batches, configured(**{**config.model_dump(), "seed": 4}), 5),
+    ):
+        assert other[:8] == batches
+        assert other[8:] != found[8:]
+
+
+def _cut(each: Rollout) -> Rollout:
+    """The same at its limit, where it is as long as that."""
+    at_limit = len(each.completion.token_ids) == LIMIT
+    return replace(
+        each, completion=replace(each.completion, stop_reason="length" if at_limit else "stop")
+    )

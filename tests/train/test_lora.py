@@ -1,0 +1,339 @@
+"""Runs that train an adapter, through the real command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints_for_tests import contents_of
+from corruption import flip
+from peft import PeftModel
+from safetensors.torch import load_file
+from tokenizers_for_tests import save_char_tokenizer
+from training_files import FRESH, RL, SFT, burnish, done, metrics, outcome, weights, write_rows
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.steps import committed
+from burnish.config.load import load_config
+from burnish.config.schema import RunConfig
+from burnish.data.batching import make_batch
+from burnish.distributed.layout import Layout
+from burnish.models.lora.adapter_names import PREFIX
+from burnish.records import Example
+from burnish.tracking.jsonl import read_metrics
+from burnish.train.setup import example_dataset, lay_foundation
+
+KL = {"algorithm": {"kl": {"coef": 0.1, "place": "reward"}}}
+
+
+@pytest.fixture(scope="module")
+def lora(work):
+    """The directory, with a base model and two configurations that train an adapter on it."""
+    save_base(work / "base", seed=0)
+    for name, settings in (("sft", SFT), ("rl", {**RL, **KL})):
+        model = {"path": "base", "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "up_proj"]}}
+        (work / f"{name}-lora.yaml").write_text(json.dumps({**settings, "model": model}))
+    return work
+
+
+@pytest.fixture(scope="module")
+def alone(lora):
+    """A run of six steps on one process."""
+    return done(lora, "sft", "sft-lora.yaml", "name=alone")
+
+
+@pytest.fixture(scope="module")
+def first(lora):
+    """A run of three steps, of which others begin."""
+    return done(lora, "sft", "sft-lora.yaml", "name=first", "steps=3")
+
+
+def save_base(directory, seed, **changes):
+    settings = FRESH | changes
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    save_char_tokenizer(directory)
+
+
+@pytest.mark.parametrize("trained", ["sft-lora.yaml", "sft.yaml"])
+def test_ranks_wait_by_what_an_update_costs(lora, trained, monkeypatch):
+    """Counted by hand: two or three times the products of weights, three times those of attention."""
+    monkeypatch.chdir(lora)
+    foundation = lay_foundation(RunConfig.model_validate(json.loads(Path(trained).read_text())))
+    lengths = [2000, *range(100, 600, 70)]
+    mask = {n: np.arange(n) > 0 for n in lengths}
+    examples = [Example(np.full(n, i), mask[n]) for i, n in enumerate(lengths)]
+    parts = [make_batch(examples, Layout(rank, 2), 4000, foundation.costs) for rank in range(2)]
+    forward, products = foundation.flops.forward, foundation.flops.per_token
+    times = 2 if foundation.adapter else 3
+    loads = [
+        sum(
+            times * products * n + 3 * (forward([n]) - products * n)
+            for n in (lengths[i] for micro in part.examples for i in micro)
+        )
+        for part in parts
+    ]
+    assert [len(part.examples) for part in parts] == [1, 1]
+    assert parts[0].imbalance == pytest.approx(2 * max(loads) / sum(loads))
+    whole = [forward(lengths[i] for i in part.examples[0]) for part in parts]
+    apart = abs(parts[0].imbalance - 2 * max(whole) / sum(whole)) > 1e-3
+    assert apart == bool(foundation.adapter)
+
+
+def test_a_run_balances_by_what_its_update_costs(lora, monkeypatch):
+    monkeypatch.chdir(lora)
+    texts = ["1" * n for n in (1900, *range(100, 600, 70))]
+    write_rows(lora / "long.jsonl", [{"text": text} for text in texts])
+    settings = {"data.train": "[long.jsonl]", "data.shuffle": "false", "evaluation.every": 0}
+    settings |= {"batch.examples": len(texts), "batch.tokens_per_device": 4000, "steps": 1}
+    argv = [f"{name}={value}" for name, value in settings.items()]
+    run = done(lora, "sft", "sft-lora.yaml", "name=long", *argv, world=2)
+    config = load_config(Path("sft-lora.yaml"), argv).config
+    foundation = lay_foundation(config)
+    dataset = example_dataset(foundation, config.data.train, "data.train")
+    examples = [dataset[index] for index in range(len(texts))]
+    expected, whole = (
+        make_batch(examples, Layout(0, 2), 4000, costs).imbalance
+        for costs in (foundation.costs, foundation.flops)
+    )
+    assert read_metrics(run / "metrics.jsonl")[-1]["perf/imbalance"] == pytest.approx(
+        expected, rel=1e-9
+    )
+    assert abs(expected - whole) > 1e-3
+
+
+def test_interrupted_equals_uninterrupted(lora, alone):
+    require_same_when_interrupted(lora, ["sft", "sft-lora.yaml"], "sft", alone)
+
+
+@pytest.mark.parametrize("publish", ["merged", "adapter"])
+def test_interrupted_reinforcement_learning_equals_uninterrupted(lora, publish):
+    argv = ["rl", "rl-lora.yaml", f"model.lora.publish={publish}"]
+    peace = done(lora, *argv, f"name={publish}_peace")
+    require_same_when_interrupted(lora, argv, publish, peace)
+
+
+def require_same_when_interrupted(lora, argv, name, uninterrupted):
+    peace = outcome(uninterrupted)
+    done(lora, *argv, f"name={name}_war", "steps=3")
+    assert outcome(done(lora, *argv, f"name={name}_war")) == peace
+    assert {name for name in peace if name.endswith(".safetensors")} == {
+        f"checkpoints/step-00000006/{name}.safetensors"
+        for name in (
+            "model/adapter_model",
+            "training/residual",
+            "training/exp_avg",
+            "training/exp_avg_sq",
+        )
+    }
+
+
+def test_the_kl_to_the_model_without_it_begins_at_zero(lora):
+    run = done(lora, "rl", "rl-lora.yaml", "name=kl", "algorithm.kl.place=loss", "steps=3")
+    kl = [row["actor/kl_loss"] for row in metrics(run) if row["step"]]
+    assert kl[0] == 0
+    assert kl[2] > 0
+
+
+def test_on_other_numbers_of_processes_it_continues(lora, alone):
+    done(lora, "sft", "sft-lora.yaml", "name=grown", "steps=3")
+    require_same_moments(done(lora, "sft", "sft-lora.yaml", "name=grown", world=2), alone)
+
+
+def require_same_moments(run, other):
+    found, wanted = weights(run), weights(other)
+    assert found.keys() == wanted.keys()
+    moments = [name for name in wanted if "/exp_avg" in name]
+    assert moments
+    for name in moments:
+        assert (found[name] - wanted[name]).norm() <= 1e-3 * wanted[name].norm(), name
+
+
+def test_experts_continue_on_more_processes_and_are_pefts(lora):
+    mixture = {"num_local_experts": 4, "num_experts_per_tok": 2, "model_type": "mixtral"}
+    save_base(lora / "mixture", 0, **mixture)
+    targets = "model.lora.targets=[v_proj,experts.gate_up_proj,experts.down_proj]"
+    argv = ["sft", "sft-lora.yaml", "model.path=mixture", targets]
+    alone = done(lora, *argv, "name=mixed")
+    done(lora, *argv, "name=mixed_grown", "steps=3")
+    run = done(lora, *argv, "name=mixed_grown", world=2)
+    require_same_moments(run, alone)
+    code, output = burnish(lora, "ckpt", "export", "runs/mixed_grown", "merged_mixture", "--merged", "--dtype", "fp32")  # fmt: skip
+    assert code == 0, output
+    base = AutoModelForCausalLM.from_pretrained(lora / "mixture", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, run / "checkpoints/step-00000006/model").eval()
+    merged = AutoModelForCausalLM.from_pretrained(lora / "merged_mixture", dtype=torch.float32)
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        wanted, found = loaded(ids).logits, merged.eval()(ids).logits
+        with loaded.disable_adapter():
+            off = loaded(ids).logits
+    assert (off - wanted).norm() > 0.1 * wanted.norm()
+    # The adapter is in bf16, what is merged is exact.
+    assert (found - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+def test_what_it_learned_is_in_pefts_adapter_and_in_the_merged_model(lora):
+    url = f"file://{lora}/base"
+    run = done(lora, "sft", "sft-lora.yaml", "name=learned", f"model.path={url}")
+    adapter = json.loads((run / "checkpoints/step-00000006/model/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == url
+    code, output = burnish(lora, "eval", "runs/learned")
+    assert code == 0, output
+    loss = metrics(run)[-1]["val/loss"]
+    assert float(output.split()[-1]) == pytest.approx(loss, rel=1e-5)
+    code, output = burnish(lora, "ckpt", "export", "runs/learned", "merged", "--merged", "--dtype", "fp32")  # fmt: skip
+    assert code == 0, output
+    merged = done(
+        lora, "sft", "sft.yaml", "name=merged", "steps=1", "model.path=merged", "model.fresh=null"
+    )
+    assert metrics(merged)[0]["val/loss"] == pytest.approx(loss, rel=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(lora / "base", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, run / "checkpoints/step-00000006/model")
+    plain = AutoModelForCausalLM.from_pretrained(lora / "merged", dtype=torch.float32)
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert torch.allclose(loaded(ids).logits, plain(ids).logits, atol=0.02)  # bf16
+        with loaded.disable_adapter():
+            assert not torch.allclose(loaded(ids).logits, plain(ids).logits, atol=0.02)
+    code, output = burnish(lora, "sft", "sft.yaml", "name=x", f"model.path={run}/checkpoints/step-00000006/model", "model.fresh=null")  # fmt: skip
+    assert code == 5, output
+    assert "burnish ckpt export" in output
+
+
+def test_another_run_goes_on_from_it(lora, first):
+    step = committed(first / "checkpoints")[-1].path
+    base = ["sft", "sft.yaml", "model.path=base", "model.fresh=null"]
+    start = [*base, f"model.lora.path={step}/model"]
+    for name, world, layout in (("next", 1, ()), ("shared", 2, ["engine.tensor_parallel=2"])):
+        run = done(lora, *start, f"name={name}", "optim.lr=0", "steps=1", *layout, world=world)
+        before = metrics(run)[0]["val/loss"]
+        assert before == pytest.approx(metrics(first)[-1]["val/loss"], abs=2e-3)  # bf16 on disk
+        again = committed(run / "checkpoints")[-1].path
+        for file in ("adapter_model.safetensors", "adapter_config.json"):
+            assert (again / "model" / file).read_bytes() == (step / "model" / file).read_bytes()
+    peace = outcome(done(lora, *start, "name=went_on"))
+    done(lora, *start, "name=went_on_later", "steps=3")
+    assert outcome(done(lora, *start, "name=went_on_later")) == peace
+    save_base(lora / "other", seed=1)
+    code, output = burnish(lora, *start, "name=wrong", "model.path=other")
+    assert (code, "belongs to another model" in output) == (4, True), output
+    code, output = burnish(lora, *start, "name=plan", "--dry-run")
+    assert code == 0, output
+    assert f"from the adapter {step}/model" in output
+    code, output = burnish(lora, *start, "name=plan", "model.lora.path=nowhere", "--dry-run")
+    assert (code, "model.lora.path: there is no directory" in output) == (5, True), output
+
+
+def test_the_kl_to_the_adapter_that_it_starts_from_begins_at_zero(lora, first):
+    start = ["rl", "rl.yaml", "model.path=base", "model.fresh=null", "engine.park=true"]
+    start += [f"model.lora.path={committed(first / 'checkpoints')[-1].path}/model"]
+    start += ["algorithm.kl.coef=0.1", "engine.precision=bf16", "steps=3"]
+    start += ["evaluation.every=0"]
+    peace = done(lora, *start, "name=kl_peace")
+    kl = [row["actor/kl_loss"] for row in metrics(peace) if row["step"]]
+    assert kl[0] == 0
+    assert kl[2] > 0
+    done(lora, *start, "name=kl_war", "steps=1")
+    assert outcome(done(lora, *start, "name=kl_war")) == outcome(peace)
+
+
+def test_what_it_started_from_is_read_whole_and_only_resuming_needs_it_again(lora):
+    first = done(lora, "sft", "sft-lora.yaml", "name=origin", "steps=1")
+    adapter = committed(first / "checkpoints")[-1].path / "model"
+    argv = ["sft", "sft.yaml", "model.path=base", "model.fresh=null", f"model.lora.path={adapter}"]
+    run = done(lora, *argv, "name=heir", "steps=3")
+    file = adapter / "adapter_model.safetensors"
+    flip(file)
+    code, output = burnish(lora, *argv, "name=damaged", "steps=1")
+    assert (code, "model/adapter_model.safetensors is damaged" in output) == (3, True), output
+    shutil.rmtree(first)
+    code, output = burnish(lora, "eval", "runs/heir")
+    assert code == 0, output
+    assert float(output.split()[-1]) == pytest.approx(metrics(run)[-1]["val/loss"], rel=1e-5)
+    code, output = burnish(lora, *argv, "name=heir", "steps=4")
+    assert (code, "model.lora.path: there is no directory" in output) == (5, True), output
+
+
+def test_a_base_in_a_step_is_looked_at_again_wherever_it_is_read_again(lora):
+    """Under an adapter that resumes or is evaluated, and as what the KL is to."""
+    first = done(lora, "sft", "sft.yaml", "name=ground", "steps=1")
+    base = committed(first / "checkpoints")[-1].path / "model"
+    upon = ["sft", "sft-lora.yaml", "name=upon", f"model.path={base}"]
+    held = ["rl", "rl.yaml", "name=held", "algorithm.kl.coef=0.1", "evaluation.every=0"]
+    held += [f"model.path={base}", "model.fresh=null"]
+    for argv in (upon, held):
+        done(lora, *argv, "steps=1")
+    file = base / "model.safetensors"
+    flip(file)
+    for argv in ([*upon, "steps=2"], ["eval", "runs/upon"], [*held, "steps=2"]):
+        code, output = burnish(lora, *argv)
+        assert (code, f"{file} is damaged" in output) == (3, True), output
+
+
+def test_another_adapter_is_refused(lora):
+    run = done(lora, "sft", "sft-lora.yaml", "name=mine", "steps=1")
+    code, output = burnish(lora, "sft", "sft-lora.yaml", "name=mine", "model.lora.rank=8")
+    assert code == 4, output
+    assert ["model.lora.rank", "4", "8"] in [line.split() for line in output.splitlines()]
+    (run / "config.yaml").unlink()  # the checkpoint knows it too
+    argv = ["sft", "sft-lora.yaml", "name=mine", "steps=2", "model.lora.targets=[k_proj]"]
+    code, output = burnish(lora, *argv, "model.lora.rank=2")
+    assert code == 4, output
+    rows = [line.split() for line in output.splitlines()]
+    assert ["rank", "4", "2"] in rows
+    assert ["targets", "['q_proj',", "'up_proj']", "['k_proj']"] in rows
+    (run / "config.yaml").unlink()
+    whole = ["model.path=base", "model.fresh=null", "model.tokenizer=null"]
+    code, output = burnish(lora, "sft", "sft.yaml", "name=mine", "steps=2", *whole)
+    assert (code, "have: an adapter\n  want: a whole model" in output) == (4, True), output
+    (run / "config.yaml").unlink()
+    file = run / "checkpoints/step-00000001/model/adapter_model.safetensors"
+    flip(file)
+    code, output = burnish(lora, "sft", "sft-lora.yaml", "name=mine", "steps=2")
+    assert (code, "model/adapter_model.safetensors is damaged" in output) == (3, True), output
+    assert f"{PREFIX}model.layers." in output
+
+
+def test_another_model_in_the_place_of_the_adapters_is_refused(lora):
+    shutil.copytree(lora / "base", lora / "changing")
+    argv = ["sft", "sft-lora.yaml", "name=changed", "model.path=changing"]
+    done(lora, *argv, "steps=1")
+    save_base(lora / "changing", seed=1)
+    for command in (argv, ["eval", "runs/changed"]):
+        code, output = burnish(lora, *command)
+        assert code == 4, output
+        assert "differs in base_digest" in output
+        assert "\nstep " not in output
+
+
+@pytest.mark.parametrize(("change", "status"), [("one is missing", 5), ("one is too much", 4)])
+def test_an_adapter_with_other_keys_is_refused(lora, change, status):
+    name = change.replace(" ", "_")
+    run = done(lora, "sft", "sft-lora.yaml", f"name={name}", "steps=1")
+    step = committed(run / "checkpoints")[0]
+    tensors = load_file(step.path / "model/adapter_model.safetensors")
+    slots = {
+        f"{slot}/{key}": tensor
+        for slot in ("exp_avg", "exp_avg_sq")
+        for key, tensor in load_file(step.path / f"training/{slot}.safetensors").items()
+    }
+    key = f"{PREFIX}model.layers.1.self_attn.{'q' if change == 'one is missing' else 'v'}_proj.lora_A.weight"
+    if change == "one is missing":
+        del tensors[key]
+    else:
+        tensors[key] = torch.zeros(4, 32)
+    shutil.rmtree(step.path)
+    contents = contents_of({k: t.float() for k, t in tensors.items()}, slots, state=step.state)
+    with Checkpoints(run / "checkpoints", Layout()) as checkpoints:
+        checkpoints.save(1, contents)
+    code, output = burnish(lora, "sft", "sft-lora.yaml", f"name={name}", "steps=2")
+    assert code == status, output
+    assert key in output

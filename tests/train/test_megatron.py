@@ -1,0 +1,144 @@
+"""Whole runs on the Megatron engine: they do what the torch engine does, go on from each other, and survive kills."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+import same_runs
+from same_runs import assert_same
+from training_files import FRESH, At, burnish, done, metrics, outcome, ranks, weights
+
+MEGATRON = "engine.kind=megatron"
+STEP = "burnish.engines.megatron.megatron_engine:MegatronEngine.optim_step"
+RL = [
+    *same_runs.RL,
+    "optim.lr=0.003",
+]  # at 0.01 rounding grows to half a percent of a gradient in six steps
+PPO = [*RL, "algorithm.advantage=gae", "critic.lr=0.003", "critic.warmup_steps=1", "steps=2"]
+LAYOUTS = {"TP 2": "engine.tensor_parallel=2", "PP 2": "engine.pipeline_parallel=2"}
+MIXTURE = FRESH | {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+
+KILLED = [
+    [],
+    ["engine.tensor_parallel=2"],
+    ["engine.pipeline_parallel=2"],
+    ["engine.pipeline_parallel=2", "engine.virtual_stages=2"],
+    ["engine.expert_parallel=2"],
+    ["engine.sequence_parallel=2"],
+]
+"""Of two processes; the first with data parallelism alone."""
+REPLAYED = {
+    "recompute": ["engine.expert_parallel=2"],
+    "rollout": ["engine.expert_parallel=2", "engine.pipeline_parallel=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def of_torch(work):
+    return done(work, *RL, "name=of_torch")
+
+
+@pytest.fixture(scope="module")
+def critics_of_torch(work):
+    return done(work, *PPO, "name=ppo_torch")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reinforcement_learning_is_that_of_the_torch_engine(work, of_torch, layout):
+    argv = [*RL, MEGATRON, LAYOUTS[layout], f"name={layout.replace(' ', '')}"]
+    assert_same(done(work, *argv, world=2), of_torch)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ppo_is_that_of_the_torch_engine(work, critics_of_torch, layout):
+    """A critic learns beside the policy, and one step before it."""
+    argv = [*PPO, MEGATRON, LAYOUTS[layout], f"name=ppo_{layout[:2]}"]
+    run = done(work, *argv, world=2)
+    assert_same(run, critics_of_torch)
+    assert any("critic/model" in name for name in weights(run))
+
+
+@pytest.fixture(scope="module")
+def not_replayed(work):
+    return done(work, *RL, f"model.fresh={json.dumps(MIXTURE)}", "name=not_replayed")
+
+
+@pytest.mark.parametrize("replay", ["recompute", "rollout"])
+def test_replayed_mixtures_are_those_of_the_torch_engine(work, not_replayed, replay):
+    """Experts that others chose, the generator or the policy before its update, are those of the second update too."""
+    argv = [*RL, f"model.fresh={json.dumps(MIXTURE)}"]
+    argv.append(f"algorithm.router_replay={replay}")
+    wanted = done(work, *argv, f"name={replay}_torch")
+    with pytest.raises(AssertionError):
+        assert_same(not_replayed, wanted)
+    for number, layout in enumerate(REPLAYED[replay]):
+        run = done(work, *argv, MEGATRON, layout, f"name={replay}_{number}", world=2)
+        assert_same(run, wanted)
+
+
+def test_engines_go_on_from_each_other(work, of_torch):
+    engines = ([MEGATRON, LAYOUTS["PP 2"]], ["engine.tensor_parallel=2"])
+    for number, (first, second) in enumerate((engines, engines[::-1])):
+        argv = [*RL, f"name=changing_{number}"]
+        done(work, *argv, "steps=3", *first, world=2)
+        assert_same(done(work, *argv, *second, world=2), of_torch)
+
+
+def test_supervised_fine_tuning_is_that_of_the_torch_engine(work):
+    argv = ["sft", "sft.yaml", "batch.tokens_per_device=32"]
+    run = done(work, *argv, MEGATRON, "name=sft_data", world=2)
+    assert_same(run, done(work, *argv, "name=sft_torch"))
+
+
+def test_a_killed_mixture_goes_on_as_if_nothing_had_happened(work):
+    argv = ["sft", "sft.yaml", f"model.fresh={json.dumps(MIXTURE)}"]
+    require_unharmed(work, "sft", [*argv, "engine.expert_parallel=2"], update=4)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("degrees", KILLED, ids=lambda degrees: ", ".join(degrees) or "data")
+def test_reinforcement_learning_goes_on_as_if_nothing_had_happened(work, degrees):
+    """Of a mixture with a reference, two updates a step and experts that are replayed, at every kind of layout."""
+    fresh = f"model.fresh={json.dumps(MIXTURE | {'num_hidden_layers': 4})}"
+    name = f"rl_{KILLED.index(degrees)}"
+    argv = [*RL, fresh, "algorithm.router_replay=recompute", *degrees]
+    require_unharmed(work, name, argv, update=7)
+
+
+def require_unharmed(work, name, argv, update):
+    """A run that saves in the background, of which a rank is killed in an update, comes to the end of one that is left alone, bit for bit."""
+    left_alone = done(work, *argv, MEGATRON, f"name=left_alone_{name}", world=2)
+    argv = [*argv, MEGATRON, "checkpoint.save_every=1", "checkpoint.background=true"]
+    started = ranks(work, [*argv, f"name=killed_{name}"], 2, at=At(STEP, update, signal.SIGKILL))
+    assert [each.wait() for each in started] == [-signal.SIGKILL, 1]
+    assert outcome(done(work, *argv, f"name=killed_{name}", world=2)) == outcome(left_alone)
+
+
+def test_a_signal_in_a_pipeline_leaves_a_checkpoint(work):
+    argv = [*RL, MEGATRON, LAYOUTS["PP 2"], "name=stopped", "steps=5000"]
+    started = ranks(work, argv, 2)
+    assert started[0].reached(2), started[0].output
+    started[1].send(signal.SIGTERM)
+    assert [each.wait() for each in started] == [143, 143]
+    assert "is committed in runs/stopped" in started[0].output
+
+
+def test_what_the_engine_does_not_have_is_refused_at_once(work):
+    code, output = burnish(work, *RL, MEGATRON, "engine.compile=true", "--dry-run")
+    assert code == 2
+    assert "engine.compile is a setting of the torch engine" in output
+
+
+def test_it_is_evaluated(work, of_torch):
+    started = ranks(work, ["eval", str(of_torch), MEGATRON, LAYOUTS["TP 2"]], 2)
+    assert [each.wait() for each in started] == [0, 0], started[0].output
+    assert f"{metrics(of_torch)[-1]['val/mean@1']:.3f}" in started[0].output

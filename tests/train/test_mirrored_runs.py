@@ -1,0 +1,159 @@
+"""Whole runs that are copied to a URL: another machine goes on with them, and other runs are kept out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+
+import pytest
+from training_files import At, burnish, done, make_files, outcome, ranks
+
+from burnish.checkpoint.destinations.remote_steps import RemoteSteps
+from burnish.checkpoint.steps import committed
+from burnish.files.remote import Remote
+
+SFT = ["sft", "sft.yaml", "checkpoint.save_every=2"]
+
+
+@pytest.fixture
+def work(tmp_path):
+    return make_files(tmp_path)
+
+
+def far(work, name):
+    steps = RemoteSteps(Remote(f"file://{work}/far/{name}/checkpoints"))
+    return [step.step for step in committed(steps.root, steps)]
+
+
+def new_machine(work):
+    shutil.rmtree(work / "runs")
+
+
+def test_another_machine_goes_on_as_if_nothing_had_been(work):
+    peace = outcome(done(work, *SFT, "name=peace"))
+    argv = [*SFT, "name=moved", f"checkpoint.mirror=file://{work}/far"]
+    at = At("burnish.train.sft:make_batch", 4, signal.SIGTERM)
+    code, said = burnish(work, *argv, at=at)
+    assert code == 143, said
+    stopped = max(far(work, "moved"))
+    assert stopped < 6
+    new_machine(work)
+    code, said = burnish(work, *argv)
+    assert code == 0, said
+    assert f"resuming step {stopped} from file://{work}/far/moved" in said
+    assert outcome(work / "runs" / "moved") == peace
+    assert far(work, "moved")[-1] == 6
+    new_machine(work)
+    code, said = burnish(work, *argv)  # it is done, and says where
+    assert (code, f"the model is file://{work}/far/moved" in said) == (0, True), said
+
+
+def test_several_processes_that_save_in_the_background(work):
+    argv = [*SFT, f"checkpoint.mirror=file://{work}/far", "checkpoint.background=true"]
+    done(work, *argv, "checkpoint.mirror_keep_last=2", world=2)
+    assert far(work, "run") == [4, 6]
+    new_machine(work)
+    code, said = burnish(work, *argv, "steps=7")
+    assert (code, "resuming step 6 from file://" in said) == (0, True), said
+
+
+STOPPED = At("burnish.train.sft:make_batch", 4, signal.SIGTERM)
+
+
+def on_disks_of_their_own(directory, name, at=None):
+    """A run of two processes in directories of that name, which meet on the mirror `far`."""
+    roots = [directory / f"{name}-{rank}" for rank in range(2)]
+    for root in roots:
+        root.mkdir()
+    argv = [*SFT, f"checkpoint.mirror=file://{directory}/far"]
+    return ranks([make_files(root) for root in roots], argv, 2, at=at)
+
+
+def test_a_second_signal_ends_the_waiting_for_a_mirror_where_disks_meet(tmp_path):
+    """Nothing can be said there of what a disk has sent."""
+    words = tmp_path / "far/run/checkpoints/portions"
+    words.parent.mkdir(parents=True)
+    words.touch()
+    commands = on_disks_of_their_own(tmp_path, "one", STOPPED)
+    waiting = f"waiting at most 1800 seconds for file://{tmp_path}/far/run"
+    while waiting not in commands[0].output:
+        assert commands[0].is_running(), commands[0].output
+        time.sleep(0.05)
+    commands[0].send(signal.SIGTERM)
+    assert commands[0].wait() == -signal.SIGTERM, commands[0].output
+    assert commands[1].wait() != 0
+    assert far(tmp_path, "run") == []
+
+
+def test_machines_that_share_no_disk_go_on_as_if_nothing_had_been(tmp_path):
+    """Each process works in a directory of its own; both are stopped, lost, and go on as others."""
+    peace = outcome(done(make_files(tmp_path), *SFT, "name=peace", world=2))
+    commands = on_disks_of_their_own(tmp_path, "one", STOPPED)
+    assert [command.wait() for command in commands] == [143, 143], commands[0].output
+    stopped = max(far(tmp_path, "run"))
+    assert stopped < 6
+    assert f"step {stopped} is committed in file://{tmp_path}/far/run;" in commands[0].output
+    commands = on_disks_of_their_own(tmp_path, "two")
+    assert [command.wait() for command in commands] == [0, 0], commands[0].output
+    assert f"resuming step {stopped} from file://" in commands[0].output
+    assert outcome(tmp_path / "far" / "run") == peace
+    assert not list(tmp_path.glob("*-?/runs/run/checkpoints/*-0*"))
+
+
+def test_all_of_a_run_is_at_its_url(work):
+    argv = ["rl", "rl.yaml", "name=all", "steps=2", f"output_dir=file://{work}/far"]
+    run = done(work, *argv)
+    there = work / "far" / "all"
+    names = ["config.yaml", "environment.json", "metrics.jsonl", "report.html"]
+    names += [f"rollouts/{path.name}" for path in (run / "rollouts").iterdir()]
+    assert len(names) == 8  # of two steps and two validations
+    for name in names:
+        assert (there / name).read_bytes() == (run / name).read_bytes(), name
+    assert far(work, "all") == [2]
+
+
+def test_the_mirror_of_another_run_is_refused_and_stays_as_it_is(work):
+    argv = [*SFT, f"checkpoint.mirror=file://{work}/far", "steps=2"]
+    done(work, *argv)
+    mine = json.loads((work / "far" / "run" / "environment.json").read_text())["run"]
+    before = (work / "far" / "run" / "config.yaml").read_bytes()
+    new_machine(work)
+    code, said = burnish(work, *argv, "optim.lr=0.5")
+    assert (code, "optim.lr" in said) == (4, True), said
+    code, said = burnish(work, *argv, "resume=never")
+    assert (code, "holds checkpoints, and resume is never" in said) == (2, True), said
+    done(work, *SFT, "steps=1")  # a run of the same settings, begun without the mirror
+    code, said = burnish(work, *argv)
+    assert (code, f"have: run {mine}" in said) == (4, True), said
+    assert (work / "far" / "run" / "config.yaml").read_bytes() == before
+    assert far(work, "run") == [2]
+
+
+def test_a_mirror_that_cannot_be_written_is_refused_at_once(work):
+    code, said = burnish(work, *SFT, "checkpoint.mirror=file:///dev/null/far")
+    assert code == 5, said
+    assert "file:///dev/null/far/run" in said
+    assert not list((work / "runs").rglob("step-*"))
+
+
+STEAL = """
+def steal(completions, **columns):
+    open("far/run/environment.json", "w").write('{"start": "another"}')
+    return letters(completions)
+"""
+
+
+def test_a_run_that_lost_its_mirror_goes_on_and_says_so_at_its_end(work):
+    with (work / "rewards.py").open("a") as file:
+        file.write(STEAL)
+    settings = ["reward.functions=[{function: rewards.py:steal}]", "tracking.rollouts_every=0"]
+    settings += ["checkpoint.mirror_patience_seconds=250", f"checkpoint.mirror=file://{work}/far"]
+    code, said = burnish(work, "rl", "rl.yaml", "steps=2", "evaluation.before=false", *settings)
+    assert code == 1, said
+    assert "THE MIRROR IS BEHIND" in said
+    assert f"the run is done, but file://{work}/far/run has not all of it" in said
+    assert "start another" in said
+    assert [step.step for step in committed(work / "runs" / "run" / "checkpoints")] == [2]
+    assert far(work, "run") == []

@@ -1,0 +1,138 @@
+"""What a person is told when a device has no memory left."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from model_shapes import QWEN3_8B
+
+from burnish.config.keeping import TrackingConfig
+from burnish.config.schema import RunConfig
+from burnish.distributed.layout import Layout
+from burnish.errors import BurnishError
+from burnish.tracking.peaks import Peaks
+from burnish.train.out_of_memory import OutOfMemory
+
+CPU = torch.device("cpu")
+
+
+def subject(trainer: str = "sft", **model: object) -> OutOfMemory:
+    values = {
+        "model": {"fresh": QWEN3_8B | model, "tokenizer": "t"},
+        "batch": {"tokens_per_device": 65536, "prompts": 64},
+        "data": {"max_prompt_length": 512},
+    }
+    peaks = Peaks(lambda: None, lambda: 1_000_000_000)
+    return OutOfMemory(RunConfig.model_validate(values), trainer, Layout(), CPU, peaks)
+
+
+@pytest.mark.parametrize(
+    ("phase", "remedy"),
+    [
+        ("update", "engine.activation_checkpointing=full"),
+        ("save", "model.lora.rank=16"),
+        ("rollout", "rollout.slots="),
+    ],
+)
+def test_the_setting_that_would_have_helped(phase: str, remedy: str, tmp_path: Path) -> None:
+    trainer = subject("rl", num_hidden_layers=4) if phase == "rollout" else subject()
+    with (
+        pytest.raises(BurnishError) as raised,
+        trainer.explained(tmp_path),
+        trainer.peaks(phase),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+    error = raised.value
+    assert error.problem == f"rank 0 ran out of memory in {phase}"
+    assert "Tried to allocate 20.00 GiB" in str(error.have)
+    assert remedy in str(error.do)
+    assert list(tmp_path.iterdir()) == []  # a snapshot is CUDA's only
+
+
+def test_reward_models_are_part_of_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    config = subject("rl", num_hidden_layers=4).config.model_dump() | {
+        "reward": {"models": [{"path": str(tmp_path)}]}
+    }
+    trainer = replace(subject("rl"), config=RunConfig.model_validate(config))
+    with (
+        pytest.raises(BurnishError, match=r"a smaller model in reward\.models"),
+        trainer.explained(tmp_path),
+        trainer.peaks("publish"),
+    ):
+        raise torch.OutOfMemoryError("no memory")
+
+
+def test_the_allocator_of_a_cpu_says_it_otherwise(tmp_path: Path) -> None:
+    with (
+        pytest.raises(BurnishError, match="ran out of memory in setting up"),
+        subject().explained(tmp_path),
+    ):
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def test_a_model_that_the_planner_does_not_know(tmp_path: Path) -> None:
+    trainer = subject(model_type="phi")
+    with (
+        pytest.raises(BurnishError, match=r"batch\.tokens_per_device lower"),
+        trainer.explained(tmp_path),
+    ):
+        raise torch.OutOfMemoryError("no memory")
+
+
+def test_any_other_error_stays_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"^shapes do not fit$"), subject().explained(tmp_path):
+        raise RuntimeError("shapes do not fit")
+
+
+class Recorder:
+    """Stands for the memory of a backend that records as torch's do."""
+
+    def __init__(self, full: bool = False) -> None:
+        self.recording, self.full = False, full
+
+    def _record_memory_history(self, *told: object, **settings: object) -> None:
+        for real in (torch.cuda.memory, torch.xpu.memory):
+            inspect.signature(real._record_memory_history).bind(*told, **settings)
+        self.recording = told[0] is not None
+
+    def _dump_snapshot(self, filename: str) -> None:
+        if self.full:
+            raise OSError("no space left")
+        Path(filename).write_text("recorded" if self.recording else "sizes")
+
+
+@pytest.mark.parametrize(
+    ("records", "full", "content", "said"),
+    [
+        (False, False, "sizes", r"\(for what: tracking\.allocations=true\) is in .*rank0\.pickle"),
+        (True, False, "recorded", r"what was allocated is in .*rank0\.pickle"),
+        (True, True, None, "could not be written: no space left"),
+    ],
+)
+def test_a_backend_that_can_leaves_a_snapshot(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    records: bool,
+    full: bool,
+    content: str | None,
+    said: str,
+) -> None:
+    recorder = Recorder(full)
+    backend = SimpleNamespace(memory=recorder)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: backend)
+    trainer = subject()
+    told = trainer.config.model_copy(update={"tracking": TrackingConfig(allocations=records)})
+    with (
+        pytest.raises(BurnishError, match=said),
+        replace(trainer, config=told).explained(tmp_path),
+    ):
+        raise torch.OutOfMemoryError("no memory")
+    assert not recorder.recording
+    assert [file.read_text() for file in tmp_path.iterdir()] == ([content] if content else [])

@@ -1,0 +1,144 @@
+"""PPO: a policy and a critic in one run, learned, saved and resumed together."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_files import At, burnish, done, metrics, outcome, weights
+from transformers import AutoModelForTokenClassification
+
+from burnish.checkpoint.steps import committed
+
+PPO = [
+    *("rl", "rl.yaml", "algorithm.advantage=gae", "critic.lr=0.003", "critic.warmup_steps=2"),
+    "batch.minibatches=2",
+]
+SAVING = ["checkpoint.save_every=1", "checkpoint.background=true"]
+
+
+@pytest.fixture(scope="module")
+def in_peace(work: Path) -> Path:
+    return done(work, *PPO, "name=peace")
+
+
+def newest(run: Path) -> Path:
+    return committed(run / "checkpoints")[-1].path
+
+
+def test_a_critic_learns_and_then_the_policy(work: Path) -> None:
+    """The reward of four letters: a critic that sees some of them can know part of it, at most 3/8 of its variance."""
+    many = ["batch.prompts=24", "batch.tokens_per_device=4096", "rollout.slots=96"]
+    quiet = ["evaluation.every=0", "evaluation.before=false", "tracking.rollouts_every=0"]
+    alone = ["critic.warmup_steps=12", "batch.minibatches=1", "steps=30"]
+    rows = metrics(done(work, *PPO, "name=learns", *many, *quiet, *alone))
+    explained = [row["critic/explained_var"] for row in rows]
+    assert explained[0] < 0 < 0.06 < explained[11]
+    assert [row["step"] for row in rows if "actor/loss" in row] == list(range(13, 31))
+    rewards = [row["reward/mean"] for row in rows]
+    waiting = sum(rewards[:12]) / 12
+    assert max(rewards[:12]) < waiting + 0.1
+    assert sum(rewards[-3:]) / 3 > waiting + 0.3
+    state = json.loads((newest(work / "runs/learns") / "state.json").read_text())
+    assert state["optimizer_steps"] == 18
+    assert state["roles"] == {"critic": {"optimizer_steps": 30, "skipped_in_a_row": 0}}
+
+
+def test_what_is_measured(in_peace: Path) -> None:
+    row = metrics(in_peace)[-1]
+    named = ("vf_loss", "vf_clipfrac", "values/mean", "returns/mean", "explained_var", "grad_norm")
+    assert {f"critic/{name}" for name in (*named, "lr", "loss", "skipped")} <= row.keys()
+    assert row["critic/lr"] == 0.003
+    assert row["actor/lr"] == 0.01
+    assert row["critic/returns/mean"] == pytest.approx(row["reward/mean"], rel=1e-4)
+
+
+def test_in_the_warm_up_the_policy_neither_counts_nor_is_published(in_peace: Path) -> None:
+    rows = [json.loads(line) for line in (in_peace / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "perf/mfu" in row]
+    assert [row["step"] for row in rows if "timing_s/publish" in row] == [3, 4, 5, 6]
+    spent = [row["perf/mfu"] / row["perf/tokens_per_s"] for row in rows]  # operations per token
+    assert max(spent[:2]) < 0.7 * min(spent[2:])
+    versions = [
+        {json.loads(line)["weights_version"] for line in path.read_text().splitlines()}
+        for path in sorted((in_peace / "rollouts").glob("step-*"))
+    ]
+    assert versions == [{0}, {0}, {0}, {3}, {4}, {5}]
+
+
+def test_the_critic_on_disk_is_one_of_transformers_and_another_run_starts_from_it(
+    work: Path, in_peace: Path
+) -> None:
+    directory = newest(in_peace) / "critic/model"
+    loaded, info = AutoModelForTokenClassification.from_pretrained(
+        directory, output_loading_info=True
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.score.out_features == 1
+    frozen = [*PPO, "name=goes_on", f"critic.path={directory}", "critic.lr=0"]
+    frozen += ["critic.warmup_steps=0", "steps=1"]
+    again = load_file(newest(done(work, *frozen)) / "critic/model/model.safetensors")
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        assert torch.equal(again[name], tensor), name
+
+
+@pytest.mark.parametrize("saving", [[], SAVING], ids=["in place", "in the background"])
+def test_interrupted_equals_uninterrupted(work: Path, in_peace: Path, saving: list[str]) -> None:
+    name = f"cut_{len(saving)}"
+    argv = [*PPO, f"name={name}", *(saving or ["checkpoint.save_every=2"])]
+    for place, nth in (
+        ("burnish.train.critic:Critic.update", 6),
+        ("burnish.engines.torch.torch_engine:TorchEngine.optim_step", 5),
+        ("burnish.checkpoint.load:CheckpointSource.of", 2),
+    ):
+        code, output = burnish(work, *argv, at=At(place, nth, signal.SIGKILL))
+        assert code == -signal.SIGKILL, output
+    run = done(work, *argv)
+    assert outcome(run) == outcome(in_peace)
+    assert any("critic/" in name for name in outcome(run))
+
+
+def test_stopped_by_a_signal_before_the_first_step_and_between_two_updates(
+    work: Path, in_peace: Path
+) -> None:
+    argv = [*PPO, "name=stopped"]
+    first = ("burnish.train.collect:Collector.collect", 1)
+    for place, nth in (first, ("burnish.train.critic:Critic.update", 4)):
+        code, output = burnish(work, *argv, at=At(place, nth, signal.SIGTERM))
+        assert code == 128 + signal.SIGTERM, output
+    assert outcome(done(work, *argv)) == outcome(in_peace)
+
+
+def test_a_checkpoint_without_a_critic_is_refused_and_stays_as_it_is(work: Path) -> None:
+    run = done(work, "rl", "rl.yaml", "name=alone", "steps=2")
+    recorded = run / "config.yaml"
+    recorded.write_text(recorded.read_text().replace("advantage: grpo", "advantage: gae"))
+    before = weights(run)
+    argv = ["rl", "rl.yaml", "algorithm.advantage=gae", "name=alone", "steps=3"]
+    code, output = burnish(work, *argv)
+    assert code == 5, output
+    assert "step-00000002 holds no critic" in output
+    assert "want: critic/model and critic/training" in output
+    after = weights(run)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_another_algorithm_is_another_run(work: Path, in_peace: Path) -> None:
+    code, output = burnish(work, "rl", "rl.yaml", "name=peace")
+    assert code == 4
+    assert "algorithm.advantage" in output
+    assert "critic.lr" in output
+
+
+def test_a_critic_is_no_policy(work: Path, in_peace: Path) -> None:
+    directory = newest(in_peace) / "critic/model"
+    argv = ["rl", "rl.yaml", "name=wrong", "model.fresh=null", f"model.path={directory}"]
+    code, output = burnish(work, *argv)
+    assert code == 4
+    assert "has a value head and no vocabulary" in output
+    assert "critic.path" in output

@@ -1,0 +1,108 @@
+"""The same run on one process and on two: launched by torchrun or by hand, resumed across, cut short."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from same_runs import RL, assert_same
+from training_files import done, metrics, ranks
+
+from burnish.checkpoint.steps import committed
+
+REPOSITORY = Path(__file__).parents[2]
+PPO = [*RL, "algorithm.kl.place=reward", "algorithm.advantage=gae", "critic.lr=0.01"]
+RUNS = {"sft": ["sft", "sft.yaml"], "rl": RL, "ppo": PPO}
+
+
+@pytest.fixture(scope="module")
+def of_one(work):
+    """By kind, the run of one process."""
+    return cache(lambda kind: done(work, *RUNS[kind], f"name=one_{kind}"))
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_two_processes_do_what_one_does(work, of_one, kind):
+    argv, one = RUNS[kind], of_one(kind)
+    assert_same(done(work, *argv, f"name=two_{kind}", world=2), one)
+    for first, second in ((1, 2), (2, 1)):
+        name = f"name={kind}_{first}_then_{second}"
+        run = done(work, *argv, name, "steps=3", world=first)
+        assert len(metrics(run)) == 4
+        assert_same(done(work, *argv, name, world=second), one)
+
+
+def test_three_processes_go_on_from_two(work, of_one):
+    done(work, "sft", "sft.yaml", "name=by_three", "steps=3", world=2)
+    assert_same(done(work, "sft", "sft.yaml", "name=by_three", world=3), of_one("sft"))
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_an_epoch_is_every_sample_once_on_any_number_of_processes_and_when_prolonged(work, kind):
+    """Of 30 samples, one is left for its last step, which is less than a process each."""
+    size = ["batch.examples=29", "batch.prompts=29", "batch.minibatches=1"]
+    argv = [*RUNS[kind], *size, "steps=null", "evaluation.every=0"]
+    one = done(work, *argv, f"name=epochs_{kind}", "epochs=2")
+    assert [row["step"] for row in metrics(one)] == [0, 1, 2, 3, 4]
+    assert committed(one / "checkpoints")[-1].state["cursor"] == 60
+    name = f"name=prolonged_{kind}"
+    done(work, *argv, name, "epochs=1", world=2)
+    assert_same(done(work, *argv, name, "epochs=2", world=2), one)
+
+
+def test_shared_matrices_and_then_shared_tokens_do_what_one_process_does(work, of_one):
+    argv = ["sft", "sft.yaml", "name=sft_shared"]
+    done(work, *argv, "engine.tensor_parallel=2", "steps=3", world=2)
+    run = done(work, *argv, "engine.sequence_parallel=2", world=2)
+    assert_same(run, of_one("sft"))
+    shared = done(work, *RL, "name=rl_shared", "engine.sequence_parallel=2", "steps=3", world=2)
+    assert_same(shared, done(work, *RL, "name=rl_alone", "steps=3"))
+
+
+def test_two_processes_evaluate_what_one_trained(work):
+    run = done(work, "sft", "sft.yaml", "name=evaluated_by_two", "steps=3")
+    started = ranks(work, ["eval", str(run), "reward.functions=[]"], 2)
+    assert [each.wait() for each in started] == [0, 0], "".join(each.output for each in started)
+    (said,) = re.findall(r"^val/loss +(\S+)", started[0].output, re.MULTILINE)
+    assert float(said) == pytest.approx(metrics(run)[-1]["val/loss"], rel=1e-5)
+
+
+def test_torchrun(work):
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("-m", "burnish", "sft", "sft.yaml", "name=torchrun", "steps=3"),
+    ]
+    ended = subprocess.run(command, cwd=work, env=environ, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert_same(
+        work / "runs/torchrun",
+        done(work, "sft", "sft.yaml", "name=by_hand", "steps=3", world=2),
+    )
+
+
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(work):
+    argv = ["rl", "rl.yaml", "name=one_signal", "steps=5000", "tracking.rollouts_every=0"]
+    started = ranks(work, argv, 2)
+    assert started[0].reached(2), started[0].output
+    started[1].send(signal.SIGTERM)
+    assert [each.wait() for each in started] == [143, 143]
+    assert "is committed in runs/one_signal" in started[0].output
+    assert len(list((work / "runs/one_signal/checkpoints").glob("step-*"))) == 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_others_soon(work, victim):
+    argv = ["sft", "sft.yaml", f"name=killed_{victim}", "steps=5000"]
+    started = ranks(work, argv, 2)
+    assert started[0].reached(2), started[0].output
+    started[victim].send(signal.SIGKILL)
+    assert started[1 - victim].wait() == 1  # a collective's time-out would be ten minutes
+    assert f"rank {victim}" in started[1 - victim].output.partition("error: ")[2]
+    assert started[victim].wait() == -signal.SIGKILL

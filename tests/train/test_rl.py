@@ -1,0 +1,307 @@
+"""What reaches the trainer from generators and rewards of every temper, in this process."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training_files import RL, metrics, weights
+
+from burnish.algorithms.schedule import learning_rate
+from burnish.checkpoint.steps import committed
+from burnish.config.schema import RunConfig
+from burnish.engines.base import Part
+from burnish.engines.torch.frozen import FrozenEngine
+from burnish.engines.torch.torch_engine import TorchEngine
+from burnish.errors import StoppedError, UsageError
+from burnish.records import Batch, Completion, Request, TokenOutputs
+from burnish.rollout.base import Sampling, Watch
+from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.tracking.stats import Stats
+from burnish.train import rl
+from burnish.train.policy_update import Credit
+from burnish.train.setup import lay_foundation
+
+
+class Mute(BuiltinGenerator):
+    """A generator whose every completion is empty."""
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+    ) -> list[list[Completion]]:
+        nothing = np.zeros(0, np.float32)
+        empty = Completion(np.zeros(0, np.int64), nothing, nothing, "stop", weights_version=0)
+        return [[empty] * request.samples for request in requests]
+
+
+EVERYTHING = {
+    "plain": {},
+    "kl_in_loss": {"algorithm": {"kl": {"coef": 0.1}}},
+    "kl_in_reward": {"algorithm": {"kl": {"coef": 0.1, "place": "reward"}}},
+    "dynamic": {"algorithm": {"dynamic_sampling": {"enabled": True}}},
+    "critic": {"algorithm": {"advantage": "gae", "kl": {"coef": 0.1, "place": "reward"}}},
+    "minibatches": {"batch": {**RL["batch"], "minibatches": 2}},
+}
+
+
+@pytest.mark.parametrize("case", EVERYTHING)
+def test_a_run_whose_completions_are_all_empty(
+    work: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("burnish.train.setup.BuiltinGenerator", Mute)
+    settings: dict[str, Any] = {
+        "name": f"empty_{case}",
+        "steps": 2,
+        "checkpoint": {"save_every": 1},
+    }
+    rl.train(RunConfig.model_validate({**RL, **settings, **EVERYTHING[case]}))
+    run = work / "runs" / f"empty_{case}"
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert row["response_length/max"] == 0
+        assert row["reward/zero_std_frac"] == 1
+        assert all(math.isfinite(value) for value in row.values())
+        assert not any("grad_norm" in name for name in row)  # there is nothing to learn from
+    sampled = (run / "rollouts/step-00000001.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["length"] == 0 for line in sampled)
+    saved = weights(run)
+    slots = [tensor for name, tensor in saved.items() if "training/exp_avg" in name]
+    assert slots
+    assert not any(tensor.any() for tensor in slots)  # no step was made
+    assert all(torch.isfinite(tensor.float()).all() for tensor in saved.values())
+
+
+def test_parked_models_leave_the_device_to_the_generator_and_learn_the_same(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Policy, critic and reference, in rollouts and in validations."""
+    monkeypatch.chdir(work)
+    engines: list[TorchEngine] = []
+    held: list[int] = []
+
+    class Listed(TorchEngine):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            engines.append(self)
+
+    class Looking(BuiltinGenerator):
+        def generate(self, *args: Any, **kwargs: Any) -> list[list[Completion]]:
+            parts = [(e, Part.WEIGHTS) for e in engines]
+            shards = [shard for engine, part in parts for shard in engine.shards(part)]
+            held.append(sum(shard.tensor.untyped_storage().nbytes() for shard in shards))
+            return super().generate(*args, **kwargs)
+
+    class ListedFrozen(Listed, FrozenEngine):
+        pass
+
+    monkeypatch.setattr("burnish.engines.factory.TorchEngine", Listed)
+    monkeypatch.setattr("burnish.engines.factory.FrozenEngine", ListedFrozen)
+    monkeypatch.setattr("burnish.train.setup.BuiltinGenerator", Looking)
+    found = []
+    for park in (False, True):
+        engines.clear()
+        held.clear()
+        settings: dict[str, Any] = {
+            "name": f"park_{park}",
+            "steps": 2,
+            "engine": {**RL.get("engine", {}), "park": park},
+            **EVERYTHING["critic"],
+        }
+        rl.train(RunConfig.model_validate({**RL, **settings}))
+        assert len(engines) == 3
+        assert len(held) >= 2
+        assert all((size == 0) == park for size in held)
+        found.append(weights(work / "runs" / f"park_{park}"))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+@pytest.mark.parametrize(("precision", "warnings"), [("bf16", 1), ("fp32", 0)])
+def test_a_processor_without_products_in_bf16_is_named_once(
+    work: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    precision: str,
+    warnings: int,
+) -> None:
+    """However many models a run has."""
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("burnish.train.setup.has_bf16_products", lambda device: False)
+    settings: dict[str, Any] = {
+        "name": f"slow_{precision}",
+        "steps": 1,
+        "engine": {**RL.get("engine", {}), "precision": precision},
+        **EVERYTHING["critic"],
+    }
+    rl.train(RunConfig.model_validate({**RL, **settings}))
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("set engine.precision=fp32" in each for each in said) == warnings
+
+
+def test_while_the_critic_learns_alone_the_policy_is_not_scored_and_its_schedule_waits(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(work)
+    scored: list[type] = []
+
+    def forward(engine: TorchEngine, *args: Any, **how: Any) -> list[TokenOutputs]:
+        outputs = plain(engine, *args, **how)
+        if outputs[0].logprobs.numel():  # policy and reference: a critic has values
+            scored.append(type(engine))
+        return outputs
+
+    plain = TorchEngine.forward
+    monkeypatch.setattr(TorchEngine, "forward", forward)
+    settings: dict[str, Any] = {
+        "name": "waits",
+        "steps": 4,
+        "critic": {"lr": 0.02, "warmup_steps": 2},
+        "optim": {"lr": 0.01, "schedule": "linear"},
+        "batch": {**RL["batch"], "minibatches": 2},
+        "algorithm": {"advantage": "gae", "kl": {"coef": 0.1}},
+    }
+    config = RunConfig.model_validate({**RL, **settings})
+    rl.train(config)
+    assert scored == 2 * [*2 * [TorchEngine], *2 * [FrozenEngine]]  # in the last two steps
+    rows = metrics(work / "runs/waits")[1:]
+    policy = [row["actor/lr"] for row in rows if "actor/lr" in row]
+    assert policy == [learning_rate(step, 2, config.optim) for step in range(2)]
+    critic = [row["critic/lr"] for row in rows]
+    optim = config.optim.model_copy(update={"lr": 0.02})
+    assert critic == [learning_rate(step, 4, optim) for step in range(4)]
+
+
+def test_the_reference_is_kept_in_the_dtype_of_computing_and_says_the_same(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(work)
+    dtypes: list[set[torch.dtype]] = []
+
+    def forward(engine: TorchEngine, *args: Any, **how: Any) -> list[TokenOutputs]:
+        if "adapter" in how:  # the reference alone is asked about adapters
+            dtypes.append({shard.tensor.dtype for shard in engine.shards(Part.WEIGHTS)})
+        return plain(engine, *args, **how)
+
+    plain = TorchEngine.forward
+    monkeypatch.setattr(TorchEngine, "forward", forward)
+    settings = {"name": "half", "steps": 1, "engine": {"precision": "bf16"}}
+    rl.train(RunConfig.model_validate({**RL, **settings, **EVERYTHING["kl_in_loss"]}))
+    assert dtypes == [{torch.bfloat16}]
+    assert metrics(work / "runs/half")[-1]["actor/kl_loss"] == 0
+
+
+class Off(BuiltinGenerator):
+    """A generator that says of every log-prob that it was lower by 0.5."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[list[Completion]]:
+        return [
+            [replace(each, sampled_logprobs=each.sampled_logprobs - 0.5) for each in group]
+            for group in super().generate(*args, **kwargs)
+        ]
+
+
+def test_the_generator_is_held_to_the_engine_and_its_mismatch_corrected(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever pass has the unchanged policy's log-probs, and at the temperature of the draws."""
+    monkeypatch.chdir(work)
+
+    def row(name: str, **algorithm: Any) -> dict[str, Any]:
+        settings = {"name": name, "steps": 1, "rollout": {**RL["rollout"], "temperature": 0.7}}
+        settings["batch"] = {**RL["batch"], "minibatches": 2 if name == "two" else 1}
+        settings["engine"] = {**RL["engine"], "max_grad_norm": 100.0}
+        rl.train(RunConfig.model_validate({**RL, **settings, "algorithm": algorithm}))
+        return metrics(work / "runs" / name)[-1]
+
+    plain = row("one")
+    for each in (plain, row("two")):
+        assert 0 <= each["rollout/mismatch_kl"] < 1e-9
+        assert 0 < each["rollout/mismatch_max"] < 1e-4
+        assert "rollout/mismatch_capped" not in each
+    monkeypatch.setattr("burnish.train.setup.BuiltinGenerator", Off)
+    shifted = row("shifted", mismatch_cap=1.2)
+    assert shifted["rollout/mismatch_kl"] == pytest.approx(math.expm1(0.5) - 0.5, rel=1e-3)
+    assert shifted["rollout/mismatch_max"] == pytest.approx(0.5, rel=1e-3)
+    assert shifted["rollout/mismatch_capped"] == 1
+    assert shifted["actor/grad_norm"] == pytest.approx(1.2 * plain["actor/grad_norm"], rel=1e-4)
+
+
+def test_several_epochs_learn_from_the_same_mini_batches_and_resume_exactly(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(work)
+    learned: list[Batch] = []
+
+    def forward_backward(engine: TorchEngine, batch: Batch, *args: Any) -> Stats:
+        learned.append(batch)
+        return plain(engine, batch, *args)
+
+    plain = TorchEngine.forward_backward
+    monkeypatch.setattr(TorchEngine, "forward_backward", forward_backward)
+    settings: dict[str, Any] = {
+        "batch": {**RL["batch"], "minibatches": 2, "epochs": 3},
+        "optim": {"lr": 0.01, "schedule": "linear", "warmup_steps": 8},
+    }
+
+    def run(name: str, steps: int) -> Path:
+        rl.train(RunConfig.model_validate({**RL, **settings, "name": name, "steps": steps}))
+        return work / "runs" / name
+
+    whole = run("epochs", 3)
+    assert len(learned) == 3 * 3 * 2
+    for start in range(0, len(learned), 6):
+        one, two = learned[start : start + 2]
+        for epoch in range(start, start + 6, 2):
+            assert {id(each) for each in learned[epoch : epoch + 2]} == {id(one), id(two)}
+        assert all(micro.old_logprobs is not None for micro in one.microbatches)
+    rows = metrics(whole)[1:]
+    assert [row["actor/lr"] for row in rows] == [0.0, 0.01 / 8, 0.02 / 8]
+    assert rows[-1]["actor/ppo_kl"] != 0
+    run("parts", 2)
+    parts = run("parts", 3)
+    found, wanted = weights(parts), weights(whole)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in wanted.items())
+
+
+def test_a_signal_after_the_rollouts_stops_before_the_update(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(work)
+    assigned = rl.assign_credit
+
+    def interrupted(*args: Any) -> Credit:
+        signal.raise_signal(signal.SIGTERM)
+        return assigned(*args)
+
+    monkeypatch.setattr(rl, "assign_credit", interrupted)
+    monkeypatch.setattr(TorchEngine, "forward_backward", None)
+    with pytest.raises(StoppedError, match="stopped by SIGTERM: step 0 is committed"):
+        rl.train(RunConfig.model_validate({**RL, "name": "before_the_update"}))
+    (step,) = committed(work / "runs/before_the_update/checkpoints")
+    assert step.state["cursor"] == 0
+
+
+def test_a_stop_token_of_the_configuration_ends_completions(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens of the vocabulary are, so every completion is one token long."""
+    monkeypatch.chdir(work)
+    whole = list(range(RL["model"]["fresh"]["vocab_size"]))
+    settings = {"name": "stops", "steps": 1, "rollout": {**RL["rollout"], "stop_token_ids": whole}}
+    rl.train(RunConfig.model_validate({**RL, **settings}))
+    row = metrics(work / "runs/stops")[-1]
+    assert row["response_length/max"] == row["response_length/mean"] == 1
+    assert row["response_length/clip_ratio"] == 0
+    rollout = {**RL["rollout"], "stop_token_ids": [3, len(whole)]}
+    with pytest.raises(UsageError, match=f"have: {len(whole)}\n.*ids below {len(whole)}"):
+        lay_foundation(RunConfig.model_validate({**RL, "rollout": rollout}))

@@ -1,0 +1,110 @@
+"""Runs that replay their routers: what the update gets, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import save_tiny
+from training_files import FRESH, RL, metrics
+
+from burnish.config.schema import RunConfig
+from burnish.engines.base import LossFn
+from burnish.engines.torch.compatibility import require_fitting
+from burnish.engines.torch.torch_engine import TorchEngine
+from burnish.errors import BurnishError, UsageError
+from burnish.records import Batch, Completion, Request
+from burnish.rollout.base import Sampling, Watch
+from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.tracking.stats import Stats
+from burnish.train import rl
+from burnish.train.critic import critic_foundation
+from burnish.train.setup import lay_foundation
+
+MIXTURE = {**FRESH, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def config_of(name: str, replay: str, **settings: Any) -> RunConfig:
+    given: dict[str, Any] = {
+        **RL,
+        "name": name,
+        "steps": 2,
+        "model": {**RL["model"], "fresh": MIXTURE},
+        "batch": {**RL["batch"], "minibatches": 2},
+        "algorithm": {"router_replay": replay, "kl": {"coef": 0.1}},
+        "evaluation": {"before": False},
+        **settings,
+    }
+    return RunConfig.model_validate(given)
+
+
+@pytest.mark.parametrize("replay", ["recompute", "rollout"])
+def test_old_logprobs_are_exactly_those_of_the_first_update(
+    work: Path, monkeypatch: pytest.MonkeyPatch, replay: str
+) -> None:
+    """The second update's are not, but its tokens still go to the same experts."""
+    monkeypatch.chdir(work)
+    before: list[bool] = []
+    plain = TorchEngine.forward_backward
+
+    def compared(engine: TorchEngine, batch: Batch, loss: LossFn) -> Stats:
+        outputs = engine.forward(batch, experts=True)
+        same = True
+        for micro, output in zip(batch.microbatches, outputs, strict=True):
+            assert micro.experts is not None
+            assert micro.old_logprobs is not None
+            assert torch.equal(output.experts.long(), micro.experts.long())
+            same = same and torch.equal(output.logprobs, micro.old_logprobs)
+        before.append(same)
+        return plain(engine, batch, loss)
+
+    monkeypatch.setattr(TorchEngine, "forward_backward", compared)
+    evened = {**RL["engine"], "router_aux_loss": 0.01}
+    rl.train(config_of(f"replay_{replay}", replay, engine=evened))
+    assert before == [True, False] * 2
+    row = metrics(work / "runs" / f"replay_{replay}")[-1]
+    assert row["actor/moe/load_imbalance"] >= 1
+    assert 1.5 < row["actor/moe/aux_loss"] < 3  # a mean of both updates; 2 is even
+
+
+class Silent(BuiltinGenerator):
+    """A generator that does not say where tokens went."""
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+    ) -> list[list[Completion]]:
+        return super().generate(requests, replace(sampling, experts=False), watch)
+
+
+def test_a_generator_that_does_not_say_is_refused(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("burnish.train.setup.BuiltinGenerator", Silent)
+    with pytest.raises(BurnishError, match=r"(?s)not said which experts.*router_replay=recompute"):
+        rl.train(config_of("silent", "rollout"))
+
+
+def test_a_model_without_routers_is_refused(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(work)
+    with pytest.raises(UsageError, match=r"algorithm\.router_replay is for mixtures of experts"):
+        rl.train(config_of("dense", "recompute", model={**RL["model"], "fresh": FRESH}))
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_the_experts_of_a_critic_are_evened_out_where_it_has_some(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dense: bool
+) -> None:
+    monkeypatch.chdir(work)
+    path = save_tiny(tmp_path / "dense", "qwen3", vocab_size=512) if dense else None
+    critic = {"critic": {"path": str(path)}} if path else {}
+    evened = {**RL["engine"], "router_aux_loss": 0.01}
+    algorithm = {"advantage": "gae"}
+    config = config_of("critic", "none", engine=evened, algorithm=algorithm, **critic)
+    found = critic_foundation(lay_foundation(config))
+    require_fitting(found.hf_config, found.config.engine)
+    assert found.config.engine.router_aux_loss == (0.0 if dense else 0.01)

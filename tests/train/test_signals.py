@@ -1,0 +1,51 @@
+"""What a signal does to the process that it reaches, and to those beside it."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from ranks import run_ranks
+
+from burnish.distributed.layout import Layout
+from burnish.train.signals import StopRequested, catch_signals, check_stop
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_the_first_signal_is_answered_where_that_is_wanted(
+    silent: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with catch_signals(silent=silent) as stopper:
+        check_stop(stopper, Layout())
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(StopRequested, match="SIGINT"):
+            check_stop(stopper, Layout())
+    said = capfd.readouterr().err
+    assert said.startswith("SIGINT: ") != silent
+    assert ("a second signal stops at once" in said) != silent
+
+
+def test_a_terminal_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hung_up(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "write", hung_up)
+    with catch_signals() as stopper:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stopper.received == signal.SIGTERM
+
+
+def stopped_by(layout: Layout) -> int:
+    with catch_signals(silent=True) as stopper:
+        if layout.rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        try:
+            check_stop(stopper, layout)
+        except StopRequested as request:
+            return request.signal_number
+    return 0
+
+
+def test_every_rank_stops_for_the_signal_that_reached_one() -> None:
+    assert run_ranks(stopped_by, 2) == [signal.SIGINT, signal.SIGINT]

@@ -1,0 +1,76 @@
+"""state.json is read with suspicion: what a trainer would not write there is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from burnish.checkpoint.manifest import Commit, Manifest
+from burnish.checkpoint.steps import Committed
+from burnish.config.schema import RunConfig
+from burnish.errors import IncompatibleError
+from burnish.train.trainer_state import Position, position_of, weights_version
+
+POSITION = Position(7, 56, 100, 7, 0, {"val/loss": 1.5}, {"lr": "nan", "n": 1}, unvalidated=True)
+
+
+def read(**changes):
+    state = {**asdict(POSITION), **changes}
+    state = {name: value for name, value in state.items() if value is not ...}
+    commit = Commit("0.1", "ab", 7, "", 0, healthy=True)
+    return position_of(Committed(Path("step-00000007"), commit, Manifest("ab", 7, 1, {}), state))
+
+
+def test_what_was_written_is_read():
+    assert read() == POSITION
+    assert read(inputs={}, measured=None).measured is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cursor", "56"), ("cursor", -1), ("cursor", 1.0), ("cursor", True), ("cursor", ...),
+        ("tokens", None), ("measured_later", None), ("measured_later", {"3": [1]}), ("measured", [1]), ("measured", {"a": None}), ("unlogged", "x"),
+        ("unlogged", {"a": {"b": 1}}), ("unvalidated", 1), ("epoch", 3), ("roles", None),
+        ("roles", {"critic": 1}), ("roles", {"critic": {"optimizer_steps": 1}}),
+        ("roles", {"critic": {"optimizer_steps": 1, "skipped_in_a_row": -1}}),
+        ("config_digest", 1), ("weights_version", "7"), ("weights_version", -1),
+    ],
+)  # fmt: skip
+def test_anything_else_is_refused_by_name(name, value):
+    with pytest.raises(IncompatibleError, match=rf"state\.json was not written(.|\n)*{name}"):
+        read(**{name: value})
+
+
+def test_an_imported_step_says_how_to_begin_from_it():
+    with pytest.raises(IncompatibleError, match="has no training state") as refused:
+        read(imported={"kind": "huggingface", "source": "/models/x"}, training="absent")
+    assert "model.path=step-00000007/model" in refused.value.do
+
+
+def test_what_stands_beside_the_position_is_taken_and_may_be_absent():
+    assert read(config_digest="ab", weights_version=7) == POSITION
+
+
+def test_the_policys_version_is_the_step_in_which_it_last_learned():
+    config = RunConfig.model_validate({"critic": {"warmup_steps": 3}})
+    assert [weights_version(steps, config) for steps in (0, 3, 4, 9)] == [0, 0, 4, 9]
+    assert weights_version(5, RunConfig()) == 5
+
+
+def test_the_state_of_another_step_is_refused():
+    with pytest.raises(IncompatibleError, match="have: step 8"):
+        read(step=8)
+
+
+def test_what_it_says_of_further_models():
+    roles = {"critic": {"optimizer_steps": 9, "skipped_in_a_row": 1}}
+    position = read(roles=roles)
+    assert position.counts("") == (7, 0)
+    assert position.counts("critic") == (9, 1)
+    assert read(roles=...) == POSITION  # as steps were written that knew of none
+    with pytest.raises(IncompatibleError, match="says nothing of the judge") as caught:
+        position.counts("judge")
+    assert caught.value.have == "critic"

@@ -1,0 +1,184 @@
+"""Runs from beginning to end: what they learn, what they leave behind, that every formula runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+
+import pytest
+import torch
+from training_files import At, burnish, done, metrics
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from burnish.checkpoint.steps import committed
+from burnish.tracking.jsonl import read_metrics
+from burnish.tracking.rollouts import read_rollouts, rollouts_path
+
+
+def test_sft_learns_and_its_model_is_a_plain_one_that_answers_alike(work):
+    sft = done(work, "sft", "sft.yaml", "name=learns", "steps=25")
+    rows = metrics(sft)
+    assert [row["step"] for row in rows] == list(range(26))
+    assert rows[-1]["train/loss"] < 0.5 * rows[1]["train/loss"]
+    assert rows[-1]["val/loss"] < 0.7 * rows[0]["val/loss"]
+    rl = done(
+        work, "rl", "rl.yaml", "name=answers", "steps=1", "optim.lr=0", "rollout.top_k=1", "rollout.n=2",
+        "model.fresh=null", f"model.path={committed(sft / 'checkpoints')[-1].path / 'model'}", "evaluation.every=0",
+    )  # fmt: skip
+    path = committed(rl / "checkpoints")[-1].path / "model"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    for line in (rl / "rollouts/step-00000001.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        asked = tokenizer(row["prompt"], return_tensors="pt")
+        answer = model.generate(**asked, max_new_tokens=4, do_sample=False)[
+            0, asked.input_ids.shape[1] :
+        ]
+        assert tokenizer.decode(answer, skip_special_tokens=True) == row["completion"]
+
+
+def test_what_a_run_leaves_behind(work):
+    for kind in ("sft", "rl"):
+        run = done(work, kind, f"{kind}.yaml", f"name=leaves_{kind}", "steps=2")
+        names = {path.name for path in run.iterdir()}
+        wanted = {
+            "metrics.jsonl",
+            "tensorboard",
+            "report.html",
+            "config.yaml",
+            "environment.json",
+            "checkpoints",
+        }
+        assert names == wanted | ({"rollouts"} if kind == "rl" else set())
+        assert list((run / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("save_every", [0, 2])
+def test_a_step_is_logged_with_the_time_of_its_own_validation_and_save(work, save_every):
+    run = done(
+        work, "sft", "sft.yaml", f"name=timed_{save_every}", "steps=5", "evaluation.every=3",
+        f"checkpoint.save_every={save_every}",
+    )  # fmt: skip
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(6))
+    validated = [row["step"] for row in rows if "timing_s/validate" in row]
+    assert validated == [row["step"] for row in rows if "val/loss" in row] == [0, 3, 5]
+    saved = [row["step"] for row in rows if "timing_s/save" in row]
+    assert saved == ([2, 4, 5] if save_every else [5])
+    for row in rows:
+        parts = [row.get(f"timing_s/{part}", 0.0) for part in ("update", "validate", "save")]
+        assert sum(parts) <= row["timing_s/step"]
+
+
+def test_a_line_killed_before_it_is_logged_is_not_lost_and_one_logged_is_kept(work):
+    argv = ["sft", "sft.yaml", "name=line", "steps=3", "checkpoint.save_every=1"]
+    run = work / "runs/line"
+    log = "burnish.tracking.jsonl:JsonlTracker.log"
+    code, output = burnish(work, *argv, at=At(log, 3, signal.SIGKILL))  # steps 0, 1, 2
+    assert code == -signal.SIGKILL, output
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]
+    step = "burnish.engines.torch.torch_engine:TorchEngine.optim_step"
+    for _ in range(2):
+        burnish(work, *argv, at=At(step, 1, signal.SIGKILL))
+        rows = read_metrics(run / "metrics.jsonl")
+        assert [row["step"] for row in rows] == [0, 1, 2]
+        assert rows[2]["timing_s/update"] > 0
+    assert "timing_s/save" in rows[1]
+    assert "timing_s/save" not in rows[2]  # it was killed before that was known
+    done(work, *argv)
+    finished = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in finished] == [0, 1, 2, 3]
+    assert json.dumps(finished[:3]) == json.dumps(rows)
+    done(work, *argv)
+    assert json.dumps(read_metrics(run / "metrics.jsonl")) == json.dumps(finished)
+
+
+def test_the_reference_is_the_initial_model(work):
+    argv = ["algorithm.kl.coef=0.5", "evaluation.every=0"]
+    run = done(work, "rl", "rl.yaml", "name=reference", "steps=3", *argv)
+    kl = [row["actor/kl_loss"] for row in metrics(run) if row["step"]]
+    assert kl[0] == 0
+    assert kl[1] > 0
+    assert kl[2] > 0
+
+
+FORMULAS = {
+    "k1": ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1", "algorithm.kl.place=reward"],
+    "k2": ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k2", "algorithm.policy_loss=gspo"],
+    "k3": ["algorithm.kl.coef=0.1", "algorithm.policy_loss=cispo", "algorithm.advantage=rloo"],
+    "dr_grpo": ["algorithm.advantage=dr_grpo", "algorithm.aggregation=sequence_sum_fixed"],
+    "plus_plus": ["algorithm.advantage=reinforce_plus_plus", "algorithm.kl.coef=0.1", "algorithm.kl.place=reward"],
+    "baseline": ["algorithm.advantage=reinforce_plus_plus_baseline", "algorithm.old_logprobs=rollout",
+                 "algorithm.entropy_coef=0.01", "algorithm.overlong.buffer=2", "algorithm.dual_clip=3.0"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_every_formula_runs(work, formula):
+    run = done(
+        work, "rl", "rl.yaml", f"name=formula_{formula}", "steps=2", "batch.minibatches=2", *FORMULAS[formula]
+    )  # fmt: skip
+    rows = metrics(run)
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert rows[-1]["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(("kind", "number"), [("sft", "val/loss"), ("rl", "val/mean@1")])
+def test_evaluating_gives_what_training_logged(work, kind, number):
+    run = done(work, kind, f"{kind}.yaml", f"name=evaluated_{kind}", "steps=3")
+    for where, row in ((str(run), metrics(run)[-1]), (f"{kind}.yaml", metrics(run)[0])):
+        code, output = burnish(
+            work, "eval", where, "--json", *(["reward.functions=[]"] if kind == "sft" else [])
+        )
+        assert code == 0, output
+        (said,) = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        assert said.keys() == {name for name in row if name.startswith("val/")}
+        assert said[number] == pytest.approx(row[number], rel=1e-5)
+    if kind == "rl":
+        rows = list(read_rollouts(rollouts_path(run / "rollouts", 3, "validation")))
+        worth = sum(row["reward"] for row in rows) / len(rows)
+        assert worth == pytest.approx(metrics(run)[-1]["val/reward"])
+        assert {row["advantage"] for row in rows} == {None}
+
+
+def test_a_runs_weights_are_evaluated_and_a_plain_directory_as_it_is(work):
+    run = done(work, "sft", "sft.yaml", "name=weighed", "steps=3")
+    model = committed(run / "checkpoints")[-1].path / "model"
+    plain = ["eval", "sft.yaml", "reward.functions=[]", "model.fresh=null", f"model.path={model}"]
+    said = []
+    for argv in (["eval", str(run), "reward.functions=[]"], plain):
+        code, output = burnish(work, *argv)
+        assert code == 0, output
+        assert (f"evaluating {model.parent}\n" in output) == (argv[1] == str(run))
+        (line,) = [line for line in output.splitlines() if line.startswith("val/loss")]
+        said.append(float(line.split()[1]))
+    trained = metrics(run)[-1]["val/loss"]
+    assert said[0] == pytest.approx(trained, rel=1e-5)
+    assert said[1] == pytest.approx(trained, rel=1e-2)
+    assert said[1] != pytest.approx(trained, rel=1e-5)  # model/ is bf16, this run is fp32
+
+
+@pytest.mark.parametrize("extra", [[], ["algorithm.advantage=reinforce_plus_plus_baseline"],
+                                   ["algorithm.dynamic_sampling.enabled=true"]])  # fmt: skip
+def test_rewards_that_are_all_equal_teach_nothing_and_break_nothing(work, extra):
+    shutil.rmtree(work / "runs/equal", ignore_errors=True)
+    run = done(
+        work, "rl", "rl.yaml", "name=equal", "steps=2", *extra,
+        "reward.functions=[{function: 'rewards.py:same'}]",
+    )  # fmt: skip
+    rows = metrics(run)[1:]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert [row["step"] for row in rows] == [1, 2]
+    assert [row["reward/mean"] for row in rows] == [1.0, 1.0]
+    assert [row["reward/zero_std_frac"] for row in rows] == [1.0, 1.0]
+    if "algorithm.dynamic_sampling.enabled=true" in extra:  # no group is left to train on
+        assert not any("actor/grad_norm" in row for row in rows)
+    else:
+        assert [row["actor/grad_norm"] for row in rows] == pytest.approx([0.0, 0.0], abs=1e-5)
+
+
+def test_completions_of_one_token(work):
+    run = done(work, "rl", "rl.yaml", "name=short", "steps=2", "rollout.max_response_length=1")
+    assert all(math.isfinite(value) for row in metrics(run) for value in row.values())
