@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint contract faults bench clean
+.PHONY: demo test nightly lint contract faults bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo/demo.py
@@ -12,6 +12,10 @@ demo: $(STAMP)
 # A worker a core that it may use (tests/conftest.py), up to 4, which have one thread each; `pytest` alone has none.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+
+# What is slow and far from training. Run it before an issue ends.
+nightly: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly -n logical --maxprocesses 4 --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
