@@ -14,8 +14,8 @@ import torch
 
 from burnish.boxes.pieces import PieceTable
 from burnish.boxes.table import BoxTable
-from burnish.checkpoint.blocks import Stored, plan_files
 from burnish.checkpoint.destinations.disks import Disks
+from burnish.checkpoint.layout import Stored, plan_files
 from burnish.checkpoint.writer import WritePlan
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
 from burnish.distributed.layout import Layout

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from burnish.checkpoint.contents import Contents, ModelContents
 from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.save import Contents, ModelContents
 from burnish.checkpoint.staging import Memory, stage
 from burnish.distributed.collectives import from_main
 from burnish.distributed.host_memory import Arena

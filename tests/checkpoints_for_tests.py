@@ -12,10 +12,10 @@ import torch
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.shards import Shard, TensorSpec
-from burnish.checkpoint.contents import Contents, ModelContents
 from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.tensor_sets import MAIN
+from burnish.checkpoint.save import Contents, ModelContents
 from burnish.distributed.layout import Layout
 from burnish.files.storage import LocalStorage
 

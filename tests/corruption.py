@@ -31,9 +31,8 @@ from burnish.checkpoint.verify import DamagedBlock
 from burnish.cli.ckpt_verify import verify_steps
 from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError, few
-from burnish.files.safetensors import read_header
+from burnish.files.safetensors import SUFFIX, read_header
 from burnish.files.storage import LocalStorage
-from burnish.files.weights import SUFFIX
 
 READ_BY_LOADING = ("COMMIT", "manifest.json", "state.json")
 """Beside the tensors. The files of a Hugging Face directory are for others, who find them checked by `verify`."""

@@ -17,11 +17,11 @@ from ranks import run_ranks
 from tiny import VOCAB
 from torch import Tensor
 
-from burnish.checkpoint.contents import Contents, ModelContents
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.naming import MAIN
+from burnish.checkpoint.save import Contents, ModelContents
 from burnish.checkpoint.steps import newest
-from burnish.checkpoint.tensor_sets import MAIN
 from burnish.config.schema import OptimConfig
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, Part

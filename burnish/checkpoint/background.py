@@ -1,6 +1,6 @@
 """Saving while training goes on: the training process's side.
 
-`begin` copies the step's contents and hands them to the writer (`burnish.checkpoint.writer_process`), a
+`begin` copies the step's contents and hands them to the writer (`burnish.checkpoint.background`), a
 process that is started again when it has died. One save is in flight at most. How it went is the
 same news on every rank: one that failed anywhere has failed, is cleared away, and leaves the step
 before as it was.
@@ -12,22 +12,116 @@ import logging
 import os
 import socket
 import time
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
 
+import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
 
-from burnish.checkpoint.contents import Assets, Contents
-from burnish.checkpoint.save import check_new
-from burnish.checkpoint.saver import Saved, Saver
-from burnish.checkpoint.staging import Memory, stage
-from burnish.checkpoint.subprocess import Companion
-from burnish.checkpoint.writer_process import Answer, Job, Meeting
+from burnish.checkpoint.save import Assets, Contents, Saved, Saver, check_new
+from burnish.checkpoint.staging import Memory, Staged, stage
+from burnish.checkpoint.subprocess import Companion, accompany
 from burnish.distributed.collectives import agree, gather_objects
 from burnish.distributed.environment import place_of
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.durable import naming_failures
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the writers of all ranks meet for a job."""
+
+    host: str
+    """Machine of the store, which the training process of rank 0 serves."""
+    port: int
+    """Its port."""
+    name: str
+    """Keeps the job apart from others."""
+    timeout_seconds: float
+    """How long they wait for each other, at the beginning and in every collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One step to commit."""
+
+    step: int
+    """Which."""
+    staged: Staged
+    """What goes into it; its tensors are in the shared memory."""
+    meeting: Meeting | None
+    """None for a lone process."""
+
+
+Answer = Saved | BurnishError
+"""What comes of a job."""
+
+
+def serve(pipe: int, parent: int, memory: int) -> None:
+    """Be the writer of the process `parent`; both descriptors are this process's own."""
+    accompany(parent)
+    torch.set_num_threads(1)
+    shared = Memory(memory)
+    with Connection(pipe) as connection:
+        saver: Saver = connection.recv()
+        while True:
+            try:
+                job: Job = connection.recv()
+            except EOFError:
+                return
+            connection.send(_answer(saver, job, shared, lambda: _check_parent(parent)))
+
+
+def _check_parent(parent: int) -> None:
+    if os.getppid() != parent:
+        raise BurnishError(
+            "the training process has ended before its step was committed",
+            do="start the same command again: it continues from the step before",
+        )
+
+
+def _answer(saver: Saver, job: Job, memory: Memory, fence: Callable[[], None]) -> Answer:
+    try:
+        with _meeting(job.meeting, saver.layout):
+            contents = job.staged.contents(memory.take(job.staged.size))
+            return saver.save(job.step, contents, fence)
+    except BurnishError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - told to the training process, which goes on
+        return BurnishError(
+            f"step {job.step} could not be saved",
+            have=f"{type(error).__name__}: {error}\n{traceback.format_exc()}",
+            do="correct what it names; the next save tries again",
+        )
+
+
+@contextmanager
+def _meeting(meeting: Meeting | None, layout: Layout) -> Iterator[None]:
+    """The process group of the writers, as the default group of this process."""
+    if meeting is None:
+        yield
+        return
+    patience = timedelta(seconds=meeting.timeout_seconds)
+    store = TCPStore(meeting.host, meeting.port, layout.world, False, patience)
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore(meeting.name, store),
+        rank=layout.rank,
+        world_size=layout.world,
+        timeout=patience,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
 
 _LOOK_SECONDS = 0.05
 # Between two questions of waiting ranks to each other.
@@ -140,7 +234,7 @@ class BackgroundSaver:
 
     def _start_writer(self) -> Companion:
         writer = Companion(
-            "burnish.checkpoint.writer_process",
+            "burnish.checkpoint.background",
             "the process that writes checkpoints",
             (self._memory.descriptor,),
             self._keep_open,

@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Self
 
 from burnish.checkpoint.background import BackgroundSaver, Finished
-from burnish.checkpoint.contents import Contents
 from burnish.checkpoint.destinations.disks import find_disks
 from burnish.checkpoint.destinations.mirror import Mirror, clear_unfinished
 from burnish.checkpoint.destinations.uploader import Progress, Uploader
-from burnish.checkpoint.leftovers import clear
-from burnish.checkpoint.planner import Planner
 from burnish.checkpoint.resume import (
     Load,
     OnDisk,
@@ -27,16 +24,17 @@ from burnish.checkpoint.resume import (
     require_meeting,
 )
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.saver import Saver
+from burnish.checkpoint.save import Contents, Saver
+from burnish.checkpoint.steps import clear
+from burnish.checkpoint.writer import Planner
 from burnish.config.places import CHECKPOINTS, mirror_url, run_directory
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree, any_rank, gather_objects
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
-from burnish.files.durable import make_dirs_durably, naming_failures
+from burnish.files.durable import Removals, make_dirs_durably, naming_failures
 from burnish.files.lease import Lease, Token
-from burnish.files.removals import Removals
 from burnish.files.storage import LocalStorage, Storage
 
 _LEASE = ".lease"

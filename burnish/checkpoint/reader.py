@@ -21,11 +21,10 @@ from burnish.boxes.plan import Move, Moves
 from burnish.boxes.rounds import Group, schedule
 from burnish.boxes.table import intersections
 from burnish.boxes.transfer import Exchange
-from burnish.checkpoint.block_memory import BlockMemory, buffers
-from burnish.checkpoint.blocks import Block, PlannedFile, blocks_of
-from burnish.checkpoint.parts import Parts, Place, owners, slots_of
+from burnish.checkpoint.layout import Block, Parts, Place, PlannedFile, blocks_of, owners, slots_of
 from burnish.checkpoint.steps import Committed
 from burnish.checkpoint.verify import read_block_into
+from burnish.checkpoint.writer import BlockMemory, buffers
 from burnish.distributed.collectives import agree
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout

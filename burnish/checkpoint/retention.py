@@ -7,24 +7,135 @@ The newest healthy step and everything after it stay whatever the settings say. 
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal, Self
 
 from burnish.checkpoint.destinations.mirrored import read_mirrored
 from burnish.checkpoint.destinations.partial_checkpoints import portion_paths
-from burnish.checkpoint.pins import holding_pins
-from burnish.checkpoint.room import Waiting
 from burnish.checkpoint.steps import TRASH, open_step, read_commit, step_paths
 from burnish.config.keeping import CheckpointConfig
-from burnish.errors import CorruptError, IncompatibleError, UsageError
-from burnish.files.durable import move_aside
-from burnish.files.removals import Removals
+from burnish.errors import BurnishError, CorruptError, IncompatibleError, UsageError, few
+from burnish.files.durable import Removals, move_aside, read_whole, write_durably
 from burnish.files.storage import Source, Storage
+from burnish.files.strict_json import encode_json, parse_json
+
+PINS = "pins.json"
+"""Its name below `checkpoints/`."""
+PINS_LIMIT = 1 << 20
+"""Most bytes that it may have."""
+
+_FORMAT = 1
+_LOCK = ".pins.lock"
+_STEP = re.compile(r"0|[1-9][0-9]{0,17}")
+
+
+def read_pins(root: PurePath, storage: Source) -> dict[int, str]:
+    """Why each pinned step below `root` is pinned, oldest first; {} where nothing ever was.
+
+    Raises `CorruptError` for a file that is not one of these: then every step counts as pinned.
+    """
+    path = root / PINS
+    try:
+        data = read_whole(storage, path, PINS_LIMIT)
+    except FileNotFoundError:
+        return {}
+    except (ValueError, EOFError, OSError) as error:
+        raise _damaged(path, error) from error
+    try:
+        value = parse_json(data, str(path))
+    except CorruptError as error:
+        raise _damaged(path, error.have) from error
+    if not isinstance(value, dict) or value.keys() != {"format", "pins"}:
+        raise _damaged(path, "no object of format and pins")
+    if value["format"] != _FORMAT:
+        raise _damaged(path, f"format {value['format']!r}")
+    pins = value["pins"]
+    if not isinstance(pins, dict):
+        raise _damaged(path, "pins that are not reasons by step")
+    for step, reason in pins.items():
+        if not _STEP.fullmatch(step) or not isinstance(reason, str):
+            raise _damaged(path, f"{step!r}: {reason!r}")
+    return dict(sorted((int(step), reason) for step, reason in pins.items()))
+
+
+@contextmanager
+def holding_pins(root: Path, storage: Storage) -> Iterator[dict[int, str]]:
+    """The pins, with everybody else kept from changing them, or from removing steps by them, in the block.
+
+    Changes that the block makes to the dictionary are on disk when it ends without an error. Waits
+    for the other holder, who has them for moments only; the system lets go for one who dies.
+    Raises as `read_pins` does.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(root / _LOCK, flags, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        pins = read_pins(root, storage)
+        before = dict(pins)
+        yield pins
+        if pins != before:
+            by_step = {str(step): reason for step, reason in pins.items()}
+            write_durably(storage, root / PINS, encode_json({"format": _FORMAT, "pins": by_step}))
+    finally:
+        os.close(descriptor)
+
+
+def _damaged(path: PurePath, have: object) -> CorruptError:
+    return CorruptError(
+        f"{path} is damaged, so every step counts as pinned",
+        have=have,
+        want=f'{{"format": {_FORMAT}, "pins": {{"STEP": "REASON"}}}}',
+        do="mend it, or remove it and pin again what has to stay",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Steps that could go, were they on the mirror."""
+
+    mirror: str
+    """Its URL."""
+    steps: Sequence[int]
+    """Which, oldest first."""
+
+
+def require_room(
+    root: Path,
+    step: int,
+    needed: int,
+    reserve: int,
+    storage: Storage,
+    waiting: Callable[[], Waiting | None] = lambda: None,
+) -> None:
+    """Raise `BurnishError` where less than `needed` + `reserve` bytes are free below `root`.
+
+    It names what is `waiting`, which is asked for then alone: such steps exist only here, and make no room.
+    """
+    storage.make_dirs(root)
+    free = storage.free_bytes(root)
+    if free >= needed + reserve:
+        return
+    have = f"{free / 1e9:.3f} GB free where {root} lies"
+    do = "free some space, or set checkpoint.keep_last or checkpoint.reserve_gb lower"
+    if (kept := waiting()) is not None and kept.steps:
+        names = few([str(each) for each in kept.steps])
+        have += f"; not on {kept.mirror} yet, and kept for it: {names}"
+        do = f"see that {kept.mirror} can be reached: what is on it makes room; or free some space"
+    raise BurnishError(
+        f"the disk has no room for step {step}",
+        have=have,
+        want=f"{needed / 1e9:.3f} GB for the step and {reserve / 1e9:.3f} GB in reserve",
+        do=do,
+    )
+
 
 MEASURED, MEASURED_LATER = "measured", "measured_later"
 """The keys of state.json under which a trainer puts the validation's numbers, by name, and those of earlier steps

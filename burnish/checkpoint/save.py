@@ -8,11 +8,14 @@ save and what to keep (`burnish.checkpoint.manager`).
 
 from __future__ import annotations
 
+import tempfile
 import uuid
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +25,9 @@ from burnish.boxes.pieces import PieceTable
 from burnish.boxes.plan import Move
 from burnish.boxes.shards import Piece, Shard
 from burnish.boxes.transfer import accelerator_of, meeting_place
-from burnish.checkpoint.blocks import PlannedFile
-from burnish.checkpoint.contents import Assets, Contents, ModelContents
 from burnish.checkpoint.destinations.disks import Disks
-from burnish.checkpoint.destinations.partial_checkpoints import SEAL
+from burnish.checkpoint.destinations.partial_checkpoints import SEAL, portion_paths
+from burnish.checkpoint.layout import PlannedFile, residual, rounded
 from burnish.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -39,17 +41,85 @@ from burnish.checkpoint.manifest import (
     record_of,
     sha256,
 )
-from burnish.checkpoint.planner import Planner
-from burnish.checkpoint.split import residual, rounded
-from burnish.checkpoint.steps import INFLIGHT, PORTION, TRASH, step_name
-from burnish.checkpoint.tensor_sets import MODEL, RESIDUAL, prefix_of
-from burnish.checkpoint.writer import BlockHashes, BlockWriter, WritePlan
+from burnish.checkpoint.naming import MODEL, RESIDUAL, prefix_of
+from burnish.checkpoint.retention import Retention, require_room
+from burnish.checkpoint.steps import INFLIGHT, PORTION, TRASH, open_step, step_name
+from burnish.checkpoint.writer import BlockHashes, BlockWriter, Planner, WritePlan
 from burnish.distributed.collectives import agree, from_main, gather_objects
 from burnish.distributed.host_memory import Arena
-from burnish.errors import BurnishError
-from burnish.files.durable import discard, naming_failures, write_durably
+from burnish.distributed.layout import Layout
+from burnish.errors import BurnishError, CorruptError
+from burnish.files.durable import NotRemovedError, Removals, discard, naming_failures, write_durably
+from burnish.files.lease import Token
 from burnish.files.storage import Storage
 from burnish.files.strict_json import encode_json
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelContents:
+    """One trained model. Every rank gives its own shards; of the rest, rank 0's counts."""
+
+    weights: Sequence[Shard]
+    """This rank's pieces of the model, by canonical name."""
+    training: Sequence[Shard]
+    """This rank's pieces of the optimizer's slots, named `slot/weight`."""
+    write_assets: Callable[[Path], None]
+    """Writes what makes its directory a Hugging Face model's (config.json, tokenizer files) into the directory it is given."""
+    whole: frozenset[str] = frozenset()
+    """Names of fp32 weights that are never split, for their family keeps them in fp32 whatever the rest is in."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """What goes into a step."""
+
+    models: Mapping[str, ModelContents]
+    """By role; `MAIN` is the run's own. The same roles on every rank."""
+    state: Mapping[str, Any]
+    """The position of the run, as plain JSON: what is needed to continue beside the tensors."""
+    healthy: bool = True
+    """False when losses or weights are not finite; one rank's False counts for all."""
+    check_finite: bool = False
+    """Look through the weights as well, and count the step as unhealthy where one is not finite."""
+    split: bool = True
+    """Store fp32 weights as a bf16 model and a residual. False: as an fp32 model."""
+    arena: Arena | None = None
+    """Host memory to put blocks together in; None: memory that is given back after the save."""
+
+    @property
+    def weights(self) -> list[Shard]:
+        """The pieces of all models."""
+        return [shard for model in self.models.values() for shard in model.weights]
+
+    @property
+    def training(self) -> list[Shard]:
+        """The pieces of all models' slots."""
+        return [shard for model in self.models.values() for shard in model.training]
+
+
+@dataclass(frozen=True, slots=True)
+class Assets:
+    """The small files of a Hugging Face directory, in memory; a `ModelContents.write_assets`."""
+
+    files: Mapping[str, bytes]
+    """By path below the directory, with forward slashes."""
+
+    @classmethod
+    def written_by(cls, write_assets: Callable[[Path], None]) -> Assets:
+        """What the function writes into a directory."""
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
+            write_assets(directory)
+            paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+            files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
+        return cls(files)
+
+    def __call__(self, directory: Path) -> None:
+        """Write them."""
+        for name, data in self.files.items():
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,3 +447,93 @@ def _directories(path: Path, storage: Storage) -> Iterator[Path]:
     for entry in storage.entries(path):
         if entry.kind == "directory":
             yield from _directories(path / entry.name, storage)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A step that is committed."""
+
+    path: Path
+    """Its directory, or that of this rank's portion of it."""
+    warning: NotRemovedError | None
+    """Rank 0: what could not be removed beside it; None where all could."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saver:
+    """Where steps are saved, by whom, and which of them stay."""
+
+    root: Path
+    """The run's `checkpoints/`."""
+    planner: Planner = field(compare=False, repr=False)
+    """Who writes what, and where to; it keeps the plan from save to save, in each process that has this."""
+    storage: Storage
+    """The disk."""
+    retention: Retention
+    """Which steps stay."""
+    reserve_bytes: int
+    """What stays free on the disk."""
+    token: Token | None = None
+    """The leader of a disk: the right to commit below `root`."""
+
+    @property
+    def layout(self) -> Layout:
+        """This process among those that save together."""
+        return self.planner.layout
+
+    @property
+    def disks(self) -> Disks:
+        """Where these write to."""
+        return self.planner.disks
+
+    def save(self, step: int, contents: Contents, fence: Callable[[], None] | None = None) -> Saved:
+        """Commit a step and remove those that need no longer be kept. Collective.
+
+        An error on any rank is raised on every rank and leaves earlier steps untouched. `fence`
+        is called on the leader of each disk before the step is sealed; what it raises keeps the step from existing.
+        """
+
+        def check() -> None:
+            if self.token is not None:
+                self.token.check()
+            if fence is not None:
+                fence()
+
+        def require(needed: int) -> None:
+            waiting = partial(self.retention.waiting, self.root, self.storage)
+            require_room(self.root, step, needed, self.reserve_bytes, self.storage, waiting)
+
+        path = save_step(self.root, step, contents, self.planner, self.storage, require, check)
+        with agree(self.layout):
+            return Saved(path, self.let_go() if self.layout.is_main else None)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank makes and names what is on its disk."""
+        return self.layout.rank in self.disks.leaders
+
+    def holds(self, step: int) -> bool:
+        """Whether this rank's disk has the step, or its portion, sealed."""
+        if self.disks.are_several:
+            return step in portion_paths(self.root, self.storage).values()
+        with suppress(CorruptError):
+            return bool(open_step(self.root / step_name(step), self.storage))
+        return False
+
+    def discard(self, step: int, *, portion: bool) -> NotRemovedError | None:
+        """Remove what a save that ended has left of a step, and its `portion` too; says what could not be removed. For leaders."""
+        starts = (INFLIGHT, PORTION) if portion else (INFLIGHT,)
+        removals = Removals(self.root)
+        with removals.trying():
+            for entry in self.storage.entries(self.root):
+                if entry.name.startswith(tuple(f"{start}{step:08d}." for start in starts)):
+                    discard(self.storage, self.root / entry.name, self.root / TRASH)
+        return removals.error()
+
+    def let_go(self) -> NotRemovedError | None:
+        """Remove the steps that need no longer be kept; says what could not be removed. For rank 0."""
+        try:
+            self.retention.apply(self.root, self.storage)
+        except NotRemovedError as error:
+            return error
+        return None

@@ -22,7 +22,7 @@ from torch import Tensor
 from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.transfer import accelerator_of
-from burnish.checkpoint.contents import Contents, ModelContents
+from burnish.checkpoint.save import Contents, ModelContents
 from burnish.distributed import pinning
 
 _ALIGN = 64

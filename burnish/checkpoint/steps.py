@@ -30,8 +30,8 @@ from burnish.checkpoint.manifest import (
     record_of,
 )
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, UsageError
-from burnish.files.durable import read_whole
-from burnish.files.storage import LocalStorage, Source
+from burnish.files.durable import Removals, discard, read_whole
+from burnish.files.storage import LocalStorage, Source, Storage
 from burnish.files.strict_json import parse_json
 
 INFLIGHT, PORTION = ".inflight-", ".portion-"
@@ -286,3 +286,20 @@ def _state(path: PurePath, manifest: Manifest, storage: Source) -> Mapping[str, 
             f"{path / STATE} is not a JSON object", have=type(state).__name__, do=ANOTHER_STEP
         )
     return state
+
+
+def leftovers(root: Path, storage: Storage) -> list[Path]:
+    """What lies below `root` that no step is made of; being written or removed, where somebody holds its lease."""
+    trash = [root / TRASH / entry.name for entry in storage.entries(root / TRASH)]
+    names = [entry.name for entry in storage.entries(root)]
+    return trash + [root / name for name in names if name.startswith((INFLIGHT, PORTION))]
+
+
+def clear(root: Path, storage: Storage, removals: Removals) -> None:
+    """Remove them, for one who holds the lease; `removals` has what the disk did not let go of."""
+    for path in leftovers(root, storage):
+        with removals.trying():
+            if path.parent.name == TRASH:
+                storage.remove(path)
+            else:
+                discard(storage, path, root / TRASH)

@@ -18,15 +18,13 @@ import torch
 from torch import Tensor
 
 from burnish.checkpoint.dtypes import BY_NAME
-from burnish.checkpoint.split import add_residual
+from burnish.checkpoint.layout import add_residual
+from burnish.checkpoint.naming import MODEL, RESIDUAL, set_of
 from burnish.checkpoint.steps import Committed
-from burnish.checkpoint.tensor_sets import MODEL, RESIDUAL, set_of
 from burnish.checkpoint.verify import checked_header, read_block
 from burnish.errors import CorruptError, IncompatibleError
-from burnish.files.closing import Closing
-from burnish.files.safetensors import Header, TensorEntry, read_header
-from burnish.files.storage import LocalStorage, ReadableFile, Source
-from burnish.files.weights import weight_files
+from burnish.files.safetensors import Header, TensorEntry, read_header, weight_files
+from burnish.files.storage import Closing, LocalStorage, ReadableFile, Source
 
 _BLOCKS_HELD = 3
 

@@ -3,7 +3,7 @@
 A process and not a thread: what it computes would take the interpreter from training, and what
 kills it must not kill a run. It is sent messages and answers them, through a pipe; it ends when
 the pipe is closed, and at once when the training process dies. Left out: what it does
-(`burnish.checkpoint.writer_process`, `burnish.checkpoint.destinations.uploader`).
+(`burnish.checkpoint.background`, `burnish.checkpoint.destinations.uploader`).
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ import xxhash
 from burnish.checkpoint.manifest import MAX_BLOCK_BYTES, FileRecord, block_hash
 from burnish.checkpoint.steps import Committed, open_step
 from burnish.errors import CorruptError, few
-from burnish.files.safetensors import Header, header_size, parse_header
+from burnish.files.safetensors import SUFFIX, Header, header_size, parse_header
 from burnish.files.storage import LocalStorage, ReadableFile, Source
-from burnish.files.weights import SUFFIX
 
 _HASHED_AT_ONCE = 256 << 10
 # Read and then hashed while the processor's cache still has it.

@@ -3,12 +3,12 @@
 Each rank writes the blocks of which it has the most, and all as many. A few at a time are put
 together, from tensors where they lie and from what other ranks send; while the next ones come, a
 thread hashes and writes them and another has the disk begin. Left out: what files there are
-(`burnish.checkpoint.blocks`), and what makes a step of them (`burnish.checkpoint.save`).
+(`burnish.checkpoint.layout`), and what makes a step of them (`burnish.checkpoint.save`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,20 +20,31 @@ import torch
 import xxhash
 from torch import Tensor
 
-from burnish.boxes.pieces import PieceTable, TensorIndex
+from burnish.boxes.pieces import Described, PieceTable, TensorIndex, gather_pieces
 from burnish.boxes.plan import Cover, Move
 from burnish.boxes.rounds import Group, schedule
 from burnish.boxes.transfer import Exchange
-from burnish.checkpoint.block_memory import BlockMemory, buffers, is_plain
-from burnish.checkpoint.blocks import Block, PlannedFile, block_bytes_for, blocks_of
 from burnish.checkpoint.destinations.disks import Disks
-from burnish.checkpoint.parts import Parts, Place, owners_by_disk, slots_of
-from burnish.distributed.collectives import agree
+from burnish.checkpoint.dtypes import dtype_name
+from burnish.checkpoint.layout import (
+    Block,
+    Parts,
+    Place,
+    PlannedFile,
+    Stored,
+    block_bytes_for,
+    blocks_of,
+    owners_by_disk,
+    plan_files,
+    slots_of,
+)
+from burnish.checkpoint.naming import key_parts
+from burnish.distributed.collectives import agree, same_on_all_ranks
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.files.closing import Closing
+from burnish.errors import BurnishError
 from burnish.files.durable import naming_failures
-from burnish.files.storage import File, Storage
+from burnish.files.storage import Closing, File, Storage
 
 BlockHashes = dict[tuple[int, int], str]
 """By index of the file and index of the block in it."""
@@ -239,3 +250,116 @@ class _Disk(Closing):
         """Wait for what has begun; drop the rest."""
         self._writing.shutdown(cancel_futures=True)
         self._syncing.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavePlan:
+    """What is known of a step's files before a tensor is looked at."""
+
+    writing: WritePlan
+    """The tensor files, and who writes what of them."""
+    indices: Mapping[str, bytes]
+    """The index files that belong to them, by path."""
+
+
+class Planner:
+    """Plans the saves of the ranks of a layout, to one disk where no others are named."""
+
+    def __init__(self, layout: Layout, disks: Disks | None = None) -> None:
+        self.layout = layout
+        """This process among those that save together."""
+        self.disks = disks or Disks.one(layout.world)
+        """Where they write to."""
+        self._pieces = ""
+        self._plan: SavePlan | None = None
+
+    def digest(self, pieces: PieceTable) -> str:
+        """Of the plan that was made for such pieces of this rank; "" for none."""
+        if self._plan is None or pieces.digest() != self._pieces:
+            return ""
+        return self._plan.writing.digest
+
+    def plan(self, pieces: PieceTable, roles: Iterable[str], known: Sequence[str]) -> SavePlan:
+        """The plan for every rank's pieces, by the keys under which they are stored. Collective.
+
+        `known` has every rank's `digest`; where all have the same plan, it is taken. Raises
+        `MissingError` for a tensor that nobody has all of, and `BurnishError` where ranks disagree about one.
+        """
+        if self._plan is None or set(known) != {self._plan.writing.digest}:
+            have = gather_pieces(pieces, self.layout)
+            files, indices = plan_files(_stored(have, roles))
+            plan = SavePlan(WritePlan.of(files, have, self.layout, self.disks), indices)
+            same_on_all_ranks(plan.writing.digest, "the plan of the save", self.layout)
+            self._pieces, self._plan = pieces.digest(), plan
+        return self._plan
+
+
+def _stored(have: Iterable[PieceTable], roles: Iterable[str]) -> list[Stored]:
+    """Every tensor that any rank has a piece of, once."""
+    found: dict[str, Stored] = {}
+    seen: set[tuple[Described, ...]] = set()
+    for table in have:
+        for key, shape, dtype in () if table.tensors in seen else table.tensors:
+            tensor_set, name = key_parts(key, roles)
+            stored = Stored(tensor_set, name, dtype_name(dtype, name), shape)
+            if found.setdefault(key, stored) != stored:
+                raise BurnishError(
+                    f"ranks disagree about tensor {key}",
+                    have=f"{found[key].dtype} {list(found[key].shape)}",
+                    want=f"{stored.dtype} {list(shape)}",
+                    do="start all ranks with one configuration and one model",
+                )
+        seen.add(table.tensors)
+    return list(found.values())
+
+
+DIRECT_BYTES = 64 << 10
+"""Smaller pieces are copied into the buffer: a system call costs more."""
+
+
+class BlockMemory:
+    """One block in memory: a part of a buffer, in which tensors that lie elsewhere take the place of its bytes."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        self._direct: list[tuple[int, Tensor]] = []
+
+    def part(self, start: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The buffer's bytes from `start` on as a tensor."""
+        count = torch.Size(sizes).numel() * dtype.itemsize
+        return self._buffer[start : start + count].view(dtype).view(sizes)
+
+    def put(self, start: int, tensor: Tensor) -> None:
+        """Have the elements of a contiguous tensor at `start`, where they lie."""
+        self._direct.append((start, tensor))
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The block's bytes from the first to the last."""
+        at = 0
+        for start, tensor in sorted(self._direct, key=lambda each: each[0]):
+            if start > at:
+                yield as_bytes(self._buffer[at:start])
+            yield as_bytes(tensor)
+            at = start + tensor.nbytes
+        if at < self._buffer.numel():
+            yield as_bytes(self._buffer[at:])
+
+
+def buffers(sizes: Iterable[int], memory: Tensor) -> list[BlockMemory]:
+    """Blocks of these sizes in a memory that has room for them, each at a multiple of 64 bytes."""
+    found, start = [], 0
+    for size in sizes:
+        found.append(BlockMemory(memory[start : start + size]))
+        start += -(-size // 64) * 64
+    return found
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its elements lie in this machine's memory as they would in a file, and are worth a system call."""
+    on_cpu = tensor.device.type == "cpu"
+    return on_cpu and tensor.is_contiguous() and tensor.nbytes >= DIRECT_BYTES
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """A contiguous tensor's memory."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)

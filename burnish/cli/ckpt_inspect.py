@@ -9,7 +9,7 @@ from typing import Any
 
 from burnish.checkpoint.destinations.remote_steps import RemoteSteps
 from burnish.checkpoint.manifest import COMMIT
-from burnish.checkpoint.pins import read_pins
+from burnish.checkpoint.retention import read_pins
 from burnish.checkpoint.steps import (
     INFLIGHT,
     PORTION,

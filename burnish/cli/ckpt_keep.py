@@ -6,19 +6,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from burnish.checkpoint.leftovers import clear, leftovers
-from burnish.checkpoint.pins import holding_pins
-from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.steps import TRASH, step_number, step_paths
+from burnish.checkpoint.retention import Retention, holding_pins
+from burnish.checkpoint.steps import TRASH, clear, leftovers, step_number, step_paths
 from burnish.cli.ckpt_outcome import Outcome, Say
 from burnish.cli.ckpt_paths import is_step, steps_directory
 from burnish.cli.columns import bytes_text, count_text
 from burnish.config.load import load_config
 from burnish.config.places import mirror_url
 from burnish.errors import MissingError, UsageError, few
-from burnish.files.durable import move_aside, naming_failures
+from burnish.files.durable import Removals, move_aside, naming_failures
 from burnish.files.lease import Lease
-from burnish.files.removals import Removals
 from burnish.files.storage import LocalStorage
 
 _LOCAL = LocalStorage()

@@ -24,9 +24,9 @@ from burnish.config.places import CHECKPOINTS
 from burnish.errors import UsageError
 from burnish.files.cached import copied
 from burnish.files.remote import Remote
+from burnish.files.safetensors import SUFFIX
 from burnish.files.selection import select_directory
 from burnish.files.urls import is_url
-from burnish.files.weights import SUFFIX
 from burnish.tracking.progress import Progress
 from burnish.train.localize import local_directory
 

@@ -20,9 +20,8 @@ from burnish.config.schema import DataConfig, RunConfig
 from burnish.data.peek import Columns, columns_of, has_column
 from burnish.data.shapes import Lack, answer_column, example_shape, prompt_column
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, few
-from burnish.files.safetensors import read_header
+from burnish.files.safetensors import read_header, weight_files
 from burnish.files.urls import is_url
-from burnish.files.weights import weight_files
 from burnish.rewards.source import require_function
 
 _Look = Callable[[], object]

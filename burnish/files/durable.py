@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
+import os
+import re
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 
-from burnish.errors import BurnishError
+from burnish.errors import BurnishError, few
 from burnish.files.storage import Bytes, Source, Storage
 
 
@@ -87,3 +91,93 @@ def naming_failures(what: str) -> Iterator[None]:
         raise BurnishError(
             what, have=error, do="see that the disk has room, is writable and in order"
         ) from error
+
+
+class NotRemovedError(BurnishError):
+    """What is no longer wanted is still there, and nothing else is wrong."""
+
+
+class Removals:
+    """Removals below a directory, each inside `trying`; then `check` or `error`."""
+
+    def __init__(self, root: PurePath) -> None:
+        self._root = root
+        self._failed: list[str] = []
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Note what the system refuses inside the block, and go on after it."""
+        try:
+            yield
+        except OSError as error:
+            self._failed.append(str(error))
+
+    def check(self) -> None:
+        """Raise what `error` says, if anything."""
+        if (error := self.error()) is not None:
+            raise error
+
+    def error(self) -> NotRemovedError | None:
+        """Names what was refused; None where nothing was."""
+        if not self._failed:
+            return None
+        return NotRemovedError(
+            f"not all that is no longer wanted in {self._root} could be removed",
+            have=few(self._failed),
+            want="its room on the disk back",
+            do="see that this user may remove it and that nobody has it open; the next start and "
+            "burnish ckpt gc try again",
+        )
+
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def partial_directory(target: Path, storage: Storage) -> Iterator[Path]:
+    """A new directory beside `target`, to be renamed by the end of the block; an error in the block removes it.
+
+    What killed processes left of the same target goes first. Raises `OSError`.
+    """
+    _clear(target, storage)
+    path = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    storage.make_dirs(path)
+    try:
+        with _opened(path) as descriptor:
+            with suppress(OSError):  # a file system without such locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield path
+    except BaseException:
+        with suppress(OSError):
+            storage.remove(path)
+        raise
+
+
+def _clear(target: Path, storage: Storage) -> None:
+    name = re.compile(re.escape(f".{target.name}.") + "[0-9a-f]{32}")
+    for entry in storage.entries(target.parent):
+        path = target.with_name(entry.name)
+        if entry.kind == "directory" and name.fullmatch(entry.name) and _is_left(path):
+            try:
+                storage.remove(path)
+            except OSError as error:
+                _log.warning("what a killed process left could not be removed: %s", error)
+
+
+def _is_left(path: Path) -> bool:
+    """Whether nobody holds the lock of a directory; False where the system cannot tell."""
+    try:
+        with _opened(path) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

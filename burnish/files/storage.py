@@ -14,9 +14,23 @@ import shutil
 import stat
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
-from burnish.files.closing import Closing
+
+class Closing(Protocol):
+    """A context manager that is itself; classes inherit from it and say what closing means."""
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
+        self.close()
+
 
 Bytes = bytes | bytearray | memoryview
 """What can be written: anything that is bytes in memory."""

@@ -20,8 +20,7 @@ from transformers import PretrainedConfig
 from burnish.boxes.box import Box, flat_runs
 from burnish.boxes.shards import Shard, ShardSource, TensorSpec
 from burnish.errors import CorruptError, IncompatibleError, MissingError, few
-from burnish.files.safetensors import TensorEntry, read_header
-from burnish.files.weights import weight_files
+from burnish.files.safetensors import TensorEntry, read_header, weight_files
 from burnish.models.meta_init import build_on_meta, initialized_copy, owned_modules
 from burnish.models.names import Region, regions
 from burnish.records.seeds import derive_seed

@@ -16,9 +16,8 @@ from typing import Any
 from burnish.checkpoint.destinations.mirror import ENVIRONMENT, ENVIRONMENT_LIMIT, Mirror
 from burnish.checkpoint.destinations.remote_steps import RemotePath
 from burnish.checkpoint.destinations.uploader import Progress
-from burnish.checkpoint.pins import PINS, PINS_LIMIT
 from burnish.checkpoint.resume import Resumed
-from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.retention import PINS, PINS_LIMIT, Retention
 from burnish.checkpoint.steps import step_name, step_paths
 from burnish.config.identity import require_may_resume, require_same_run
 from burnish.config.load import dump_yaml, load_config

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from typing import Any
 
 from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.steps import Committed
-from burnish.checkpoint.tensor_sets import MAIN
 from burnish.config.identity import digest
 from burnish.config.schema import RunConfig
 from burnish.engines.base import Part

@@ -16,7 +16,7 @@ import torch
 from burnish.algorithms.dapo import overlong_penalty, select_groups
 from burnish.algorithms.loss import policy_loss_fn
 from burnish.algorithms.schedule import learning_rate
-from burnish.checkpoint.tensor_sets import MAIN
+from burnish.checkpoint.naming import MAIN
 from burnish.config.parts import part_names
 from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader

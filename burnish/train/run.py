@@ -18,14 +18,14 @@ from typing import Literal
 
 import torch
 
-from burnish.checkpoint.contents import Contents
 from burnish.checkpoint.destinations.mirror import Mirror
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.resume import Resumed
 from burnish.checkpoint.retention import require_measured
+from burnish.checkpoint.save import Contents
 from burnish.checkpoint.steps import Committed
-from burnish.checkpoint.tensor_sets import MAIN
 from burnish.config.load import dump_yaml
 from burnish.config.places import run_directory
 from burnish.config.schema import RunConfig

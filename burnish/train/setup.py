@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource
-from burnish.checkpoint.contents import ModelContents
+from burnish.checkpoint.save import ModelContents
 from burnish.config.room import room_for_prompts
 from burnish.config.schema import OptimConfig, RunConfig, SamplingConfig
 from burnish.data.sources import load_rows

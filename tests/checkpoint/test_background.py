@@ -31,10 +31,10 @@ from ranks import forkserver, run_ranks
 
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.staging import Memory, stage
 from burnish.checkpoint.steps import committed
-from burnish.checkpoint.tensor_sets import MAIN
 from burnish.checkpoint.verify import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError

@@ -13,18 +13,20 @@ from hypothesis import strategies as st
 
 from burnish.boxes.box import flat_runs
 from burnish.boxes.pieces import TensorIndex
-from burnish.checkpoint.blocks import (
+from burnish.checkpoint.dtypes import BY_NAME, dtype_name
+from burnish.checkpoint.layout import (
     MOST_BLOCKS,
+    Parts,
     PlannedFile,
     Stored,
     block_bytes_for,
     blocks_of,
+    owners,
     plan_files,
+    slots_of,
 )
-from burnish.checkpoint.dtypes import BY_NAME, dtype_name
 from burnish.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCK_BYTES
-from burnish.checkpoint.parts import Parts, owners, slots_of
-from burnish.checkpoint.tensor_sets import set_of
+from burnish.checkpoint.naming import set_of
 from burnish.errors import IncompatibleError
 from burnish.files.safetensors import DTYPE_BITS
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from burnish.checkpoint.pins import PINS, PINS_LIMIT, holding_pins, read_pins
+from burnish.checkpoint.retention import PINS, PINS_LIMIT, holding_pins, read_pins
 from burnish.errors import CorruptError
 from burnish.files.storage import LocalStorage
 

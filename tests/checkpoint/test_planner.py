@@ -14,8 +14,8 @@ from burnish.boxes.pieces import PieceTable
 from burnish.boxes.shards import Piece
 from burnish.checkpoint import planner
 from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.planner import Planner
 from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.writer import Planner
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 

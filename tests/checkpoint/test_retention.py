@@ -9,8 +9,16 @@ from checkpoints_for_tests import save_once
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.checkpoint.pins import holding_pins
-from burnish.checkpoint.retention import Best, Facts, Retention, best, completed, every, latest
+from burnish.checkpoint.retention import (
+    Best,
+    Facts,
+    Retention,
+    best,
+    completed,
+    every,
+    holding_pins,
+    latest,
+)
 from burnish.checkpoint.steps import committed
 from burnish.files.storage import LocalStorage
 

@@ -20,13 +20,13 @@ from corruption import flip
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from burnish.checkpoint.contents import ModelContents
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.naming import MAIN, key_parts, path_of, prefix_of, roles_in, set_of
 from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.save import ModelContents
 from burnish.checkpoint.steps import newest
 from burnish.checkpoint.streams import StepTensors
-from burnish.checkpoint.tensor_sets import MAIN, key_parts, path_of, prefix_of, roles_in, set_of
 from burnish.checkpoint.tools.diff import compare
 from burnish.checkpoint.tools.export import export
 from burnish.checkpoint.tools.exportable import StepModel

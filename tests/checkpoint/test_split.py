@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from burnish.checkpoint import split
-from burnish.checkpoint.split import add_residual
+from burnish.checkpoint.layout import add_residual
 
 
 def rounded(x):

@@ -12,7 +12,7 @@ from corruption import flip
 from safetensors.torch import save_file
 from tiny import save_tiny
 
-from burnish.checkpoint.split import rounded
+from burnish.checkpoint.layout import rounded
 from burnish.checkpoint.steps import open_step
 from burnish.checkpoint.streams import DirectoryTensors, StepTensors, chunks
 from burnish.checkpoint.verify import DamagedBlock

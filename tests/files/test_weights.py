@@ -5,7 +5,7 @@ import json
 import pytest
 
 from burnish.errors import CorruptError, MissingError
-from burnish.files.weights import INDEX, weight_files
+from burnish.files.safetensors import INDEX, weight_files
 
 
 def names(directory):

@@ -19,7 +19,7 @@ from burnish.boxes.box import Box, whole
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, UsageError, install
-from burnish.files.weights import model_digest
+from burnish.files.safetensors import model_digest
 from burnish.models.lora.adapter import Adapter, FreshAdapter
 from burnish.models.lora.adapter_names import PREFIX, is_adapter
 from burnish.models.lora.record import AdapterRecord, require_same_adapter

@@ -22,8 +22,7 @@ from burnish.checkpoint.destinations.mirrored import write_mirrored
 from burnish.checkpoint.destinations.remote_steps import RemoteSteps
 from burnish.checkpoint.destinations.upload import Moved, upload
 from burnish.checkpoint.manifest import Commit
-from burnish.checkpoint.pins import read_pins
-from burnish.checkpoint.retention import Facts, Retention, completed
+from burnish.checkpoint.retention import Facts, Retention, completed, read_pins
 from burnish.checkpoint.steps import open_step, read_commit, step_paths
 from burnish.config.places import CHECKPOINTS
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError

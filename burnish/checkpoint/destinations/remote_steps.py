@@ -15,9 +15,8 @@ from typing import NoReturn, Self
 from burnish.checkpoint.manifest import BLOCK_BYTES, COMMIT
 from burnish.checkpoint.steps import step_number
 from burnish.errors import CorruptError, MissingError
-from burnish.files.closing import Closing
 from burnish.files.remote import Remote
-from burnish.files.storage import Entry, Kind
+from burnish.files.storage import Closing, Entry, Kind
 from burnish.files.urls import Url
 
 DAMAGED = "DAMAGED"

@@ -13,15 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from burnish.checkpoint.blocks import PlannedFile, Stored, plan_files
 from burnish.checkpoint.dtypes import dtype_name
+from burnish.checkpoint.layout import PlannedFile, Stored, plan_files
+from burnish.checkpoint.naming import MODEL
 from burnish.checkpoint.steps import require_outside_steps
 from burnish.checkpoint.streams import Described, chunks
-from burnish.checkpoint.tensor_sets import MODEL
 from burnish.checkpoint.tools.exportable import Exportable
 from burnish.errors import IncompatibleError, UsageError
-from burnish.files.durable import naming_failures
-from burnish.files.partial import partial_directory
+from burnish.files.durable import naming_failures, partial_directory
 from burnish.files.storage import File, LocalStorage, Storage
 
 _CHUNK = (

@@ -16,16 +16,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from burnish.checkpoint.assets import CONFIG, read_assets, with_dtype
+from burnish.checkpoint.naming import MAIN, MODEL, prefix_of, roles_in
 from burnish.checkpoint.steps import Committed
 from burnish.checkpoint.streams import Described, DirectoryTensors, StepTensors
-from burnish.checkpoint.tensor_sets import MAIN, MODEL, prefix_of, roles_in
+from burnish.checkpoint.tools.assets import CONFIG, read_assets, with_dtype
 from burnish.checkpoint.verify import read_block
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, MissingError, few
-from burnish.files.closing import Closing
-from burnish.files.storage import LocalStorage, Source
-from burnish.files.weights import SUFFIX, model_digest
+from burnish.files.safetensors import SUFFIX, model_digest
+from burnish.files.storage import Closing, LocalStorage, Source
 from burnish.models.loading import read_model_config
 from burnish.models.lora.adapter import Adapter
 from burnish.models.lora.adapter_names import (

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
-from burnish.checkpoint.assets import read_assets
+from burnish.checkpoint.tools.assets import read_assets
 from burnish.checkpoint.tools.foreign_pieces import Piece
 from burnish.checkpoint.tools.importing import mapped_tensors
 from burnish.checkpoint.tools.torch_dist import is_torch_dist, shards_of, tensor_names

@@ -18,22 +18,27 @@ from torch import Tensor
 
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Shard, TensorSpec
-from burnish.checkpoint.assets import CONFIG, read_assets, with_dtype
-from burnish.checkpoint.contents import Assets, Contents, ModelContents
 from burnish.checkpoint.dtypes import BY_NAME
 from burnish.checkpoint.manifest import IMPORTED
-from burnish.checkpoint.planner import Planner
-from burnish.checkpoint.room import require_room
-from burnish.checkpoint.save import all_finite, check_new, save_step
+from burnish.checkpoint.naming import MAIN
+from burnish.checkpoint.retention import require_room
+from burnish.checkpoint.save import (
+    Assets,
+    Contents,
+    ModelContents,
+    all_finite,
+    check_new,
+    save_step,
+)
 from burnish.checkpoint.steps import INFLIGHT, require_outside_steps
-from burnish.checkpoint.tensor_sets import MAIN
+from burnish.checkpoint.tools.assets import CONFIG, read_assets, with_dtype
+from burnish.checkpoint.writer import Planner
 from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError, IncompatibleError, MissingError, few
 from burnish.files.durable import make_dirs_durably, naming_failures
 from burnish.files.lease import Lease
-from burnish.files.safetensors import TensorEntry, read_header
+from burnish.files.safetensors import TensorEntry, indexed_tensors, read_header, weight_files
 from burnish.files.storage import LocalStorage, Storage
-from burnish.files.weights import indexed_tensors, weight_files
 
 
 class Foreign(Protocol):

@@ -11,8 +11,8 @@ from transformers import PretrainedConfig
 from burnish.boxes.shards import ShardSource, TensorSpec
 from burnish.config.schema import ModelConfig
 from burnish.errors import IncompatibleError, few
+from burnish.files.safetensors import model_digest
 from burnish.files.strict_json import parse_json
-from burnish.files.weights import model_digest
 from burnish.models.lora.adapter import Adapter, FreshAdapter
 from burnish.models.lora.adapter_names import ADAPTER_CONFIG, ADAPTER_STATE, BASE_PATH
 from burnish.models.lora.record import AdapterRecord

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError
-from burnish.files.weights import model_digest
+from burnish.files.safetensors import model_digest
 from burnish.models.lora.adapter import Targets, peft_config
 from burnish.models.lora.adapter_names import ADAPTER_CONFIG, BASE_PATH
 from burnish.models.meta_init import build_on_meta

@@ -31,7 +31,7 @@ from burnish.checkpoint.destinations.mirror import Seen
 from burnish.checkpoint.destinations.partial_checkpoints import open_portion, portion_paths
 from burnish.checkpoint.destinations.partial_sync import PortionSync
 from burnish.checkpoint.destinations.uploader import _synced
-from burnish.checkpoint.parts import owners_by_disk
+from burnish.checkpoint.layout import owners_by_disk
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.steps import PORTION, committed
 from burnish.checkpoint.verify import verify

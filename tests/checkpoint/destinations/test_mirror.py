@@ -23,8 +23,7 @@ from burnish.checkpoint.destinations.remote_steps import DAMAGED, RemotePath
 from burnish.checkpoint.destinations.upload import upload
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.pins import holding_pins
-from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.retention import Retention, holding_pins
 from burnish.checkpoint.steps import committed, newest, open_step, read_commit
 from burnish.checkpoint.verify import verify, verify_quickly
 from burnish.distributed.layout import Layout

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
-from burnish.checkpoint.split import rounded
+from burnish.checkpoint.layout import rounded
 from burnish.checkpoint.steps import open_step
 from burnish.checkpoint.tools.export import export
 from burnish.checkpoint.tools.exportable import StepModel

@@ -26,8 +26,8 @@ from burnish.engines.base import Part
 from burnish.engines.megatron.calls import megatron_called
 from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.errors import IncompatibleError, MissingError
+from burnish.files.safetensors import weight_files
 from burnish.files.storage import LocalStorage
-from burnish.files.weights import weight_files
 from burnish.models.sources import SafetensorsSource
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -20,16 +20,15 @@ from engine_states import config, shapes
 from ranks import run_ranks
 from traffic import EXCHANGE, Traffic
 
-from burnish.checkpoint.contents import Contents, ModelContents
 from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.naming import MAIN
+from burnish.checkpoint.save import Contents, ModelContents
 from burnish.checkpoint.steps import newest
-from burnish.checkpoint.tensor_sets import MAIN
 from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
 from burnish.engines.megatron.megatron_engine import MegatronEngine
-from burnish.files.closing import Closing
-from burnish.files.storage import Bytes, File, LocalStorage
+from burnish.files.storage import Bytes, Closing, File, LocalStorage
 from burnish.models.sources import FreshSource
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -10,9 +10,9 @@ import torch
 
 from burnish.errors import CorruptError, IncompatibleError, MissingError, few
 from burnish.files.durable import read_whole
+from burnish.files.safetensors import INDEX
 from burnish.files.storage import LocalStorage
 from burnish.files.strict_json import parse_json
-from burnish.files.weights import INDEX
 
 CONFIG = "config.json"
 """The model's configuration."""

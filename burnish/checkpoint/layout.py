@@ -1,0 +1,327 @@
+"""How tensors lie in files, and files in blocks.
+
+All of it is a pure function of the tensors' names, dtypes and shapes, so every rank computes the
+same, and the files are the same bytes whatever number of ranks writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from burnish.boxes.box import Box
+from burnish.boxes.pieces import Described, Pieces, TensorIndex
+from burnish.boxes.table import BoxTable, Ints, flat_ranges, intersections, strides
+from burnish.checkpoint.dtypes import BY_NAME
+from burnish.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCK_BYTES
+from burnish.checkpoint.naming import MODEL, path_of
+from burnish.files.safetensors import DTYPE_BITS, TensorEntry, build_header
+from burnish.files.strict_json import encode_json
+from burnish.models.lora.adapter_names import ADAPTER_WEIGHTS, is_adapter
+
+MAX_FILE_BYTES = 4 << 30
+"""A set of tensors is divided into files of about this size; a larger tensor has one to itself."""
+MOST_BLOCKS = 1 << 19
+"""More blocks than these are made larger: the manifest, which all ranks read, has a hash for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as it will be on disk."""
+
+    tensor_set: str
+    """The set it belongs to, which names the files: "model", "residual", "exp_avg", "critic/model", ..."""
+    name: str
+    """Canonical name of the weight it is, or is a slot of."""
+    dtype: str
+    """The format's name of its dtype."""
+    shape: tuple[int, ...]
+    """Global shape."""
+
+    @property
+    def key(self) -> str:
+        """Names it among all tensors of the step."""
+        return f"{self.tensor_set}/{self.name}"
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return Box((0,) * len(self.shape), self.shape).elements * DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A safetensors file that is about to be written, or was."""
+
+    path: str
+    """Below the step, with forward slashes."""
+    tensor_set: str
+    """The set its tensors belong to."""
+    header: bytes
+    """Its first bytes."""
+    entries: tuple[TensorEntry, ...]
+    """Its tensors, in the order of their bytes."""
+    size: int
+    """Its bytes, header included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A range of one file that has one writer and one hash."""
+
+    file: int
+    """Index among the planned files."""
+    number: int
+    """Index among the file's blocks."""
+    start: int
+    """First byte in the file."""
+    stop: int
+    """One past the last."""
+
+
+def plan_files(
+    tensors: Iterable[Stored], max_file_bytes: int = MAX_FILE_BYTES
+) -> tuple[list[PlannedFile], dict[str, bytes]]:
+    """The safetensors files for these tensors, and the index files that belong to them by path.
+
+    Sets follow each other by path, tensors within a set by name; names follow Hugging Face's
+    (`model.safetensors`, or `model-00001-of-0000N.safetensors` with an index; the weights of an
+    adapter are in the one file that PEFT looks for). Within a file the
+    wider dtypes come first, so that no element lies across two blocks.
+    """
+    sets: dict[str, list[Stored]] = {}
+    for tensor in sorted(tensors, key=lambda t: (path_of(t.tensor_set), t.name)):
+        sets.setdefault(tensor.tensor_set, []).append(tensor)
+    files: list[PlannedFile] = []
+    indices: dict[str, bytes] = {}
+    for tensor_set, members in sets.items():
+        path = path_of(tensor_set)
+        directory, _, stem = path.rpartition("/")
+        shares = _shares(members, max_file_bytes)
+        if stem == MODEL and is_adapter(tensor.name for tensor in members):
+            stem, shares = ADAPTER_WEIGHTS, [members]
+        weight_map: dict[str, str] = {}
+        for number, share in enumerate(shares, start=1):
+            numbered = f"{stem}-{number:05d}-of-{len(shares):05d}" if len(shares) > 1 else stem
+            files.append(_file(f"{directory}/{numbered}.safetensors", tensor_set, share))
+            weight_map |= {tensor.name: f"{numbered}.safetensors" for tensor in share}
+        if len(shares) > 1:
+            total = sum(tensor.size for tensor in members)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            indices[f"{path}.safetensors.index.json"] = encode_json(index)
+    return files, indices
+
+
+def block_bytes_for(files: Iterable[PlannedFile], most: int = MOST_BLOCKS) -> int:
+    """The size of a step's blocks: `BLOCK_BYTES` up to 2 TiB, then doubled as often as it takes, up to `MAX_BLOCK_BYTES`."""
+    total, size = sum(file.size for file in files), BLOCK_BYTES
+    while total > most * size and size < MAX_BLOCK_BYTES:
+        size *= 2
+    return size
+
+
+def blocks_of(file: int, size: int, block_bytes: int) -> list[Block]:
+    """The blocks of the file with this index and size, in order."""
+    return [
+        Block(file, number, start, min(start + block_bytes, size))
+        for number, start in enumerate(range(0, size, block_bytes))
+    ]
+
+
+def _shares(members: list[Stored], max_file_bytes: int) -> list[list[Stored]]:
+    shares: list[list[Stored]] = [[]]
+    filled = 0
+    for tensor in members:
+        if shares[-1] and filled + tensor.size > max_file_bytes:
+            shares.append([])
+            filled = 0
+        shares[-1].append(tensor)
+        filled += tensor.size
+    return shares
+
+
+def _file(path: str, tensor_set: str, members: list[Stored]) -> PlannedFile:
+    ordered = sorted(members, key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.name))
+    header, entries = build_header(
+        [(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered], {"format": "pt"}
+    )
+    placed = tuple(entries.values())
+    end = placed[-1].end if placed else len(header)
+    return PlannedFile(path, tensor_set, header, placed, end)
+
+
+_FAVOURITES = 8  # ranks that are considered for a block before any that has room
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a part lies."""
+
+    slot: int
+    """Index of the block among those of its rank."""
+    start: int
+    """First byte, counted from the start of the block."""
+    box: Box
+    """Which elements of its tensor, in global coordinates."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """Boxes of tensors that lie in one block each and are contiguous there, by block and place in it."""
+
+    tensors: TensorIndex
+    """What the numbers of tensors and dtypes mean."""
+    pieces: Pieces
+    """The boxes; `index` is the row and `rank` is 0."""
+    block: Ints
+    """Index among the blocks."""
+    start: Ints
+    """First byte, counted from the start of the block."""
+
+    @classmethod
+    def of(
+        cls, files: Sequence[PlannedFile], blocks: Sequence[Block], tensors: TensorIndex
+    ) -> Parts:
+        """The parts of those tensors of the files that `tensors` knows by key."""
+        entries = _Entries.of(files, tensors)
+        ends = np.array([(b.file, b.start, b.stop) for b in blocks], np.int64).reshape(-1, 3)
+        in_block, entry, both = intersections(
+            _spans(ends[:, 0], ends[:, 1], ends[:, 2]),
+            _spans(entries.file, entries.begin, entries.end),
+        )
+        begin, itemsize = entries.begin[entry], entries.itemsize[entry]
+        first = (both.offsets[:, 0] - begin) // itemsize
+        last = first + both.sizes[:, 0] // itemsize
+        shapes = tensors.shape_table()[entries.tensor[entry]]
+        row, offsets, sizes = flat_ranges(shapes, first, last)
+        entry, in_block = entry[row], in_block[row]
+        flat = (offsets * strides(shapes)[row]).sum(axis=1)
+        start = begin[row] + flat * itemsize[row] - ends[in_block, 1]
+        order = np.lexsort((start, in_block))
+        boxes = BoxTable(entries.tensor[entry], offsets, sizes).take(order)
+        numbers, dtype = np.arange(len(order)), entries.dtype[entry][order]
+        pieces = Pieces(boxes, np.zeros_like(numbers), numbers, dtype)
+        return cls(tensors, pieces, in_block[order], start[order])
+
+    def places(self, slots: Ints) -> dict[int, Place]:
+        """Where the parts lie whose block has a slot: its index among a rank's blocks, by block; -1 for none."""
+        boxes, found = self.pieces.boxes, {}
+        for part in np.flatnonzero(slots[self.block] >= 0).tolist():
+            box = boxes.box(part, len(self.tensors.shapes[boxes.tensor[part]]))
+            found[part] = Place(int(slots[self.block[part]]), int(self.start[part]), box)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entries:
+    """Tensors in files as a table."""
+
+    file: Ints
+    begin: Ints
+    end: Ints
+    itemsize: Ints
+    tensor: Ints
+    dtype: Ints
+
+    @classmethod
+    def of(cls, files: Sequence[PlannedFile], tensors: TensorIndex) -> _Entries:
+        rows: list[tuple[int, int, int]] = []
+        described: list[Described] = []
+        for index, file in enumerate(files):
+            for entry in file.entries:
+                key = f"{file.tensor_set}/{entry.name}"
+                if key in tensors:
+                    rows.append((index, entry.begin, entry.end))
+                    described.append((key, entry.shape, BY_NAME[entry.dtype]))
+        table = np.array(rows, np.int64).reshape(-1, 3)
+        tensor, dtype = tensors.add(described, "on disk")
+        itemsize = tensors.itemsizes()[dtype]
+        return cls(table[:, 0], table[:, 1], table[:, 2], itemsize, tensor, dtype)
+
+
+def _spans(file: Ints, begin: Ints, end: Ints) -> BoxTable:
+    """Ranges of bytes of files, as boxes of one dim."""
+    return BoxTable(file, begin[:, None], (end - begin)[:, None])
+
+
+def owners(block: Ints, rank: Ints, size: Ints, blocks: int, world: int) -> Ints:
+    """Which rank has the care of each of so many blocks: one with the most bytes of it, and all with as many blocks.
+
+    A row says that so many bytes of a block are at a rank, or wanted there. Blocks without a row go
+    to whoever has room; so do those whose favourites have none left.
+    """
+    pair, place = np.unique(block * world + rank, return_inverse=True)
+    total = np.bincount(place, size).astype(np.int64) if len(pair) else np.zeros(0, np.int64)
+    block, rank = np.divmod(pair, world)
+    order = np.lexsort(((rank - block) % world, -total, block))  # among equals, take turns
+    begins = np.searchsorted(block[order], np.arange(blocks + 1)).tolist()
+    favourites = rank[order].tolist()
+    quota = -(-blocks // world)
+    load, free, found = [0] * world, 0, []
+    for number in range(blocks):
+        first, last = begins[number], begins[number + 1]
+        liked = favourites[first : min(last, first + _FAVOURITES)]
+        owner = next((each for each in liked if load[each] < quota), -1)
+        while owner < 0:
+            owner = free if load[free] < quota else -1
+            free += owner < 0
+        load[owner] += 1
+        found.append(owner)
+    return np.array(found, np.int64)
+
+
+def owners_by_disk(
+    block: Ints, rank: Ints, size: Ints, disk_of_block: Ints, disk_of_rank: Ints
+) -> Ints:
+    """The same where a block may be a rank's only that has its disk, by disk."""
+    if not disk_of_rank.any():  # there is one
+        return owners(block, rank, size, len(disk_of_block), len(disk_of_rank))
+    found = np.empty_like(disk_of_block)
+    for disk in np.unique(disk_of_block):
+        blocks, ranks = (np.flatnonzero(of == disk) for of in (disk_of_block, disk_of_rank))
+        rows = (disk_of_block[block] == disk) & (disk_of_rank[rank] == disk)
+        within = (np.searchsorted(blocks, block[rows]), np.searchsorted(ranks, rank[rows]))
+        found[blocks] = ranks[owners(*within, size[rows], len(blocks), len(ranks))]
+    return found
+
+
+def slots_of(owner: Ints) -> Ints:
+    """Per block, its index among the blocks of its owner."""
+    order = np.argsort(owner, kind="stable")
+    first = np.searchsorted(owner[order], owner[order])
+    found = np.empty_like(owner)
+    found[order] = np.arange(len(owner)) - first
+    return found
+
+
+_CHUNK = 1 << 16  # elements that a processor's cache holds between two operations
+
+
+def rounded(x: Tensor, into: Tensor) -> None:
+    """Write B, the bf16 that the model directory holds, of fp32 weights into memory of the same shape."""
+    for bits, upper in _chunks(x.detach().view(torch.int32), into.view(torch.int16)):
+        upper.copy_(torch.add(bits, 0x8000).bitwise_right_shift_(16))
+
+
+def residual(x: Tensor, into: Tensor) -> None:
+    """Write R, the lower half of x's bits, which is what B lacks, into int16 memory of the same shape."""
+    into.copy_(x.detach().view(torch.int32))
+
+
+def add_residual(x: Tensor, rest: Tensor) -> None:
+    """Make x, fp32 that was filled from B, exact by adding R to its bits, in place."""
+    for bits, lower in _chunks(x.detach().view(torch.int32), rest.to(x.device)):
+        bits.add_(lower)
+
+
+def _chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The two side by side, in chunks where both lie in a processor's memory without gaps."""
+    if a.is_cpu and b.is_cpu and a.is_contiguous() and b.is_contiguous():
+        flat = (torch.split(each.view(-1), _CHUNK) for each in (a, b))
+        yield from zip(*flat, strict=True)
+    else:
+        yield a, b
