@@ -12,7 +12,7 @@ from ranks import run_ranks
 from burnish.boxes.box import Box, whole
 from burnish.boxes.pieces import PieceTable
 from burnish.boxes.shards import Piece
-from burnish.checkpoint import planner
+from burnish.checkpoint import writer as planner
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.writer import Planner

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from burnish.checkpoint import split
+from burnish.checkpoint import layout as split
 from burnish.checkpoint.layout import add_residual
 
 
