@@ -52,7 +52,7 @@ from burnish.models.counting import count_flops
 from burnish.models.flops import Passed
 from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner
-from burnish.plan.shape import ModelShape
+from burnish.plan.shape import PlannedModel
 from burnish.plan.workload import Command, Workload
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling
@@ -284,7 +284,7 @@ def _planned(
     case: str, size: str, config: RunConfig, command: Command, peaks: Mapping[str, int]
 ) -> Iterator[Row]:
     """The bytes of each phase beside those of the plan."""
-    shape, work = ModelShape.of(model_config(size)), Workload.of(config, command)
+    shape, work = PlannedModel.of(model_config(size)), Workload.of(config, command)
     phases = Planner(shape, config, work, parse_devices(_DEVICES)).as_configured().phases
     for phase, peak in peaks.items():
         plan = sum(phases[phase].values()) - phases[phase].get("host", 0.0)

@@ -12,7 +12,7 @@ import math
 
 from transformers import PretrainedConfig
 
-from burnish.models.routing import layers_with_experts
+from burnish.families import layers_with_experts
 
 LAYERS, HEAD_DIM, KEY_HEADS = 2, 16, 2
 _AT_MOST = {
@@ -73,4 +73,4 @@ def _mixed(config: PretrainedConfig) -> bool:
     if not hasattr(config, "mlp_only_layers"):
         return False
     layers: int = config.num_hidden_layers
-    return 0 < len(layers_with_experts(config)) < layers
+    return 0 < len(layers_with_experts(vars(config))) < layers

@@ -94,15 +94,15 @@ def _pointing_to_plan(error: BurnishError) -> BurnishError:
 def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Devices) -> Planner:
     """The planner of a configuration. Raises `UsageError` for a model that it does not know."""
     from burnish.plan.layouts import Planner
-    from burnish.plan.shape import ModelShape
+    from burnish.plan.shape import PlannedModel
     from burnish.plan.workload import Workload
 
     if (adapter := config.model.lora.path) is not None:
         model = with_adapter(config.model, _content(f"{adapter.rstrip('/')}/{ADAPTER_CONFIG}"))
         config = config.model_copy(update={"model": model})
-    shape = ModelShape.of(model_fields(config.model))
+    shape = PlannedModel.of(model_fields(config.model))
     judges = [
-        ModelShape.of(model_fields(ModelConfig(path=judge.path)))
+        PlannedModel.of(model_fields(ModelConfig(path=judge.path)))
         for judge in (config.reward.models if command == "rl" else ())
     ]
     return Planner(shape, config, Workload.of(config, command), devices, judges)

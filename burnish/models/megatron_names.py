@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from burnish.boxes.box import Box, intersect, whole
 from burnish.errors import IncompatibleError
+from burnish.families import family_of
 from burnish.models.names import Region
 
 Shape = tuple[int, ...]
@@ -55,7 +56,7 @@ class Naming:
     @classmethod
     def of(cls, hf_config: PretrainedConfig) -> Naming:
         """That of a model as its configuration describes it."""
-        is_mixtral = hf_config.model_type == "mixtral"
+        family = family_of(hf_config.model_type)
         heads = hf_config.num_attention_heads
         return cls(
             vocabulary=hf_config.vocab_size,
@@ -63,8 +64,8 @@ class Naming:
             groups=getattr(hf_config, "num_key_value_heads", None) or heads,
             head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
             tied=bool(hf_config.tie_word_embeddings),
-            experts="block_sparse_moe" if is_mixtral else "mlp",
-            gated=("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj"),
+            experts=family.experts_module,
+            gated=family.expert_projections,
         )
 
 

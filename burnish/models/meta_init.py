@@ -22,16 +22,13 @@ from transformers import (
 from transformers.initialization import guard_torch_init_functions
 
 from burnish.errors import IncompatibleError
+from burnish.families import family_of
 from burnish.models.kernels.attention import IMPLEMENTATION
 from burnish.models.kernels.fused import fuse
 from burnish.models.value_head import has_value_head, value_class
 
 _REFUSED_FIELDS = ("attn_logit_softcapping", "attention_chunk_size")
 """Configuration fields that change attention in a way that is not computed here."""
-_REFUSED_TYPES = {
-    "phimoe": "its routers draw at random in training, by a rule that they need in evaluation too"
-}
-"""Families that would be computed wrongly, and why."""
 
 
 def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
@@ -41,7 +38,7 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
     would see each other or attention would be computed wrongly.
     """
     config = copy.deepcopy(hf_config)
-    if why := _REFUSED_TYPES.get(config.model_type):
+    if why := family_of(config.model_type).refused:
         raise IncompatibleError(
             f"models of type {config.model_type} are not supported",
             have=why,

@@ -32,13 +32,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.distributed.autograd import join, uncompiled
 from burnish.errors import IncompatibleError, UsageError
+from burnish.families import family_of, layers_with_experts, names_of
 from burnish.models.kernels.ulysses import Deal
 from burnish.models.prefixes import PrefixTree
 from burnish.models.rows import Indices, on_device
-
-ROUTED_FAMILIES = frozenset({"mixtral", "qwen3_moe"})
-"""`model_type`s whose routers are known."""
-
 
 _LEAST = 1e-30
 # Of a sum of probabilities to divide by: experts of no probability get no weight, and a finite gradient.
@@ -47,28 +44,20 @@ _LEAST = 1e-30
 def has_routers(hf_config: PretrainedConfig) -> bool:
     """Whether at least one layer of the model has a router that is known."""
     text = hf_config.get_text_config()
-    if text.model_type not in ROUTED_FAMILIES or not text.num_experts:
+    if not family_of(text.model_type).has_router or not text.num_experts:
         return False
-    return bool(layers_with_experts(text))
-
-
-def layers_with_experts(text: PretrainedConfig) -> list[int]:
-    """Numbers of the layers of a mixture that have experts; in some families others have none."""
-    dense = getattr(text, "mlp_only_layers", None) or ()
-    every = getattr(text, "decoder_sparse_step", 1)
-    layers = range(text.num_hidden_layers)
-    return [layer for layer in layers if layer not in dense and (layer + 1) % every == 0]
+    return bool(layers_with_experts(vars(text)))
 
 
 def require_routers(hf_config: PretrainedConfig, setting: str) -> None:
     """Raise `UsageError`, naming the `setting` that needs them, for a model whose routers are not known, or that has none."""
     if not has_routers(hf_config):
         kind = hf_config.get_text_config().model_type
-        without = " without a layer of experts" if kind in ROUTED_FAMILIES else ""
+        without = " without a layer of experts" if family_of(kind).has_router else ""
         raise UsageError(
             f"{setting} is for mixtures of experts whose routers are known",
             have=f"a model of type {kind}{without}",
-            want=f"one of {', '.join(sorted(ROUTED_FAMILIES))}, with experts",
+            want=f"one of {names_of('has_router')}, with experts",
             do=f"remove {setting}, or train such a model",
         )
 
@@ -106,7 +95,7 @@ class Routing:
         if not self.chosen:
             raise IncompatibleError(
                 "the experts of a model were asked for, which has no known routers",
-                want=f"a model of type {', '.join(sorted(ROUTED_FAMILIES))}",
+                want=f"a model of type {names_of('has_router')}",
                 do="set algorithm.router_replay=none and engine.router_aux_loss=0",
             )
         return torch.stack([self.chosen[number] for number in sorted(self.chosen)], dim=1)
@@ -125,7 +114,7 @@ class Routers:
     def __init__(self, model: PreTrainedModel) -> None:
         layers: Any = getattr(model.base_model, "layers", ())
         text = model.config.get_text_config()
-        known = text.model_type in ROUTED_FAMILIES
+        known = family_of(text.model_type).has_router
         self._layers = [layer for layer in layers if known and hasattr(layer.mlp, "experts")]
         self._normalizes: bool = getattr(text, "norm_topk_prob", True)
         self._listening = False

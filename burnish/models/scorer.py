@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.errors import IncompatibleError
+from burnish.families import family_of, names_of
 from burnish.models.flops import Passed
 from burnish.models.kernels.attention import Attends, PackedLayout
 from burnish.models.kernels.ulysses import ALL_TOKENS, Division, Joined
@@ -26,11 +27,6 @@ from burnish.models.rows import RowMap, on_device
 from burnish.models.value_head import has_value_head, state_values, value_head
 from burnish.models.vocabulary import VocabularyPart
 from burnish.records import TokenOutputs
-
-TESTED_FAMILIES = frozenset(
-    {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "olmo2"}
-)
-"""`model_type`s whose log-probs and gradients the tests hold equal to plain transformers."""
 
 _log = logging.getLogger(__name__)
 
@@ -205,16 +201,19 @@ def scored_tokens(cu_seqlens: Tensor, loss_mask: Tensor | None = None) -> Tensor
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
-    """What this family does to its logits, from the configuration fields that transformers uses."""
-    if config.model_type not in TESTED_FAMILIES:
+    """Return what the model does to its logits, from the fields of its configuration that transformers uses."""
+    text = config.get_text_config()
+    family = family_of(text.model_type)
+    if not family.tested:
         _log.warning(
             "model type %r is not among the families that Burnish tests (%s); its log-probs are "
             "computed as the output layer's, with logit_scale, logits_scaling and "
             "final_logit_softcapping where the configuration has them",
-            config.model_type,
-            ", ".join(sorted(TESTED_FAMILIES)),
+            text.model_type,
+            names_of("tested"),
         )
-    scale = float(getattr(config, "logit_scale", None) or 1.0)
-    scale /= float(getattr(config, "logits_scaling", None) or 1.0)
-    softcap = getattr(config, "final_logit_softcapping", None)
+    scale = float(getattr(text, "logit_scale", None) or 1.0)
+    scaling = float(getattr(text, "logits_scaling", None) or 1.0)
+    scale *= scaling if family.multiplies_logits_scaling else 1 / scaling
+    softcap = getattr(text, "final_logit_softcapping", None)
     return LogitTransform(scale, None if softcap is None else float(softcap))

@@ -14,7 +14,7 @@ from burnish.plan.megatron import MegatronNeeds
 from burnish.plan.megatron_model import MegatronModel
 from burnish.plan.memory import Needs
 from burnish.plan.model import Model
-from burnish.plan.shape import ModelShape
+from burnish.plan.shape import PlannedModel
 from burnish.plan.share import Layout
 from burnish.plan.workload import Command, Workload
 
@@ -65,7 +65,7 @@ def planned(
     `exact_cache` as in `Arithmetic`: it is for whoever plans to say which CPUs are meant.
     """
     config = RunConfig.model_validate(settings)
-    shape = ModelShape.of(config.model.fresh if isinstance(config.model.fresh, dict) else {})
+    shape = PlannedModel.of(config.model.fresh if isinstance(config.model.fresh, dict) else {})
     width = 2 if config.engine.precision == "bf16" else 4
     layout = Layout.of(config.engine, processes)
     lora = config.model.adapter

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from burnish.config.schema import LoraConfig
-from burnish.plan.shape import Family, Layer, adapts
+from burnish.families import Family
+from burnish.plan.shape import Layer, adapts
 from burnish.plan.tape import Passes, Tape
 
 _FP32 = 4
@@ -63,7 +64,7 @@ class LayerWriter:
     def written(self) -> Passes:
         """Attention and MLP, each added to the hidden state."""
         family = self._family
-        doubly = family.norms_per_layer == 4
+        doubly = len(family.norms) == 4
         source = self._norm("x", "n1", self._hidden) if family.norms_first else "x"
         self._attention(self._gathered(source))
         attended = self._norm("o", "on", self._hidden) if doubly or not family.norms_first else "o"
@@ -94,7 +95,7 @@ class LayerWriter:
 
     def _norm(self, source: str, name: str, size: float) -> str:
         """An RMSNorm; the fused one keeps its input, transformers' what it computes in fp32 as well, the last of it for the gradient of its weight."""
-        if self._family.fused:
+        if self._family.has_llama_layers:
             self._tape.add([source], {name: size, f"{name}/r": _FP32}, [source, f"{name}/r"])
             return name
         wide = size * _FP32 / self._bytes
@@ -172,7 +173,7 @@ class LayerWriter:
 
     def _rotated(self, name: str, size: float, heads: float) -> str:
         turned = f"{name}/turned"
-        if not self._family.fused:
+        if not self._family.has_llama_layers:
             normed = name
             if self._family.query_norms != "none":
                 normed = self._norm(name, f"{name}/n", size)

@@ -10,6 +10,7 @@ from typing import get_args
 from burnish.config.room import longest_completed
 from burnish.config.schema import EngineConfig, RunConfig
 from burnish.errors import UsageError
+from burnish.families import names_of
 from burnish.plan.activations import Arithmetic
 from burnish.plan.devices import PER_MACHINE, Devices
 from burnish.plan.megatron import MegatronNeeds
@@ -18,7 +19,7 @@ from burnish.plan.megatron_model import MegatronModel
 from burnish.plan.memory import Needs, Parts
 from burnish.plan.model import Model
 from burnish.plan.operations import Operations
-from burnish.plan.shape import BLOCK, Layer, ModelShape, adapts
+from burnish.plan.shape import BLOCK, Layer, PlannedModel, adapts
 from burnish.plan.share import Layout
 from burnish.plan.timing import Clock
 from burnish.plan.workload import Workload
@@ -129,11 +130,11 @@ class Planner:
 
     def __init__(
         self,
-        shape: ModelShape,
+        shape: PlannedModel,
         config: RunConfig,
         work: Workload,
         devices: Devices,
-        judges: Sequence[ModelShape] = (),
+        judges: Sequence[PlannedModel] = (),
     ) -> None:
         """`judges` are the models of `reward.models`.
 
@@ -229,7 +230,7 @@ class Planner:
         machine, each_update = PER_MACHINE, self.work.sequences // self.work.updates
         shapes = (self.shape, *self._judges)
         layers = [layer for shape in shapes for layer, _ in shape.layers]
-        known = all(shape.family.tensor for shape in shapes)
+        known = all(shape.family.cuts_heads for shape in shapes)
         for tensor in _divisors(machine) if known else [1]:
             if not all(self._can_cut(tensor, layer) for layer, _ in self.shape.layers):
                 continue
@@ -258,7 +259,7 @@ class Planner:
         trained = [width for name, width in widths.items() if lora is None or adapts(lora, name)]
         return all(width % (BLOCK * tensor) == 0 for width in trained)
 
-    def _can_multiply(self, shape: ModelShape, tensor: int) -> bool:
+    def _can_multiply(self, shape: PlannedModel, tensor: int) -> bool:
         """Whether the columns of an expert, shared by so many, are rows that grouped products take."""
         widths = [layer.intermediate for layer, _ in shape.layers if layer.experts]
         return all(self._width * width % (_ROW_BYTES * tensor) == 0 for width in widths)
@@ -306,25 +307,25 @@ class Planner:
         return Arithmetic(self._width, devices.cpu, sequence, tensor, lora, devices.exact_cache)
 
 
-def _require_known(shape: ModelShape) -> None:
+def _require_known(shape: PlannedModel) -> None:
     """Raise `UsageError` for a family that the Megatron engine does not compute."""
-    if not shape.family.fused:
+    if not shape.family.has_llama_layers:
         raise UsageError(
             "the megatron engine does not compute models of this type",
             have="a model that is not shaped like Llama's",
-            want="llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe",
+            want=f"one of {names_of('has_llama_layers')}",
             do="plan with engine.kind=torch",
         )
 
 
-def _divides_by_torch(shape: ModelShape, engine: EngineConfig) -> bool:
+def _divides_by_torch(shape: PlannedModel, engine: EngineConfig) -> bool:
     """Whether the torch engine can cut a model as the settings say."""
     sequence, tensor = engine.sequence_parallel, engine.tensor_parallel
-    known = tensor == 1 or shape.family.tensor
+    known = tensor == 1 or shape.family.cuts_heads
     return known and all(divides(sequence, tensor, layer) for layer, _ in shape.layers)
 
 
-def _uncut(shape: ModelShape, engine: EngineConfig) -> UsageError:
+def _uncut(shape: PlannedModel, engine: EngineConfig) -> UsageError:
     """What is said of a model that cannot be cut as the settings say."""
     names = ["tensor_parallel", "sequence_parallel"]
     want = "degrees that divide the heads of a layer"
@@ -338,7 +339,7 @@ def _uncut(shape: ModelShape, engine: EngineConfig) -> UsageError:
         want += ", its columns and its experts, and no more stages than layers"
         if experts and not engine.megatron_sequence_parallel:
             want += "; beside tensor parallelism a mixture needs engine.megatron_sequence_parallel"
-    elif engine.tensor_parallel > 1 and not shape.family.tensor:
+    elif engine.tensor_parallel > 1 and not shape.family.cuts_heads:
         want = "engine.tensor_parallel: 1, for the torch engine does not cut the matrices of this family"
     degrees = {f"engine.{name}": getattr(engine, name) or 1 for name in names}
     given = [f"{name}: {value}" for name, value in degrees.items() if value > 1]
@@ -350,7 +351,7 @@ def _uncut(shape: ModelShape, engine: EngineConfig) -> UsageError:
     )
 
 
-def _too_narrow(shape: ModelShape, engine: EngineConfig) -> UsageError:
+def _too_narrow(shape: PlannedModel, engine: EngineConfig) -> UsageError:
     """What is said of experts whose grouped products the settings make too narrow."""
     width = min(layer.intermediate for layer, _ in shape.layers if layer.experts)
     return UsageError(

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from burnish.config.schema import EngineConfig
+from burnish.families import Family
 from burnish.plan.activations import Arithmetic, LayerWriter
-from burnish.plan.shape import Family, Layer
+from burnish.plan.shape import Layer
 from burnish.plan.tape import Passes
 
 _FP32 = 4

@@ -11,13 +11,13 @@ from itertools import product
 
 from burnish.config.schema import EngineConfig
 from burnish.plan.devices import PER_MACHINE
-from burnish.plan.shape import Layer, ModelShape
+from burnish.plan.shape import Layer, PlannedModel
 
 _VIRTUAL = (1, 2, 4)
 """Virtual stages that are tried."""
 
 
-def degrees(shape: ModelShape, engine: EngineConfig, devices: int) -> Iterator[dict[str, int]]:
+def degrees(shape: PlannedModel, engine: EngineConfig, devices: int) -> Iterator[dict[str, int]]:
     """Settings of `engine` by name, for so many devices."""
     machine = _divisors(min(PER_MACHINE, devices))
     for tensor, sequence in product(machine, machine):
@@ -42,7 +42,7 @@ def degrees(shape: ModelShape, engine: EngineConfig, devices: int) -> Iterator[d
                 }
 
 
-def divides_trained(shape: ModelShape, engine: EngineConfig) -> bool:
+def divides_trained(shape: PlannedModel, engine: EngineConfig) -> bool:
     """Whether the model that is trained can be cut as the settings say."""
     tensor, among = engine.tensor_parallel, engine.expert_parallel
     within = engine.expert_tensor_parallel
@@ -57,7 +57,7 @@ def divides_trained(shape: ModelShape, engine: EngineConfig) -> bool:
     return divides_beside(shape, engine) and experts and not whole
 
 
-def divides_beside(shape: ModelShape, engine: EngineConfig) -> bool:
+def divides_beside(shape: PlannedModel, engine: EngineConfig) -> bool:
     """Whether a model beside the policy can be cut as the settings say; of experts that is not asked."""
     tensor, sequence = engine.tensor_parallel, engine.sequence_parallel
     stages = engine.pipeline_parallel * engine.virtual_stages
@@ -66,7 +66,7 @@ def divides_beside(shape: ModelShape, engine: EngineConfig) -> bool:
     )
 
 
-def _of_experts(shape: ModelShape, tensor: int, stage: int) -> Iterator[dict[str, int]]:
+def _of_experts(shape: PlannedModel, tensor: int, stage: int) -> Iterator[dict[str, int]]:
     """How the experts of a layer may be divided among the processes of a stage."""
     mixtures = [layer for layer, _ in shape.layers if layer.experts]
     if not mixtures:

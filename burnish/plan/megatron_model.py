@@ -17,7 +17,7 @@ from burnish.plan.activations import Arithmetic
 from burnish.plan.megatron_layer import Cut, megatron_passes
 from burnish.plan.model import Model
 from burnish.plan.pipelines import Stage
-from burnish.plan.shape import ModelShape, Weight
+from burnish.plan.shape import PlannedModel, Weight
 
 _FP32 = 4
 
@@ -55,9 +55,9 @@ class Holding:
 
 
 class MegatronModel(Model):
-    """A model's kinds of layers and what they hold; lists are by kind, in the order of `ModelShape.layers`."""
+    """A model's kinds of layers and what they hold; lists are by kind, in the order of `PlannedModel.layers`."""
 
-    def __init__(self, shape: ModelShape, arithmetic: Arithmetic) -> None:
+    def __init__(self, shape: PlannedModel, arithmetic: Arithmetic) -> None:
         super().__init__(shape, arithmetic)
         self.kinds = [layer for layer, _ in shape.layers]
         self._per_token: dict[tuple[object, ...], PerToken] = {}

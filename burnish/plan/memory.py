@@ -203,7 +203,7 @@ class Needs:
     def _ordered(self) -> int:
         """Elements of the matrices that a generator on a CPU holds a second time in bf16 (`burnish.rollout.builtin.products`)."""
         shape, cpu = self._model.shape, self._model.cpu and self._model.bytes == _BF16
-        if not cpu or not shape.family.fused or shape.family.experts:
+        if not cpu or not shape.family.has_llama_layers or shape.family.has_router:
             return 0
         layers = sum(w.elements * n for layer, n in shape.layers for w in layer.weights if w.linear)
         return layers + shape.vocabulary * shape.hidden

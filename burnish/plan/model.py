@@ -7,14 +7,14 @@ from functools import cached_property
 from typing import Self
 
 from burnish.plan.activations import Arithmetic, layer_passes
-from burnish.plan.shape import Layer, ModelShape
+from burnish.plan.shape import Layer, PlannedModel
 from burnish.plan.tape import Passes
 
 
 class Model:
     """A model's layers and what they hold of a token, for one arithmetic; made once, then asked for every layout."""
 
-    def __init__(self, shape: ModelShape, arithmetic: Arithmetic) -> None:
+    def __init__(self, shape: PlannedModel, arithmetic: Arithmetic) -> None:
         self.shape = shape
         self.arithmetic = arithmetic
         self.lora = arithmetic.lora

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from burnish.config.schema import EngineConfig
 from burnish.models.flops import Passed
-from burnish.plan.shape import ModelShape
+from burnish.plan.shape import PlannedModel
 from burnish.plan.share import Layout
 from burnish.plan.workload import Workload
 
@@ -24,7 +24,11 @@ class Operations:
     """What a step computes of a model, and of those that judge its completions; a critic counts as the policy's model."""
 
     def __init__(
-        self, shape: ModelShape, work: Workload, adapter: bool, judges: Sequence[ModelShape] = ()
+        self,
+        shape: PlannedModel,
+        work: Workload,
+        adapter: bool,
+        judges: Sequence[PlannedModel] = (),
     ) -> None:
         """`adapter`: whether one is trained in the model's place, which spares the products that are the gradients of matrices."""
         self._shape, self._work, self._adapter, self._judges = shape, work, adapter, judges

@@ -34,7 +34,7 @@ class Pipelines:
     """All pipelines of a model."""
 
     def __init__(self, order: Sequence[int]) -> None:
-        """`order` is the kind of each layer (`burnish.plan.shape.ModelShape.order`)."""
+        """`order` is the kind of each layer (`burnish.plan.shape.PlannedModel.order`)."""
         self._order = order
         self._stages: dict[tuple[int, int], list[Stage]] = {}
         self._fullest: dict[tuple[object, ...], list[Stage]] = {}

@@ -1,21 +1,17 @@
-"""The shape of a model, from the fields of its config.json.
+"""How the planner counts a model's weights: rows, columns, and who divides them.
 
-Only what decides memory and work: the weight matrices of each kind of layer, and how wide its activations
-are. Families are described by a few facts each (`FAMILIES`); their defaults are transformers'. Left out:
-everything that is read off a built model (`burnish.models`), and families that are not in the table, which are
-refused by name.
+Sizes come from `burnish.families`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from burnish.config.schema import LoraConfig
-from burnish.errors import UsageError
+from burnish.families import Family, LayerShape, ModelShape
 from burnish.models.flops import AttentionCost, ModelFlops
 from burnish.models.lora.adapter_names import are_parameters, require_targets
 from burnish.plan.pipelines import Pipelines
@@ -24,57 +20,6 @@ BLOCK = 256
 """Neighbours in a row that share a scale where moments have 8 bits."""
 _CUT_BY_COLUMNS = ("o_proj", "down_proj")
 """Ends of the names of those linear layers that tensor parallelism cuts by columns."""
-Norms = Literal["none", "head", "full"]
-"""Whether queries and keys are normalized: not, each head by itself, or all heads together."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What config.json does not say."""
-
-    fused: bool = True
-    """Whether `burnish.models.kernels.fused` has its norms and attention."""
-    norms_per_layer: int = 2
-    """RMSNorms on the hidden state."""
-    norms_first: bool = True
-    """Whether attention and MLP begin with a norm."""
-    query_norms: Norms = "none"
-    """Norms of queries and keys."""
-    biased: bool = False
-    """Whether the projections to queries, keys and values have biases whatever config.json says."""
-    key_heads: int | None = None
-    """Key heads where config.json does not name them; None: as many as query heads."""
-    head_dim: int | None = None
-    """Width of a head where config.json does not say; None: hidden_size / num_attention_heads."""
-    tied: bool = False
-    """Whether the output layer is the embedding where config.json does not say."""
-    windowed: bool = False
-    """Whether `sliding_window` counts without `use_sliding_window`."""
-    experts: bool = False
-    """Whether it has experts."""
-    tensor: bool = True
-    """Whether tensor parallelism knows it (`burnish.engines.torch.tensor_parallel`)."""
-
-
-FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(windowed=True, key_heads=8),
-    "mixtral": Family(windowed=True, experts=True, key_heads=8),
-    "qwen2": Family(biased=True, key_heads=32),
-    "qwen3": Family(query_norms="head", head_dim=128, key_heads=32),
-    "qwen3_moe": Family(query_norms="head", experts=True, key_heads=4),
-    "gemma3_text": Family(
-        fused=False,
-        norms_per_layer=4,
-        query_norms="head",
-        head_dim=256,
-        tied=True,
-        windowed=True,
-        key_heads=4,
-    ),
-    "olmo2": Family(fused=False, norms_first=False, query_norms="full", tensor=False),
-}
-"""By `model_type`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +115,8 @@ def adapts(lora: LoraConfig | None, linear: str) -> bool:
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """A causal language model, or one with a value head."""
+class PlannedModel:
+    """A causal language model, or one with a value head, as the planner counts it."""
 
     family: Family
     """What kind."""
@@ -189,28 +134,17 @@ class ModelShape:
     """Whether a number stands in the place of the output layer."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> ModelShape:
+    def of(cls, config: Mapping[str, Any]) -> PlannedModel:
         """From the content of a config.json. Raises `UsageError` for a family or fields that are not known."""
-        fields = dict(config) | dict(config.get("text_config") or {})
-        kind = fields.get("model_type")
-        if kind not in FAMILIES:
-            raise UsageError(
-                f"the planner does not know models of type {kind}",
-                have=f"model_type: {kind}",
-                want=f"one of {', '.join(FAMILIES)}",
-                do="run a short training of it and read perf/max_memory_gb",
-            )
-        family, depth = FAMILIES[kind], _field(fields, "num_hidden_layers")
-        every = [_layer(family, fields, index) for index in range(depth)]
-        counts = Counter(every)
-        places = {layer: place for place, layer in enumerate(counts)}
+        shape = ModelShape.of(config)
+        places = {layer: place for place, layer in enumerate(shape.counts)}
         return cls(
-            family,
-            _field(fields, "hidden_size"),
-            _field(fields, "vocab_size"),
-            bool(fields.get("tie_word_embeddings", family.tied)),
-            tuple(counts.items()),
-            tuple(places[layer] for layer in every),
+            shape.family,
+            shape.hidden,
+            shape.vocabulary,
+            shape.tied,
+            tuple((_layer(shape.hidden, each), count) for each, count in shape.counts.items()),
+            tuple(places[layer] for layer in shape.layers),
         )
 
     @cached_property
@@ -266,93 +200,32 @@ class ModelShape:
         return ModelFlops(2.0 * active, attention, 2.0 * self.outputs * self.hidden)
 
 
-def _field(fields: Mapping[str, Any], name: str, *others: str) -> int:
-    """A whole number above 0 that has to be there, under one of its names."""
-    for each in (name, *others):
-        if isinstance(value := fields.get(each), int) and value > 0:
-            return value
-    raise UsageError(
-        f"the model's configuration does not say its {name}",
-        have=", ".join(sorted(fields)),
-        want=f"{name}: a whole number above 0",
-        do="complete config.json, or model.fresh",
-    )
-
-
-def _layer(family: Family, fields: Mapping[str, Any], index: int) -> Layer:
-    hidden, heads = _field(fields, "hidden_size"), _field(fields, "num_attention_heads")
-    key_heads = fields.get("num_key_value_heads", family.key_heads) or heads
-    width = fields.get("head_dim") or family.head_dim or hidden // heads
-    query, key = heads * width, key_heads * width
-    experts = _experts(fields, index) if family.experts else 0
-    names = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
-    intermediate = _field(fields, *names)
-    biased = bool(fields.get("attention_bias"))
-    projections = zip((query, key, key), "qkv", strict=True)
-    weights = [Weight(rows, hidden, True, f"{each}_proj") for rows, each in projections]
-    if biased or family.biased:
-        weights += [Weight(rows, 1, True) for rows in (query, key, key)]
-    weights += [Weight(hidden, query, True, "o_proj")]
-    weights += [Weight(hidden)] if biased and not family.biased else []
-    weights += [Weight(hidden)] * family.norms_per_layer
-    weights += [Weight(width)] * 2 if family.query_norms == "head" else []
-    weights += [Weight(query), Weight(key)] if family.query_norms == "full" else []
-    weights += _mlp(hidden, intermediate, experts)
-    if fields.get("mlp_bias") and not experts:
-        weights += [Weight(intermediate, 1, True)] * 2 + [Weight(hidden)]
+def _layer(hidden: int, shape: LayerShape) -> Layer:
     return Layer(
         hidden,
-        query,
-        key,
-        heads,
-        key_heads,
-        intermediate,
-        experts,
-        _field(fields, "num_experts_per_tok") if experts else 0,
-        _window(family, fields, index),
-        tuple(weights),
+        shape.query,
+        shape.key,
+        shape.heads,
+        shape.key_heads,
+        shape.intermediate,
+        shape.experts,
+        shape.experts_per_token,
+        shape.window,
+        tuple(_weight(name, sizes) for name, sizes in shape.parameters),
     )
 
 
-def _mlp(hidden: int, intermediate: int, experts: int) -> Iterator[Weight]:
-    if experts:
-        yield Weight(experts, hidden)
-        elements = intermediate * hidden
-        yield Weight(experts, 2 * elements, True, "experts.gate_up_proj", hidden, experts)
-        yield Weight(experts, elements, True, "experts.down_proj", intermediate, experts)
-        return
-    yield Weight(intermediate, hidden, True, "gate_proj")
-    yield Weight(intermediate, hidden, True, "up_proj")
-    yield Weight(hidden, intermediate, True, "down_proj")
-
-
-def _experts(fields: Mapping[str, Any], index: int) -> int:
-    """Experts of a layer; 0 where it has a plain MLP."""
-    plain = index in (fields.get("mlp_only_layers") or ())
-    if plain or (index + 1) % (fields.get("decoder_sparse_step") or 1):
-        return 0
-    return _field(fields, "num_experts", "num_local_experts")
-
-
-def _window(family: Family, fields: Mapping[str, Any], index: int) -> int | None:
-    window = fields.get("sliding_window")
-    if not isinstance(window, int):
-        return None
-    if kinds := fields.get("layer_types"):
-        if index >= len(kinds):
-            raise UsageError(
-                "the model's layer_types are fewer than its layers",
-                have=f"{len(kinds)} layer_types",
-                want=f"{_field(fields, 'num_hidden_layers')}, as num_hidden_layers says",
-                do="correct config.json, or model.fresh",
-            )
-        return window if kinds[index] == "sliding_attention" else None
-    if family.windowed:
-        period = fields.get("sliding_window_pattern")
-        return None if period and (index + 1) % period == 0 else window
-    if not fields.get("use_sliding_window"):
-        return None
-    return window if index >= fields.get("max_window_layers", 0) else None
+def _weight(name: str, sizes: tuple[int, ...]) -> Weight:
+    module, _, kind = name.rpartition(".")
+    if len(sizes) == 3:
+        experts, rows, width = sizes
+        return Weight(experts, rows * width, True, f"experts.{kind}", width, experts)
+    if module.endswith("_proj"):
+        linear = module.rpartition(".")[2]
+        if kind == "weight":
+            return Weight(sizes[0], sizes[1], True, linear)
+        return Weight(sizes[0], 1, linear not in _CUT_BY_COLUMNS)
+    return Weight(sizes[0], sizes[1] if len(sizes) > 1 else 1)
 
 
 def _active(layer: Layer) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from burnish.config.schema import EngineConfig, LoraConfig
-from burnish.plan.shape import Layer, ModelShape, Weight
+from burnish.plan.shape import Layer, PlannedModel, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Layout:
 class Share:
     """What the process that holds most has of a model and its adapter, in elements."""
 
-    def __init__(self, shape: ModelShape, layout: Layout, lora: LoraConfig | None = None) -> None:
+    def __init__(self, shape: PlannedModel, layout: Layout, lora: LoraConfig | None = None) -> None:
         """`lora`: the adapter that is trained in the model's place."""
         self.shape, self.layout, self.lora = shape, layout, lora
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from burnish.config.schema import EngineConfig
 from burnish.plan.devices import NETWORK, PER_MACHINE, Devices
 from burnish.plan.operations import Operations
-from burnish.plan.shape import ModelShape
+from burnish.plan.shape import PlannedModel
 from burnish.plan.share import Layout
 from burnish.plan.workload import ASSUMED_PROMPT, Workload
 
@@ -38,7 +38,7 @@ ASSUMPTIONS = (
 class Clock:
     """What times are computed from."""
 
-    shape: ModelShape
+    shape: PlannedModel
     """The model."""
     work: Workload
     """A step's sequences."""

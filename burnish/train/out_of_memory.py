@@ -23,7 +23,7 @@ from burnish.models.loading import read_model_config
 from burnish.plan.advice import advice
 from burnish.plan.devices import Devices
 from burnish.plan.layouts import Plan, Planner
-from burnish.plan.shape import ModelShape
+from burnish.plan.shape import PlannedModel
 from burnish.plan.workload import Workload
 from burnish.tracking.peaks import Peaks
 
@@ -85,7 +85,7 @@ class OutOfMemory:
         devices = Devices(self.layout.world, name, total_memory(self.device), 1.0, 1.0, 1.0)
         try:
             shape, *judges = (
-                ModelShape.of(read_model_config(model).to_dict()) for model in self._models()
+                PlannedModel.of(read_model_config(model).to_dict()) for model in self._models()
             )
             work = Workload.of(self.config, self.trainer)
             plan = Planner(shape, self.config, work, devices, judges).as_configured()

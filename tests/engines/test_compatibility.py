@@ -11,18 +11,12 @@ from hypothesis import strategies as st
 from tiny import tiny_config
 
 from burnish.config.schema import EngineConfig
-from burnish.engines.torch import tensor_parallel
 from burnish.engines.torch.compatibility import require_fitting
 from burnish.errors import UsageError
 from burnish.plan.layouts import divides
-from burnish.plan.shape import FAMILIES, ModelShape
+from burnish.plan.shape import PlannedModel
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
-
-
-def test_tensor_parallelism_is_planned_for_the_families_that_it_knows() -> None:
-    planned = {name for name, family in FAMILIES.items() if family.tensor}
-    assert planned == set(tensor_parallel.TESTED_FAMILIES)
 
 
 @settings(max_examples=60, deadline=None)
@@ -32,7 +26,7 @@ def test_heads_are_planned_to_be_shared_where_they_can_be(
 ) -> None:
     heads = {"num_attention_heads": key_heads * group, "num_key_value_heads": key_heads}
     config = tiny_config("llama", hidden_size=32 * key_heads * group, **heads)
-    [(layer, _)] = ModelShape.of(config.to_dict()).layers
+    [(layer, _)] = PlannedModel.of(config.to_dict()).layers
     fits = False
     with contextlib.suppress(UsageError):
         require_fitting(config, EngineConfig(sequence_parallel=sequence, tensor_parallel=tensor))

@@ -10,7 +10,7 @@ from burnish.config.schema import LoraConfig, RunConfig
 from burnish.plan.advice import advice
 from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner
-from burnish.plan.shape import ModelShape, Weight
+from burnish.plan.shape import PlannedModel, Weight
 from burnish.plan.share import Layout, Share
 from burnish.plan.slots import Slots
 from burnish.plan.workload import Workload
@@ -38,9 +38,9 @@ def plan(command="sft", devices="1xH100-80G", model=MODEL, judges=(), **sections
         "rollout": {"n": 1, "max_response_length": 48},
     }
     config = RunConfig.model_validate(values | sections)
-    shapes = [ModelShape.of(each) for each in judges]
+    shapes = [PlannedModel.of(each) for each in judges]
     work, found = Workload.of(config, command), parse_devices(devices)
-    return Planner(ModelShape.of(model), config, work, found, shapes), config
+    return Planner(PlannedModel.of(model), config, work, found, shapes), config
 
 
 def configured(*args, **kwargs):
@@ -50,7 +50,7 @@ def configured(*args, **kwargs):
 def slots(kind, *, offload=False, model=MODEL, shards=1, lora=None, moments="fp32"):
     optim = {"kind": kind, "moments": moments}
     values = {"optim": optim, "engine": {"optimizer_offload": offload}}
-    share = Share(ModelShape.of(model), Layout(1, shards))
+    share = Share(PlannedModel.of(model), Layout(1, shards))
     return Slots(share, RunConfig.model_validate(values), lora)
 
 

@@ -7,7 +7,7 @@ from burnish.plan.activations import Arithmetic
 from burnish.plan.logits import Logits
 from burnish.plan.memory import Needs
 from burnish.plan.model import Model
-from burnish.plan.shape import ModelShape
+from burnish.plan.shape import PlannedModel
 from burnish.plan.share import Layout
 from burnish.plan.workload import Workload
 
@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 
 def model_of(*, cpu, width=4):
-    return Model(ModelShape.of(MODEL), Arithmetic(width, cpu))
+    return Model(PlannedModel.of(MODEL), Arithmetic(width, cpu))
 
 
 def needs(layout, *, cpu, tokens=8, command="rl", **sections):
@@ -86,6 +86,6 @@ def test_a_small_save_takes_whole_blocks():
     """One of each file."""
     lora = {"model": {"fresh": MODEL, "lora": {"rank": 4}}, "engine": {"precision": "fp32"}}
     config = RunConfig.model_validate(lora)
-    model = Model(ModelShape.of(MODEL), Arithmetic(4, True, lora=config.model.adapter))
+    model = Model(PlannedModel.of(MODEL), Arithmetic(4, True, lora=config.model.adapter))
     alone = Needs(model, config, Workload.of(config, "sft"), Layout(1, 1))
     assert alone.phases("none")["save"]["buffers"] == 2 * 4 * 4 * MIB

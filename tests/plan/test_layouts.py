@@ -11,7 +11,7 @@ from burnish.config.schema import RunConfig
 from burnish.plan.advice import advice, refuse
 from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner, gigabytes, why_not
-from burnish.plan.shape import ModelShape
+from burnish.plan.shape import PlannedModel
 from burnish.plan.share import Share
 from burnish.plan.workload import Workload
 
@@ -31,7 +31,7 @@ RL = SFT | {
 
 def planner(values=SFT, command="sft", devices="64xH100-80G"):
     config = RunConfig.model_validate(values)
-    shape = ModelShape.of(values["model"]["fresh"])
+    shape = PlannedModel.of(values["model"]["fresh"])
     return Planner(shape, config, Workload.of(config, command), parse_devices(devices))
 
 
@@ -85,14 +85,14 @@ def test_phases_of_each_kind():
 def test_state_is_twelve_bytes_a_parameter():
     plan = planner(devices="1xB200-180G").as_configured()
     parts = plan.phases["save"]
-    elements = ModelShape.of(QWEN3_8B).elements
+    elements = PlannedModel.of(QWEN3_8B).elements
     assert parts["weights"] + parts["optimizer"] == 12 * elements
 
 
 def test_muon_keeps_one_number_of_a_matrix():
     values = SFT | {"optim": {"kind": "muon"}}
     parts = planner(values, devices="1xB200-180G").as_configured().phases["save"]
-    shape = ModelShape.of(QWEN3_8B)
+    shape = PlannedModel.of(QWEN3_8B)
     others = sum(w.elements for w in shape.root)
     others += sum(
         w.elements * n for layer, n in shape.layers for w in layer.weights if w.columns == 1
@@ -139,7 +139,7 @@ def test_several_micro_batches_keep_whole_gradients_unless_each_is_reduced():
     few = configured(engine=once, batch=batch | {"examples": 256})
     many, each = (configured(engine=e, batch=batch | {"examples": 2560}) for e in (once, full))
     assert (few.microbatches, many.microbatches, each.microbatches) == (1, 10, 10)
-    whole = 4 * ModelShape.of(QWEN3_8B).elements
+    whole = 4 * PlannedModel.of(QWEN3_8B).elements
     gradients = [plan.phases["update"]["gradients"] for plan in (few, each, many)]
     assert gradients == sorted(gradients)
     assert gradients[1] - gradients[0] <= whole / 64 < whole <= gradients[2]
@@ -165,7 +165,7 @@ def test_ranks_that_share_matrices_hold_their_part():
     )
     assert (half.layout.shards, half.layout.tensor) == (32, 2)
     assert half.phases["update"]["activations"] < whole.phases["update"]["activations"]
-    gathered = [Share(ModelShape.of(QWEN3_8B), plan.layout).gathered for plan in (whole, half)]
+    gathered = [Share(PlannedModel.of(QWEN3_8B), plan.layout).gathered for plan in (whole, half)]
     assert gathered[1] == pytest.approx(gathered[0] / 2, rel=0.01)
     assert half.phases["save"]["weights"] == pytest.approx(
         whole.phases["save"]["weights"], rel=0.01
@@ -190,7 +190,7 @@ def test_an_adapter_beside_the_model_is_all_that_travels():
         return planner(values, "rl").as_configured()
 
     merged, beside = plan(), plan(publish="adapter")
-    shape = ModelShape.of(QWEN3_8B)
+    shape = PlannedModel.of(QWEN3_8B)
     adapter = shape.adapter(RunConfig.model_validate({"model": {"lora": {"rank": 4}}}).model.lora)
     held = beside.phases["rollout"]["generator"] - merged.phases["rollout"]["generator"]
     assert held == 2 * adapter
@@ -320,7 +320,7 @@ def test_muon_makes_whole_matrices():
     values = SFT | {"batch": {"examples": 64, "tokens_per_device": 64}, "data": {"max_length": 64}}
     values |= {"optim": {"kind": "muon"}, "engine": {"activation_checkpointing": "full"}}
     parts = planner(values, devices="1xB200-180G").as_configured().phases["update"]
-    shape = ModelShape.of(QWEN3_8B)
+    shape = PlannedModel.of(QWEN3_8B)
     matrices = sum(
         w.elements * n for layer, n in shape.layers for w in layer.weights if w.columns > 1
     )
@@ -331,7 +331,7 @@ def test_a_critic_is_a_second_model_that_learns():
     values = RL | {"algorithm": {"advantage": "gae"}}
     parts = planner(values, "rl").as_configured().phases["save"]
     head = QWEN3_8B["vocab_size"] * QWEN3_8B["hidden_size"]
-    elements = ModelShape.of(QWEN3_8B).elements
+    elements = PlannedModel.of(QWEN3_8B).elements
     assert parts["critic"] == pytest.approx(12 * (elements - head) / 64, rel=0.01)
 
 

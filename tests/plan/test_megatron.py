@@ -16,7 +16,7 @@ from burnish.errors import UsageError
 from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner
 from burnish.plan.megatron_layouts import divides_trained
-from burnish.plan.shape import ModelShape
+from burnish.plan.shape import PlannedModel
 from burnish.plan.workload import Workload
 
 MODEL = QWEN3_8B | {"tie_word_embeddings": False}
@@ -47,7 +47,7 @@ def values_of(model=MODEL, **engine):
 
 def planner(values, devices="64xH100-80G"):
     config = RunConfig.model_validate(values)
-    shape = ModelShape.of(values["model"]["fresh"])
+    shape = PlannedModel.of(values["model"]["fresh"])
     return Planner(shape, config, Workload.of(config, "sft"), parse_devices(devices))
 
 
@@ -57,7 +57,7 @@ def parts_of(model=MODEL, phase="save", devices="64xH100-80G", **engine):
 
 @pytest.mark.parametrize(("precision", "width", "state"), [("bf16", 2, 12), ("fp32", 4, 8)])
 def test_one_process_holds_weights_gradients_and_state(precision, width, state):
-    elements = ModelShape.of(MODEL).elements
+    elements = PlannedModel.of(MODEL).elements
     parts = parts_of(precision=precision, devices="1xB200-180G")
     assert parts["weights"] == width * elements
     assert parts["gradients"] == 4 * elements
@@ -65,14 +65,14 @@ def test_one_process_holds_weights_gradients_and_state(precision, width, state):
 
 
 def test_data_parallel_processes_divide_the_state_alone():
-    elements = ModelShape.of(MODEL).elements
+    elements = PlannedModel.of(MODEL).elements
     parts = parts_of()
     assert parts["weights"] + parts["gradients"] == 6 * elements
     assert parts["optimizer"] == 12 * elements / 64
 
 
 def test_moments_on_the_host_leave_the_fp32_weights_on_the_device():
-    stepped = ModelShape.of(MODEL).elements / 64
+    stepped = PlannedModel.of(MODEL).elements / 64
     plain = planner(values_of()).as_configured()
     moved = planner(values_of(optimizer_offload=True)).as_configured()
     assert moved.phases["save"]["optimizer"] == pytest.approx(4 * stepped)
@@ -81,7 +81,7 @@ def test_moments_on_the_host_leave_the_fp32_weights_on_the_device():
 
 
 def test_moments_in_bf16_are_half_as_large_wherever_they_rest():
-    stepped = ModelShape.of(MODEL).elements / 64
+    stepped = PlannedModel.of(MODEL).elements / 64
     optim = {"optim": {"moments": "bf16"}, "checkpoint": {"background": True}}
     here = planner(values_of() | optim).as_configured()
     assert here.phases["save"]["optimizer"] == pytest.approx((4 + 2 * 2) * stepped)
@@ -111,7 +111,7 @@ def test_a_critic_and_a_judge_are_cut_as_the_policy_is():
         "algorithm": {"advantage": "gae"},
         "reward": {"models": [{"path": "judge"}]},
     }
-    config, shape = RunConfig.model_validate(values), ModelShape.of(MODEL)
+    config, shape = RunConfig.model_validate(values), PlannedModel.of(MODEL)
     work, devices = Workload.of(config, "rl"), parse_devices("8xB200-180G")
     plan = Planner(shape, config, work, devices, [shape]).as_configured()
     parts, (layer, _), table = plan.phases["save"], shape.layers[0], 151936 * 4096
@@ -126,7 +126,7 @@ def test_a_critic_and_a_judge_are_cut_as_the_policy_is():
 
 def test_the_ends_of_a_pipeline_have_the_embedding_and_the_output_layer():
     """36 layers over 8 stages: the first four have five of them, and the first the embedding as well."""
-    shape = ModelShape.of(MODEL)
+    shape = PlannedModel.of(MODEL)
     (layer, _), table = shape.layers[0], 151936 * 4096
     assert parts_of(pipeline_parallel=8)["weights"] == 2 * (5 * layer.elements + table)
     whole = parts_of(pipeline_parallel=4)["weights"]
@@ -142,7 +142,7 @@ def test_tied_tables_are_at_both_ends_of_a_pipeline_and_once_without_one():
 
 
 def test_experts_are_divided_and_the_rest_is_not():
-    shape = ModelShape.of(MIXTURE)
+    shape = PlannedModel.of(MIXTURE)
     experts = 48 * 128 * 3 * 2048 * 768
     others = shape.elements - experts
     parts = parts_of(MIXTURE, expert_parallel=8)
@@ -212,7 +212,7 @@ MIXED = SMALL | {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_t
 
 @pytest.mark.parametrize("model", [SMALL, MIXED], ids=["dense", "mixture"])
 def test_what_cannot_be_cut_is_what_the_engine_refuses(model):
-    hf_config, shape = AutoConfig.for_model(**model), ModelShape.of(model)
+    hf_config, shape = AutoConfig.for_model(**model), PlannedModel.of(model)
     degrees = product((1, 2, 3, 8), (1, 2, 3), (1, 3, 4), (1, 2), (1, 2, 4), (None, 1, 2, 8), (True, False))  # fmt: skip
     seen = Counter()
     for tensor, sequence, pipeline, virtual, experts, within, spread in degrees:

@@ -9,7 +9,7 @@ import pytest
 from burnish.config.schema import RunConfig
 from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner
-from burnish.plan.shape import ModelShape
+from burnish.plan.shape import PlannedModel
 from burnish.plan.workload import Workload
 
 MODEL = {
@@ -33,8 +33,8 @@ def operations(command="sft", devices="1xH100-80G", judges=(), lora=(), **sectio
         "data": {"max_length": 64, "max_prompt_length": 16},
         "batch": {"examples": 1, "tokens_per_device": 64},
     }
-    config, shape = RunConfig.model_validate(values | sections), ModelShape.of(MODEL)
-    work, shapes = Workload.of(config, command), [ModelShape.of(judge) for judge in judges]
+    config, shape = RunConfig.model_validate(values | sections), PlannedModel.of(MODEL)
+    work, shapes = Workload.of(config, command), [PlannedModel.of(judge) for judge in judges]
     return Planner(shape, config, work, parse_devices(devices), shapes).as_configured().operations
 
 

@@ -19,7 +19,7 @@ from burnish.boxes.box import Box
 from burnish.boxes.shards import Publication, Shard
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError, UsageError
-from burnish.models.kernels.fused import FUSED_FAMILIES
+from burnish.families import family_of
 from burnish.models.names import model_shards
 from burnish.records import Completion, Request
 from burnish.rollout.base import Generator, Sampling
@@ -68,14 +68,19 @@ class TestForward:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_the_plain_families_run_fused_and_the_others_by_module(self, family: str) -> None:
         network = builtin(tiny_model(family))._network
-        fused = family in FUSED_FAMILIES.difference(MIXTURES)
+        fused = family_of(family).has_llama_layers and family not in MIXTURES
         kind = FusedForward if fused else ModuleForward
         assert type(network.forward) is kind
 
     @pytest.mark.parametrize(
         ("family", "changes"),
         [
-            *((family, {}) for family in sorted(FUSED_FAMILIES.difference(MIXTURES))),
+            *(
+                (family, {})
+                for family in (
+                    f for f in FAMILIES if family_of(f).has_llama_layers and f not in MIXTURES
+                )
+            ),
             ("llama", {"attention_bias": True, "mlp_bias": True}),
             ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
             ("qwen3", {"attention_bias": True, "num_key_value_heads": 4}),

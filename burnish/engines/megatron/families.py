@@ -15,31 +15,9 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from burnish.errors import UsageError
+from burnish.families import Family, family_of, layers_with_experts, names_of, window_of
 from burnish.models.meta_init import plain_model
 from burnish.models.value_head import has_value_head, head_has_bias
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How the layers of a `model_type` differ from Llama's."""
-
-    qkv_bias: bool = False
-    """Queries, keys and values have a bias."""
-    qk_norm: bool = False
-    """Queries and keys are normalized, per head, before they are rotated."""
-    experts: bool = False
-    """Layers are mixtures of experts."""
-
-
-FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "mixtral": Family(experts=True),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
-    "qwen3_moe": Family(qk_norm=True, experts=True),
-}
-"""By `model_type`."""
 
 _IN_LAYER = re.compile(r".*\blayers\.\d+\.(.+)\.(?:weight|bias)")
 _COMPUTED = {
@@ -101,11 +79,12 @@ class Architecture:
     @classmethod
     def of(cls, hf_config: PretrainedConfig) -> Architecture:
         """Read a configuration. Raises `UsageError` that names what is not computed by this engine."""
-        if hf_config.model_type not in FAMILIES:
+        family = family_of(hf_config.model_type)
+        if not family.has_llama_layers:
             raise UsageError(
                 f"the Megatron engine does not know models of type {hf_config.model_type}",
                 have=f"model_type: {hf_config.model_type}, {_missing(hf_config)}",
-                want=f"one of {', '.join(sorted(FAMILIES))}",
+                want=f"one of {names_of('has_llama_layers')}",
                 do="set engine.kind=torch",
             )
         problem = next(_uncomputed(hf_config), None)
@@ -116,7 +95,7 @@ class Architecture:
                 want="a model without it",
                 do="set engine.kind=torch",
             )
-        family, heads = FAMILIES[hf_config.model_type], hf_config.num_attention_heads
+        heads = hf_config.num_attention_heads
         has_values = has_value_head(hf_config)
         return cls(
             family=family,
@@ -132,7 +111,7 @@ class Architecture:
             tied=bool(hf_config.tie_word_embeddings) and not has_values,
             value_bias=head_has_bias(hf_config) if has_values else None,
             windows=_windows(hf_config),
-            experts=_experts(hf_config) if family.experts else None,
+            experts=_experts(hf_config) if family.has_router else None,
         )
 
 
@@ -175,31 +154,16 @@ def _head_dim(hf_config: PretrainedConfig) -> int:
 
 
 def _windows(hf_config: PretrainedConfig) -> tuple[int | None, ...]:
-    layers: int = hf_config.num_hidden_layers
-    window: int | None = getattr(hf_config, "sliding_window", None)
-    if hf_config.model_type in ("mistral", "mixtral"):
-        return (window,) * layers
-    if hf_config.model_type == "qwen3_moe":
-        return (window if hf_config.use_sliding_window else None,) * layers
-    kinds = getattr(hf_config, "layer_types", None) or ("full_attention",) * layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    family, layers = family_of(hf_config.model_type), range(hf_config.num_hidden_layers)
+    return tuple(window_of(family, vars(hf_config), layer) for layer in layers)
 
 
 def _experts(hf_config: PretrainedConfig) -> Experts:
-    layers = range(hf_config.num_hidden_layers)
-    if hf_config.model_type == "mixtral":
-        return Experts(
-            count=hf_config.num_local_experts,
-            chosen=hf_config.num_experts_per_tok,
-            width=hf_config.intermediate_size,
-            renormalized=True,
-            layers=(True,) * len(layers),
-        )
-    dense, every = hf_config.mlp_only_layers or (), hf_config.decoder_sparse_step
+    mixtures = layers_with_experts(vars(hf_config))
     return Experts(
         count=hf_config.num_experts,
         chosen=hf_config.num_experts_per_tok,
-        width=hf_config.moe_intermediate_size,
-        renormalized=hf_config.norm_topk_prob,
-        layers=tuple(layer not in dense and (layer + 1) % every == 0 for layer in layers),
+        width=getattr(hf_config, "moe_intermediate_size", None) or hf_config.intermediate_size,
+        renormalized=getattr(hf_config, "norm_topk_prob", True),
+        layers=tuple(layer in mixtures for layer in range(hf_config.num_hidden_layers)),
     )

@@ -90,7 +90,7 @@ def transformer_config(
         ffn_hidden_size=shape.width,
         normalization="RMSNorm",
         layernorm_epsilon=shape.epsilon,
-        qk_layernorm=shape.family.qk_norm,
+        qk_layernorm=shape.family.query_norms == "head",
         add_qkv_bias=shape.family.qkv_bias,
         add_bias_linear=False,
         gated_linear_unit=True,
@@ -217,7 +217,7 @@ def block_spec(
 
 
 def _layer(shape: Architecture, layer: int, modules: LayerModules) -> ModuleSpec:
-    qk_norm = modules.norm if shape.family.qk_norm else IdentityOp
+    qk_norm = modules.norm if shape.family.query_norms == "head" else IdentityOp
     routers = () if shape.experts is None else shape.experts.layers
     mixture = bool(routers) and routers[layer]
     attention = SelfAttentionSubmodules(

@@ -10,8 +10,9 @@ import logging
 from transformers import PretrainedConfig
 
 from burnish.config.schema import EngineConfig
-from burnish.engines.torch.tensor_parallel import TESTED_FAMILIES, layer_plan
+from burnish.engines.torch.tensor_parallel import layer_plan
 from burnish.errors import UsageError
+from burnish.families import family_of, names_of
 from burnish.models.routing import require_routers
 
 _ROW_BYTES = 16
@@ -56,12 +57,12 @@ def _require_plan(hf_config: PretrainedConfig) -> None:
     """That of tensor parallelism, with a word on how to check it for a family that no test has tried."""
     layer_plan(hf_config)
     kind = hf_config.get_text_config().model_type
-    if kind not in TESTED_FAMILIES:
+    if not family_of(kind).cuts_heads:
         _log.warning(
             "tensor parallelism of model type %r is not among what Burnish tests (%s): it follows transformers' plan; "
             "burnish check CONFIG compares a step of it with one process",
             kind,
-            ", ".join(sorted(TESTED_FAMILIES)),
+            names_of("cuts_heads"),
         )
 
 

@@ -30,11 +30,6 @@ from burnish.models.lora.adapter_names import adapted_parameters, plain_paramete
 from burnish.models.scorer import Scorer
 from burnish.models.vocabulary import VocabularyPart
 
-TESTED_FAMILIES = frozenset(
-    {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"}
-)
-"""`model_type`s that the tests hold equal to one process."""
-
 _STYLES: Mapping[str, tuple[int, int]] = {
     "colwise": (-2, 1),
     "packed_colwise": (-2, 2),

@@ -22,10 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from burnish.families import family_of
 from burnish.models.kernels.attention import attention_forward
-
-FUSED_FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
-"""`model_type`s whose norms and attention layers `fuse` knows."""
 
 _CPU_BLOCK_ELEMENTS = 1 << 18
 """Elements of a block on a CPU: 1 MiB in fp32, a few of which fit into the caches of its cores."""
@@ -36,7 +34,7 @@ def fuse(model: PreTrainedModel) -> None:
 
     Parameters keep their names and identities. Models with code of their own are left as they are.
     """
-    if model.config.model_type not in FUSED_FAMILIES or not is_of_transformers(model):
+    if not family_of(model.config.model_type).has_llama_layers or not is_of_transformers(model):
         return
     replace_layers(model, "RMSNorm", FusedRMSNorm)
     if _rotates_whole_heads(model):
@@ -154,9 +152,9 @@ def rotated(heads: Tensor, norm: FusedRMSNorm | None, rotation: tuple[Tensor, Te
 
 
 def _sliding_window(attention: Any) -> int | None:
-    """Tokens that the layer sees; None for all. Only Mistral's and Mixtral's layers do not carry it themselves."""
-    of_config = attention.config.model_type in {"mistral", "mixtral"}
-    holder = attention.config if of_config else attention
+    """Return how many tokens the layer's queries see; None for all before them."""
+    always = family_of(attention.config.model_type).windows == "always"
+    holder = attention.config if always else attention
     window: int | None = getattr(holder, "sliding_window", None)
     return window
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from burnish.errors import UsageError, install
+from burnish.families import family_of
 from burnish.models.kernels.fused import (
     FusedAttention,
     FusedRMSNorm,
@@ -37,15 +38,6 @@ _ACTIVATIONS: Mapping[str, Gate] = {
 }
 # The gates that there is a kernel for, by the names that configurations have for them.
 
-GATED_FAMILIES = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "olmo2"}
-)
-"""`model_type`s with an MLP of gate, up and down; Mixtral's are experts all."""
-
-NORM_OFFSETS: Mapping[str, float] = {"gemma3_text": 1.0, "olmo2": 0.0}
-"""What is added to the weight of a norm, for the `model_type`s whose norms are transformers'. They multiply in fp32."""
-
-
 Norm = Callable[[Tensor, Tensor, float, float], Tensor]
 """RMSNorm [..., n] in fp32, from its input, weight [n], ε and what is added to the weight."""
 
@@ -59,7 +51,7 @@ class Kernels:
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     """Queries [1, heads, T, d] and keys [1, key heads, T, d], at the positions of cosines and sines [1, T, d] fp32."""
     norm: Norm
-    """For the families of `NORM_OFFSETS`."""
+    """For families with `norm_in_fp32`."""
 
 
 def liger_kernels(device: torch.device) -> Kernels | None:
@@ -99,15 +91,15 @@ def use_kernels(model: PreTrainedModel, kernels: Kernels) -> None:
     """
     if not is_of_transformers(model):
         return
-    family = model.config.model_type
+    family = family_of(model.config.model_type)
     for module in model.modules():
         if isinstance(module, FusedAttention):
             module.position = _Position(kernels)
-    gate = _ACTIVATIONS.get(_activation(model)) if family in GATED_FAMILIES else None
+    gate = _ACTIVATIONS.get(_activation(model)) if family.tested else None
     if gate is not None:
         replace_layers(model, "MLP", partial(GatedMLP, gated=kernels.gated[gate]))
-    if family in NORM_OFFSETS:
-        norm = partial(LigerRMSNorm, norm=kernels.norm, offset=NORM_OFFSETS[family])
+    if family.norm_in_fp32:
+        norm = partial(LigerRMSNorm, norm=kernels.norm, offset=family.norm_offset)
         replace_layers(model, "RMSNorm", norm)
 
 

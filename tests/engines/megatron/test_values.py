@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.check.check import step_of_engine
 from burnish.distributed.layout import Layout
-from burnish.engines.megatron.families import FAMILIES
+from burnish.families import FAMILIES
 from burnish.models.names import model_shards
 from burnish.models.value_head import value_class, value_config
 from burnish.records import Example, MicroBatch, TokenOutputs
@@ -41,7 +41,11 @@ def judge_config() -> PretrainedConfig:
 
 
 CONFIGS = {
-    **{family: value_config(tiny_config(family)) for family in FAMILIES},
+    **{
+        family: value_config(tiny_config(family))
+        for family, each in FAMILIES.items()
+        if each.has_llama_layers
+    },
     "a judge": judge_config(),
     "a deep critic": value_config(tiny_config("qwen3", num_hidden_layers=4)),
 }

@@ -1,0 +1,338 @@
+"""The table of model families, and the shape of a model as its config.json gives it.
+
+This is the only place that names model types of transformers. `FAMILIES` says how a type differs from
+Llama where config.json does not say so. Other code asks for a capability (`has_router`,
+`norm_offset`), never for a name. A type that is not in the table can be trained if transformers
+describes it well enough; the planner and the Megatron engine refuse it.
+
+Nothing here needs torch or transformers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from burnish.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a model type differs from Llama where config.json does not say so."""
+
+    tested: bool = True
+    """Tests hold its log-probs and gradients equal to plain transformers."""
+    refused: str = ""
+    """Why Burnish would compute it wrongly; empty if it does not."""
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    """RMSNorms on the hidden state of a layer."""
+    norm_in_fp32: bool = False
+    """RMSNorm multiplies by its weight in fp32 and rounds afterwards; Llama rounds first."""
+    norm_offset: float = 0.0
+    """Added to the weight of a norm."""
+    query_norms: Literal["none", "head", "full"] = "none"
+    """RMSNorm of queries and keys: none, each head by itself, or all heads together."""
+    qkv_bias: bool = False
+    """The projections to queries, keys and values always have biases."""
+    optional_biases: tuple[str, ...] = ("attention_bias",)
+    """Fields of config.json that add biases."""
+    has_router: bool = False
+    """Layers have softmax routers that send each token to its top-k experts."""
+    experts_module: str = "mlp"
+    """Name of the part of a layer that holds router and experts, in the checkpoint."""
+    expert_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of an expert's gate, up and down projection, in the checkpoint."""
+    multiplies_logits_scaling: bool = False
+    """Logits are multiplied by `logits_scaling`; other families divide by it."""
+    key_heads: int | None = None
+    """Default of num_key_value_heads; None: num_attention_heads."""
+    head_dim: int | None = None
+    """Default of head_dim; None: hidden_size / num_attention_heads."""
+    tied: bool = False
+    """Default of tie_word_embeddings."""
+    windows: Literal["never", "always", "switched", "by_layer"] = "never"
+    """Layers with a sliding window: none, all, all if use_sliding_window, or those that layer_types names."""
+    window_period: int = 0
+    """Where layer_types is missing, every so many layers one has no window; 0: max_window_layers decides."""
+
+    @property
+    def norms_first(self) -> bool:
+        """Attention and MLP begin with a norm (pre-norm)."""
+        return "input_layernorm" in self.norms
+
+    @property
+    def has_llama_layers(self) -> bool:
+        """Layers compute what Llama's do, except for biases, norms per head, windows and experts."""
+        return (
+            self.tested
+            and len(self.norms) == 2
+            and self.norms_first
+            and not self.norm_in_fp32
+            and self.query_norms != "full"
+        )
+
+    @property
+    def cuts_heads(self) -> bool:
+        """Tensor parallelism can divide the heads: no norm spans all of them."""
+        return self.tested and self.query_norms != "full"
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(optional_biases=("attention_bias", "mlp_bias")),
+    "mistral": Family(windows="always", optional_biases=(), key_heads=8),
+    "mixtral": Family(
+        windows="always",
+        optional_biases=(),
+        has_router=True,
+        experts_module="block_sparse_moe",
+        expert_projections=("w1", "w3", "w2"),
+        key_heads=8,
+    ),
+    "qwen2": Family(qkv_bias=True, optional_biases=(), windows="by_layer", key_heads=32),
+    "qwen3": Family(query_norms="head", windows="by_layer", head_dim=128, key_heads=32),
+    "qwen3_moe": Family(query_norms="head", has_router=True, windows="switched", key_heads=4),
+    "gemma3_text": Family(
+        norms=(
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        norm_in_fp32=True,
+        norm_offset=1.0,
+        query_norms="head",
+        head_dim=256,
+        tied=True,
+        windows="by_layer",
+        window_period=6,
+        key_heads=4,
+    ),
+    "olmo2": Family(
+        norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        norm_in_fp32=True,
+        query_norms="full",
+    ),
+    "hyperclovax": Family(tested=False, multiplies_logits_scaling=True),
+    "phimoe": Family(
+        tested=False,
+        refused="its routers draw at random in training, by a rule that they need in evaluation too",
+    ),
+}
+"""By `model_type`. Defaults are those of transformers' configuration classes."""
+
+
+def family_of(model_type: str) -> Family:
+    """Return what is known of a model type; for a type that is not in the table, an untested Llama."""
+    return FAMILIES.get(model_type, Family(tested=False))
+
+
+def names_of(capability: str) -> str:
+    """Return the tested model types that have a capability (a field or property of `Family`), for a message."""
+    return ", ".join(
+        name for name, each in FAMILIES.items() if each.tested and getattr(each, capability)
+    )
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of the language model; in a composite config.json they are under `text_config`."""
+    return dict(config) | dict(config.get("text_config") or {})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The sizes of one decoder layer."""
+
+    heads: int
+    """Query heads."""
+    key_heads: int
+    """Key heads, which is also the number of value heads."""
+    head_dim: int
+    """Width of a head."""
+    intermediate: int
+    """Width of the MLP, or of one expert."""
+    experts: int
+    """Experts; 0 for a dense MLP."""
+    experts_per_token: int
+    """Experts that each token goes to; 0 for a dense MLP."""
+    window: int | None
+    """Tokens that a query sees, itself included; None: all before it."""
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    """Name and shape of every parameter, as transformers' model has them: `self_attn.q_proj.weight`, `mlp.experts.down_proj`."""
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.key_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a causal language model."""
+
+    family: Family
+    hidden: int
+    """Width of the hidden state."""
+    vocabulary: int
+    """Rows of the embedding."""
+    tied: bool
+    """The output layer shares the embedding's weight."""
+    layers: tuple[LayerShape, ...]
+    """From first to last."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Read the content of a config.json. Raises `UsageError` for an unknown family and for missing or wrong fields."""
+        fields = text_config(config)
+        kind = str(fields.get("model_type"))
+        family = family_of(kind)
+        if not family.tested:
+            raise UsageError(
+                f"the shape of models of type {kind} is not known",
+                have=f"model_type: {kind}",
+                want=f"one of {names_of('tested')}",
+                do="run a short training of it and read perf/max_memory_gb",
+            )
+        depth = _positive(fields, "num_hidden_layers")
+        return cls(
+            family,
+            hidden=_positive(fields, "hidden_size"),
+            vocabulary=_positive(fields, "vocab_size"),
+            tied=bool(fields.get("tie_word_embeddings", family.tied)),
+            layers=tuple(_layer(family, fields, index) for index in range(depth)),
+        )
+
+    @cached_property
+    def counts(self) -> Counter[LayerShape]:
+        """How many layers there are of each kind."""
+        return Counter(self.layers)
+
+    @property
+    def parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Name and shape of every parameter outside the layers."""
+        table, norm = (self.vocabulary, self.hidden), (self.hidden,)
+        outside = (("model.embed_tokens.weight", table), ("model.norm.weight", norm))
+        return outside if self.tied else (*outside, ("lm_head.weight", table))
+
+
+def layers_with_experts(fields: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the layers that have experts; in some families the others are dense."""
+    dense = fields.get("mlp_only_layers") or ()
+    every = fields.get("decoder_sparse_step") or 1
+    layers = range(_positive(fields, "num_hidden_layers"))
+    return [index for index in layers if index not in dense and (index + 1) % every == 0]
+
+
+def window_of(family: Family, fields: Mapping[str, Any], index: int) -> int | None:
+    """Return how many tokens a layer's queries see, themselves included; None: all before them."""
+    window: int | None = fields.get("sliding_window")
+    if window is None or family.windows == "never":
+        return None
+    if family.windows == "always":
+        return window
+    is_switched_on = bool(fields.get("use_sliding_window"))
+    if family.windows == "switched":
+        return window if is_switched_on else None
+    if kinds := fields.get("layer_types"):
+        if index >= len(kinds):
+            raise UsageError(
+                "the model has fewer layer_types than layers",
+                have=f"{len(kinds)} layer_types",
+                want=f"{_positive(fields, 'num_hidden_layers')}, as num_hidden_layers says",
+                do="correct config.json, or model.fresh",
+            )
+        return window if kinds[index] == "sliding_attention" else None
+    if family.window_period:
+        period = fields.get("sliding_window_pattern") or family.window_period
+        return window if (index + 1) % period else None
+    return window if is_switched_on and index >= fields.get("max_window_layers", 0) else None
+
+
+def _positive(fields: Mapping[str, Any], *names: str) -> int:
+    """Return a whole number above 0 that has to be there, under one of its names."""
+    for name in names:
+        if isinstance(value := fields.get(name), int) and value > 0:
+            return value
+    raise UsageError(
+        f"the model's configuration has no {names[0]}",
+        have=", ".join(sorted(fields)),
+        want=f"{names[0]}: a whole number above 0",
+        do="complete config.json, or model.fresh",
+    )
+
+
+def _layer(family: Family, fields: Mapping[str, Any], index: int) -> LayerShape:
+    hidden, heads = _positive(fields, "hidden_size"), _positive(fields, "num_attention_heads")
+    key_heads = fields.get("num_key_value_heads", family.key_heads) or heads
+    head_dim = fields.get("head_dim") or family.head_dim or hidden // heads
+    experts = 0
+    if family.has_router and index in layers_with_experts(fields):
+        experts = _positive(fields, "num_experts", "num_local_experts")
+    names = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
+    intermediate = _positive(fields, *names)
+    attention = _attention(family, fields, (heads * head_dim, key_heads * head_dim), head_dim)
+    if experts:
+        mlp = _experts(hidden, intermediate, experts)
+    else:
+        mlp = _mlp(_has_bias(family, fields, "mlp_bias"), hidden, intermediate)
+    norms = ((f"{name}.weight", (hidden,)) for name in family.norms)
+    return LayerShape(
+        heads,
+        key_heads,
+        head_dim,
+        intermediate,
+        experts,
+        _positive(fields, "num_experts_per_tok") if experts else 0,
+        window_of(family, fields, index),
+        (*attention, *mlp, *norms),
+    )
+
+
+def _has_bias(family: Family, fields: Mapping[str, Any], name: str) -> bool:
+    return name in family.optional_biases and bool(fields.get(name))
+
+
+Parameters = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def _attention(
+    family: Family, fields: Mapping[str, Any], widths: tuple[int, int], head_dim: int
+) -> Parameters:
+    (query, key), hidden = widths, _positive(fields, "hidden_size")
+    has_bias = _has_bias(family, fields, "attention_bias")
+    for letter, rows in (("q", query), ("k", key), ("v", key)):
+        yield f"self_attn.{letter}_proj.weight", (rows, hidden)
+        if has_bias or family.qkv_bias:
+            yield f"self_attn.{letter}_proj.bias", (rows,)
+    yield "self_attn.o_proj.weight", (hidden, query)
+    if has_bias:
+        yield "self_attn.o_proj.bias", (hidden,)
+    if family.query_norms != "none":
+        each_head = family.query_norms == "head"
+        yield "self_attn.q_norm.weight", (head_dim if each_head else query,)
+        yield "self_attn.k_norm.weight", (head_dim if each_head else key,)
+
+
+def _mlp(has_bias: bool, hidden: int, intermediate: int) -> Parameters:
+    shapes = {
+        "gate": (intermediate, hidden),
+        "up": (intermediate, hidden),
+        "down": (hidden, intermediate),
+    }
+    for name, shape in shapes.items():
+        yield f"mlp.{name}_proj.weight", shape
+        if has_bias:
+            yield f"mlp.{name}_proj.bias", shape[:1]
+
+
+def _experts(hidden: int, intermediate: int, experts: int) -> Parameters:
+    yield "mlp.gate.weight", (experts, hidden)
+    yield "mlp.experts.gate_up_proj", (experts, 2 * intermediate, hidden)
+    yield "mlp.experts.down_proj", (experts, hidden, intermediate)

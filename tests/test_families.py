@@ -1,0 +1,39 @@
+import pytest
+from tiny import FAMILIES as TINY
+from tiny import tiny_config
+
+from burnish.families import FAMILIES, ModelShape, family_of, names_of
+from burnish.models.counting import count_flops
+from burnish.models.meta_init import build_on_meta
+
+
+def test_the_table_has_exactly_the_families_that_tests_train():
+    assert {name for name, family in FAMILIES.items() if family.tested} == set(TINY)
+    assert not family_of("a type of tomorrow").tested
+    assert names_of("has_router") == "mixtral, qwen3_moe"
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_word_embeddings": True, "attention_bias": True}, {"mlp_bias": True}],
+    ids=["plain", "tied", "mlp_bias"],
+)
+def test_every_parameter_has_the_shape_that_transformers_gives_it(family, changes):
+    config = tiny_config(family, **changes)
+    shape = ModelShape.of(config.to_dict())
+    found = dict(shape.parameters)
+    for number, layer in enumerate(shape.layers):
+        found |= {f"model.layers.{number}.{name}": sizes for name, sizes in layer.parameters}
+    built = {name: tuple(each.shape) for name, each in build_on_meta(config).named_parameters()}
+    assert found == built
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("switched_on", [False, True])
+def test_windows_are_those_of_the_built_layers(family, switched_on):
+    config = tiny_config(family, use_sliding_window=switched_on, max_window_layers=1)
+    shape = ModelShape.of(config.to_dict())
+    assert [layer.window for layer in shape.layers] == [
+        each.window for each in count_flops(config).attention
+    ]
