@@ -4,13 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test nightly lint contract faults bench clean
+.PHONY: demo test nightly lint docs contract faults bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo/demo.py
 
 # A worker a core that it may use (tests/conftest.py), up to 4, which have one thread each; `pytest` alone has none.
-test: lint
+test: lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 # What is slow and far from training. Run it before an issue ends.
@@ -22,6 +22,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site, in site/; fails on a broken link.
+docs: $(STAMP)
+	PYTHONPATH=. $(BIN)/python scripts/reference_pages.py
+	$(BIN)/zensical build --strict
 
 contract: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m contract
@@ -41,4 +46,4 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache site

@@ -52,7 +52,8 @@ class _Parser(ArgumentParser):
         return HELP
 
 
-def _parser() -> ArgumentParser:
+def make_parser() -> ArgumentParser:
+    """Return the parser of the whole command line."""
     parser = _Parser(prog="burnish")
     parser.add_argument("--version", action="version", version=f"burnish {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=ArgumentParser)
@@ -131,7 +132,7 @@ def _add_check(commands: _SubParsersAction[Any]) -> None:
 
 def parse(argv: Sequence[str]) -> Namespace:
     """What was typed; overrides may stand before and after options. Raises `UsageError` for what is not known."""
-    parser = _parser()
+    parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
     if options := [each for each in rest if each.startswith("-")]:
         raise _unknown_option(options[0], arguments)
