@@ -1,4 +1,4 @@
-"""The demo's configuration with the four lines that the README has for Megatron, and with the command that is there.
+"""The demo's configuration with the four lines and with the command of the guide to Megatron.
 
 It learns as the torch engine does, from the same seeds: the suite looks at two steps, `make contract` at thirty.
 """
@@ -21,10 +21,10 @@ from training_files import done, metrics, ranks
 from burnish.config.load import load_config
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-(LINES,) = re.findall(r"```yaml\n(engine:\n  kind: megatron.*?)```", README, re.S)
+GUIDE = (ROOT / "docs/guides/megatron.md").read_text()
+(LINES,) = re.findall(r"```yaml\n(engine:\n  kind: megatron.*?)```", GUIDE, re.S)
 """What is added to a configuration."""
-(COMMAND,) = re.findall(r"^torchrun .*engine\.kind=megatron.*$", README, re.M)
+(COMMAND,) = re.findall(r"^torchrun .*engine\.kind=megatron.*$", GUIDE, re.M)
 """What does the same to the demo's."""
 CONFIG = "examples/demo/rl.yaml"
 FEW = [
@@ -66,12 +66,12 @@ def begun(demo: Path) -> str:
 
 
 def arguments() -> list[str]:
-    """Of the README's command, behind `burnish`."""
+    """Of the guide's command, behind `burnish`."""
     words = shlex.split(COMMAND)
     return words[words.index("burnish") + 1 :]
 
 
-def test_the_readmes_four_lines_are_what_its_command_says(demo: Path) -> None:
+def test_the_guides_four_lines_are_what_its_command_says(demo: Path) -> None:
     assert len(LINES.splitlines()) == 4
     (demo / "rl.yaml").write_text((demo / CONFIG).read_text() + LINES)
     by_lines = load_config(demo / "rl.yaml").config
@@ -81,14 +81,14 @@ def test_the_readmes_four_lines_are_what_its_command_says(demo: Path) -> None:
     assert by_lines.engine != load_config(demo / CONFIG).config.engine
 
 
-def test_the_readmes_command_does_what_the_torch_engine_does(demo: Path, begun: str) -> None:
+def test_the_guides_command_does_what_the_torch_engine_does(demo: Path, begun: str) -> None:
     done(demo, *arguments(), *FEW, begun, world=4)
     done(demo, "rl", CONFIG, "name=torch", *FEW, begun)
     assert_same(demo / "runs/demo/megatron", demo / "runs/demo/torch")
 
 
 @pytest.mark.contract
-def test_the_readmes_command_runs_as_it_is_written(demo: Path, begun: str) -> None:
+def test_the_guides_command_runs_as_it_is_written(demo: Path, begun: str) -> None:
     """But for fewer steps, and a port of its own."""
     port = f"--master-port={free_port()}"
     command = shlex.split(COMMAND.replace("torchrun", f"torchrun {port}"))
