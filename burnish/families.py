@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import gcd
 from typing import Any, Literal
 
 from burnish.errors import UsageError
@@ -174,14 +175,74 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a causal language model."""
+class ModelSizes:
+    """The sizes that degrees of parallelism have to divide. A size that the configuration does not give is 0."""
 
-    family: Family
+    depth: int
+    """Decoder layers."""
     hidden: int
     """Width of the hidden state."""
+    heads: int
+    """Query heads of a layer."""
+    key_heads: int
+    """Key heads, which is also the number of value heads."""
+    head_dim: int
+    """Width of a head."""
+    intermediate: int
+    """Width of a dense MLP; 0 if every layer has experts."""
+    experts: int
+    """Experts of a layer; 0 if no layer has experts."""
+    expert_intermediate: int
+    """Width of an expert; the common divisor of all widths if layers differ."""
     vocabulary: int
     """Rows of the embedding."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelSizes:
+        """Read the content of a config.json of any model type."""
+        fields = text_config(config)
+        family = family_of(str(fields.get("model_type")))
+        depth, hidden = _size(fields, "num_hidden_layers"), _size(fields, "hidden_size")
+        heads = _size(fields, "num_attention_heads")
+        mixtures = layers_with_experts(fields)
+        experts = _size(fields, *EXPERT_COUNTS) if mixtures else 0
+        intermediate = _size(fields, "intermediate_size")
+        return cls(
+            depth=depth,
+            hidden=hidden,
+            heads=heads,
+            key_heads=_size(fields, "num_key_value_heads") or family.key_heads or heads,
+            head_dim=_size(fields, "head_dim") or family.head_dim or hidden // max(heads, 1),
+            intermediate=0 if experts and len(mixtures) == depth else intermediate,
+            experts=experts,
+            expert_intermediate=(_size(fields, "moe_intermediate_size") or intermediate)
+            if experts
+            else 0,
+            vocabulary=_size(fields, "vocab_size"),
+        )
+
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Fields of config.json that hold the number of experts of a layer."""
+SIZE_FIELDS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "vocab_size",
+    *EXPERT_COUNTS,
+)
+"""Fields of config.json that `ModelSizes` reads, under the names that most families use."""
+
+
+@dataclass(frozen=True)
+class ModelShape(ModelSizes):
+    """The sizes and all parameters of a causal language model of a family in the table."""
+
+    family: Family
     tied: bool
     """The output layer shares the embedding's weight."""
     layers: tuple[LayerShape, ...]
@@ -200,13 +261,14 @@ class ModelShape:
                 want=f"one of {names_of('tested')}",
                 do="run a short training of it and read perf/max_memory_gb",
             )
-        depth = _positive(fields, "num_hidden_layers")
+        for name in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads"):
+            _positive(fields, name)
+        sizes = ModelSizes.of(fields)
         return cls(
-            family,
-            hidden=_positive(fields, "hidden_size"),
-            vocabulary=_positive(fields, "vocab_size"),
+            **asdict(sizes),
+            family=family,
             tied=bool(fields.get("tie_word_embeddings", family.tied)),
-            layers=tuple(_layer(family, fields, index) for index in range(depth)),
+            layers=tuple(_layer(family, sizes, fields, index) for index in range(sizes.depth)),
         )
 
     @cached_property
@@ -226,7 +288,7 @@ def layers_with_experts(fields: Mapping[str, Any]) -> list[int]:
     """Return the numbers of the layers that have experts; in some families the others are dense."""
     dense = fields.get("mlp_only_layers") or ()
     every = fields.get("decoder_sparse_step") or 1
-    layers = range(_positive(fields, "num_hidden_layers"))
+    layers = range(_size(fields, "num_hidden_layers"))
     return [index for index in layers if index not in dense and (index + 1) % every == 0]
 
 
@@ -268,28 +330,37 @@ def _positive(fields: Mapping[str, Any], *names: str) -> int:
     )
 
 
-def _layer(family: Family, fields: Mapping[str, Any], index: int) -> LayerShape:
-    hidden, heads = _positive(fields, "hidden_size"), _positive(fields, "num_attention_heads")
-    key_heads = fields.get("num_key_value_heads", family.key_heads) or heads
-    head_dim = fields.get("head_dim") or family.head_dim or hidden // heads
-    experts = 0
-    if family.has_router and index in layers_with_experts(fields):
-        experts = _positive(fields, "num_experts", "num_local_experts")
-    names = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
-    intermediate = _positive(fields, *names)
-    attention = _attention(family, fields, (heads * head_dim, key_heads * head_dim), head_dim)
-    if experts:
-        mlp = _experts(hidden, intermediate, experts)
+def _size(fields: Mapping[str, Any], *names: str) -> int:
+    """Return the first of these fields that is a number above 0, of a list the greatest common divisor; 0 if there is none."""
+    for name in names:
+        value = fields.get(name)
+        values = value if isinstance(value, list | tuple) else [value]
+        if values and all(isinstance(each, int) and each > 0 for each in values):
+            return gcd(*values)
+    return 0
+
+
+def _layer(family: Family, sizes: ModelSizes, fields: Mapping[str, Any], index: int) -> LayerShape:
+    has_experts = family.has_router and index in layers_with_experts(fields)
+    if has_experts:
+        experts, chosen = (
+            _positive(fields, *EXPERT_COUNTS),
+            _positive(fields, "num_experts_per_tok"),
+        )
+        intermediate = _positive(fields, "moe_intermediate_size", "intermediate_size")
+        mlp = _experts(sizes.hidden, intermediate, experts)
     else:
-        mlp = _mlp(_has_bias(family, fields, "mlp_bias"), hidden, intermediate)
-    norms = ((f"{name}.weight", (hidden,)) for name in family.norms)
+        experts, chosen, intermediate = 0, 0, _positive(fields, "intermediate_size")
+        mlp = _mlp(_has_bias(family, fields, "mlp_bias"), sizes.hidden, intermediate)
+    attention = _attention(family, sizes, _has_bias(family, fields, "attention_bias"))
+    norms = ((f"{name}.weight", (sizes.hidden,)) for name in family.norms)
     return LayerShape(
-        heads,
-        key_heads,
-        head_dim,
+        sizes.heads,
+        sizes.key_heads,
+        sizes.head_dim,
         intermediate,
         experts,
-        _positive(fields, "num_experts_per_tok") if experts else 0,
+        chosen,
         window_of(family, fields, index),
         (*attention, *mlp, *norms),
     )
@@ -302,11 +373,9 @@ def _has_bias(family: Family, fields: Mapping[str, Any], name: str) -> bool:
 Parameters = Iterator[tuple[str, tuple[int, ...]]]
 
 
-def _attention(
-    family: Family, fields: Mapping[str, Any], widths: tuple[int, int], head_dim: int
-) -> Parameters:
-    (query, key), hidden = widths, _positive(fields, "hidden_size")
-    has_bias = _has_bias(family, fields, "attention_bias")
+def _attention(family: Family, sizes: ModelSizes, has_bias: bool) -> Parameters:
+    hidden, head_dim = sizes.hidden, sizes.head_dim
+    query, key = sizes.heads * head_dim, sizes.key_heads * head_dim
     for letter, rows in (("q", query), ("k", key), ("v", key)):
         yield f"self_attn.{letter}_proj.weight", (rows, hidden)
         if has_bias or family.qkv_bias:

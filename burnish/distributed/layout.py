@@ -1,12 +1,21 @@
-"""Who holds what: the position of this process among all processes of the run.
+"""The place of a process in the run, and which degrees of parallelism divide a model.
 
-A layout is a plain value, passed to whoever needs it; there is no current layout. Left out: the
-process groups themselves (`burnish.distributed.processes`, `burnish.distributed.mesh`).
+A layout is a plain value, passed to whoever needs it; there is no current layout. Process groups are in
+`burnish.distributed.mesh`. Whether degrees divide the number of processes, which needs no model, is
+checked with the settings (`burnish.config`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from burnish.config.schema import EngineConfig
+from burnish.errors import UsageError
+from burnish.families import ModelSizes
+
+_ROW_BYTES = 16
+# Grouped matrix products of experts take rows of a multiple of so many bytes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +60,124 @@ class Layout:
     def is_main(self) -> bool:
         """Whether this process writes the run's logs."""
         return self.rank == 0
+
+
+def require_divisible(sizes: ModelSizes, engine: EngineConfig) -> None:
+    """Raise `UsageError` for the first setting of the engine that cannot divide the model."""
+    for problem in indivisible(sizes, engine):
+        raise problem
+
+
+def is_divisible(sizes: ModelSizes, engine: EngineConfig) -> bool:
+    """Return whether the engine's settings can divide a model of these sizes."""
+    return next(indivisible(sizes, engine), None) is None
+
+
+def indivisible(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
+    """Yield an error for every setting of the engine that cannot divide a model of these sizes.
+
+    Sizes of 0, which the model's configuration does not give, are not checked.
+    """
+    if engine.kind == "megatron":
+        yield from _by_megatron(sizes, engine)
+    else:
+        yield from _by_torch(sizes, engine)
+
+
+def _by_torch(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
+    tensor = engine.tensor_parallel
+    if sizes.experts:
+        yield from _grouped_products(sizes, engine)
+    yield from _division("engine.tensor_parallel", tensor, sizes.key_heads, "key heads")
+    yield from _sequence(sizes, engine)
+
+
+def _grouped_products(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
+    multiple = _ROW_BYTES // (2 if engine.precision == "bf16" else 4)
+    tensor, width = engine.tensor_parallel, sizes.expert_intermediate
+    if width % (tensor * multiple) or sizes.hidden % multiple:
+        yield UsageError(
+            "grouped matrix products cannot take experts of these widths",
+            have=f"{width} columns of an expert, hidden size {sizes.hidden}, engine.tensor_parallel: {tensor}, engine.precision: {engine.precision}",
+            want=f"a multiple of {multiple} of both on every process",
+            do="lower engine.tensor_parallel, or take a model of other widths",
+        )
+
+
+def _by_megatron(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
+    name, tensor = "engine.tensor_parallel", engine.tensor_parallel
+    yield from _division(name, tensor, sizes.heads, "attention heads")
+    yield from _division(name, tensor, sizes.key_heads, "key heads", or_multiple=True)
+    fused = (sizes.heads + 2 * sizes.key_heads) * sizes.head_dim
+    yield from _division(name, tensor, fused, "rows of queries, keys and values")
+    yield from _division(name, tensor, sizes.intermediate, "intermediate columns")
+    if -(-sizes.vocabulary // tensor) * (tensor - 1) >= sizes.vocabulary > 0:
+        yield UsageError(
+            "the vocabulary is too small for so many tensor ranks: one of them would hold padding only",
+            have=f"{name}: {tensor}, {sizes.vocabulary} tokens",
+            want="a token for every rank",
+            do=f"lower {name}",
+        )
+    yield from _sequence(sizes, engine)
+    yield from _pipeline(sizes, engine)
+    yield from _experts(sizes, engine)
+
+
+def _sequence(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
+    tensor = engine.tensor_parallel
+    of = f"attention heads on each of {tensor} tensor ranks" if tensor > 1 else "attention heads"
+    name, degree = "engine.sequence_parallel", engine.sequence_parallel
+    yield from _division(name, degree, sizes.heads // tensor, of)
+
+
+def _pipeline(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
+    if engine.pipeline_parallel * engine.virtual_stages > sizes.depth > 0:
+        yield UsageError(
+            "the pipeline has more stages than the model has layers",
+            have=f"engine.pipeline_parallel: {engine.pipeline_parallel}, engine.virtual_stages: {engine.virtual_stages}, {sizes.depth} layers",
+            want=f"at most {sizes.depth} stages",
+            do="lower engine.virtual_stages, or engine.pipeline_parallel",
+        )
+
+
+def _experts(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
+    tensor = engine.tensor_parallel
+    if sizes.experts:
+        name, within = "engine.expert_tensor_parallel", engine.expert_tensor_parallel or tensor
+        yield from _division(
+            "engine.expert_parallel", engine.expert_parallel, sizes.experts, "experts"
+        )
+        yield from _division(name, within, sizes.expert_intermediate, "columns of an expert")
+        if tensor > 1 and not engine.megatron_sequence_parallel:
+            yield UsageError(
+                "Megatron trains experts beside tensor parallelism only with its sequence parallelism",
+                have=f"engine.tensor_parallel: {tensor}, engine.megatron_sequence_parallel: false",
+                want="engine.megatron_sequence_parallel: true",
+                do="set engine.megatron_sequence_parallel=true, or engine.tensor_parallel=1",
+            )
+        return
+    for name in ("expert_parallel", "expert_tensor_parallel"):
+        if (getattr(engine, name) or 1) > 1:
+            yield UsageError(
+                f"engine.{name} divides experts, and the model has none",
+                have=f"engine.{name}: {getattr(engine, name)}",
+                want="1",
+                do=f"remove engine.{name}",
+            )
+
+
+def _division(
+    setting: str, degree: int, size: int, of: str, *, or_multiple: bool = False
+) -> Iterator[UsageError]:
+    """Yield an error if `degree` does not divide `size`; with `or_multiple` it may be a multiple of it instead."""
+    if size % degree == 0 or (or_multiple and degree % size == 0):
+        return
+    fitting = [str(each) for each in range(1, size + 1) if size % each == 0]
+    shown = fitting if len(fitting) <= 8 else [*fitting[:4], "...", *fitting[-4:]]
+    yield UsageError(
+        f"{setting} does not divide the model's {of}",
+        have=f"{setting}: {degree}, {size} {of}",
+        want=f"as many {of} on every process",
+        do=f"set {setting} to one of {', '.join(shown)}"
+        + (f", or to a multiple of {size}" if or_multiple else ""),
+    )

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.initialization import guard_torch_init_functions
 
 from burnish.errors import IncompatibleError
-from burnish.families import family_of
+from burnish.families import SIZE_FIELDS, ModelSizes, family_of
 from burnish.models.kernels.attention import IMPLEMENTATION
 from burnish.models.kernels.fused import fuse
 from burnish.models.value_head import has_value_head, value_class
@@ -72,6 +72,13 @@ def _silence(config: PretrainedConfig) -> None:
     for name, value in vars(config).items():
         if isinstance(value, float) and ("drop" in name or name == "router_jitter_noise"):
             setattr(config, name, 0.0)
+
+
+def model_sizes(config: PretrainedConfig) -> ModelSizes:
+    """Return the sizes of the language model, whatever its family calls the fields of its configuration."""
+    text = config.get_text_config()
+    fields = {name: getattr(text, name) for name in SIZE_FIELDS if hasattr(text, name)}
+    return ModelSizes.of({**text.to_dict(), **fields})
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
