@@ -11,7 +11,7 @@ from burnish.engines.megatron.megatron_compatibility import (
     require_fitting as require_megatron_fitting,
 )
 from burnish.engines.torch.compatibility import require_fitting
-from burnish.models import routing
+from burnish.families import layers_with_experts
 
 
 def test_a_shrunken_model_keeps_its_kind() -> None:
@@ -47,7 +47,7 @@ def test_a_shrunken_model_keeps_its_kind() -> None:
 def test_a_shrunken_mixture_keeps_its_kinds_of_layers(
     fields: dict[str, Any], left: list[int]
 ) -> None:
-    assert routing.layers_with_experts(shrunk(tiny_config("qwen3_moe", **fields))) == left
+    assert layers_with_experts(vars(shrunk(tiny_config("qwen3_moe", **fields)))) == left
 
 
 @pytest.mark.parametrize(
