@@ -133,7 +133,7 @@ def test_other_heads_than_of_a_vocabulary_or_a_value_are_refused() -> None:
             "2 attention heads on each of 2 tensor ranks",
         ),
         ("qwen3", {"pipeline_parallel": 2, "virtual_stages": 2}, "2 layers"),
-        ("qwen3", {"expert_parallel": 2}, "a dense model"),
+        ("qwen3", {"expert_parallel": 2}, "engine.expert_parallel: 2"),
         ("qwen3_moe", {"expert_parallel": 3}, "engine.expert_parallel: 3, 4 experts"),
         ("qwen3_moe", {"expert_tensor_parallel": 5}, "24 columns of an expert"),
         (
