@@ -42,7 +42,7 @@ def test_experts_of_widths_that_grouped_products_do_not_take_are_refused(
 ) -> None:
     config = tiny_config("qwen3_moe", moe_intermediate_size=width)
     settings = EngineConfig(tensor_parallel=tensor, precision=precision)
-    refused = pytest.raises(UsageError, match="engine.tensor_parallel")
+    refused = pytest.raises(UsageError, match=r"engine\.tensor_parallel")
     with contextlib.nullcontext() if fits else refused:
         require_fitting(config, settings)
 
