@@ -46,8 +46,8 @@ from bench.sft_ranks import Sft, clock
 from bench.words import model_config
 from burnish.config.schema import RunConfig
 from burnish.distributed.device import peak_flops, peak_memory, reset_peak_memory
-from burnish.distributed.launch import launch
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import launch
 from burnish.models.counting import count_flops
 from burnish.models.flops import Passed
 from burnish.plan.devices import parse_devices

@@ -38,8 +38,8 @@ from bench.words import model_config, write_prompts, write_tokenizer
 from burnish.algorithms.loss import policy_loss_fn
 from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
-from burnish.distributed.launch import launch
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import launch
 from burnish.engines.base import Part
 from burnish.records import Completion, Request, StopReason
 from burnish.rewards.overview import Complaints

@@ -31,8 +31,8 @@ from bench.machine import Result, command_line, report
 from bench.words import model_config
 from burnish.config.schema import DistributedConfig, EngineConfig
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
-from burnish.distributed.launch import launch
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import launch
 from burnish.engines.base import Part
 from burnish.engines.optim.optimizer import local
 from burnish.engines.torch.torch_engine import TorchEngine

@@ -46,8 +46,8 @@ from burnish.config.schema import DistributedConfig, LoraConfig, OptimConfig, Ru
 from burnish.data.batching import make_batch
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.device import has_matrix_units
-from burnish.distributed.launch import launch
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import launch
 from burnish.engines.base import Engine, Part
 from burnish.engines.factory import make_engine, make_frozen
 from burnish.models.counting import count_flops

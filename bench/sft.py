@@ -34,8 +34,8 @@ from bench.peers import Peer
 from bench.sft_ranks import Sft
 from bench.words import model_config, sentence, write_tokenizer
 from burnish.config.schema import RunConfig
-from burnish.distributed.launch import launch
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import launch
 from burnish.models.counting import count_flops
 from burnish.models.flops import Passed
 

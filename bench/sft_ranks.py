@@ -19,8 +19,8 @@ from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.loader import Loader
 from burnish.distributed.device import synchronize
-from burnish.distributed.launch import launch
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import launch
 from burnish.engines.base import Part
 from burnish.train.setup import example_dataset, lay_foundation, make_engine
 

@@ -30,8 +30,8 @@ from burnish.check.shrinking import shrunk
 from burnish.config.schema import LoraConfig, OptimConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.collectives import gather_objects
-from burnish.distributed.launch import launch
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import launch
 from burnish.engines.base import Engine, LossFn, Part
 from burnish.engines.factory import make_engine, settings_beside
 from burnish.errors import BurnishError

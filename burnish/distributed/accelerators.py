@@ -1,7 +1,7 @@
-"""What is known of accelerators by their names: memory, speed and links. Plain data, without torch.
+"""Memory, speed and links of accelerators, from the makers' data sheets. Plain data, without torch.
 
-From the makers' data sheets: dense 16-bit products with fp32 accumulation (NVIDIA's sheets print twice that, for
-sparse ones), the largest memory that is sold, links in one direction.
+FLOP/s are of dense 16-bit products with fp32 accumulation; NVIDIA's sheets print twice that, for
+sparse ones. Memory is the largest that is sold. Links count one direction.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ ACCELERATORS = {
     "Ascend910B2": _of(376, 64, 1600, 196),
     "Ascend910B3": _of(313, 64, 1600, 196),
 }
-"""By the part of the driver's name that tells it apart."""
+"""Keyed by a part of the driver's name."""
 
 
 def accelerator_named(name: str) -> Accelerator | None:
-    """The one that a driver's name (`NVIDIA H100 80GB HBM3`) stands for; None for one that is not known."""
+    """Look up a driver's name, such as `NVIDIA H100 80GB HBM3`; None if unknown."""
     matching = [key for key in ACCELERATORS if re.search(rf"\b{key}\b", name)]
     return ACCELERATORS[max(matching, key=len)] if matching else None

@@ -1,7 +1,6 @@
-"""What an accelerator's allocator has given out, and which lines of the program asked for it.
+"""Snapshots of an accelerator's allocator: what it gave out, and which lines asked for it.
 
-torch records and writes both, by functions that each backend has for itself: CUDA and XPU do, a CPU
-does not. Left out: how much there is (`burnish.distributed.device`), and when to look.
+torch has functions for this on CUDA and XPU, none on CPUs.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from typing import Any
 import torch
 
 _EVENTS = 100_000
-# The newest so many are kept; one is a few KB of host memory.
+# Only the newest events are kept; one takes a few KB of host memory.
 
 
 @contextmanager
 def recording_allocations(device: torch.device) -> Iterator[None]:
-    """Inside the block the device's allocator remembers who asked for what it has given out, and its newest allocations and frees.
+    """Record allocations and frees, with their Python stacks, inside the block.
 
-    That takes about 2 µs an allocation (torch's own figure) and up to some hundred MB of host memory. Where
-    the backend cannot, nothing is recorded.
+    Costs about 2 µs an allocation (torch's figure) and up to some hundred MB of host memory. Records
+    nothing where the backend cannot.
     """
     record = getattr(_memory_of(device), "_record_memory_history", None)
     if record is None:
@@ -36,15 +35,14 @@ def recording_allocations(device: torch.device) -> Iterator[None]:
 
 
 def can_write_snapshot(device: torch.device) -> bool:
-    """Whether the device's backend has one."""
+    """Tell whether the device's backend can write a snapshot."""
     return hasattr(_memory_of(device), "_dump_snapshot")
 
 
 def write_snapshot(device: torch.device, path: Path) -> None:
-    """Write what the allocator has given out, with what was recorded, for https://pytorch.org/memory_viz. Raises `OSError`."""
+    """Write a snapshot for https://pytorch.org/memory_viz. Raises `OSError`."""
     _memory_of(device)._dump_snapshot(str(path))
 
 
 def _memory_of(device: torch.device) -> Any:
-    """The module of a backend's memory; None where it has none."""
     return getattr(torch.get_device_module(device), "memory", None)

@@ -1,9 +1,7 @@
-"""Collectives that a gradient goes back through, over the ranks that share a micro-batch.
+"""Differentiable collectives over the ranks that share a micro-batch.
 
-Each is a linear map over the ranks of a group and its backward pass the transposed map, so that
-gradients are those of one process that computes everything. Where every rank goes on to compute the
-same thing from what it got (`join`), each has the whole gradient already and keeps its own part.
-None is compiled.
+Each is a linear map over a group's ranks, and its backward pass is the transposed map. So gradients
+equal those of one process that computes everything. None is compiled.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# torch 2.13 has given these another name, and warns at the one that earlier ones have.
+# torch 2.13 renamed these and warns at the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -24,23 +22,23 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """The function, which `torch.compile` leaves as it is where it is called by what is compiled."""
+    """Keep `torch.compile` out of a function."""
     left: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return left
 
 
 @uncompiled
 def swap(parts: Tensor, group: ProcessGroup) -> Tensor:
-    """All-to-all: `parts` [ranks, ...] has one part for each rank; returns the parts from each rank, in the same shape."""
+    """All-to-all: send part r of `parts` [ranks, ...] to rank r; return one part from each rank, same shape."""
     result: Tensor = _Swap.apply(parts, group)  # type: ignore[no-untyped-call]
     return result
 
 
 @uncompiled
 def join(values: Tensor, most: int, group: ProcessGroup) -> Tensor:
-    """Every rank's `values` [n, ...], n ≤ `most`, on all ranks: [ranks · most, ...], each rank's from its multiple of `most` on.
+    """All-gather `values` [n, ...], n ≤ `most`: [ranks · most, ...], rank r's from row r · most on.
 
-    All ranks have to compute the same from the result: each takes the gradient of its own values alone.
+    All ranks must compute the same from the result, because each keeps the gradient of its own part only.
     """
     result: Tensor = _Join.apply(values, most, group)  # type: ignore[no-untyped-call]
     return result
@@ -48,14 +46,14 @@ def join(values: Tensor, most: int, group: ProcessGroup) -> Tensor:
 
 @uncompiled
 def gather_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """All ranks' `rows` [n, ...], by rank: [ranks · n, ...]. The gradients of all ranks add up."""
+    """All-gather `rows` [n, ...]: [ranks · n, ...]. Backward sums the gradients of all ranks."""
     result: Tensor = _GatherRows.apply(rows, group)  # type: ignore[no-untyped-call]
     return result
 
 
 @uncompiled
 def scatter_sums(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of all ranks' `rows` [ranks · n, ...], of which each rank gets its n."""
+    """Reduce-scatter `rows` [ranks · n, ...]: each rank gets its n rows of the sum."""
     result: Tensor = _ScatterSums.apply(rows, group)  # type: ignore[no-untyped-call]
     return result
 

@@ -1,8 +1,7 @@
-"""What ranks say to each other outside of training itself: objects, statistics, flags, failures.
+"""Collectives on objects, statistics, flags and failures.
 
-Every function is collective: all ranks call it, in the same order. At world 1 each costs nothing.
-Objects travel between live processes of one run as pickles over gloo; nothing of it is ever read
-from disk.
+All ranks call each function, in the same order. With one rank they cost nothing. Objects travel
+between the processes of one run as pickles over gloo; no pickle is ever read from disk.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T, layout: Layout) -> list[T]:
-    """Every rank's value, by rank, on all ranks."""
+    """Return every rank's value, by rank, on all ranks."""
     if layout.world == 1:
         return [value]
     values: list[T | None] = [None] * layout.world
@@ -35,7 +34,7 @@ def gather_objects(value: T, layout: Layout) -> list[T]:
 
 
 def from_main(value: T, layout: Layout) -> T:
-    """Rank 0's value, on all ranks. Unlike `gather_objects` it takes the room of one value, however many ranks there are."""
+    """Return rank 0's value on all ranks."""
     if layout.world == 1:
         return value
     values: list[T] = [value]
@@ -44,7 +43,7 @@ def from_main(value: T, layout: Layout) -> T:
 
 
 def any_rank(flag: bool, layout: Layout) -> bool:
-    """Whether the flag is set on at least one rank."""
+    """Tell whether the flag is set on at least one rank."""
     if layout.world == 1:
         return flag
     seen = torch.tensor([int(flag)])
@@ -53,10 +52,10 @@ def any_rank(flag: bool, layout: Layout) -> bool:
 
 
 def reduce_stats(stats: Stats, layout: Layout, device: torch.device) -> Stats:
-    """The statistics merged over all ranks, the same on all of them. Ranks that share a micro-batch count once.
+    """Merge statistics over all ranks; ranks that share a micro-batch count once.
 
-    One sum and one maximum over `device`; values stay there as 0-d fp64 tensors (fp32 where the
-    device has no fp64), so nothing waits. Ranks may hold different names: the result has them all.
+    Values stay on `device` as 0-d fp64 tensors (fp32 where it has no fp64), so nothing waits. The
+    result has the names of all ranks.
     """
     if layout.world == 1:
         return stats
@@ -72,7 +71,7 @@ def reduce_stats(stats: Stats, layout: Layout, device: torch.device) -> Stats:
 
 
 def _agreed_kinds(stats: Stats, layout: Layout) -> dict[str, type[Metric]]:
-    """Names and kinds of all ranks' metrics; one small all-reduce when all hold the same."""
+    """Agree on names and kinds of metrics: one small all-reduce when all ranks hold the same."""
     kinds: dict[str, type[Metric]] = {name: type(metric) for name, metric in stats.items()}
     text = "\n".join(f"{name} {kind.__name__}" for name, kind in kinds.items())
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
@@ -125,7 +124,7 @@ def _unflatten(kinds: dict[str, type[Metric]], sums: Tensor, maxima: Tensor) -> 
 
 
 def _pack(numbers: list[Number], device: torch.device) -> Tensor:
-    """One vector on the device: floats go over in one copy, tensors stay where they are."""
+    """Put numbers into one vector on the device: floats in one copy, tensors without leaving it."""
     wide = torch.float64 if has_fp64(device) else torch.float32
     plain = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
     packed = torch.tensor(plain, dtype=wide).to(device, non_blocking=True)
@@ -139,16 +138,15 @@ def _pack(numbers: list[Number], device: torch.device) -> Tensor:
 
 @contextmanager
 def agree(layout: Layout) -> Iterator[None]:
-    """An exception inside the block on any rank is raised on every rank, at the end of the block.
+    """Raise an exception of any rank on every rank, at the end of the block.
 
-    A rank with an error of its own raises that one; the others raise the error of the lowest
-    failing rank, as a `BurnishError` of the same kind whose text names the rank. Keep collectives
-    out of the block: a rank that failed does not take part in them.
+    A failing rank raises its own error. The others raise that of the lowest failing rank, as a
+    `BurnishError` of the same kind that names the rank. Run no collectives inside the block.
     """
     mine: Exception | None = None
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - raised again below, after all ranks have met
+    except Exception as error:  # noqa: BLE001 - raised again below
         mine = error
     if not any_rank(mine is not None, layout):
         return
@@ -162,7 +160,7 @@ def agree(layout: Layout) -> Iterator[None]:
 
 
 def _portable(error: Exception, layout: Layout) -> BurnishError:
-    """The error as other ranks raise it: the same parts and exit code, and the rank in the text."""
+    """Return the error as other ranks raise it, with the rank in its text."""
     if not isinstance(error, BurnishError):
         return BurnishError(f"rank {layout.rank}: {type(error).__name__}: {error}")
     theirs = copy.copy(error)
@@ -171,9 +169,9 @@ def _portable(error: Exception, layout: Layout) -> BurnishError:
 
 
 def same_on_all_ranks(value: bytes | str, what: str, layout: Layout) -> None:
-    """Raise `BurnishError` on every rank when the value is not the same everywhere.
+    """Raise `BurnishError` on every rank, naming the ranks whose value differs from rank 0's.
 
-    `what` names the value; the error names the ranks that differ from rank 0.
+    `what` names the value.
     """
     data = value.encode() if isinstance(value, str) else value
     digests = gather_objects(hashlib.blake2b(data, digest_size=16).hexdigest(), layout)

@@ -1,8 +1,7 @@
 """One device layer: CPU, CUDA, ROCm, Intel XPU and Ascend NPU through `torch.accelerator`.
 
-Ascend's `torch_npu` is loaded by torch itself where it is installed. Apple's MPS is left out: it
-has no collectives, so such a machine computes on its CPU. Also left out: placing tensors, which is
-their owners' work.
+torch itself loads Ascend's `torch_npu` where it is installed. Apple's MPS has no collectives, so
+such a machine computes on its CPU.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ _MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
 _WITHOUT_FP64 = frozenset({"mps", "npu"})
 
 _MALLOC_SETTINGS = ((-4, 0), (-1, -1), (-2, 256 << 20))
-# M_MMAP_MAX 0: nothing is mapped by itself; M_TRIM_THRESHOLD off; M_TOP_PAD 256 MiB.
+# mallopt(3): M_MMAP_MAX 0, M_TRIM_THRESHOLD off, M_TOP_PAD 256 MiB.
 
 
 def pick_device(local_rank: int, own_device: bool = False) -> torch.device:
-    """This rank's device: the accelerator of its local rank, or the CPU of a machine without one.
+    """Return the accelerator of this local rank, or the CPU of a machine without one.
 
-    `own_device` says that the launcher shows every process one device of its own, which is then
-    number 0 for all of them. Raises `UsageError` when there are more processes than devices.
+    With `own_device` the launcher shows each process one device, number 0. Raises `UsageError` when
+    there are more processes than devices.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type == "mps":
@@ -51,17 +50,17 @@ def pick_device(local_rank: int, own_device: bool = False) -> torch.device:
 
 
 def has_matrix_units(device: torch.device) -> bool:
-    """Whether torch's own attention is fastest in half precision: on every accelerator, and on CPUs with Intel's AMX.
+    """Tell whether torch's attention is fastest in bf16: on accelerators, and on CPUs with Intel's AMX.
 
-    On other CPUs it is two to five times slower in bf16 than in fp32.
+    On other CPUs bf16 is two to five times slower than fp32.
     """
     return device.type != "cpu" or bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
 def has_bf16_products(device: torch.device) -> bool:
-    """Whether there are kernels for matrix products in bf16: on every accelerator, and on CPUs with AVX-512 or AMX.
+    """Tell whether bf16 matrix products have kernels: on accelerators, and CPUs with AVX-512 or AMX.
 
-    On other CPUs torch computes them number by number, a hundred times slower than in fp32.
+    On other CPUs they are a hundred times slower than in fp32.
     """
     if device.type != "cpu":
         return True
@@ -70,12 +69,12 @@ def has_bf16_products(device: torch.device) -> bool:
 
 
 def has_fp64(device: torch.device) -> bool:
-    """Whether tensors on the device may be fp64: not on Ascend's NPUs, nor on Apple's MPS."""
+    """Tell whether the device has fp64; Ascend's NPUs and Apple's MPS do not."""
     return device.type not in _WITHOUT_FP64
 
 
 def device_name(device: torch.device) -> str:
-    """The maker's name of the device, as drivers and /proc/cpuinfo give it."""
+    """Return the maker's name of the device, from the driver or /proc/cpuinfo."""
     if device.type != "cpu":
         return str(torch.get_device_module(device).get_device_name(device))
     cpuinfo = Path("/proc/cpuinfo")
@@ -85,15 +84,15 @@ def device_name(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until everything queued on the device has run; nothing to do on the CPU."""
+    """Wait until everything queued on an accelerator has run."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def used_memory(device: torch.device) -> int:
-    """Bytes in use: by tensors on an accelerator, by the whole process (resident) on the CPU.
+    """Return bytes in use: by tensors on an accelerator, by the process (resident) on the CPU.
 
-    Where the system does not tell (no /proc), the process's peak is given instead.
+    Without /proc it is the process's peak.
     """
     if device.type != "cpu":
         return torch.accelerator.memory_allocated(device)
@@ -101,21 +100,21 @@ def used_memory(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes in use since the last `reset_peak_memory`, or since the process began."""
+    """Return the most bytes in use since the last `reset_peak_memory`, or since the process began."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
     return _process_status("VmHWM") or _peak_from_rusage()
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of memory that the device has; on the CPU, that the machine has."""
+    """Return the bytes of memory of the accelerator, or of the machine."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start `peak_memory` again from what is in use. Without /proc a process's peak stays."""
+    """Start `peak_memory` again from the bytes in use. A CPU process needs /proc for it."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
         return
@@ -125,7 +124,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def _process_status(field: str) -> int:
-    """A field of /proc/self/status in bytes, 0 where there is none."""
+    """Return a field of /proc/self/status in bytes, 0 where there is none."""
     status = Path("/proc/self/status")
     text = status.read_text() if status.exists() else ""
     match = re.search(rf"^{field}:\s*(\d+) kB$", text, re.MULTILINE)
@@ -138,12 +137,12 @@ def _peak_from_rusage() -> int:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s this device can reach in matrix products of this dtype: from the table, or measured."""
+    """Return the FLOP/s of matrix products in this dtype: from the table, or measured."""
     return known_peak(device_name(device), dtype) or measured_matmul_peak(device, dtype)
 
 
 def known_peak(name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of dense 16-bit matrix products by the device's name; None for what is not known."""
+    """Return the FLOP/s of dense 16-bit matrix products by the device's name, if known."""
     if dtype not in {torch.bfloat16, torch.float16}:
         return None
     known = accelerator_named(name)
@@ -152,10 +151,7 @@ def known_peak(name: str, dtype: torch.dtype) -> float | None:
 
 @torch.no_grad()
 def measured_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the best of several square matrix products, found in about half a second.
-
-    Sizes grow until the next one would take longer than the time that is left.
-    """
+    """Measure the FLOP/s of square matrix products for about half a second; return the best."""
     deadline = time.perf_counter() + _MEASURE_SECONDS
     best = 0.0
     for size in _MATMUL_SIZES:
@@ -173,21 +169,19 @@ def measured_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def share_cores(local_world: int) -> None:
-    """Divide the machine's cores among its processes, unless OMP_NUM_THREADS says otherwise.
+    """Divide the machine's cores among its processes, unless OMP_NUM_THREADS is set.
 
-    torch gives every process as many threads as there are cores; several processes together then
-    slow each other down several times over.
+    torch gives every process a thread per core, and the processes then slow each other down.
     """
     if local_world > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, _cores() // local_world))
 
 
 def keep_freed_pages() -> None:
-    """Tell glibc's malloc to keep freed memory for the next tensor instead of giving it back to the system.
+    """Let glibc's malloc keep freed memory for the next tensor.
 
-    On a CPU every large tensor otherwise begins with page faults, about a seventh of a training
-    step's time. Memory stays at its peak between steps. Nothing happens with another C library.
-    See mallopt(3).
+    Page faults otherwise take a seventh of a step's time on a CPU. Memory stays at its peak between
+    steps. Does nothing with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

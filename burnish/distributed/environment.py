@@ -1,9 +1,7 @@
 """Which process this is, as told by whatever started it: torchrun, Slurm's srun, or nobody.
 
-Pure reading of environment variables, so that every case is tested without starting a process.
-torchrun's variables win over Slurm's, because srun may itself start torchrun; Slurm's count only
-inside a step (`srun`), because a batch script alone is one process whatever `--ntasks` says. Left
-out: opening connections (`burnish.distributed.processes`).
+torchrun's variables win over Slurm's, because srun may itself start torchrun. Slurm's count only
+inside a step (`srun`): a batch script alone is one process whatever `--ntasks` says.
 """
 
 from __future__ import annotations
@@ -16,12 +14,12 @@ from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 
 _SLURM_PORTS = range(15000, 30000)
-# Below the ports that systems hand out on their own (32768 and up on Linux).
+# Linux hands out ports from 32768 up by itself.
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where this process stands, and where the processes of the run meet."""
+    """This process's rank, and the address where the processes of the run meet."""
 
     layout: Layout
     """Rank and sizes."""
@@ -30,18 +28,15 @@ class Place:
     port: int = 0
     """TCP port on `host`; 0 for a lone process."""
     agent_store: bool = False
-    """Whether the launcher's agent serves the store at `host`:`port`, instead of rank 0."""
+    """The launcher's agent serves the store, instead of rank 0."""
     own_device: bool = False
-    """Whether the launcher shows each process one accelerator of its own."""
+    """The launcher shows each process only its own accelerator."""
     attempt: int = 0
-    """How often the launcher has restarted the run; keeps the entries of an earlier attempt apart."""
+    """How often the launcher has restarted the run."""
 
 
 def place_of(environ: Mapping[str, str]) -> Place:
-    """Read the place of this process from environment variables.
-
-    Raises `UsageError` when they are half set, contradict each other or are not numbers.
-    """
+    """Read this process's place. Raises `UsageError` for variables that are half set, contradict or are no numbers."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _torchrun(environ)
     if "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ:
@@ -90,17 +85,16 @@ def _slurm(environ: Mapping[str, str]) -> Place:
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:
-    """A port that all tasks of a step derive alike, and that other jobs and steps do not share."""
+    """Derive a port from job and step, the same in all tasks of the step."""
     job = _number(environ, "SLURM_JOB_ID", default=0)
     step = _number(environ, "SLURM_STEP_ID", default=0)
     return _SLURM_PORTS[(job * 7 + step) % len(_SLURM_PORTS)]
 
 
 def first_host(nodelist: str) -> str:
-    """The first machine of a Slurm node list: `node[03-05,9],other` gives `node03`.
+    """Return the first machine of a Slurm node list: `rack[1-2]node[03-05,9],other` gives `rack1node03`.
 
-    A name may hold several brackets (`rack[1-2]node[01-04]`); the first of each is taken. Raises
-    `UsageError` when there is no name in it.
+    Raises `UsageError` for a list without a name.
     """
     first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist.strip())
     if first is None:
@@ -114,7 +108,7 @@ def first_host(nodelist: str) -> str:
 
 
 def tasks_per_node(counts: str) -> list[int]:
-    """Slurm's compressed counts, one entry per machine: `2(x3),1` gives [2, 2, 2, 1]."""
+    """Expand Slurm's counts, one entry per machine: `2(x3),1` gives [2, 2, 2, 1]."""
     expanded: list[int] = []
     for entry in counts.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())

@@ -1,9 +1,6 @@
-"""Host memory of a process, taken from the system in large pieces and kept: for what leaves the device, and for blocks of files.
+"""Host memory for offloaded tensors and for blocks of files, pinned beside CUDA devices.
 
-Taking pages from the system and pinning them costs more than a copy, so that is done once. What is
-carved out of a piece is a tensor like any other, and its place is free again when its last view has
-gone, whoever held it. Left out: memory that another process sees too (`burnish.checkpoint.staging`). It
-is read there while all of this is in use, so neither could ever have the other's place.
+Taking pages from the system and pinning them costs more than a copy, so a process keeps what it has.
 """
 
 from __future__ import annotations
@@ -14,12 +11,13 @@ import weakref
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from burnish.distributed.device import synchronize
-from burnish.distributed.pinning import pin, unpin
 from burnish.errors import BurnishError
 
 _ALIGN = 512
@@ -27,36 +25,36 @@ _LEAST = 4 << 20
 
 
 class Arena:
-    """Memory on the host beside one device, pinned where that is CUDA.
+    """An allocator of host memory beside one device, pinned if that is CUDA.
 
-    It grows when there is no room, by a quarter at least. Pieces that are all free are made one, and give
-    way to a larger one, so that a process that needs the same in every step soon has it in one piece, and takes no more.
+    It grows by a quarter at least. Regions that are entirely free give way to one larger region, so a
+    process with the same needs in every step soon has one region and asks the system for nothing.
     """
 
     def __init__(self, device: torch.device, least: int = _LEAST) -> None:
-        """`least`: bytes of the smallest piece."""
+        """`least`: bytes of the smallest region."""
         self._device, self._least = device, least
-        self._pieces: list[_Piece] = []
-        self._returned: deque[tuple[_Piece, int, int]] = deque()
+        self._regions: list[_Region] = []
+        self._returned: deque[tuple[_Region, int, int]] = deque()
 
     @property
-    def pieces(self) -> int:
-        """How many there are."""
-        return len(self._pieces)
+    def regions(self) -> int:
+        """How many regions it has."""
+        return len(self._regions)
 
     @property
     def held(self) -> int:
         """Bytes taken from the system."""
-        return sum(piece.size for piece in self._pieces)
+        return sum(region.size for region in self._regions)
 
     @property
     def used(self) -> int:
-        """Bytes that somebody has."""
+        """Bytes in use."""
         self._take_back()
-        return sum(piece.used for piece in self._pieces)
+        return sum(region.used for region in self._regions)
 
     def take(self, size: int) -> Tensor:
-        """So many bytes, uint8, not zeroed; others may have them when no view of the tensor is left.
+        """Return `size` bytes, uint8, not zeroed. They are free again when no view of the tensor is left.
 
         Raises `BurnishError` where the system has no more.
         """
@@ -64,51 +62,51 @@ class Arena:
             return torch.empty(0, dtype=torch.uint8)
         room = -(-size // _ALIGN) * _ALIGN
         self._take_back()
-        if sum(not piece.used for piece in self._pieces) > 1:
+        if sum(not region.used for region in self._regions) > 1:
             self._add(self._close_free())
-        for piece in self._pieces:
-            start = piece.carve(room)
+        for region in self._regions:
+            start = region.take(room)
             if start is not None:
                 break
         else:
             free = self._close_free()
-            piece = self._add(max(room, free, self.held // 4))
-            start = piece.carve(room) or 0
-        bytes_ = (ctypes.c_char * size).from_address(piece.address + start)
-        # No lock: garbage may be collected, and this called, in the middle of anything above.
-        give_back = weakref.finalize(bytes_, self._returned.append, (piece, start, start + room))
+            region = self._add(max(room, free, self.held // 4))
+            start = region.take(room) or 0
+        bytes_ = (ctypes.c_char * size).from_address(region.address + start)
+        # No lock: the garbage collector may call this in the middle of anything above.
+        give_back = weakref.finalize(bytes_, self._returned.append, (region, start, start + room))
         give_back.atexit = False
         return torch.frombuffer(bytes_, dtype=torch.uint8)
 
     def _take_back(self) -> None:
         while self._returned:
-            piece, start, stop = self._returned.popleft()
-            piece.mend(start, stop)
+            region, start, stop = self._returned.popleft()
+            region.free(start, stop)
 
     def _close_free(self) -> int:
-        """Give back to the system the pieces that are all free; their bytes."""
-        free = [piece for piece in self._pieces if not piece.used]
+        """Give regions that are entirely free back to the system; return their bytes."""
+        free = [region for region in self._regions if not region.used]
         if free:
-            synchronize(self._device)  # copies to and from what was here may still be under way
-        self._pieces = [piece for piece in self._pieces if piece.used]
-        for piece in free:
-            piece.close()
-        return sum(piece.size for piece in free)
+            synchronize(self._device)  # copies to and from this memory may still be under way
+        self._regions = [region for region in self._regions if region.used]
+        for region in free:
+            region.close()
+        return sum(region.size for region in free)
 
-    def _add(self, size: int) -> _Piece:
-        piece = _Piece(max(size, self._least), pinned=self._device.type == "cuda")
-        self._pieces.append(piece)
-        return piece
+    def _add(self, size: int) -> _Region:
+        region = _Region(max(size, self._least), pinned=self._device.type == "cuda")
+        self._regions.append(region)
+        return region
 
 
 def storage_bytes(tensor: Tensor) -> Tensor:
-    """All bytes of the storage that a tensor is a view of, uint8: another view of it."""
+    """Return a uint8 view of a tensor's whole storage."""
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(tensor.untyped_storage())
 
 
-class _Piece:
-    """Adjoining bytes, and which of them are free."""
+class _Region:
+    """One mapping of host memory, and its free gaps."""
 
     def __init__(self, size: int, *, pinned: bool) -> None:
         self.size = size
@@ -127,8 +125,8 @@ class _Piece:
     def used(self) -> int:
         return self.size - sum(stop - start for start, stop in self._gaps)
 
-    def carve(self, size: int) -> int | None:
-        """Where so many bytes begin, in the first gap that has them."""
+    def take(self, size: int) -> int | None:
+        """Take `size` bytes from the first gap that has them; return their offset, or None."""
         for index, (start, stop) in enumerate(self._gaps):
             if stop - start >= size:
                 self._gaps[index : index + 1] = (
@@ -137,8 +135,8 @@ class _Piece:
                 return start
         return None
 
-    def mend(self, start: int, stop: int) -> None:
-        """Free these bytes."""
+    def free(self, start: int, stop: int) -> None:
+        """Return bytes `start` to `stop` to the gaps."""
         insort(self._gaps, (start, stop))
         joined: list[tuple[int, int]] = []
         for first, last in self._gaps:
@@ -158,9 +156,40 @@ def _pages(size: int) -> mmap.mmap:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise BurnishError(
-            "the machine has no memory for what should leave the device",
+            "the machine has no host memory left for offloading",
             have=error,
             want=f"{size / 1e9:.2f} GB more for one process",
             do="set batch.tokens_per_device lower, or do without engine.activation_offload, "
             "engine.optimizer_offload or engine.park; without these, start fewer processes on a machine",
         ) from error
+
+
+def pin(memory: Tensor) -> bool:
+    """Register memory with CUDA. Return False where CUDA refuses; copies are then slower, not wrong."""
+    size = memory.nbytes
+    if size == 0:
+        return False
+    if int(_runtime().cudaHostRegister(memory.data_ptr(), size, 0)) == 0:
+        return True
+    _forget_error()
+    return False
+
+
+def unpin(memory: Tensor) -> None:
+    """Undo `pin`. No copy to or from the memory may be under way."""
+    _runtime().cudaHostUnregister(memory.data_ptr())
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _forget_error() -> None:
+    """Clear this thread's last CUDA error, which the next kernel launch would raise as its own.
+
+    torch has no binding for that. The process may hold several CUDA runtimes, each with its own
+    error, so the function is looked up in the library that is linked to torch's runtime.
+    """
+    kind = "hip" if torch.version.hip else "cuda"
+    library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / f"libc10_{kind}.so"))
+    library[f"{kind}GetLastError"]()

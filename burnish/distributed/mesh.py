@@ -1,8 +1,7 @@
-"""The processes of an engine as a grid: replicas × shard × sequence × tensor, the last running fastest.
+"""The torch engine's grid of processes: replicas × shard × sequence × tensor, the last running fastest.
 
-Neighbours talk most, so tensor parallelism, which talks in every layer, lies within a machine. The
-weights are cut over shard × sequence together: ranks that share tokens hold different pieces of the
-weights as any others do. Groups are made here and passed on; nothing looks one up by name.
+Tensor parallelism communicates in every layer, so its ranks are neighbours on one machine. Weights
+are sharded over shard × sequence together. Groups are passed on; nothing looks one up by name.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from burnish.distributed.processes import wait_as_all
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mesh:
-    """The groups that this rank is in, and the host memory that engines in them share."""
+    """This rank's groups, and the host memory that its engines share."""
 
     weights: DeviceMesh
-    """(replicas, shard): the weights are the same along the first dim and cut along the second, which counts shard × sequence ranks."""
+    """(replicas, shard · sequence): weights are replicated along the first dim and sharded along the second."""
     sequence: ProcessGroup | None
-    """The ranks that share the tokens of a micro-batch; None where each has its own."""
+    """The ranks that share the tokens of a micro-batch; None for 1."""
     tensor: ProcessGroup | None
-    """The ranks that share the matrices of each layer; None where each has them whole."""
+    """The ranks that share the matrices of each layer; None for 1."""
     arena: Arena
-    """For what has to leave the device."""
+    """Host memory for offloading."""
 
     @classmethod
     def of(cls, layout: Layout, replicas: int, device: torch.device) -> Mesh:
-        """Make the groups. Collective. The layout's sizes and `replicas` have to divide its world."""
+        """Make the groups. Collective. The layout's sizes and `replicas` must divide its world."""
         grid = init_device_mesh(
             device.type,
             (replicas, layout.world // (replicas * layout.tensor), layout.tensor),

@@ -1,29 +1,32 @@
-"""The processes of a run as one group that can talk.
+"""Start a run's rank: pick its device and open the process group of torchrun, Slurm or a lone process.
 
-One context manager opens the group that torchrun, Slurm or nobody asked for, and closes it whatever
-happens. The group reduces tensors of the rank's device and of the CPU alike. Left out: what is said
-over it (`burnish.distributed.collectives`), and noticing lost ranks (`burnish.distributed.failure_watch`).
+The group reduces tensors of the rank's device and of the CPU alike.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from burnish.config.schema import DistributedConfig
+from burnish.distributed.device import keep_freed_pages, pick_device, share_cores
 from burnish.distributed.environment import Place, place_of
-from burnish.distributed.failure_watch import Watch, naming_failures, watching
+from burnish.distributed.failure_watch import FailureWatch, naming_failures, watching
 from burnish.distributed.layout import Layout
-from burnish.distributed.ports import format_address
 from burnish.errors import BurnishError, UsageError
+
+T = TypeVar("T")
 
 _BACKENDS = {
     "cpu": "gloo",  # as "cpu:gloo" it is not the group's default, and torch warns when it is destroyed
@@ -38,16 +41,31 @@ _LEAVE = timedelta(seconds=5)
 # How long rank 0, where it serves the store, waits at the end for ranks that may still be using it.
 
 
+def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -> T:
+    """Call `fn(layout, device)` as one rank of the run that the environment describes.
+
+    Pick the device, share out the cores, and hold the process group open around the call. Raises
+    what `fn` raises, `UsageError` for an environment or machine that does not fit, and
+    `BurnishError` naming the rank when another one fails or dies.
+    """
+    place = place_of(os.environ)
+    share_cores(place.layout.local_world)
+    device = pick_device(place.layout.local_rank, place.own_device)
+    if device.type == "cpu":
+        keep_freed_pages()
+    with process_group(device, config.timeout_seconds, place) as layout:
+        return fn(layout, device)
+
+
 @contextmanager
 def process_group(
     device: torch.device, timeout_seconds: float, place: Place | None = None
 ) -> Iterator[Layout]:
     """Open the default process group, yield this process's layout, destroy the group.
 
-    `device` is where this rank computes; it becomes the current device before the group is made.
-    `timeout_seconds` bounds the meeting of the ranks and every collective after it. `place` is read
-    from the environment when not given. A lone process gets a group of one, which FSDP's mesh
-    wants, and meets nobody on any port.
+    `device` becomes the current device first. `timeout_seconds` bounds the meeting of the ranks and
+    every collective. `place` comes from the environment unless given. A lone process gets a group
+    of one, which FSDP's mesh needs, and opens no port.
 
     Raises `UsageError` for a half-set environment, and `BurnishError` naming the ranks that do not
     come, that fail or die inside the block, or the collective that took too long.
@@ -70,10 +88,7 @@ def process_group(
 
 
 def backend_of(device: torch.device) -> str:
-    """The communication backends for tensors of this device and of the CPU.
-
-    Raises `UsageError` for a type of device that has none.
-    """
+    """Name the communication backends of a device and of the CPU. Raises `UsageError` if there is none."""
     if device.type not in _BACKENDS:
         raise UsageError(
             f"no process group can be made for devices of type {device.type}",
@@ -86,7 +101,7 @@ def backend_of(device: torch.device) -> str:
 
 @contextmanager
 def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
-    """A store that all ranks have come to, open until all have left it."""
+    """Open a store that all ranks have joined, and hold it until all have left."""
     layout = place.layout
     if layout.world == 1:
         yield HashStore()
@@ -101,21 +116,18 @@ def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
 
 
 def wait_as_all(group: ProcessGroup) -> None:
-    """Have collectives of a group wait as long for its ranks as those of the group of all ranks.
-
-    torch gives every group that is made later a time-out of its own, of 10 or 30 minutes.
-    """
+    """Give a group the time-out of the default group; torch gives each new group 10 or 30 minutes."""
     everybody = dist.group.WORLD
     assert everybody is not None
     for device in everybody._device_types:
         options = everybody._get_backend(device).options
-        if options is not None:  # those of a group that only pretends, to measure memory
+        if options is not None:  # a fake group, made to measure memory, has none
             group._get_backend(device)._set_default_timeout(options._timeout)
 
 
 @contextmanager
 def _default_group(
-    backend: str, store: Store, layout: Layout, timeout: timedelta, watch: Watch | None
+    backend: str, store: Store, layout: Layout, timeout: timedelta, watch: FailureWatch | None
 ) -> Iterator[None]:
     with naming_failures(watch, layout.rank):
         dist.init_process_group(
@@ -128,10 +140,9 @@ def _default_group(
 
 
 def _connect(place: Place, timeout: timedelta) -> Store:
-    """The store of this opening of the group.
+    """Connect to the store, under a prefix of its own for every attempt and every opened group.
 
-    The launcher's store outlives a group, so entries are kept apart by the launcher's attempt and
-    by how often this rank has opened a group, which is the same for all ranks.
+    The launcher's store outlives a group; all ranks have opened equally many.
     """
     layout = place.layout
     serves = layout.rank == 0 and not place.agent_store
@@ -139,7 +150,7 @@ def _connect(place: Place, timeout: timedelta) -> Store:
         server = TCPStore(place.host, place.port, layout.world, serves, timeout, False)
         opening = server.add(f"burnish/{place.attempt}/openings/{layout.rank}", 1)
     except (RuntimeError, OSError) as error:
-        address = format_address(place.host, place.port)
+        address = _format_address(place.host, place.port)
         raise BurnishError(
             f"rank {layout.rank} cannot {'open' if serves else 'reach'} the meeting point {address}",
             have=str(error).partition("\n")[0],
@@ -150,7 +161,7 @@ def _connect(place: Place, timeout: timedelta) -> Store:
 
 
 def _await_everybody(store: Store, layout: Layout, timeout: timedelta, point: str) -> None:
-    """Return when all ranks have come to this point of opening the group."""
+    """Wait until all ranks have reached this point."""
     store.set(f"{point}/{layout.rank}", f"{socket.gethostname()}, pid {os.getpid()}")
     names = [f"{point}/{rank}" for rank in range(layout.world)]
     try:
@@ -174,7 +185,7 @@ def _absent(store: Store, names: list[str]) -> str:
 
 @contextmanager
 def _named_timeout(layout: Layout, seconds: float) -> Iterator[None]:
-    """Say in our words that a collective took longer than the time-out."""
+    """Turn the backend's time-out error into one that names the rank and what to do."""
     try:
         yield
     except RuntimeError as error:
@@ -186,3 +197,12 @@ def _named_timeout(layout: Layout, seconds: float) -> Iterator[None]:
             want="every rank in the same collective",
             do="see where the other ranks were; raise distributed.timeout_seconds if they are only slow",
         ) from error
+
+
+def _format_address(host: str, port: int) -> str:
+    """Return `host:port`, with brackets around an IPv6 address: `[fd00::2]:29500`."""
+    try:
+        bracketed = ipaddress.ip_address(host.partition("%")[0]).version == 6
+    except ValueError:
+        bracketed = False
+    return f"[{host}]:{port}" if bracketed else f"{host}:{port}"

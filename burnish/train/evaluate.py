@@ -24,8 +24,8 @@ from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import PromptDataset
 from burnish.distributed.collectives import reduce_stats, same_on_all_ranks
-from burnish.distributed.launch import launch
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import launch
 from burnish.engines.base import Engine, Part
 from burnish.errors import MissingError, StoppedError
 from burnish.models.lora.adapter_names import ADAPTER_STATE

@@ -21,8 +21,8 @@ from burnish.config.parts import part_names
 from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
 from burnish.data.tasks import PromptDataset
-from burnish.distributed.launch import launch
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import launch
 from burnish.engines.base import Engine, Part
 from burnish.engines.factory import make_frozen
 from burnish.errors import UsageError

@@ -13,8 +13,8 @@ from burnish.checkpoint.naming import MAIN
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.loader import Loader
-from burnish.distributed.launch import launch
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import launch
 from burnish.engines.base import Part
 from burnish.train.evaluate import example_validation
 from burnish.train.fingerprints import Inputs

@@ -16,7 +16,7 @@ from ports import free_port
 from ranks import RankFailed, run_ranks
 
 from burnish.distributed import failure_watch as watch
-from burnish.distributed.failure_watch import Watch, naming_failures, watching
+from burnish.distributed.failure_watch import FailureWatch, naming_failures, watching
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, StoppedError
 
@@ -27,7 +27,7 @@ LONG = 60
 @pytest.fixture
 def pair():
     store = dist.HashStore()
-    watches = [Watch(Layout(rank, 2, rank, 2), "", store) for rank in range(2)]
+    watches = [FailureWatch(Layout(rank, 2, rank, 2), "", store) for rank in range(2)]
     yield store, *watches
     for each in reversed(watches):
         each.leave()
@@ -57,7 +57,7 @@ def test_a_reason_reaches_the_others_and_not_oneself(pair, failing):
 
 def test_only_the_first_failure_is_told():
     store = dist.HashStore()
-    watches = [Watch(Layout(rank, 3, rank, 3), "", store) for rank in range(3)]
+    watches = [FailureWatch(Layout(rank, 3, rank, 3), "", store) for rank in range(3)]
     watches[2].report(BurnishError("the cause"))
     assert watches[1].failure(5).rank == 2
     watches[1].report(BurnishError("a consequence"))
@@ -100,7 +100,7 @@ def test_a_relay_out_of_reach_is_an_error_that_names_it():
     port = free_port()
     store.set("watch", f'{{"address": "127.0.0.1", "port": {port}, "host": "h", "pid": 1}}')
     with pytest.raises(BurnishError, match=rf"rank 1 cannot connect to rank 0\n.*{port}"):
-        Watch(Layout(1, 2, 1, 2), "", store)
+        FailureWatch(Layout(1, 2, 1, 2), "", store)
 
 
 def test_a_lone_process_watches_nobody():
@@ -148,7 +148,8 @@ def test_a_killed_rank_is_named_by_all_others_within_seconds():
     for rank in (0, 2):
         assert f"BurnishError: rank 1 (host {socket.gethostname()}, pid " in failures[rank]
         assert (
-            f"died while rank {rank} was in tests.parallel.test_watch._all_reduce" in failures[rank]
+            f"died while rank {rank} was in tests.distributed.test_failure_watch._all_reduce"
+            in failures[rank]
         )
 
 
@@ -213,7 +214,8 @@ def test_forked_children_do_not_keep_a_dead_rank_alive(tmp_path):
     printed = (tmp_path / "stderr").read_text()
     assert "burnish: rank 1 (host" in printed
     assert (
-        "died while rank 0 was in tests.parallel.test_watch._child_holds_the_connection" in printed
+        "died while rank 0 was in tests.distributed.test_failure_watch._child_holds_the_connection"
+        in printed
     )
     assert "most recent call first" in printed
 

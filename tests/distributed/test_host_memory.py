@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.distributed import host_memory as arenas
-from burnish.distributed.host_memory import Arena
+from burnish.distributed import host_memory
+from burnish.distributed.host_memory import Arena, pin
 from burnish.errors import BurnishError
 
 CPU = torch.device("cpu")
@@ -36,10 +36,10 @@ def test_steps_that_are_alike_take_no_more_and_soon_have_one_piece() -> None:
     for _ in range(2):
         held = [arena.take(size) for size in sizes]
         after_first = arena.held
-        assert arena.pieces <= len(sizes)
+        assert arena.regions <= len(sizes)
         del held
     held = [arena.take(size) for size in sizes]
-    assert arena.pieces == 1
+    assert arena.regions == 1
     assert arena.held <= after_first
     assert held[0].data_ptr() % 64 == 0
 
@@ -61,7 +61,7 @@ def test_neighbours_that_come_back_are_one_gap() -> None:
     del parts[3], parts[0]
     del parts[1]
     first = arena.take(LEAST // 2)
-    assert arena.pieces == 1
+    assert arena.regions == 1
     assert first.data_ptr() > parts[0].data_ptr()
 
 
@@ -79,9 +79,9 @@ def test_what_was_pinned_is_unpinned_once_when_its_last_view_has_gone(
         known.append(memory.data_ptr())
         return True
 
-    monkeypatch.setattr(arenas, "pin", pin)
-    monkeypatch.setattr(arenas, "unpin", lambda memory: known.remove(memory.data_ptr()))
-    monkeypatch.setattr(arenas, "synchronize", lambda device: None)
+    monkeypatch.setattr(host_memory, "pin", pin)
+    monkeypatch.setattr(host_memory, "unpin", lambda memory: known.remove(memory.data_ptr()))
+    monkeypatch.setattr(host_memory, "synchronize", lambda device: None)
     arena = Arena(torch.device("cuda"), LEAST)
     held = [arena.take(LEAST) for _ in range(3)]
     assert len(known) == 3
@@ -104,3 +104,26 @@ def test_a_free_piece_that_is_too_small_gives_way_to_one_that_is_not() -> None:
         assert arena.held == LEAST + size
         del passing
     assert kept.numel() == LEAST
+
+
+class Runtime:
+    """Answers with what it is given."""
+
+    def __init__(self, answer: int) -> None:
+        self.answer = answer
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        return self.answer
+
+
+@pytest.mark.parametrize(("answer", "forgotten"), [(0, 0), (712, 1)])
+def test_the_error_of_a_refusal_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, answer: int, forgotten: int
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(host_memory, "_runtime", lambda: Runtime(answer))
+    monkeypatch.setattr(host_memory, "_forget_error", lambda: calls.append(None))
+    assert pin(torch.zeros(8)) is (answer == 0)
+    assert len(calls) == forgotten
+    assert not pin(torch.zeros(0))
+    assert len(calls) == forgotten

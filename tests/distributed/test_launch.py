@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from burnish.config.schema import DistributedConfig
-from burnish.distributed.launch import launch
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import launch
 from burnish.errors import UsageError
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
@@ -21,7 +21,7 @@ SCRIPT = """
 import json, os, signal, sys, time
 import torch, torch.distributed as dist
 from burnish.config.schema import DistributedConfig
-from burnish.distributed.launch import launch
+from burnish.distributed.processes import launch
 
 def work(layout, device):
     total = torch.tensor([layout.rank + 1])

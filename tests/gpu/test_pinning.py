@@ -6,7 +6,7 @@ import pytest
 import torch
 from devices import CUDA, on_gpu
 
-from burnish.distributed.pinning import pin, unpin
+from burnish.distributed.host_memory import pin, unpin
 
 
 @pytest.mark.parametrize("device", [pytest.param(CUDA, id="cuda", marks=on_gpu)])
