@@ -23,7 +23,7 @@ from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.transfer import accelerator_of
 from burnish.checkpoint.save import Contents, ModelContents
-from burnish.distributed import pinning
+from burnish.distributed import host_memory
 
 _ALIGN = 64
 
@@ -131,7 +131,7 @@ class Memory:
             mapped = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
             self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         if pin and not self._pinned:
-            self._pinned = pinning.pin(self._bytes)
+            self._pinned = host_memory.pin(self._bytes)
         return self._bytes[:size]
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class Memory:
 
     def _release(self) -> None:
         if self._pinned:
-            pinning.unpin(self._bytes)
+            host_memory.unpin(self._bytes)
             self._pinned = False
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
