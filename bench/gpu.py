@@ -48,8 +48,8 @@ from burnish.config.schema import RunConfig
 from burnish.distributed.device import peak_flops, peak_memory, reset_peak_memory
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
-from burnish.models.counting import count_flops
 from burnish.models.flops import Passed
+from burnish.models.meta_init import count_flops
 from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner
 from burnish.plan.shape import PlannedModel

@@ -50,9 +50,9 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.engines.base import Engine, Part
 from burnish.engines.factory import make_engine, make_frozen
-from burnish.models.counting import count_flops
+from burnish.models.loading import FreshSource
 from burnish.models.lora.adapter import FreshAdapter
-from burnish.models.sources import FreshSource
+from burnish.models.meta_init import count_flops
 from burnish.models.value_head import value_config
 from burnish.plan.accuracy import TABLE, Measured, measured_table, planned
 from burnish.records import Batch, Example, Request

@@ -37,7 +37,7 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
 from burnish.engines.factory import make_engine
 from burnish.engines.optim.optimizer import local
-from burnish.models.counting import count_flops
+from burnish.models.meta_init import count_flops
 from burnish.records import Example
 
 NAME = "imagined"

@@ -36,8 +36,8 @@ from bench.words import model_config, sentence, write_tokenizer
 from burnish.config.schema import RunConfig
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
-from burnish.models.counting import count_flops
 from burnish.models.flops import Passed
+from burnish.models.meta_init import count_flops
 
 LR = 1e-5
 SHORTEST, LONGEST = 32, 1024

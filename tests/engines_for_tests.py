@@ -14,7 +14,7 @@ from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.layout import Layout
 from burnish.engines import factory as making
 from burnish.engines.base import Engine, Part
-from burnish.models.sources import SafetensorsSource
+from burnish.models.loading import SafetensorsSource
 
 OPTIM = OptimConfig(betas=BETAS, weight_decay=0.1)
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from burnish.config.schema import LoraConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
-from burnish.models.counting import count_flops
+from burnish.models.meta_init import count_flops
 from burnish.records import Completion, Example, Request
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.generator import BuiltinGenerator

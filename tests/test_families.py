@@ -3,8 +3,7 @@ from tiny import FAMILIES as TINY
 from tiny import tiny_config
 
 from burnish.families import FAMILIES, ModelShape, family_of, names_of
-from burnish.models.counting import count_flops
-from burnish.models.meta_init import build_on_meta
+from burnish.models.meta_init import build_on_meta, count_flops
 
 
 def test_the_table_has_exactly_the_families_that_tests_train():

@@ -35,11 +35,10 @@ from burnish.distributed.processes import launch
 from burnish.engines.base import Engine, LossFn, Part
 from burnish.engines.factory import make_engine, settings_beside
 from burnish.errors import BurnishError
-from burnish.models.counting import count_flops
+from burnish.models.loading import FreshSource
 from burnish.models.lora.adapter import Adapter
-from burnish.models.meta_init import plain_model
+from burnish.models.meta_init import count_flops, plain_model
 from burnish.models.names import is_matrix, model_shards, regions
-from burnish.models.sources import FreshSource
 from burnish.models.value_head import has_value_head
 from burnish.records import Batch, Example, MicroBatch, TokenOutputs
 from burnish.records.seeds import derive_seed

@@ -7,7 +7,7 @@ sliding window. Training costs three forward passes: the backward pass computes 
 each one of the forward. Recomputation is not counted: these are the operations of the model, not of
 an implementation (PaLM, arXiv 2204.02311, appendix B). What is not computed is not counted either: beginnings that
 sequences share, but for the first, and the output layer's for tokens that nobody scores. Norms, activations, softmax
-and embedding look-ups are left out. So is where the numbers come from: `burnish.models.counting` reads them off a model,
+and embedding look-ups are left out. So is where the numbers come from: `burnish.models.meta_init` reads them off a model,
 `burnish.plan.shape` off a config.json, without torch.
 """
 
@@ -34,7 +34,7 @@ class Passed:
     """What went through a model."""
 
     tokens: int = 0
-    """Through the matrices of its layers: a token once, where sequences begin alike (`burnish.models.prefixes`)."""
+    """Through the matrices of its layers: a token once, where sequences begin alike (`burnish.models.packing`)."""
     predictions: int = 0
     """Through the output layer."""
     attended: tuple[int, ...] = ()

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     GenerationConfig,
@@ -23,13 +28,21 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from burnish.boxes.shards import ShardSource
+from burnish.boxes.box import Box, flat_runs
+from burnish.boxes.shards import Shard, ShardSource, TensorSpec
 from burnish.config.schema import ModelConfig
-from burnish.errors import IncompatibleError, MissingError, UsageError
-from burnish.models.meta_init import build_on_meta, fill_buffers, materialize
-from burnish.models.names import tensor_specs, tied_names
-from burnish.models.sources import FreshSource, PartlyFresh, SafetensorsSource
+from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError, few
+from burnish.files.safetensors import TensorEntry, read_header, weight_files
+from burnish.models.meta_init import (
+    build_on_meta,
+    fill_buffers,
+    initialized_copy,
+    materialize,
+    owned_modules,
+)
+from burnish.models.names import Region, regions, tensor_specs, tied_names
 from burnish.models.value_head import has_value_head
+from burnish.records.seeds import derive_seed
 
 __all__ = [
     "FreshSource",
@@ -198,3 +211,242 @@ def _json_object(path: Path, setting: str) -> dict[str, Any]:
             do=f"correct the file that {setting} names",
         )
     return values
+
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""Dtypes that weights and buffers are read from."""
+
+_BUFFER_BYTES = 16 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class SafetensorsSource:
+    """The weights of a Hugging Face model directory; a `ShardSource`.
+
+    `tied` gives, for names that a checkpoint may also use, the canonical one (`tied_names(model)`),
+    so that a checkpoint may hold a tied weight under either name or both. Opening reads headers
+    only. Raises `MissingError` for a directory without safetensors or with one of them missing, and
+    `CorruptError` for a file that is not what it says.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], tied: Mapping[str, str] | None = None
+    ) -> None:
+        self.directory = Path(directory)
+        self._tied = dict(tied or {})
+        self._entries = _read_headers(self.directory)
+
+    def check(self, specs: Iterable[TensorSpec]) -> list[str]:
+        """Compare with the whole list of a model's tensors, before any of them is read.
+
+        Returns the names that the model has no use for, and logs them. Raises as `fill` does.
+        """
+        wanted = {spec.name for spec in map(self._checked, specs)}
+        extra = [
+            name
+            for name in self._entries
+            if name not in wanted and self._tied.get(name) not in wanted
+        ]
+        if extra:
+            _log.warning(
+                "%s holds %d tensors that the model has no use for: %s",
+                self.directory,
+                len(extra),
+                few(extra),
+            )
+        return extra
+
+    def fill(self, shards: Iterable[Shard]) -> None:
+        """Read each shard's own bytes; see `ShardSource.fill`. Holds one 16 MiB buffer."""
+        buffer = memoryview(bytearray(_BUFFER_BYTES))
+        with ExitStack() as open_files:
+            handles: dict[Path, int] = {}
+            for shard in shards:
+                self._checked(shard.spec)
+                path, entry = self._find(shard.spec.name)
+                if path not in handles:
+                    handles[path] = os.open(path, os.O_RDONLY)
+                    open_files.callback(os.close, handles[path])
+                for box, tensor in _contiguous(shard.box, shard.tensor.detach()):
+                    _Reader(path, handles[path], entry, buffer).fill(box, tensor)
+
+    def _find(self, name: str) -> tuple[Path, TensorEntry]:
+        names = [name, *(alias for alias, kept in self._tied.items() if kept == name)]
+        for candidate in names:
+            if candidate in self._entries:
+                return self._entries[candidate]
+        raise MissingError(
+            f"{self.directory} has no tensor {name}",
+            have=few(list(self._entries)),
+            want=" or ".join(names),
+            do="check that the directory belongs to this model type",
+        )
+
+    def _checked(self, spec: TensorSpec) -> TensorSpec:
+        path, entry = self._find(spec.name)
+        if entry.shape != spec.shape:
+            raise IncompatibleError(
+                f"tensor {entry.name} in {path} has another shape than the model's",
+                have=entry.shape,
+                want=spec.shape,
+                do="use the config.json that belongs to these weights",
+            )
+        if entry.dtype not in TORCH_DTYPES:
+            raise IncompatibleError(
+                f"tensor {entry.name} in {path} has a dtype that Burnish does not train from",
+                have=entry.dtype,
+                want=", ".join(TORCH_DTYPES),
+                do="dequantize the model first",
+            )
+        return spec
+
+
+class _Reader:
+    """Reads parts of one tensor of one open file."""
+
+    def __init__(self, path: Path, handle: int, entry: TensorEntry, buffer: memoryview) -> None:
+        self.path, self.handle, self.entry, self.buffer = path, handle, entry, buffer
+        self.dtype = TORCH_DTYPES[entry.dtype]
+
+    def fill(self, box: Box, tensor: Tensor) -> None:
+        """Write the box's elements into a contiguous tensor, converting to its dtype."""
+        # A single element may have any stride and be contiguous all the same; `view` would keep it.
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        direct = tensor.device.type == "cpu" and tensor.dtype == self.dtype
+        done = 0
+        for start, count in flat_runs(self.entry.shape, box):
+            part = flat[done : done + count]
+            if direct:
+                self._read(memoryview(part.view(torch.uint8).numpy().data), start)
+            else:
+                self._convert(part, start)
+            done += count
+
+    def _convert(self, part: Tensor, start: int) -> None:
+        step = len(self.buffer) // self.dtype.itemsize
+        for first in range(0, len(part), step):
+            count = min(step, len(part) - first)
+            raw = self.buffer[: count * self.dtype.itemsize]
+            self._read(raw, start + first)
+            part[first : first + count].copy_(torch.frombuffer(raw, dtype=self.dtype))
+
+    def _read(self, target: memoryview, start: int) -> None:
+        """Read elements from `start` (counted in the tensor) until the target is full."""
+        position = self.entry.begin + start * self.dtype.itemsize
+        while target:
+            got = os.preadv(self.handle, [target], position)
+            if got == 0:
+                raise CorruptError(
+                    f"{self.path} ended in the middle of tensor {self.entry.name}",
+                    have=f"{position} bytes",
+                    want=f"{self.entry.end} bytes",
+                )
+            position += got
+            target = target[got:]
+
+
+class FreshSource:
+    """Random first weights, as the model family itself draws them; a `ShardSource`.
+
+    Each module's values come from a generator of its own, seeded with the run's seed and the
+    module's name, so they do not depend on the number of ranks. One module is held at a time.
+    """
+
+    def __init__(self, hf_config: PretrainedConfig, seed: int) -> None:
+        self._model = build_on_meta(hf_config)
+        self._seed = seed
+        self._regions = {region.name: region for region in regions(self._model)}
+        self._modules = {
+            name: (module, owner) for name, module, owner in owned_modules(self._model)
+        }
+
+    def fill(self, shards: Iterable[Shard]) -> None:
+        """Draw each shard's values; see `ShardSource.fill`. Shards of one module should come together."""
+        current: str | None = None
+        values: dict[str, Tensor] = {}
+        for shard in shards:
+            region = self._region(shard.spec)
+            module_name = region.parameter.rpartition(".")[0]
+            if module_name != current:
+                values.clear()
+                current, values = module_name, self._draw(module_name)
+            whole = values[region.parameter][region.box.slices].view(region.shape)
+            shard.tensor.detach().copy_(whole[shard.box.slices])
+
+    def _region(self, spec: TensorSpec) -> Region:
+        region = self._regions.get(spec.name)
+        if region is None:
+            raise MissingError(
+                f"the model has no tensor {spec.name}", have=few(list(self._regions))
+            )
+        if region.shape != spec.shape:
+            raise IncompatibleError(
+                f"tensor {spec.name} has another shape than the model's",
+                have=region.shape,
+                want=spec.shape,
+            )
+        return region
+
+    def _draw(self, module_name: str) -> dict[str, Tensor]:
+        module, owner = self._modules[module_name]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(self._seed, "init", module_name))
+            made = initialized_copy(module, owner)
+        values: dict[str, Tensor] = {}
+        for key, value in (*made.named_parameters(), *made.named_buffers()):
+            name = f"{module_name}.{key}" if module_name else key
+            if value.is_floating_point() and bool(value.isnan().any()):
+                raise IncompatibleError(
+                    f"{type(self._model).__name__} does not say how {name} is initialized",
+                    want="a model whose _init_weights fills it",
+                    do="start from a directory with weights: set model.path",
+                )
+            values[name] = value.detach()
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class PartlyFresh:
+    """A `ShardSource` of weights that are there, and of others that are drawn."""
+
+    there: ShardSource
+    """Gives all but the following."""
+    fresh: FreshSource
+    """Draws them."""
+    names: frozenset[str]
+    """Which tensors are drawn."""
+
+    def fill(self, shards: Iterable[Shard]) -> None:
+        """See `ShardSource.fill`."""
+        shards = list(shards)
+        self.there.fill(shard for shard in shards if shard.spec.name not in self.names)
+        self.fresh.fill(shard for shard in shards if shard.spec.name in self.names)
+
+
+def _read_headers(directory: Path) -> dict[str, tuple[Path, TensorEntry]]:
+    entries: dict[str, tuple[Path, TensorEntry]] = {}
+    for path in weight_files(directory):
+        for name, entry in read_header(path).entries.items():
+            if name in entries:
+                raise CorruptError(
+                    f"tensor {name} is in two files of {directory}",
+                    have=f"{entries[name][0].name} and {path.name}",
+                )
+            entries[name] = (path, entry)
+    return entries
+
+
+def _contiguous(box: Box, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """The shard in parts whose memory is contiguous: itself, or its rows, or theirs."""
+    if tensor.is_contiguous():
+        yield box, tensor
+        return
+    rest = (box.offsets[1:], box.sizes[1:])
+    for row in range(box.sizes[0]):
+        for part, memory in _contiguous(Box(*rest), tensor[row]):
+            yield Box((box.offsets[0] + row, *part.offsets), (1, *part.sizes)), memory

@@ -9,7 +9,9 @@ a backbone with a value head.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import cast
 
 import torch
 from torch import nn
@@ -23,8 +25,10 @@ from transformers.initialization import guard_torch_init_functions
 
 from burnish.errors import IncompatibleError
 from burnish.families import SIZE_FIELDS, ModelSizes, family_of
+from burnish.models.flops import AttentionCost, ModelFlops
 from burnish.models.kernels.attention import IMPLEMENTATION
 from burnish.models.kernels.fused import fuse
+from burnish.models.names import is_matrix
 from burnish.models.value_head import has_value_head, value_class
 
 _REFUSED_FIELDS = ("attn_logit_softcapping", "attention_chunk_size")
@@ -228,3 +232,64 @@ def initialized_copy(module: nn.Module, owner: PreTrainedModel, weights: str = "
 def _undefined(like: torch.Tensor, device: str) -> torch.Tensor:
     value = torch.nan if like.is_floating_point() else 0
     return torch.full(like.shape, value, dtype=like.dtype, device=device)
+
+
+_EXPERT = re.compile(r"(^|\.)experts(\.|$)")
+
+
+def count_flops(hf_config: PretrainedConfig) -> ModelFlops:
+    """The operations of a model of this configuration, counted from one built without memory."""
+    model = build_on_meta(hf_config)
+    text = hf_config.get_text_config()
+    head = model.get_output_embeddings()
+    return ModelFlops(
+        per_token=2.0 * sum(_active_weights(model, text)),
+        attention=tuple(_attention_costs(model, text)),
+        head=2.0 * head.weight.numel() if isinstance(head, nn.Linear) else 0.0,
+    )
+
+
+def _active_weights(model: nn.Module, config: PretrainedConfig) -> Iterator[float]:
+    """Elements of each weight matrix that one token is multiplied with (a tied head counts, embeddings do not)."""
+    chosen = getattr(config, "num_experts_per_tok", None)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for own, parameter in module.named_parameters(recurse=False):
+            if not is_matrix(f"{name}.{own}", parameter.ndim):
+                continue
+            share = 1.0
+            if chosen is not None and _EXPERT.search(name):
+                share = chosen / _experts(config, parameter.shape)
+            yield parameter.numel() * share
+
+
+def _experts(config: PretrainedConfig, shape: tuple[int, ...]) -> int:
+    """How many experts there are: the first dim of a fused weight, the configuration's number otherwise."""
+    if len(shape) == 3:
+        return shape[0]
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((n for n in (getattr(config, name, None) for name in names) if n), 1)
+
+
+def _attention_costs(model: nn.Module, config: PretrainedConfig) -> Iterator[AttentionCost]:
+    heads: int = config.num_attention_heads
+    attentions = [module for module in model.modules() if hasattr(module, "is_causal")]
+    for position, module in enumerate(attentions):
+        # Latent attention (DeepSeek's) has queries and values of different widths; GPT-NeoX has a name of its own.
+        names = ("qk_head_dim", "head_dim", "head_size")
+        widths = (getattr(module, name, None) for name in names)
+        query = next((width for width in widths if width), config.hidden_size // heads)
+        value = getattr(module, "v_head_dim", None) or query
+        window = _window(module, config, getattr(module, "layer_idx", position))
+        yield AttentionCost(2 * heads * (query + value), window)
+
+
+def _window(module: nn.Module, config: PretrainedConfig, index: int) -> int | None:
+    """The layer's own window; where layers do not say (Mistral), the configuration's."""
+    if hasattr(module, "sliding_window"):
+        return cast("int | None", module.sliding_window)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and kinds[index] != "sliding_attention":
+        return None
+    return cast("int | None", getattr(config, "sliding_window", None))

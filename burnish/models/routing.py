@@ -34,8 +34,7 @@ from burnish.distributed.autograd import join, uncompiled
 from burnish.errors import IncompatibleError, UsageError
 from burnish.families import family_of, layers_with_experts, names_of
 from burnish.models.kernels.ulysses import Deal
-from burnish.models.prefixes import PrefixTree
-from burnish.models.rows import Indices, on_device
+from burnish.models.packing import Indices, PrefixTree, on_device
 
 _LEAST = 1e-30
 # Of a sum of probabilities to divide by: experts of no probability get no weight, and a finite gradient.

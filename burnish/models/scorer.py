@@ -19,13 +19,11 @@ from burnish.families import family_of, names_of
 from burnish.models.flops import Passed
 from burnish.models.kernels.attention import Attends, PackedLayout
 from burnish.models.kernels.ulysses import ALL_TOKENS, Division, Joined
-from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
+from burnish.models.logprobs import LogitTransform, LogprobOptions, VocabularyPart, token_logprobs
 from burnish.models.meta_init import position_limit
-from burnish.models.prefixes import PrefixTree
+from burnish.models.packing import PrefixTree, RowMap, on_device
 from burnish.models.routing import Routers, Routing, TokenRows
-from burnish.models.rows import RowMap, on_device
 from burnish.models.value_head import has_value_head, state_values, value_head
-from burnish.models.vocabulary import VocabularyPart
 from burnish.records import TokenOutputs
 
 _log = logging.getLogger(__name__)
@@ -110,7 +108,7 @@ class Scorer(nn.Module):
 class ScoringPlan:
     """What one forward pass over packed sequences computes on this rank, with its tensors where the model is.
 
-    Of T tokens some are computed (see `burnish.models.prefixes`), C of them on this rank, and some
+    Of T tokens some are computed (see `burnish.models.packing`), C of them on this rank, and some
     predictions are scored, N of them on this rank.
     """
 

@@ -11,8 +11,8 @@ from burnish.algorithms.value_loss import value_loss_fn
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.engines.factory import settings_beside
-from burnish.models.counting import count_flops
 from burnish.models.loading import read_model_config, require_embeddings, value_source
+from burnish.models.meta_init import count_flops
 from burnish.models.value_head import value_config
 from burnish.records import Batch
 from burnish.tracking.stats import Stats

@@ -30,9 +30,9 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, Part
 from burnish.engines.factory import make_frozen
 from burnish.errors import IncompatibleError
-from burnish.models.counting import count_flops
 from burnish.models.flops import ModelFlops
 from burnish.models.loading import read_model_config, require_embeddings, weights_source
+from burnish.models.meta_init import count_flops
 from burnish.models.value_head import has_value_head
 from burnish.records import Example, Rollout, TokenIds
 

@@ -23,7 +23,6 @@ from burnish.engines import factory as making
 from burnish.engines.base import Engine, Part, compute_dtype
 from burnish.errors import IncompatibleError, UsageError
 from burnish.files.urls import is_url
-from burnish.models.counting import count_flops
 from burnish.models.flops import ModelFlops, Passed
 from burnish.models.loading import (
     generation_config,
@@ -34,7 +33,7 @@ from burnish.models.loading import (
 )
 from burnish.models.lora.adapter_sources import first_adapter
 from burnish.models.lora.record import AdapterRecord
-from burnish.models.meta_init import kept_in_fp32
+from burnish.models.meta_init import count_flops, kept_in_fp32
 from burnish.models.routing import require_routers
 from burnish.models.value_head import has_value_head
 from burnish.rewards.overview import Complaints

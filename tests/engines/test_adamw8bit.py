@@ -25,9 +25,8 @@ from burnish.engines.optim.adamw import SLOTS
 from burnish.engines.optim.adamw8bit import BLOCK, SCALES, AdamW8bit, scale_regions
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import UsageError, install
-from burnish.models.cuts import Cut, cut_regions
-from burnish.models.names import Region
-from burnish.models.sources import SafetensorsSource
+from burnish.models.loading import SafetensorsSource
+from burnish.models.names import Cut, Region, cut_regions
 
 CPU = torch.device("cpu")
 OPTIM = OptimConfig(kind="adamw8bit", betas=(0.9, 0.95), weight_decay=0.1)

@@ -12,8 +12,8 @@ from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.distributed.processes import process_group
 from burnish.engines.base import Part
 from burnish.engines.torch.torch_engine import TorchEngine
+from burnish.models.loading import FreshSource
 from burnish.models.names import is_matrix
-from burnish.models.sources import FreshSource
 
 CPU = torch.device("cpu")
 SHAPE = {

@@ -38,11 +38,11 @@ from burnish.engines.torch.compatibility import require_fitting
 from burnish.engines.torch.tensor_parallel import share_matrices
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError, UsageError
+from burnish.models.loading import FreshSource
 from burnish.models.lora.adapter import Adapter
 from burnish.models.meta_init import build_on_meta
 from burnish.models.names import model_shards, regions
 from burnish.models.scorer import Scorer
-from burnish.models.sources import FreshSource
 from burnish.models.value_head import value_config
 from burnish.records import MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats

@@ -35,8 +35,8 @@ from burnish.distributed.processes import process_group
 from burnish.engines.base import Part
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import BurnishError
+from burnish.models.loading import FreshSource, SafetensorsSource
 from burnish.models.lora.adapter import FreshAdapter
-from burnish.models.sources import FreshSource, SafetensorsSource
 from burnish.tracking.stats import Stats
 
 EACH_TENSOR = {

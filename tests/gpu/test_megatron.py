@@ -19,7 +19,7 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
 from burnish.engines.megatron.layers import transformer_engine
 from burnish.engines.megatron.megatron_engine import MegatronEngine
-from burnish.models.sources import SafetensorsSource
+from burnish.models.loading import SafetensorsSource
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe"]
 pytestmark = pytest.mark.parametrize(

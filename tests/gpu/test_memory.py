@@ -21,7 +21,7 @@ from burnish.distributed.device import total_memory
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
 from burnish.engines.torch.torch_engine import TorchEngine
-from burnish.models.sources import SafetensorsSource
+from burnish.models.loading import SafetensorsSource
 
 
 def allocated(device: torch.device) -> int:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from burnish.models.kernels.blocks import plan_blocks
+from burnish.models.kernels.attention import plan_blocks
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_config
 
-from burnish.models.cuts import Cut, cut_regions
 from burnish.models.meta_init import build_on_meta
-from burnish.models.names import regions
+from burnish.models.names import Cut, cut_regions, regions
 
 SIZES = st.integers(1, 12)
 

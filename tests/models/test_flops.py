@@ -6,8 +6,8 @@ from tiny import FAMILIES, MIXTURES, VOCAB, tiny_config, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from burnish.models.counting import count_flops
 from burnish.models.flops import Passed, pairs
+from burnish.models.meta_init import count_flops
 from burnish.models.scorer import Scorer, ScoringPlan
 
 LENGTH = 23

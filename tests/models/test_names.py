@@ -9,10 +9,10 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from burnish.errors import IncompatibleError
+from burnish.models.loading import FreshSource
 from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import model_shards, regions, tensor_specs, tied_names
 from burnish.models.scorer import Scorer, ScoringPlan
-from burnish.models.sources import FreshSource
 
 OTHERS = {
     "olmoe": {"num_experts": 3, "num_experts_per_tok": 2},

@@ -20,7 +20,7 @@ from burnish.errors import IncompatibleError, UsageError
 from burnish.models.kernels.ulysses import Deal
 from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import model_shards
-from burnish.models.prefixes import PrefixTree
+from burnish.models.packing import PrefixTree
 from burnish.models.routing import (
     Balance,
     Routers,

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.models.rows import RowMap, select_rows
+from burnish.models.packing import RowMap, select_rows
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.errors import CorruptError, IncompatibleError, MissingError
+from burnish.models.loading import FreshSource, SafetensorsSource
 from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import model_shards, tensor_specs, tied_names
-from burnish.models.sources import FreshSource, SafetensorsSource
 
 CPU = torch.device("cpu")
 

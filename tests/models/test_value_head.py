@@ -20,10 +20,15 @@ from burnish.distributed.processes import process_group
 from burnish.engines.base import Part
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError
-from burnish.models.loading import read_model_config, save_model_assets, value_source
+from burnish.models.loading import (
+    FreshSource,
+    SafetensorsSource,
+    read_model_config,
+    save_model_assets,
+    value_source,
+)
 from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import model_shards, tensor_specs
-from burnish.models.sources import FreshSource, SafetensorsSource
 from burnish.models.value_head import has_value_head, state_values, value_class, value_config
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats

@@ -9,9 +9,8 @@ from burnish.config.schema import LoraConfig
 from burnish.engines.torch.tensor_parallel import _layer_cuts, layer_plan
 from burnish.errors import IncompatibleError, UsageError
 from burnish.families import FAMILIES
-from burnish.models.counting import count_flops
 from burnish.models.lora.adapter import Adapter
-from burnish.models.meta_init import build_on_meta
+from burnish.models.meta_init import build_on_meta, count_flops
 from burnish.plan.shape import PlannedModel
 
 LEAST = (

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from burnish.engines.megatron.attention import Packing
 from burnish.models.kernels.fused import rotation_of
-from burnish.models.logprobs import LogprobOptions, token_logprobs
+from burnish.models.logprobs import LogprobOptions, VocabularyPart, token_logprobs
 from burnish.models.routing import Routing
 from burnish.models.scorer import ScoringPlan
 from burnish.models.value_head import state_values
-from burnish.models.vocabulary import VocabularyPart
 from burnish.records import TokenOutputs
 
 

@@ -5,7 +5,7 @@ They and the moments beside them are decomposed into boxes of the checkpoint's t
 view of Megatron's own memory. Nothing is gathered to save, and after filling Megatron's own
 all-gather carries the weights to the model, as after a step.
 
-Left out: what saves and loads (`burnish.checkpoint`, `burnish.models.sources`), optimizers that keep
+Left out: what saves and loads (`burnish.checkpoint`, `burnish.models.loading`), optimizers that keep
 their fp32 weights to themselves.
 """
 

@@ -21,8 +21,7 @@ from burnish.boxes.box import Box
 from burnish.config.schema import OptimConfig
 from burnish.engines.optim.adamw import SLOTS
 from burnish.errors import UsageError, install
-from burnish.models.cuts import Cut
-from burnish.models.names import Region
+from burnish.models.names import Cut, Region
 
 BLOCK = 256
 """Neighbours in a row that share a scale."""

@@ -26,7 +26,7 @@ from burnish.distributed.mesh import Mesh
 from burnish.engines.torch.activation_offload import ActivationOffload
 from burnish.engines.torch.compilation import compile_layers
 from burnish.engines.torch.tensor_parallel import share_matrices
-from burnish.models.cuts import Cut
+from burnish.models.names import Cut
 from burnish.models.scorer import Scorer
 
 CheckpointKind = Literal["none", "full", "selective"]

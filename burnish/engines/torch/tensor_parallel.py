@@ -25,10 +25,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.distributed.autograd import gather_rows, scatter_sums
 from burnish.errors import IncompatibleError, UsageError
-from burnish.models.cuts import Cut
+from burnish.models.logprobs import VocabularyPart
 from burnish.models.lora.adapter_names import adapted_parameters, plain_parameter
+from burnish.models.names import Cut
 from burnish.models.scorer import Scorer
-from burnish.models.vocabulary import VocabularyPart
 
 _STYLES: Mapping[str, tuple[int, int]] = {
     "colwise": (-2, 1),

@@ -30,13 +30,12 @@ from burnish.engines.torch.activation_offload import ActivationOffload
 from burnish.engines.torch.compatibility import require_fitting
 from burnish.engines.torch.gradients import norm_over, sum_over
 from burnish.engines.torch.parallelize import parallelize
-from burnish.models.cuts import cut_regions
 from burnish.models.flops import Passed
 from burnish.models.kernels.liger import liger_kernels, use_kernels
 from burnish.models.kernels.ulysses import Division
 from burnish.models.lora.adapter import Adapter
 from burnish.models.meta_init import build_on_meta, materialize
-from burnish.models.names import model_shards, regions
+from burnish.models.names import cut_regions, model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats

@@ -14,7 +14,7 @@ most processors, and twice as fast as MKL's on AMD's; with AMX their factors are
 flash attention are on accelerators. There torch's own kernel is as exact and twice as fast forward, and is what runs forward; backward
 it is slower and up to three times less exact.
 
-Left out: other dtypes, sequences of different lengths (`burnish.models.kernels.blocks`), and other devices, which have kernels for this.
+Left out: other dtypes, sequences of different lengths (`burnish.models.kernels.attention`), and other devices, which have kernels for this.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from burnish.distributed.autograd import join, swap
 from burnish.models.kernels.attention import Attends
-from burnish.models.rows import Indices
+from burnish.models.packing import Indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)

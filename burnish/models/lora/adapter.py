@@ -29,7 +29,6 @@ from burnish.boxes.transfer import Transfer
 from burnish.config.schema import LoraConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, UsageError, install
-from burnish.models.cuts import Cut, cut_regions
 from burnish.models.lora.adapter_names import (
     PREFIX,
     adapted_parameters,
@@ -41,7 +40,7 @@ from burnish.models.lora.adapter_names import (
 )
 from burnish.models.lora.experts import AdaptedExperts, expert_parameters
 from burnish.models.lora.merge import by_expert, changes, gathered
-from burnish.models.names import Region, model_shards, regions
+from burnish.models.names import Cut, Region, cut_regions, model_shards, regions
 from burnish.records.seeds import derive_seed
 
 _NAME = "default"

@@ -13,11 +13,11 @@ from burnish.config.schema import ModelConfig
 from burnish.errors import IncompatibleError, few
 from burnish.files.safetensors import model_digest
 from burnish.files.strict_json import parse_json
+from burnish.models.loading import SafetensorsSource
 from burnish.models.lora.adapter import Adapter, FreshAdapter
 from burnish.models.lora.adapter_names import ADAPTER_CONFIG, ADAPTER_STATE, BASE_PATH
 from burnish.models.lora.record import AdapterRecord
 from burnish.models.meta_init import build_on_meta
-from burnish.models.sources import SafetensorsSource
 
 _STATE = "state.json"
 # Of a run's step, beside `model/`, which is the adapter.

@@ -28,7 +28,7 @@ from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.errors import IncompatibleError, MissingError
 from burnish.files.safetensors import weight_files
 from burnish.files.storage import LocalStorage
-from burnish.models.sources import SafetensorsSource
+from burnish.models.loading import SafetensorsSource
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},

@@ -29,7 +29,7 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
 from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.files.storage import Bytes, Closing, File, LocalStorage
-from burnish.models.sources import FreshSource
+from burnish.models.loading import FreshSource
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp 2": {},
