@@ -109,7 +109,7 @@ def test_one_length_copies_nothing(lengths, monkeypatch):
         seen.extend([query, key, value])
         return scaled_dot_product_attention(query, key, value, **options)
 
-    monkeypatch.setattr("burnish.models.kernels.blocks.scaled_dot_product_attention", watched)
+    monkeypatch.setattr("burnish.models.kernels.attention.scaled_dot_product_attention", watched)
     plan.attend(rows, 1.0, None)
     assert [part.data_ptr() for part in seen] == [part.data_ptr() for part in rows]
 
