@@ -17,8 +17,8 @@ from burnish.config.check import Command
 from burnish.config.problems import Problem, refusal
 from burnish.config.room import room_for_prompts
 from burnish.config.schema import DataConfig, RunConfig
+from burnish.data.columns import MissingColumn, answer_column, example_format, prompt_column
 from burnish.data.peek import Columns, columns_of, has_column
-from burnish.data.shapes import Lack, answer_column, example_shape, prompt_column
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, few
 from burnish.files.safetensors import read_header, weight_files
 from burnish.files.urls import is_url
@@ -160,12 +160,12 @@ def _columns(path: str, data: DataConfig, *, prompts: bool) -> None:
     )
 
 
-def _lack(columns: Columns, data: DataConfig, *, prompts: bool) -> Lack | None:
+def _lack(columns: Columns, data: DataConfig, *, prompts: bool) -> MissingColumn | None:
     """The column that a run would not find."""
     has = partial(has_column, columns)
     found = (
         [prompt_column(data, has), answer_column(data, has)]
         if prompts
-        else [example_shape(data, has)]
+        else [example_format(data, has)]
     )
-    return next((each for each in found if isinstance(each, Lack)), None)
+    return next((each for each in found if isinstance(each, MissingColumn)), None)

@@ -19,7 +19,7 @@ from burnish.config.check import Command
 from burnish.config.places import CHECKPOINTS
 from burnish.config.problems import Problem, refusal
 from burnish.config.schema import RunConfig
-from burnish.data.kinds import READERS, is_data
+from burnish.data.columns import READERS, is_data
 from burnish.errors import MissingError, UsageError, few, install
 from burnish.files.patience import Patience
 from burnish.files.remote import Remote

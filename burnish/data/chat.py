@@ -20,15 +20,10 @@ import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from burnish.data.columns import Message, Tools
 from burnish.data.tokenizer import end_of_turn_id, has_generation_marks
 from burnish.errors import UsageError
 from burnish.records import Mask, TokenIds
-
-Message = dict[str, Any]
-"""One turn: `role`, `content`, and whatever else the chat template reads."""
-
-Tools = list[dict[str, Any]]
-"""What may be called in a conversation: a JSON schema each, as chat templates read them."""
 
 Encoded = tuple[TokenIds, Mask]
 """Token ids [T] and, for each, whether its prediction is trained on."""

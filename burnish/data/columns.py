@@ -1,37 +1,134 @@
-"""What the columns of a row mean: prompts, answers and messages under the names in common use.
+"""Find the columns that a row is read from, and check what they hold.
 
-Left out: reading files (`burnish.data.sources`) and tokens (`burnish.data.chat`).
+Names alone decide which columns are read. Imports neither `datasets` nor torch.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, Literal
 
-from burnish.data.chat import Message, Tools
-from burnish.data.kinds import TOOLS_COLUMN
-from burnish.data.sources import Row, Rows
-from burnish.errors import MissingError, UsageError
+from burnish.config.schema import DataConfig
+from burnish.errors import UsageError
+
+Row = dict[str, Any]
+"""One row: a value for every column, None where the row has none."""
+Message = dict[str, Any]
+"""One turn: `role`, `content`, and whatever else the chat template reads."""
+Tools = list[dict[str, Any]]
+"""JSON schemas of the functions that a conversation may call."""
+
+READERS: Mapping[str, str] = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+"""File suffix to reader of `datasets`. In a directory, files with other suffixes are ignored."""
+PROMPT_COLUMNS = ("prompt", "question", "problem")
+"""Usual names of the prompt (verl and TRL; GSM8K; MATH)."""
+ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution")
+"""Usual names of the ground truth; a dot goes into a nested column."""
+TOOLS_COLUMN = "tools"
+"""The functions that a row's conversation may call (TRL)."""
+_MESSAGES, _COMPLETION, _TEXT = "messages", "completion", "text"
+
+Has = Callable[[str], bool]
+"""Tells whether there is a column of that name; dots go into nested ones."""
 
 
-def has_column(rows: Rows, name: str) -> bool:
-    """Whether there is such a column, dots going into nested ones as the schema or the first row has them."""
-    if name in rows.columns:
-        return True
-    head, _, rest = name.partition(".")
-    if not rest or head not in rows.columns:
-        return False
-    return _has(rows.table.features[head], rest) or _has(rows[0][head], rest)
+def is_data(name: str) -> bool:
+    """Tell whether a file of this name holds data."""
+    return PurePosixPath(name).suffix in READERS
 
 
-def _has(value: Any, path: str) -> bool:
-    head, _, rest = path.partition(".")
-    found = isinstance(value, dict) and head in value
-    return found and (not rest or _has(value[head], rest))
+@dataclass(frozen=True, slots=True)
+class ExampleFormat:
+    """How an example is read: messages, prompt and completion, or plain text."""
+
+    kind: Literal["chat", "pair", "text"]
+    columns: tuple[str, ...]
+    """The column of the messages; of prompt and completion; of the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class MissingColumn:
+    """A column that is needed and not there."""
+
+    names: tuple[str, ...]
+    """One of these would do."""
+    want: str
+    """The same in words."""
+    setting: str
+    """The setting that names another column."""
+
+
+def example_format(data: DataConfig, has: Has) -> ExampleFormat | MissingColumn:
+    """Choose how examples are read: by the columns that settings name, else by the usual names.
+
+    A named column is never replaced by another. If settings name several kinds, the first that is
+    there counts.
+    """
+    prompt = data.prompt_column or _first(PROMPT_COLUMNS, has) or PROMPT_COLUMNS[0]
+    pair = ExampleFormat("pair", (prompt, data.completion_column or _COMPLETION))
+    chat = ExampleFormat("chat", (data.messages_column or _MESSAGES,))
+    text = ExampleFormat("text", (data.text_column or _TEXT,))
+    named = [
+        (pair, data.prompt_column or data.completion_column),
+        (chat, data.messages_column),
+        (text, data.text_column),
+    ]
+    chosen = [each for each, name in named if name is not None]
+    for each in chosen or (chat, pair, text):
+        if all(map(has, each.columns)):
+            return each
+    if chosen or has(prompt):
+        return _missing_column(chosen[0] if chosen else pair, data, has)
+    return MissingColumn(
+        (_MESSAGES, *PROMPT_COLUMNS, _TEXT),
+        f"{_MESSAGES}, or a prompt and {_COMPLETION}, or {_TEXT}",
+        "data.messages_column, data.prompt_column or data.text_column",
+    )
+
+
+def _missing_column(wanted: ExampleFormat, data: DataConfig, has: Has) -> MissingColumn:
+    missing = next(name for name in wanted.columns if not has(name))
+    if wanted.kind == "chat":
+        return MissingColumn((missing,), f"a conversation in {missing}", "data.messages_column")
+    if wanted.kind == "text":
+        return MissingColumn((missing,), f"a text in {missing}", "data.text_column")
+    if missing == wanted.columns[1]:
+        want = f"a completion in {missing} beside the prompt"
+        return MissingColumn((missing,), want, "data.completion_column")
+    names = (missing,) if data.prompt_column else PROMPT_COLUMNS
+    return MissingColumn(names, f"a prompt in {' or '.join(names)}", "data.prompt_column")
+
+
+def prompt_column(data: DataConfig, has: Has) -> str | MissingColumn:
+    """Choose the column of prompts for RL: the one that a setting names, else the first usual one."""
+    chosen = data.prompt_column or data.messages_column
+    setting = "data.prompt_column" if data.prompt_column or not chosen else "data.messages_column"
+    names = (chosen,) if chosen else (PROMPT_COLUMNS[0], _MESSAGES, *PROMPT_COLUMNS[1:])
+    return _first(names, has) or MissingColumn(names, f"a prompt in {' or '.join(names)}", setting)
+
+
+def holds_chats(data: DataConfig, column: str) -> bool:
+    """Tell whether a column holds whole chats, whose last assistant turn is not part of the prompt."""
+    return column == (data.messages_column or _MESSAGES)
+
+
+def answer_column(data: DataConfig, has: Has) -> str | MissingColumn | None:
+    """Choose the column of the ground truth as `prompt_column` does; None if there is none."""
+    chosen = data.answer_column
+    if chosen is None or has(chosen):
+        return chosen or _first(ANSWER_COLUMNS, has)
+    return MissingColumn((chosen,), f"the answer in {chosen}", "data.answer_column")
+
+
+def _first(names: tuple[str, ...], has: Has) -> str | None:
+    return next((name for name in names if has(name)), None)
 
 
 def value_at(row: Row, name: str) -> Any:
-    """The row's value in a column, dots going into nested ones; None where it has none."""
+    """Return the row's value in a column, dots going into nested ones; None where it has none."""
     if name in row:
         return row[name]
     value: Any = row
@@ -40,18 +137,8 @@ def value_at(row: Row, name: str) -> Any:
     return value
 
 
-def nothing_found(rows: Rows, want: str, do: str) -> MissingError:
-    """The error for a table without any of the columns looked for."""
-    return MissingError(
-        f"no usable columns in {', '.join(rows.files[:2])}",
-        have="columns " + ", ".join(rows.columns),
-        want=want,
-        do=do,
-    )
-
-
 def messages_of(value: Any, name: str) -> list[Message]:
-    """Chat messages as the data holds them, without the nulls that Arrow adds to make rows alike.
+    """Check chat messages, and remove the nulls that Arrow adds to make rows alike.
 
     Raises `UsageError` naming the row for anything but a list of messages with `role` and `content`.
     """
@@ -61,9 +148,9 @@ def messages_of(value: Any, name: str) -> list[Message]:
 
 
 def tools_of(row: Row, name: str) -> Tools | None:
-    """What may be called in the row's conversation, from TRL's column: a list of JSON schemas, or that list as JSON text.
+    """Read a row's tools: a list of JSON schemas, or that list as JSON text. None where it has none.
 
-    None where there is nothing. Raises `UsageError` naming the row for anything else.
+    Raises `UsageError` naming the row for anything else.
     """
     value = row.get(TOOLS_COLUMN)
     if isinstance(value, str) and value.strip():
@@ -83,7 +170,7 @@ def _not_tools(name: str, value: Any) -> UsageError:
         f"the column {TOOLS_COLUMN!r} of {name} does not describe tools",
         have=f"{value!r:.60}",
         want="a list of JSON schemas, or such a list as JSON text",
-        do="correct the row, or give the column another name, and it is not read",
+        do="correct the row, or rename the column if it holds something else",
     )
 
 
@@ -116,7 +203,7 @@ def _not_messages(name: str, have: str) -> UsageError:
 
 
 def text_of(value: Any, column: str, name: str) -> str:
-    """The value of a column if it is a string; otherwise `UsageError` naming row and column."""
+    """Return a column's value if it is a string; otherwise raise `UsageError` naming row and column."""
     if isinstance(value, str):
         return value
     raise UsageError(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from burnish.data.kinds import READERS
+from burnish.data.columns import READERS
 from burnish.errors import UsageError
 
 Columns = dict[str, Any]

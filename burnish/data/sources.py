@@ -1,15 +1,16 @@
-"""Rows from local JSON Lines and Parquet files, read by `datasets` into memory-mapped Arrow tables.
+"""Read rows from local JSON Lines and Parquet files with `datasets`, as memory-mapped Arrow tables.
 
-The Arrow files lie in the cache of `datasets` (`HF_HOME`, `HF_DATASETS_CACHE`), so that the
-processes of a machine share one copy and a second run starts at once. Nothing is asked of a hub.
-Left out: URLs, which are copied first (`burnish.train.localize`), streaming, and what the columns mean (`burnish.data.tasks`).
+The Arrow files lie in the cache of `datasets` (`HF_HOME`, `HF_DATASETS_CACHE`). The processes of a
+machine share one copy, and a second run starts at once. Nothing is asked of a hub. `datasets`
+changes some columns of JSON files: text that looks like a date becomes a date, and "007" becomes 7
+where other rows hold numbers. Such columns are read again, kept as JSON texts, and parsed per row.
 """
 
 from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,14 +20,11 @@ from typing import Any
 import datasets
 from datasets.packaged_modules.json.json import JsonConfig
 
-from burnish.data.json_columns import as_texts, changed_columns
-from burnish.data.kinds import READERS
+from burnish.data.columns import READERS, Row
 from burnish.data.peek import row_of
 from burnish.errors import MissingError, UsageError
 
-Row = dict[str, Any]
-"""One row: a value for every column, None where the row has none."""
-
+_TEMPORAL = ("timestamp", "date", "time", "duration")
 _PARQUET_ROWS = 1024
 _REASON = 300
 # Newer readers take some column names for logs of coding agents and change the rows.
@@ -37,14 +35,14 @@ _JSON_OPTIONS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """A table of rows with random access, backed by Arrow; no more than the rows asked for are ever Python objects."""
+    """A table of rows with random access, backed by Arrow."""
 
     table: Any
     """The `datasets.Dataset`."""
     files: tuple[str, ...]
-    """Where the rows came from, in order."""
+    """The files of the rows, in order."""
     texts: tuple[str, ...] = ()
-    """The columns that hold JSON texts (see `burnish.data.json_columns`)."""
+    """The columns that hold JSON texts."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -53,7 +51,7 @@ class Rows:
         return self.span(index, index + 1)[0]
 
     def span(self, start: int, stop: int) -> list[Row]:
-        """Rows start to stop - 1, read together, which is faster than one at a time.
+        """Return rows start to stop - 1, faster than one at a time.
 
         Raises `UsageError` naming file and line for text that is not UTF-8.
         """
@@ -74,12 +72,21 @@ class Rows:
         """The names of all columns."""
         return list(self.table.column_names)
 
+    def has(self, name: str) -> bool:
+        """Tell whether there is a column, dots going into nested ones by the schema or the first row."""
+        if name in self.columns:
+            return True
+        head, _, rest = name.partition(".")
+        if not rest or head not in self.columns:
+            return False
+        return _has_nested(self.table.features[head], rest) or _has_nested(self[0][head], rest)
+
     def where(self, index: int) -> str:
-        """Names a row for an error message."""
+        """Name a row for an error message."""
         return f"row {index} (counted from 0) of {_listed(self.files)}"
 
     def require(self, column: str, setting: str) -> None:
-        """Raise `MissingError` unless there is such a column; `setting` is the configuration key that names it."""
+        """Raise `MissingError` unless there is such a column; `setting` names it."""
         if column in self.columns:
             return
         near = get_close_matches(column, self.columns, n=1)
@@ -93,10 +100,10 @@ class Rows:
 
 
 def load_rows(paths: Sequence[str], setting: str = "data.train") -> Rows:
-    """Read files, directories and glob patterns, in the order given, names within one sorted.
+    """Read files, directories and glob patterns in the given order, each sorted by name.
 
-    A directory stands for the .jsonl, .json and .parquet files directly in it. All columns of all
-    files must agree. `setting` names the configuration key in messages.
+    A directory stands for the .jsonl, .json and .parquet files directly in it. All files must have
+    the same columns. `setting` names the configuration key in messages.
 
     Raises `MissingError` for a path that matches nothing, `UsageError` for data without rows, for
     mixed or unknown kinds of file, and for a broken JSON line, named by file and line number.
@@ -124,9 +131,9 @@ def load_rows(paths: Sequence[str], setting: str = "data.train") -> Rows:
         ) from error
     if len(table) == 0:
         raise _empty(names, setting)
-    texts = changed_columns(table.features) if kind == "json" else []
+    texts = [n for n, f in table.features.items() if _is_changed(f)] if kind == "json" else []
     if texts:
-        table = as_texts(table, files, texts)
+        table = _with_json_texts(table, files, texts)
     return Rows(table, names, tuple(texts))
 
 
@@ -161,7 +168,7 @@ def _matches(path: str, setting: str) -> list[Path]:
 
 
 def _neighbours(path: Path) -> str:
-    """What lies where the path should have been, so that a typing error shows itself."""
+    """List the entries next to a missing path, to reveal a typing error."""
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
         return f"no directory {folder}"
@@ -203,7 +210,7 @@ def _read(kind: str, names: Sequence[str]) -> Any:
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """No progress bars and no log lines of `datasets` inside the block; the errors it raises say the same."""
+    """Silence the progress bars and log lines of `datasets`; its errors say the same."""
     level, bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     if bars:
@@ -231,7 +238,7 @@ def _empty(names: Sequence[str], setting: str) -> UsageError:
 
 
 def _explained(error: Exception, kind: str, files: Sequence[Path], setting: str) -> UsageError:
-    """The reader's error in terms of the file and, for JSON, the line."""
+    """Restate the reader's error with the file and, for JSON, the line."""
     if "corresponds to no data" in str(error):
         return _empty([str(file) for file in files], setting)
     if kind == "json":
@@ -249,7 +256,7 @@ def _explained(error: Exception, kind: str, files: Sequence[Path], setting: str)
 
 
 def _broken_line(file: Path) -> UsageError | None:
-    """The first line that is not a JSON object."""
+    """Return the error for the first line that is not a JSON object."""
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             try:
@@ -264,3 +271,48 @@ def _listed(names: Sequence[str]) -> str:
     if len(names) <= 2:
         return " and ".join(names)
     return f"{len(names)} files, {names[0]} to {names[-1]}"
+
+
+def _has_nested(value: Any, path: str) -> bool:
+    head, _, rest = path.partition(".")
+    found = isinstance(value, dict) and head in value
+    return found and (not rest or _has_nested(value[head], rest))
+
+
+def _is_changed(feature: Any) -> bool:
+    if isinstance(feature, Mapping):
+        return any(map(_is_changed, feature.values()))
+    if isinstance(feature, datasets.Value):
+        return str(feature.dtype).startswith(_TEMPORAL)
+    if type(feature).__name__ == "Json":
+        return True
+    inner = getattr(feature, "feature", None)
+    return inner is not None and _is_changed(inner)
+
+
+def _with_json_texts(table: Any, files: Sequence[Path], columns: Sequence[str]) -> Any:
+    """Replace columns of a `datasets.Dataset` by the JSON text of each value in the files."""
+    texts: dict[str, list[str]] = {name: [] for name in columns}
+    for file in files:
+        for row in _json_rows(file):
+            for name in columns:
+                texts[name].append(json.dumps(row.get(name)))
+    found = datasets.Dataset.from_dict(texts)
+    others = [name for name in table.column_names if name not in texts]
+    if not others:
+        return found
+    both = datasets.concatenate_datasets([table.select_columns(others), found], axis=1)
+    return both.select_columns(table.column_names)
+
+
+def _json_rows(file: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of JSON Lines, or of a file that is one list of rows."""
+    with file.open("rb") as stream:
+        beginning = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+        if beginning.startswith(b"["):
+            yield from json.loads(file.read_text("utf-8-sig"))
+            return
+        stream.seek(0)
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield row_of(line, file, number)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
@@ -19,19 +18,24 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.schema import DataConfig
-from burnish.data.chat import ChatEncoder, Conversation, Encoded, Message, Text, Tools
+from burnish.data.chat import ChatEncoder, Conversation, Encoded, Text
 from burnish.data.columns import (
-    has_column,
+    TOOLS_COLUMN,
+    Message,
+    MissingColumn,
+    Row,
+    Tools,
+    answer_column,
+    example_format,
+    holds_chats,
     messages_of,
-    nothing_found,
+    prompt_column,
     text_of,
     tools_of,
     value_at,
 )
-from burnish.data.kinds import TOOLS_COLUMN
-from burnish.data.shapes import Lack, answer_column, example_shape, holds_chats, prompt_column
-from burnish.data.sources import Row, Rows
-from burnish.errors import UsageError
+from burnish.data.sources import Rows
+from burnish.errors import MissingError, UsageError
 from burnish.records import Example, Prompt, TokenIds
 
 logger = logging.getLogger(__name__)
@@ -199,10 +203,9 @@ class PromptDataset(_Items[Prompt]):
     ) -> None:
         super().__init__(rows, tokenizer, data)
         self._notice_tools()
-        has = partial(has_column, rows)
-        column = _found(prompt_column(data, has), rows)
+        column = _found(prompt_column(data, rows.has), rows)
         self._column = column
-        answer = answer_column(data, has)
+        answer = answer_column(data, rows.has)
         self._answer = None if answer is None else _found(answer, rows)
         if isinstance(value_at(rows[0], column), str):
             self._notice_raw(column)
@@ -290,16 +293,16 @@ class ExampleDataset(_Items[Example]):
         max_length: int | None = None,
     ) -> None:
         super().__init__(rows, tokenizer, data)
-        shape = _found(example_shape(data, partial(has_column, rows)), rows)
-        self._columns = shape.columns
-        if shape.kind != "text":
+        format_ = _found(example_format(data, rows.has), rows)
+        self._columns = format_.columns
+        if format_.kind != "text":
             self._notice_tools()
-        if shape.kind == "pair" and all(
-            isinstance(value_at(rows[0], name), str) for name in shape.columns
+        if format_.kind == "pair" and all(
+            isinstance(value_at(rows[0], name), str) for name in format_.columns
         ):
-            self._notice_raw(shape.columns[0])
+            self._notice_raw(format_.columns[0])
         read = {"chat": self._chat, "pair": self._completion, "text": self._text}
-        self._read: Callable[[int, Row], Conversation | Text] = read[shape.kind]
+        self._read: Callable[[int, Row], Conversation | Text] = read[format_.kind]
         self._scan(max_length, "data.max_length")
 
     def _chat(self, index: int, row: Row) -> Conversation | Text:
@@ -343,13 +346,18 @@ class ExampleDataset(_Items[Example]):
         return [next(chats) if isinstance(x, Conversation) else next(texts) for x in shaped]
 
 
-def _found(answer: _T | Lack, rows: Rows) -> _T:
+def _found(answer: _T | MissingColumn, rows: Rows) -> _T:
     """What was found. Raises `MissingError` where it was not."""
-    if not isinstance(answer, Lack):
+    if not isinstance(answer, MissingColumn):
         return answer
     if len(answer.names) == 1:
         rows.require(answer.names[0], answer.setting)
-    raise nothing_found(rows, answer.want, f"name the column in {answer.setting}")
+    raise MissingError(
+        f"no usable columns in {', '.join(rows.files[:2])}",
+        have="columns " + ", ".join(rows.columns),
+        want=answer.want,
+        do=f"name the column in {answer.setting}",
+    )
 
 
 def _as_messages(value: Any, role: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from burnish.config.parts import model_name
 from burnish.config.schema import CriticConfig, ModelConfig, RewardConfig, RunConfig
-from burnish.data.kinds import is_data
+from burnish.data.columns import is_data
 from burnish.distributed.environment import place_of
 from burnish.errors import MissingError
 from burnish.files.cached import Watch, copied

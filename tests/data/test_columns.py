@@ -1,14 +1,14 @@
 import pytest
 
-from burnish.data.columns import has_column, messages_of, text_of, value_at
+from burnish.data.columns import messages_of, text_of, value_at
 from burnish.errors import UsageError
 
 
 def test_nested_columns_are_found_where_the_first_row_has_none(rows_of):
-    assert has_column(rows_of([{"a": None}, {"a": {"b": 1}}]), "a.b")
+    assert rows_of([{"a": None}, {"a": {"b": 1}}]).has("a.b")
     mixed = rows_of([{"a": {"b": 1}}, {"a": "text"}], "mixed.jsonl")
-    assert has_column(mixed, "a.b")
-    assert not has_column(mixed, "a.c")
+    assert mixed.has("a.b")
+    assert not mixed.has("a.c")
 
 
 def test_values_are_reached_through_dots():
