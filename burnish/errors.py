@@ -1,8 +1,6 @@
-"""The errors a person meets, and the exit code each one ends a command with.
+"""Errors for people, and the exit code of each.
 
-Every error says what was found (``have``), what was wanted (``want``) and what to do (``do``), so
-that the message alone is enough to act on. Left out: wrapping of library errors that already say
-these things.
+Each says what was found (`have`), what was wanted (`want`) and what to do (`do`).
 """
 
 from __future__ import annotations
@@ -13,10 +11,10 @@ _SHOWN = 5
 
 
 class BurnishError(Exception):
-    """Something a person has to know about; the base of all errors Burnish raises on purpose.
+    """The base of all errors that Burnish raises on purpose.
 
-    ``problem`` is one sentence that names the thing at fault. ``have``, ``want`` and ``do`` are
-    short phrases printed on lines of their own.
+    `problem` is one sentence that names the thing at fault; `have`, `want` and `do` are short phrases,
+    printed on lines of their own.
     """
 
     exit_code = 1
@@ -47,7 +45,7 @@ class BurnishError(Exception):
         return {"problem": self.problem, "have": have, "want": want, "do": self.do}
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Keep the parts when the error crosses a process boundary, as text: not every library's exception can."""
+        """Pickle the parts as text, because not every library's exception can be pickled."""
         return (_rebuild, (type(self), *self.parts().values()))
 
 
@@ -58,33 +56,33 @@ def _rebuild(
 
 
 class UsageError(BurnishError):
-    """The command line, the configuration or the data given is not usable as it stands."""
+    """The command line, the configuration or the data cannot be used."""
 
     exit_code = 2
 
 
 class CorruptError(BurnishError):
-    """A file is not what was once written: truncated, flipped, forged or half there."""
+    """A file is truncated or altered."""
 
     exit_code = 3
 
 
 class IncompatibleError(BurnishError):
-    """Two good things that do not fit: a model and a checkpoint, a run and a configuration."""
+    """Two things that do not fit, such as a model and a checkpoint."""
 
     exit_code = 4
 
 
 class MissingError(BurnishError):
-    """A file, directory, tensor or column that has to be there is not."""
+    """A file, directory, tensor or column is missing."""
 
     exit_code = 5
 
 
 class StoppedError(BurnishError):
-    """The run was asked to stop by a signal and left a committed checkpoint; all ranks raise it.
+    """A signal stopped the run after a committed checkpoint; all ranks raise it.
 
-    ``exit_code`` is 128 + the signal's number, as shells report it.
+    `exit_code` is 128 + the signal's number.
     """
 
     told_elsewhere = True
@@ -104,11 +102,11 @@ def _rebuild_stopped(problem: str, signal_number: int) -> StoppedError:
 
 
 def install(extra: str) -> str:
-    """What to do where a package of one of Burnish's extras (`pyproject.toml`) is missing."""
+    """Return the command that installs an extra."""
     return f'pip install -e ".[{extra}]" in your clone of Burnish'
 
 
 def few(names: Sequence[str]) -> str:
-    """The first of the names and how many more there are, for a message; "" for none."""
+    """Return the first names and the number of the others, for a message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -1,9 +1,7 @@
-"""Pure arithmetic on n-dimensional boxes: intersect, subtract, flat ranges to boxes and back.
+"""Intersect and subtract n-dimensional boxes, and turn flat ranges into boxes and back.
 
-Everything that cuts a tensor is expressed with these: FSDP's rows, a file's byte ranges, a
-generator's whole tensors. Offsets and sizes count elements and are in global coordinates unless a
-function says otherwise; "flat" means C order over the whole tensor. Left out: dtypes, names and
-who holds what (`burnish.boxes.shards`).
+Offsets and sizes count elements, in global coordinates unless a function says otherwise. "Flat"
+means C order over the whole tensor.
 """
 
 from __future__ import annotations
@@ -25,24 +23,24 @@ class Box:
 
     @property
     def elements(self) -> int:
-        """How many elements it holds: 1 for a scalar, 0 when any size is 0."""
+        """Number of elements; 1 for a scalar."""
         return math.prod(self.sizes)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index that takes this box out of an array of the whole shape."""
+        """Index of this box in an array of the whole shape."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def shift(self, by: tuple[int, ...]) -> Box:
-        """The same box moved by so many elements per dim."""
+        """Move the box by this many elements per dim."""
         return Box(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.sizes)
 
     def relative_to(self, other: Box) -> Box:
-        """This box in coordinates that start at another's first element."""
+        """Return this box in coordinates that start at another's first element."""
         return self.shift(tuple(-o for o in other.offsets))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether it lies inside a tensor of this shape."""
+        """Tell whether it lies inside a tensor of this shape."""
         return len(self.sizes) == len(shape) == len(self.offsets) and all(
             o >= 0 and s >= 0 and o + s <= d
             for o, s, d in zip(self.offsets, self.sizes, shape, strict=True)
@@ -50,12 +48,12 @@ class Box:
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """The box that is all of a tensor."""
+    """Return the box that covers a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The elements in both, or None when there are none."""
+    """Return the elements in both, or None."""
     starts, sizes = [], []
     for ao, asz, bo, bsz in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
         start = max(ao, bo)
@@ -68,7 +66,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def subtract(a: Box, b: Box) -> list[Box]:
-    """The elements of `a` that are not in `b`, as at most 2 boxes per dim that do not overlap."""
+    """Return the elements of `a` outside `b`, as at most 2 disjoint boxes per dim."""
     common = intersect(a, b)
     if common is None:
         return [a] if a.elements else []
@@ -87,10 +85,10 @@ def subtract(a: Box, b: Box) -> list[Box]:
 
 
 def flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The elements `start` to `stop` (exclusive) in C order, as boxes in that order.
+    """Return the flat elements `start` to `stop` (exclusive) as boxes, in order.
 
-    Each box is one contiguous run; there are at most 2 per dim. Raises `ValueError` for a range
-    outside the tensor.
+    Each box is one contiguous run; there are at most 2 per dim. Raises `ValueError` for a range outside
+    the tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"flat range {start}:{stop} outside a tensor of shape {shape}")
@@ -119,10 +117,9 @@ def _in_row(row: int, boxes: list[Box]) -> list[Box]:
 
 
 def flat_runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
-    """The box's elements as maximal contiguous runs in C order: (flat start, count), ascending.
+    """Yield a box's maximal contiguous runs in C order: (flat start, count), ascending.
 
-    The elements of the runs, one after the other, are the box's own elements in C order. Raises
-    `ValueError` for a box outside the tensor.
+    Joined, the runs are the box's elements in C order. Raises `ValueError` for a box outside the tensor.
     """
     if not box.fits(shape):
         raise ValueError(f"{box} does not lie inside a tensor of shape {shape}")

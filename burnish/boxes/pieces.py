@@ -1,8 +1,4 @@
-"""What ranks tell each other of their pieces: small to send, and one table for all ranks together.
-
-Objects for every piece of every rank would be gigabytes among a thousand ranks; tables are what
-fits. Left out: what is made of them (`burnish.boxes.plan`).
-"""
+"""Tables of the pieces that ranks hold, small enough to exchange among a thousand ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +40,7 @@ class PieceTable:
         return cls(tuple(numbers), BoxTable.of(rows, max(dims, 1)))
 
     def digest(self) -> str:
-        """The same for the same pieces in the same order, on any rank."""
+        """Return a digest of the pieces and their order."""
         return _digest(self.tensors, self.boxes)
 
 
@@ -56,10 +52,7 @@ def _digest(tensors: Sequence[Described], boxes: BoxTable | None) -> str:
 
 
 def gather_pieces(mine: PieceTable, layout: Layout) -> list[PieceTable]:
-    """Every rank's table, by rank. Collective.
-
-    Names travel only where ranks have different ones.
-    """
+    """Return every rank's table, by rank. Collective. Names travel only where ranks have different ones."""
     digests = gather_objects(_digest(mine.tensors, None), layout)
     told = {digests[layout.rank]: mine.tensors}
     if len(set(digests)) > 1:
@@ -105,7 +98,7 @@ def joined(tables: Sequence[Pieces]) -> Pieces:
 
 
 class TensorIndex:
-    """Numbers for tensors by name, so that tables can speak of them."""
+    """Number tensors by name."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -125,7 +118,7 @@ class TensorIndex:
         return max(1, *map(len, self.shapes)) if self.shapes else 1
 
     def merge(self, *sides: Sequence[PieceTable]) -> list[Pieces]:
-        """For each list of tables by rank, one table of all ranks' pieces.
+        """Merge each list of tables by rank into one table of all ranks' pieces.
 
         Raises `IncompatibleError` where two ranks disagree on a tensor's shape.
         """
@@ -141,9 +134,9 @@ class TensorIndex:
         ]
 
     def add(self, tensors: Sequence[Described], where: str) -> tuple[Ints, Ints]:
-        """The numbers of tensors and of their dtypes, which are given where they have none.
+        """Return the numbers of tensors and of their dtypes, new ones if needed.
 
-        Raises `IncompatibleError` for another shape than is known; `where` says whose it is.
+        Raises `IncompatibleError` for a shape that differs from the known one; `where` says whose it is.
         """
         numbers, kinds = [], []
         for name, shape, dtype in tensors:
@@ -174,7 +167,7 @@ class TensorIndex:
 
 
 def _merged(rank: int, table: PieceTable, numbers: Ints, kinds: Ints, dims: int) -> Pieces:
-    """A rank's pieces, with the numbers of a `TensorIndex` for tensors and dtypes by the table's own."""
+    """Renumber a rank's pieces with the index's numbers of tensors and dtypes."""
     index = np.flatnonzero(table.boxes.elements)
     boxes = table.boxes.take(index)
     widened = _widened(boxes, numbers[boxes.tensor], dims)
@@ -182,7 +175,7 @@ def _merged(rank: int, table: PieceTable, numbers: Ints, kinds: Ints, dims: int)
 
 
 def _widened(table: BoxTable, tensor: Ints, dims: int) -> BoxTable:
-    """The same boxes of tensors with other numbers, in more dims."""
+    """Renumber the tensors of boxes, and pad the boxes to more dims."""
     more = ((0, 0), (0, dims - table.dims))
     offsets = np.pad(table.offsets, more)
     return BoxTable(tensor, offsets, np.pad(table.sizes, more, constant_values=1))

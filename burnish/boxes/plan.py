@@ -1,7 +1,6 @@
-"""Who sends what to whom, so that everybody gets what they want: pure arithmetic over all ranks' pieces.
+"""Plan who sends which box to whom: arithmetic over all ranks' pieces.
 
-One plan serves publishing, saving, loading and resharding. Left out: in which rounds it is carried
-out (`burnish.boxes.rounds`), and carrying it out (`burnish.boxes.transfer`).
+One plan serves publishing, saving, loading and resharding.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moves:
-    """The moves of a plan as a table: the fields of `Move` by row."""
+    """The moves of a plan as a table, with the fields of `Move` by row."""
 
     tensors: TensorIndex
     """What the numbers of tensors and dtypes mean."""
@@ -96,10 +95,9 @@ class Moves:
 def plan(have: Sequence[PieceTable], want: Sequence[PieceTable]) -> Moves:
     """Cover every wanted element once, from one holder; `have` and `want` are tables by rank.
 
-    An element that several ranks hold comes from the wanting rank itself where that is one of them,
-    and from the others in turn where not. Moves come in the order of the wanted pieces. Raises
-    `MissingError` naming tensor and box when nobody holds something, `IncompatibleError` when two
-    pieces disagree on a tensor's shape.
+    If the wanting rank holds the element, it comes from there; else its holders take turns. Moves are in
+    the order of the wanted pieces. Raises `MissingError` naming tensor and box where nobody holds it, and
+    `IncompatibleError` where two pieces disagree on a tensor's shape.
     """
     tensors = TensorIndex()
     held, wanted = tensors.merge(have, want)
@@ -108,7 +106,7 @@ def plan(have: Sequence[PieceTable], want: Sequence[PieceTable]) -> Moves:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cover:
-    """Wanted pieces cut into parts, each of which lies in one cell: a box that its holders hold whole."""
+    """Wanted pieces, cut into parts that each lie in one cell. All holders of a cell hold the whole cell."""
 
     tensors: TensorIndex
     """What the numbers of tensors and dtypes mean."""
@@ -127,7 +125,7 @@ class Cover:
 
     @classmethod
     def of(cls, held: Pieces, wanted: Pieces, tensors: TensorIndex) -> Cover:
-        """Find the holders of all wanted elements. Raises `MissingError` naming tensor and box where there is none."""
+        """Find the holders of all wanted elements. Raises `MissingError` naming tensor and box if there is none."""
         cells, holders, cell_held = _cells(held, tensors)
         want, cell, boxes = cells.meeting(wanted.boxes)
         covered = np.bincount(want, boxes.elements, minlength=len(wanted)).astype(np.int64)
@@ -139,12 +137,12 @@ class Cover:
         return cls(tensors, wanted, want, cell, boxes, holders, cell_held)
 
     def holders(self) -> tuple[Ints, Ints]:
-        """Every part with every holder of it: the part, and the row of `held`."""
+        """Return every pair of part and holder: the part, and the row of `held`."""
         first, count = self._of_cell()
         return np.repeat(np.arange(len(self.cell)), count), ranges(first, count)
 
     def moves(self, targets: Ints) -> Moves:
-        """Each part from one holder to the target of its wanted piece; `targets` has a rank per row of `wanted`."""
+        """Move each part from one holder to its target; `targets` has a rank per row of `wanted`."""
         target = targets[self.want]
         first, count = self._of_cell()
         in_turn = first + np.arange(len(first)) % np.maximum(count, 1)
@@ -165,13 +163,13 @@ class Cover:
         )
 
     def _of_cell(self) -> tuple[Ints, Ints]:
-        """Per part, the first row of `held` for its cell, and how many there are."""
+        """Return each part's first row in `held`, and the number of its holders."""
         first = np.searchsorted(self.cell_held, self.cell, side="left")
         return first, np.searchsorted(self.cell_held, self.cell, side="right") - first
 
 
 def _cells(held: Pieces, tensors: TensorIndex) -> tuple[BoxIndex, Pieces, Ints]:
-    """Boxes that do not overlap and make up all that is held; their holders by cell and rank, and the cell of each."""
+    """Cut all held boxes into disjoint cells; return the cells, their holders, and each holder's cell."""
     cells, held, cell = _distinct(held)
     index = BoxIndex(cells)
     a, b, _ = index.meeting(cells)
@@ -183,7 +181,7 @@ def _cells(held: Pieces, tensors: TensorIndex) -> tuple[BoxIndex, Pieces, Ints]:
 
 
 def _distinct(held: Pieces) -> tuple[BoxTable, Pieces, Ints]:
-    """The different boxes, the holders sorted by box and rank, and the box of each."""
+    """Return the distinct boxes, their holders sorted by box and rank, and each holder's box."""
     boxes = held.boxes
     columns = [boxes.tensor, *boxes.offsets.T, *boxes.sizes.T]
     varying = [column for column in columns if len(column) and (column != column[0]).any()]
@@ -197,7 +195,7 @@ def _distinct(held: Pieces) -> tuple[BoxTable, Pieces, Ints]:
 
 
 def _untangled(held: Pieces, tangled: Ints, tensors: TensorIndex) -> Pieces:
-    """The same pieces, those of `tangled` tensors cut so that any two are equal or do not overlap."""
+    """Cut the pieces of `tangled` tensors so that any two are equal or disjoint."""
     mixed = np.isin(held.boxes.tensor, tangled)
     rows, boxes = [], []
     for tensor in tangled.tolist():
@@ -214,7 +212,7 @@ def _untangled(held: Pieces, tangled: Ints, tensors: TensorIndex) -> Pieces:
 
 
 def _split(parts: list[tuple[Box, list[int]]], box: Box, row: int) -> list[tuple[Box, list[int]]]:
-    """Boxes with the rows that hold them, and one more box, which cuts those that it overlaps."""
+    """Add a box to parts and their holders, cutting the parts that it overlaps."""
     found: list[tuple[Box, list[int]]] = []
     left = [box]
     for part, holders in parts:
@@ -229,7 +227,7 @@ def _split(parts: list[tuple[Box, list[int]]], box: Box, row: int) -> list[tuple
 
 
 def _nobody_has(wanted: BoxTable, row: int, found: BoxTable, tensors: TensorIndex) -> MissingError:
-    """The error for a wanted box of which only these parts were found."""
+    """Return the error for a wanted box of which only these parts exist."""
     tensor = int(wanted.tensor[row])
     name, shape = tensors.names[tensor], tensors.shapes[tensor]
     want = wanted.box(row, len(shape))

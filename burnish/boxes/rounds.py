@@ -1,6 +1,6 @@
-"""In which round each move of a plan goes, so that no rank sends or gets more at a time than it has room for.
+"""Schedule a plan's moves in rounds that bound the bytes a rank sends or receives at a time.
 
-Every rank computes the same rounds from the same plan, and keeps of them what concerns itself.
+Every rank computes the same rounds and keeps its own part of them.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def schedule(
     group: Ints | None = None,
     groups: int = 1,
 ) -> list[Group]:
-    """What `rank` does in each of `groups`, which are carried out one after the other; `group` has that of each move.
+    """Return the moves of `rank` in each of `groups`, which run one after the other.
 
-    In each round, no rank sends or gets more than `wave_bytes`. Large moves are cut so that rounds
-    fill up. Raises `ValueError` below 64 bytes.
+    `group` gives each move's group. In a round no rank sends or receives more than `wave_bytes`; large
+    moves are cut. Raises `ValueError` below 64 bytes.
     """
     if wave_bytes < _LONGEST_PARTS * ALIGN:
         raise ValueError(f"a wave of {wave_bytes} bytes holds no four parts of {ALIGN} bytes")
@@ -64,7 +64,7 @@ def schedule(
 
 
 def rounds(moves: Moves, group: Ints, wave_bytes: int) -> Ints:
-    """Per move, the round of its group in which it goes: the first in which both ranks have room, or about that."""
+    """Return each move's round in its group: about the first in which both ranks have room."""
     world = 1 + max(moves.source.max(initial=0), moves.target.max(initial=0))
     distance = (moves.target - moves.source) % world
     order = np.lexsort((distance, group))  # all ranks begin with their neighbours
@@ -98,7 +98,7 @@ def rounds(moves: Moves, group: Ints, wave_bytes: int) -> Ints:
 
 
 class _Room:
-    """What every rank can still send, or get, in a round."""
+    """The bytes that each rank can still send, or receive, in a round."""
 
     def __init__(self, rank: Ints, size: Ints, limit: int) -> None:
         self._rank = np.unique(rank, return_inverse=True)[1]
@@ -107,7 +107,7 @@ class _Room:
         self._full = np.zeros(self._rank.max(initial=-1) + 1, np.int64)
 
     def earliest(self) -> Ints:
-        """Per move, the first round in which it could go if nothing but this mattered."""
+        """Return the first round in which each move could go on this side alone."""
         upto = _running(self._rank, self._size)
         return (upto - 1) // self._limit
 
@@ -115,7 +115,7 @@ class _Room:
         self._full[:] = 0
 
     def fits(self, rows: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Which of these moves have room when all before them go."""
+        """Tell which moves have room if all earlier ones go too."""
         upto = _running(self._rank[rows], self._size[rows])
         return upto + self._full[self._rank[rows]] <= self._limit
 
@@ -124,7 +124,7 @@ class _Room:
 
 
 def _running(keys: Ints, values: Ints) -> Ints:
-    """Per row, the sum of the values with its key up to and including it."""
+    """Return running sums per key."""
     order = np.argsort(keys, kind="stable")
     total = np.cumsum(values[order])
     first = np.searchsorted(keys[order], keys[order])
@@ -134,7 +134,7 @@ def _running(keys: Ints, values: Ints) -> Ints:
 
 
 def _cut(moves: Moves, group: Ints, wave_bytes: int) -> tuple[Moves, Ints]:
-    """The moves in parts of at most a quarter of a wave, and their groups."""
+    """Cut moves into parts of at most a quarter of a wave; return them with their groups."""
     largest = wave_bytes // (_LONGEST_PARTS * ALIGN) * ALIGN
     origin = np.arange(len(moves))
     while (big := moves.bytes > largest).any():
@@ -149,7 +149,7 @@ def _cut(moves: Moves, group: Ints, wave_bytes: int) -> tuple[Moves, Ints]:
 
 
 def _with_halves(moves: Moves, rows: Ints, dim: Ints, half: Ints) -> Moves:
-    """The moves, those at `rows` with their first `half` along `dim` only, and their other halves behind all."""
+    """Cut the moves at `rows` in two along `dim`; append the second halves."""
     first = moves.take(np.arange(len(moves)))
     rest = moves.take(rows)
     first.boxes.sizes[rows, dim] = half
@@ -172,5 +172,5 @@ def _joined(first: Moves, rest: Moves) -> Moves:
 
 
 def _zipped(moves: Moves, rows: Ints, group: Ints, number: Ints) -> Iterator[tuple[Move, int, int]]:
-    """Some moves as objects, each with its group and its round."""
+    """Yield moves as objects, each with its group and round."""
     return zip(moves.take(rows), group[rows].tolist(), number[rows].tolist(), strict=True)

@@ -1,8 +1,8 @@
-"""The one idea: a piece of a tensor that knows its canonical name and where in the whole it lies.
+"""Shards: pieces of tensors that know their canonical name and their place in the whole tensor.
 
-Names, global shapes and dim order are those of the Hugging Face checkpoint; optimizer state uses
-the same names behind a slot (`exp_avg/model.layers.0...`). An engine's only duty towards saving,
-loading, resharding and weight publishing is to describe its tensors as shards.
+Names, shapes and dim order are those of the Hugging Face checkpoint. Optimizer state has the same
+names after a slot (`exp_avg/model.layers.0...`). To be saved, loaded, resharded and published, an
+engine only describes its tensors as shards.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Shard:
     """The elements: a *view* of live memory with shape `box.sizes`. Reading it reads the engine's own memory; writing it writes it."""
 
     def part(self, box: Box) -> Tensor:
-        """The elements in a box inside this one, given in global coordinates: a view, or what a subclass computes from it."""
+        """Return the elements of a box inside this one, in global coordinates: a view, unless a subclass computes it."""
         return self.tensor if box == self.box else self.tensor[box.relative_to(self.box).slices]
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """This process's pieces of a model as others may use it, to be read only, once. Reading them may be collective."""
+    """This process's pieces of a model, to be read once. Reading them may be collective."""
 
     changing: Iterable[Shard]
     """What training changes."""
@@ -57,7 +57,7 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A shard without its memory: what other ranks and plans need to know of it."""
+    """A shard without its memory."""
 
     name: str
     """Canonical name of the tensor."""
@@ -70,16 +70,16 @@ class Piece:
 
     @classmethod
     def of(cls, shard: Shard) -> Piece:
-        """The piece that a shard is, with the dtype that its memory has."""
+        """Describe a shard, with the dtype of its memory."""
         return cls(shard.spec.name, shard.spec.shape, shard.box, shard.tensor.dtype)
 
 
 class ShardSource(Protocol):
-    """Where shards are filled from: a model directory, a checkpoint, fresh values."""
+    """A source that fills shards: a model directory, a checkpoint, fresh values."""
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Write each shard's tensor in place, converting to its dtype.
+        """Write each shard's tensor in place, converting to its dtype. Every rank passes its own shards.
 
-        Every rank calls it with its own shards. Raises `MissingError` for a name the source lacks
-        and `IncompatibleError` for a different global shape, naming the tensor.
+        Raises `MissingError` for a name that the source lacks, and `IncompatibleError` for another global
+        shape, naming the tensor.
         """

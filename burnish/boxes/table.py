@@ -1,8 +1,4 @@
-"""Many boxes at once, as arrays: what `burnish.boxes.box` does to one, without a loop over them.
-
-A plan among a thousand ranks handles millions of boxes; here a step of it is a few operations of
-numpy. Everything counts elements. Left out: names, dtypes and ranks (`burnish.boxes.pieces`).
-"""
+"""Many boxes at once, as numpy arrays: a plan among a thousand ranks has millions of boxes."""
 
 from __future__ import annotations
 
@@ -19,9 +15,9 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxTable:
-    """Boxes of any tensors, one a row, all with as many dims as the widest.
+    """Boxes of any tensors, one a row.
 
-    Dims that a tensor lacks come last, with offset 0 and size 1, which changes nothing about it.
+    All have as many dims as the widest; missing dims come last, with offset 0 and size 1.
     """
 
     tensor: Ints
@@ -65,12 +61,12 @@ class BoxTable:
 
 
 def padded(values: Sequence[int], dims: int, fill: int) -> tuple[int, ...]:
-    """The values and so many of `fill` behind them that they are `dims`."""
+    """Pad values with `fill` to `dims` entries."""
     return (*values, *[fill] * (dims - len(values)))
 
 
 def concatenated(tables: Sequence[BoxTable]) -> BoxTable:
-    """The rows of several tables of the same width, one after the other."""
+    """Join tables of the same width."""
     return BoxTable(
         np.concatenate([table.tensor for table in tables]),
         np.concatenate([table.offsets for table in tables]),
@@ -79,15 +75,15 @@ def concatenated(tables: Sequence[BoxTable]) -> BoxTable:
 
 
 def intersections(a: BoxTable, b: BoxTable) -> tuple[Ints, Ints, BoxTable]:
-    """Every pair of boxes that have elements in common: the row of `a`, the row of `b`, the elements."""
+    """Return every overlapping pair: the row of `a`, the row of `b`, the common elements."""
     return BoxIndex(b).meeting(a)
 
 
 class BoxIndex:
-    """Boxes to be found by what they overlap.
+    """Look boxes up by overlap.
 
-    Per tensor, boxes are looked up along the dim in which they begin at the most places, so that
-    time goes with what is found for anything cut like a grid.
+    Each tensor is indexed along the dim in which its boxes have the most different offsets. For anything
+    cut like a grid, a look-up takes time in proportion to what it finds.
     """
 
     def __init__(self, boxes: BoxTable) -> None:
@@ -101,7 +97,7 @@ class BoxIndex:
         self._ends = np.maximum.accumulate((places + end)[self._order])
 
     def meeting(self, others: BoxTable) -> tuple[Ints, Ints, BoxTable]:
-        """Every pair that has elements in common: the row of `others`, the row here, the elements. In the order of the former."""
+        """Return every overlapping pair: the row of `others`, ascending, the row here, the common elements."""
         theirs, mine = self._near(others)
         a, b = others.take(theirs), self._boxes.take(mine)
         starts = np.maximum(a.offsets, b.offsets)
@@ -110,7 +106,7 @@ class BoxIndex:
         return theirs[meet], mine[meet], BoxTable(a.tensor[meet], starts[meet], sizes[meet])
 
     def _near(self, others: BoxTable) -> tuple[Ints, Ints]:
-        """Pairs that may meet: of one tensor, and overlapping along its dim of look-up."""
+        """Return pairs of one tensor that overlap along its indexed dim."""
         begin, end = self._spans(others)
         places = others.tensor * self._scale
         last_place = self._scale - 1  # nothing here reaches further
@@ -121,7 +117,7 @@ class BoxIndex:
         return rows, self._order[ranges(first, counts)]
 
     def _spans(self, boxes: BoxTable) -> tuple[Ints, Ints]:
-        """First and end index of each box along its tensor's dim of look-up; any dim for tensors that are not here."""
+        """Return each box's first and end index along its tensor's indexed dim; any dim for unknown tensors."""
         known = np.minimum(boxes.tensor, max(len(self._dims) - 1, 0))
         dim = self._dims[known] if len(self._dims) else np.zeros_like(known)
         rows = np.arange(len(boxes))
@@ -130,7 +126,7 @@ class BoxIndex:
 
 
 def _busiest_dims(boxes: BoxTable) -> Ints:
-    """Per tensor, the dim in which its boxes have the most different offsets."""
+    """Return, per tensor, the dim in which its boxes have the most different offsets."""
     tensors = int(boxes.tensor.max(initial=-1)) + 1
     most, dims = np.zeros(tensors, np.int64), np.zeros(tensors, np.int64)
     for dim in range(boxes.dims):
@@ -147,17 +143,17 @@ def _busiest_dims(boxes: BoxTable) -> Ints:
 
 
 def ranges(starts: Ints, counts: Ints) -> Ints:
-    """The integers from each start on, so many as its count, all in one row."""
+    """Return `counts` integers from each start on, all in one row."""
     before = np.cumsum(counts) - counts
     found: Ints = np.arange(counts.sum()) + np.repeat(starts - before, counts)
     return found
 
 
 def flat_ranges(shapes: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, Ints]:
-    """Ranges of elements in C order as boxes: the row of the range, offsets, sizes.
+    """Turn flat ranges into boxes: the row of the range, offsets, sizes, in no particular order.
 
-    `shapes` is `[rows, dims]`, padded with 1; each range lies inside its shape. Every box is one
-    contiguous run; a range has at most 2 per dim. In no particular order.
+    `shapes` is `[rows, dims]`, padded with 1. Every box is one contiguous run; a range has at most 2 per
+    dim.
     """
     rows = np.flatnonzero(starts < stops)
     starts, stops = starts[rows], stops[rows]
@@ -186,7 +182,7 @@ def flat_ranges(shapes: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, In
 def _full_boxes(
     shapes: Ints, rows: Ints, prefix: Ints, dim: int, first: Ints, last: Ints
 ) -> tuple[Ints, Ints, Ints]:
-    """The boxes with one index in each dim before `dim`, `first` to `last` in it, and all of those behind it."""
+    """Return boxes at one index in each dim before `dim`, `first` to `last` in it, all of the dims after it."""
     offsets = prefix.copy()
     offsets[:, dim] = first
     sizes = np.ones_like(offsets)
@@ -196,7 +192,7 @@ def _full_boxes(
 
 
 def strides(shapes: Ints) -> Ints:
-    """Per row of `[rows, dims]`, how many elements of C order lie between neighbours along each dim."""
+    """Return the C-order strides, in elements, of shapes `[rows, dims]`."""
     behind = np.ones_like(shapes)
     behind[:, :-1] = np.cumprod(shapes[:, :0:-1], axis=1)[:, ::-1]
     return behind

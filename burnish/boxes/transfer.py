@@ -1,8 +1,6 @@
-"""Carrying out a plan between the memory of ranks, in rounds of bounded bytes.
+"""Carry out a plan between the memory of ranks, in rounds of bounded bytes.
 
-`Exchange` runs one round; `Transfer` puts plan, rounds and exchange together for shards in memory
-and keeps the plan between runs. Elements are converted on the rank that sends them, so what travels
-has the wanted dtype. Left out: files (`burnish.checkpoint` reads and writes blocks by the same plans).
+The sender converts elements, so they travel in the wanted dtype.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ from burnish.distributed.layout import Layout
 
 
 class Exchange:
-    """Runs waves: packs what this rank sends, swaps with all ranks at once, unpacks what it gets.
+    """Run one round: pack what this rank sends, all-to-all, unpack what it receives.
 
-    Its buffer lives on `device` (the process group must reach it) and is kept between waves; where that is
-    the host, it is carved from `arena` if there is one.
+    The buffer lives on `device`, which the process group must reach, and is kept between rounds. On the
+    host it comes from `arena` if given.
     """
 
     def __init__(self, layout: Layout, device: torch.device, arena: Arena | None = None) -> None:
@@ -43,10 +41,10 @@ class Exchange:
         read: Callable[[Move, Tensor], object],
         write: Callable[[Move, Tensor], object],
     ) -> None:
-        """One wave: this rank's moves of a round that all ranks run. Collective.
+        """Run this rank's moves of one round. Collective.
 
-        `read` writes the elements of a move that this rank sends into memory of the move's dtype;
-        `write` takes those of a move that it gets, in the move's dtype, valid until it returns.
+        `read` writes the elements of a move that this rank sends into memory of the move's dtype. `write`
+        receives those of a move to this rank, valid until it returns.
         """
         rank, world = self._layout.rank, self._layout.world
         going = sorted((m for m in wave if m.source == rank), key=lambda m: m.target)
@@ -73,7 +71,7 @@ class Exchange:
 
 
 def _parts(moves: Sequence[Move], buffer: Tensor) -> Iterable[tuple[Move, Tensor]]:
-    """Each move with its place in the buffer, viewed as its dtype and shape."""
+    """Yield each move with its place in the buffer, in its dtype and shape."""
     start = 0
     for move in moves:
         flat = buffer[start : start + move.bytes].view(move.dtype)
@@ -86,9 +84,9 @@ def _aligned(size: int) -> int:
 
 
 class Transfer:
-    """A redistribution of shards, planned once and run as often as the same layouts meet again.
+    """A redistribution of shards, planned once for two layouts and run any number of times.
 
-    Making one is collective (ranks tell each other their pieces); nothing of the tensors is kept.
+    Making one is collective. It keeps no tensors.
     """
 
     def __init__(
@@ -114,8 +112,8 @@ class Transfer:
     def run(self, have: Iterable[Shard], want: Iterable[Shard]) -> None:
         """Write every wanted shard's tensor, converting to its dtype. Collective.
 
-        The shards are those the plan was made for, in the same order, with whatever memory they
-        have by now; `ValueError` when they are not. Buffers take at most two waves and are freed.
+        The shards must be those of the plan, in the same order; `ValueError` otherwise. Buffers take at most
+        two waves and are freed.
         """
         have, want = list(have), list(want)
         if [Piece.of(s) for s in have] != self._have or [Piece.of(s) for s in want] != self._want:
@@ -136,14 +134,14 @@ class Transfer:
 
 
 def accelerator_of(shards: Iterable[Shard]) -> torch.device | None:
-    """The accelerator that holds the first shard that is on one; None when all are on the CPU."""
+    """Return the device of the first shard that is on an accelerator, or None."""
     return next((s.tensor.device for s in shards if s.tensor.device.type != "cpu"), None)
 
 
 def meeting_place(
     devices: Sequence[torch.device | None], mine: torch.device | None
 ) -> torch.device:
-    """Where an `Exchange` has its buffers, given every rank's `accelerator_of` what it sends: there, or on the CPU."""
+    """Choose where an `Exchange` has its buffers, from every rank's `accelerator_of` its shards."""
     if mine is not None:
         return mine
     kind = next((device.type for device in devices if device is not None), "cpu")

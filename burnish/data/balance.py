@@ -1,9 +1,7 @@
-"""Sharing out sequences: who runs which, in as few micro-batches as the token budget allows.
+"""Assign sequences to ranks and micro-batches: fewest rounds first, then equal cost.
 
-Every rank runs the same number of micro-batches, and the ranks go through them together, because
-each is a round of collectives; a round takes as long as its costliest micro-batch. So the fewest
-rounds come first, then equal costs. Every rank computes the same answer from the same numbers. Left
-out: what a sequence costs (`burnish.models.flops`) and tensors (`burnish.data.batching`).
+Each micro-batch is a round of collectives, which takes as long as its costliest rank. Every rank
+computes the same answer.
 """
 
 from __future__ import annotations
@@ -46,13 +44,13 @@ def share_out(
 ) -> Shares:
     """Assign every sequence to a rank and a micro-batch.
 
-    `lengths` [N] are in tokens; no micro-batch exceeds `budget`. `costs` [N] are what is evened out.
-    Sequences with the same number in `groups` [N] stay in one micro-batch. Cheap rounds come first
-    and last, costly ones in the middle, so that the stages of a pipeline fill and empty quickly. A
-    micro-batch is empty only where there are fewer groups than micro-batches.
+    `lengths` [N] are in tokens; no micro-batch exceeds `budget`. `costs` [N] are evened out. Sequences
+    with the same number in `groups` [N] stay in one micro-batch. Cheap rounds come first and last, so the
+    stages of a pipeline fill and empty quickly. A micro-batch is empty only if there are fewer groups
+    than micro-batches.
 
-    Raises `UsageError` for a cost that is no positive number, and for a sequence or group longer
-    than the budget.
+    Raises `UsageError` for a cost that is not a positive number, and for a sequence or group longer than
+    the budget.
     """
     group = np.arange(len(lengths))
     if groups is not None:
@@ -72,14 +70,14 @@ def share_out(
 
 
 def share_evenly(costs: Costs, ranks: int) -> list[list[int]]:
-    """Things of about equal cost in all for each rank, and equally many (or one more); indices ascending."""
+    """Give each rank equally many things (or one more) of about equal total cost; indices ascending."""
     whole = _whole(costs)
     bins = divide(Items(whole, whole, int(whole.sum())), ranks, equal_counts=True)
     return [sorted(held) for held in bins or []]
 
 
 def _whole(costs: Costs) -> Integers:
-    """Costs as integers, at least 1, so that sums are exact in any order."""
+    """Round costs to integers ≥ 1, whose sums are exact in any order."""
     good = np.isfinite(costs) & (costs > 0)
     if not good.all():
         bad = int(np.flatnonzero(~good)[0])
@@ -89,7 +87,7 @@ def _whole(costs: Costs) -> Integers:
 
 
 def _summed(values: Integers, group: Integers) -> Integers:
-    """The sum over each group; exact, because all values together are below 2^53."""
+    """Sum over each group; exact, because the total is below 2^53."""
     return np.bincount(group, weights=values).astype(np.int64)
 
 
@@ -105,9 +103,9 @@ def _check_limit(items: Items, group: Integers) -> None:
 
 
 def _packed(items: Items) -> Bins:
-    """Best fit decreasing: each item to the fullest bin that has room, or to a further bin.
+    """Put each item into the fullest bin that has room (best fit decreasing).
 
-    Uses at most 11/9 of the fewest possible bins, and one (Johnson 1974).
+    Uses at most 11/9 of the fewest possible bins, plus one (Johnson 1974).
     """
     bins: Bins = []
     rooms: list[tuple[int, int]] = []  # (room, bin), ascending
@@ -125,7 +123,7 @@ def _packed(items: Items) -> Bins:
 
 
 def _spread(bins: Bins, costs: Integers, count: int) -> Bins:
-    """Add bins up to `count`, and give each one item of the costliest bin that has two."""
+    """Add bins up to `count`; each takes one item of the costliest bin that has two."""
     loads = [int(costs[held].sum()) for held in bins]
     heap = [(-load, index) for index, load in enumerate(loads) if len(bins[index]) > 1]
     heapq.heapify(heap)
@@ -141,7 +139,7 @@ def _spread(bins: Bins, costs: Integers, count: int) -> Bins:
 
 
 def _dealt(bins: Bins, items: Items, group: Integers, ranks: int) -> Shares:
-    """Bins of like cost into one round, in it the costliest to the rank with least so far; rounds in order."""
+    """Group bins of similar cost into rounds; in each, the rank with least so far gets the costliest."""
     loads = np.array([items.costs[held].sum() for held in bins], dtype=np.int64)
     rounds = np.argsort(-loads, kind="stable").reshape(-1, ranks)
     totals = np.zeros(ranks, dtype=np.int64)

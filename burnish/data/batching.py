@@ -1,8 +1,7 @@
-"""From examples to a packed `Batch`: this rank's micro-batches, cut alike by every rank.
+"""Pack examples into this rank's micro-batches.
 
-All ranks hold all examples and compute the same assignment; each makes tensors of its own share only.
-The counts in a batch are of the whole, so a loss does not depend on how it was cut. Left out: the
-assignment itself (`burnish.data.balance`).
+All ranks hold all examples and compute the same assignment; each makes tensors of its own share. A
+batch counts tokens and sequences globally, so a loss does not depend on how it was cut.
 """
 
 from __future__ import annotations
@@ -44,16 +43,15 @@ def make_batch(
     flops: ModelFlops,
     temperature: float = 1.0,
 ) -> Batch:
-    """Pack examples into micro-batches of at most `tokens_per_device` tokens; this rank's share of them.
+    """Pack examples into micro-batches of at most `tokens_per_device` tokens; return this rank's share.
 
-    Every rank gets the same number of micro-batches: as few as the budget allows, of about equal
-    cost by `flops`, which is what is done to them: a forward pass, or an update. Neighbours with the same prompt stay together as far as that leaves the ranks balanced,
-    because an engine may compute their prompt once. With fewer examples than micro-batches, what is
-    missing is filled with two tokens that are not trained on.
-    Tensors are on the CPU. `temperature` is passed on to the micro-batches. `num_tokens` is 0 when no token of any example is trained on.
+    Every rank gets the same number of micro-batches: as few as the budget allows, of about equal cost by
+    `flops`. Neighbours with the same prompt stay together if that leaves the ranks balanced, because an
+    engine may compute their prompt once. Missing examples are replaced by two tokens that are not trained
+    on. Tensors are on the CPU.
 
-    Raises `UsageError` for no examples, for one longer than the budget (with its index and length),
-    for arrays that do not fit each other, and for advantages or log-probs on some examples only.
+    Raises `UsageError` for no examples, for one longer than the budget, for arrays of other lengths than
+    their tokens, and for advantages or log-probs on some examples only.
     """
     if not examples:
         raise UsageError("a batch of no examples", want="at least one example")
@@ -82,7 +80,7 @@ def make_batch(
 def _assign(
     examples: Sequence[Example], lengths: Integers, ranks: int, budget: int, flops: ModelFlops
 ) -> Shares:
-    """Who runs which example. One that follows others with its prompt costs less: attention's part, and its own tokens."""
+    """Assign examples to ranks. One that follows others with its prompt costs only its own tokens."""
     prompts = np.array([e.loss_mask.argmax() if e.loss_mask.any() else 0 for e in examples])
     fair = int(lengths.sum()) // (ranks * _UNITS_PER_RANK)
     groups = _groups(examples, prompts, lengths, min(fair, budget))
@@ -94,7 +92,7 @@ def _assign(
 def _groups(
     examples: Sequence[Example], prompts: Integers, lengths: Integers, limit: int
 ) -> Integers:
-    """The number of the run that each example is in: neighbours with one prompt, of several examples at most `limit` tokens."""
+    """Number runs of neighbours with one prompt, each run of at most `limit` tokens."""
     groups = np.zeros(len(examples), dtype=np.int64)
     first, total = 0, int(lengths[0])
     for index in range(1, len(examples)):
@@ -129,7 +127,7 @@ def _check_lengths(lengths: Integers, budget: int) -> None:
 
 
 def _present(examples: Sequence[Example], name: str) -> bool:
-    """Whether the examples have this array; all or none of them must."""
+    """Tell whether the examples have this array. All or none must have it."""
     have = [getattr(example, name) is not None for example in examples]
     if any(have) and not all(have):
         raise UsageError(
@@ -165,7 +163,7 @@ def _trained_tokens(examples: Sequence[Example], lengths: Integers) -> Integers:
 
 
 def _pack(packed: Sequence[Example], optional: Sequence[str]) -> dict[str, Any]:
-    """The fields of a micro-batch of examples laid end to end."""
+    """Lay examples end to end."""
     lengths = np.fromiter((len(e.token_ids) for e in packed), np.int64, len(packed))
     ends = np.cumsum(lengths)
     return {
@@ -182,7 +180,7 @@ def _joined(examples: Sequence[Example], name: str, dtype: npt.DTypeLike) -> Ten
 
 
 def _filler(like: Example, optional: Sequence[str]) -> Example:
-    """Tokens that are not trained on, with what `like` has for each of its own."""
+    """Make an example that is not trained on, with the same optional arrays as `like`."""
     arrays: dict[str, Any] = {
         name: np.zeros((_FILLER_TOKENS, *getattr(like, name).shape[1:]), dtype=_OPTIONAL[name])
         for name in optional

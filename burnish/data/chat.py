@@ -1,12 +1,10 @@
-"""From conversations and texts to token ids and loss masks.
+"""Encode conversations and texts as token ids and loss masks.
 
-The mask of a conversation comes from the chat template itself: from `{% generation %}` where the
-template has it, and otherwise from prefix differencing, which renders the messages up to a turn and
-compares ids. It never comes from a search for strings. What an assistant writes is trained on, the
-token that ends its turn included; the first token of a sequence never is. What a template leaves
-out of past turns (the thoughts of thinking models, and the opening of them that is part of the
-prompt) is not trained on in them, and in the last turn a template must write what it prompts with.
-Descriptions of tools go to the template with the conversation. Left out: images, and cutting long sequences.
+The chat template itself gives the mask of a conversation: by `{% generation %}` where it has it, else
+by prefix differencing, which renders the messages up to a turn and compares ids. The assistant's
+tokens are trained on, the end-of-turn token included; the first token of a sequence never is. Parts
+that a template drops from past turns (a thinking model's thoughts) are not trained on there. In the
+last turn, a template must write what it prompts with.
 """
 
 from __future__ import annotations
@@ -66,12 +64,12 @@ class Text:
 
 
 class ChatEncoder:
-    """Encodes rows with one tokenizer, many at a time so that its threads are used."""
+    """Encode rows with one tokenizer, many at a time to use its threads."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """`template_kwargs` are further variables of the chat template. Raises `UsageError` for one that it does not read."""
+        """`template_kwargs`: variables of the chat template. Raises `UsageError` for one it does not read."""
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
         _require_read(tokenizer, self._template_kwargs)
@@ -90,7 +88,7 @@ class ChatEncoder:
         self._closes_itself = plain[-1:] != closed[-1:] == [self._eos]
 
     def ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        """Token ids of each text; `special` adds what the tokenizer puts before a text, never what it puts after."""
+        """Return token ids of each text. `special` adds the tokenizer's leading tokens, never trailing ones."""
         if not texts:
             return []
         lists: list[list[int]] = self._tokenizer(
@@ -99,17 +97,14 @@ class ChatEncoder:
         return [tokens[:-1] for tokens in lists] if special and self._closes_itself else lists
 
     def prompt(self, messages: list[Message], name: str, tools: Tools | None = None) -> str:
-        """The conversation as text, ready for the assistant to write.
-
-        One whose last message is the assistant's is left open, to be continued.
-        """
+        """Render a conversation up to the assistant's next turn. If it ends with the assistant, leave that turn open."""
         if messages[-1].get("role") == "assistant":
             options = {"tokenize": False, "continue_final_message": True}
             return str(self._render(messages, name, tools, **options))
         return self._before(messages, name, tools)
 
     def answered(self, messages: list[Message], answer: str, name: str) -> str:
-        """The conversation as text, with what the assistant wrote: a message, or the rest of its last one."""
+        """Render a conversation with the assistant's answer, or with the rest of its open last turn."""
         *before, last = messages
         if last.get("role") == "assistant":
             return self._whole(
@@ -118,10 +113,10 @@ class ChatEncoder:
         return self._whole([*messages, {"role": "assistant", "content": answer}], name, None)
 
     def texts(self, rows: Sequence[Text]) -> list[Encoded]:
-        """Prompt, text and an end of sequence; all but the prompt and the first token is trained on.
+        """Encode prompt, text and an end of sequence. All but the prompt and the first token is trained on.
 
-        The prompt's ids are those it has alone, as a generator will see it: where the tokenizer
-        would merge across the boundary, the text is tokenized by itself.
+        The prompt keeps the ids it has alone, as a generator sees it: where the tokenizer would merge across
+        the boundary, the text is tokenized by itself.
         """
         heads = self.ids([row.prompt for row in rows], special=True)
         joined = self.ids([row.prompt + row.text for row in rows], special=True)
@@ -136,18 +131,18 @@ class ChatEncoder:
         return encoded
 
     def _continued(self, text: str) -> list[int]:
-        """The ids of a text that follows another: without the space that some tokenizers put before what begins."""
+        """Tokenize a text that follows another, without the space that some tokenizers put first."""
         before, both = self.ids([_ANCHOR, _ANCHOR + text], special=False)
         if self._prepends and both[: len(before)] == before:
             return both[len(before) :]
         return self.ids([text], special=False)[0]
 
     def conversations(self, rows: Sequence[Conversation]) -> list[Encoded]:
-        """Ids and mask of each conversation.
+        """Return ids and mask of each conversation.
 
-        Raises `UsageError` naming the row for messages that the template refuses, and, without
-        `{% generation %}`, for a template that writes what is before a turn differently once that
-        or another turn is added, thoughts of past turns excepted.
+        Raises `UsageError` naming the row for messages that the template refuses. Without `{% generation %}`
+        it also raises for a template that rewrites the text before a turn when turns are added, except for
+        thoughts of past turns.
         """
         encoded = self._by_marks(rows) if self._marked else self._by_prefixes(rows)
         for _, mask in encoded:
@@ -155,7 +150,7 @@ class ChatEncoder:
         return encoded
 
     def _by_marks(self, rows: Sequence[Conversation]) -> list[Encoded]:
-        """Masks from `{% generation %}`, and the end of turn where the template left it outside."""
+        """Take masks from `{% generation %}`, and add an end of turn that the template left outside."""
         encoded = []
         for row in rows:
             out = self._render(row.messages, row.name, row.tools, return_assistant_tokens_mask=True)
@@ -197,10 +192,10 @@ class ChatEncoder:
         row: Conversation,
         turn: int,
     ) -> int:
-        """Where the turn begins, of which `before` is the prompt.
+        """Find the first token of a turn; `before` is its prompt.
 
-        The prompt of a thinking model may open its thoughts, which its template leaves out of past
-        turns. Such a turn begins with its content, if all is alike up to there.
+        A thinking model's prompt may open thoughts that its template drops from past turns. Such a turn
+        begins with its content, if the text up to there agrees.
         """
         if turn + 1 < len(row.messages) and not whole[0].startswith(before[0]):
             header = self._up_to_content(row, turn)
@@ -209,7 +204,7 @@ class ChatEncoder:
         return _boundary(before, whole, f"message {turn} of {row.name}")
 
     def _up_to_content(self, row: Conversation, turn: int) -> str:
-        """The conversation as text, as far as it is the same whatever the content of one message."""
+        """Render the text that is the same whatever the content of one message."""
         texts = []
         for content in _CONTENTS:
             messages = list(row.messages)
@@ -221,10 +216,10 @@ class ChatEncoder:
     def _turn_end(
         self, after: tuple[str, list[int]], whole: tuple[str, TokenIds], start: int, where: str
     ) -> int:
-        """Where the turn that begins at `start` ends, its end-of-turn token included.
+        """Find the end of the turn that begins at `start`, its end-of-turn token included.
 
-        A template may write a turn differently once others follow (Qwen3 drops the thoughts of past
-        turns). Then the first end-of-turn id after the start closes it.
+        If a template rewrites a turn once others follow (Qwen3 drops past thoughts), the first end-of-turn id
+        after the start closes it.
         """
         stops = start + np.flatnonzero(np.isin(whole[1][start:], self._ends))
         if not whole[0].startswith(after[0]) and len(stops):
@@ -292,15 +287,15 @@ def _reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
 
 
 def _first_difference(one: str, other: str) -> int:
-    """The index of the first character in which the texts differ, or at which one ends."""
+    """Return the index of the first differing character, or the shorter length."""
     length = min(len(one), len(other))
     return next((i for i in range(length) if one[i] != other[i]), length)
 
 
 def _boundary(prefix: tuple[str, list[int]], whole: tuple[str, TokenIds], where: str) -> int:
-    """The position in the whole's ids at which the prefix ends; both are given as text and ids.
+    """Return the position in the whole's ids at which the prefix ends.
 
-    A token that merges the end of the prefix with what follows counts as following.
+    A token that merges the prefix's end with what follows belongs to what follows.
     """
     shared = shared_beginning(prefix[1], whole[1])
     if shared == len(prefix[1]) or whole[0].startswith(prefix[0]):

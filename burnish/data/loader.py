@@ -1,7 +1,6 @@
-"""Which samples come next: one global cursor and a seed, and nothing else to save.
+"""Choose the next samples, from a seed and one global cursor.
 
-Every rank computes the same indices, so the number of ranks never matters. Left out: reading and
-tokenizing the samples (`burnish.data.tasks`), and their share per rank (`burnish.data.batching`).
+Every rank computes the same indices, so the number of ranks does not matter.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ Indices = npt.NDArray[np.int64]
 
 
 def order(seed: int, epoch: int, size: int) -> Indices:
-    """The order of an epoch: a permutation of 0 ... size - 1, uniform, shape [size].
+    """Return the order of an epoch: a uniform permutation of 0 ... size - 1, shape [size].
 
-    It sorts `size` raw 64-bit draws of Philox4x64 (Salmon et al., SC 2011), keyed by the seed and
-    the epoch. NumPy promises that raw draws never change, which it does not of `permutation`; so a
-    run resumed under another NumPy meets the same samples.
+    It sorts raw 64-bit draws of Philox4x64 (Salmon et al., SC 2011). NumPy promises that raw draws never
+    change, and does not promise it for `permutation`.
     """
     draws = np.random.Philox(key=derive_seed(seed, "shuffle", epoch)).random_raw(size)
     return np.argsort(draws, kind="stable").astype(np.int64, copy=False)
@@ -32,14 +30,13 @@ def order(seed: int, epoch: int, size: int) -> Indices:
 class Loader:
     """Indices into a data set, epoch after epoch.
 
-    `cursor` counts the samples taken since the run began, over all epochs and ranks. It is the only
-    state: a loader made anew with the same size, seed and cursor goes on with the same samples.
+    `cursor` counts the samples taken since the run began, over all epochs and ranks. It is the only state.
     """
 
     def __init__(
         self, size: int, seed: int, shuffle: bool, cursor: int = 0, *, by_epoch: bool = False
     ) -> None:
-        """`by_epoch`: what is taken at a time does not reach beyond the end of an epoch."""
+        """`by_epoch`: one `take` never crosses the end of an epoch."""
         if size < 1:
             raise UsageError("a loader over no samples", want="at least one sample")
         if cursor < 0:
@@ -52,13 +49,13 @@ class Loader:
         self._epoch: tuple[int, Indices] | None = None  # the order last asked for
 
     def takes(self, count: int, epochs: int) -> int:
-        """How many times `take(count)` makes up so many epochs, from the beginning; the last one may reach beyond them."""
+        """Return how many calls of `take(count)` make up `epochs` epochs from the beginning."""
         if self._by_epoch:
             return epochs * math.ceil(self.size / count)
         return math.ceil(epochs * self.size / count)
 
     def take(self, count: int) -> list[int]:
-        """The next `count` indices, across epochs without dropping any; by epoch, no more than are left of this one."""
+        """Return the next `count` indices, across epochs; by epoch, at most the rest of this one."""
         if self._by_epoch:
             count = min(count, self.size - self.cursor % self.size)
         taken: list[int] = []

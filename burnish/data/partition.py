@@ -1,10 +1,8 @@
-"""Dividing things into bins of equal cost under a limit of size: multiway number partitioning.
+"""Divide items into bins of equal cost under a limit of size: multiway number partitioning.
 
-A first division by two quick methods, of which the better one is kept, then exchanges between a costly bin and
-cheaper ones. The differencing method alone, which others use, knows no limit and leaves a long tail
-badly divided; each method alone loses where the other is strong. All is integer arithmetic on the host: every
-rank computes the same. It works on lists, since most divisions are of few things. Left out: exact search, and what the
-things are (`burnish.data.balance`).
+Two quick methods each make a division. Exchanges between a costly bin and cheaper ones then improve
+the better one. Differencing alone, as others use it, knows no limit and divides a long tail badly.
+All arithmetic is on integers, so every rank computes the same.
 """
 
 from __future__ import annotations
@@ -27,9 +25,6 @@ _LAYERS = 32
 """With more items per bin than this, differencing is no better than the other methods, and slower."""
 _GIVEN, _TAKEN, _SEARCHED = 32, 32, 256
 """Items of the costly bin, and of cheaper ones, among which the best exchange is looked for, and any at all."""
-_FEW = 8
-"""With at most so many items per bin, all equally many, the best exchange is looked for in all bins at once, which is quicker
-there; with more, costly bins hold most of what would be near the best cost."""
 _EXCHANGES_PER_BIN = 2
 _CLOSE_ENOUGH = 10_000
 """A bin that costs more than the mean by less than one part in this is left as it is."""
@@ -48,7 +43,7 @@ class Items:
 
 
 def divide(items: Items, count: int, *, equal_counts: bool = False) -> Bins | None:
-    """The items in `count` bins of about equal cost, within the limit; None where no such division was found.
+    """Divide items into `count` bins of about equal cost within the limit, or return None.
 
     With `equal_counts` no bin has two items more than another.
     """
@@ -61,9 +56,7 @@ def divide(items: Items, count: int, *, equal_counts: bool = False) -> Bins | No
         found.append(_by_falling_cost(lists, count))
     elif not few:
         found.append(_by_layers(lists, count))
-    of_few = equal_counts and len(items.costs) <= _FEW * count
-    kind = _DivisionOfFew if of_few else _Division
-    divisions = [kind(bins, lists, equal_counts) for bins in found if bins is not None]
+    divisions = [_Division(bins, lists, equal_counts) for bins in found if bins is not None]
     fitting = [division for division in divisions if division.fits()]
     if not fitting:
         return None
@@ -73,15 +66,12 @@ def divide(items: Items, count: int, *, equal_counts: bool = False) -> Bins | No
 
 
 def level(bins: Bins, items: Items) -> None:
-    """Even out the costs of bins that are within the limit, in place and a bounded number of times."""
+    """Even out the costs of bins in place, within the limit, a bounded number of times."""
     _Division(bins, _Lists(items), False).level()
 
 
 class _Lists:
-    """`Items` as lists, out of which Python gets single numbers several times as fast.
-
-    Index -1 stands for nothing, which costs nothing.
-    """
+    """`Items` as Python lists, whose elements are quick to read. Index -1 stands for no item."""
 
     def __init__(self, items: Items) -> None:
         self.costs: list[int] = items.costs.tolist()
@@ -91,9 +81,9 @@ class _Lists:
 
 
 def _by_falling_cost(items: _Lists, count: int) -> Bins | None:
-    """Longest processing time first (Graham 1969): the costliest item to the idlest bin with room.
+    """Give the costliest item to the idlest bin with room: longest processing time first (Graham 1969).
 
-    None when an item finds no room, or when finding it takes long because all bins are full.
+    Returns None if an item finds no room, or if the search takes long because all bins are full.
     """
     bins: Bins = [[] for _ in range(count)]
     room = [items.limit] * count
@@ -116,10 +106,7 @@ def _by_falling_cost(items: _Lists, count: int) -> Bins | None:
 
 
 def _by_layers(items: _Lists, count: int) -> Bins:
-    """Longest processing time first for equal counts: of each `count` of like cost the idlest bin gets the costliest.
-
-    The limit is not looked at.
-    """
+    """Do the same with equal counts: deal out `count` items at a time. Ignores the limit."""
     bins: Bins = [[] for _ in range(count)]
     loads = [0] * count
     for start in range(0, len(items.falling), count):
@@ -134,9 +121,8 @@ def _by_layers(items: _Lists, count: int) -> Bins:
 def _by_differences(items: _Lists, count: int) -> Bins:
     """Balanced differencing (Karmarkar & Karp 1982; Michiels, Korst & Aarts 2003 for more than two bins).
 
-    Items enter in layers of `count` of like cost, so that all bins get equally many (or one more).
-    The two divisions with the largest differences are put together, heavy bins on light ones,
-    until one is left. The limit is not looked at.
+    Items enter in layers of `count`, so bins get equally many (or one more). The two divisions with the
+    largest differences are merged, heavy bins with light ones, until one is left. Ignores the limit.
     """
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for start in range(0, max(1, len(items.falling)), count):
@@ -160,7 +146,7 @@ _NOTHING: _Entry = (0, -1)
 
 
 class _Division:
-    """Items in bins, and their levelling: one item moved, or two exchanged, between a costly bin and a cheaper one."""
+    """Items in bins, improved by moving one item or exchanging two."""
 
     def __init__(self, bins: Bins, items: _Lists, keep_counts: bool) -> None:
         self.bins, self._items = bins, items
@@ -181,10 +167,10 @@ class _Division:
         return self._ranking[-1][0]
 
     def level(self) -> None:
-        """Improve the costliest bin again and again, a bounded number of times.
+        """Improve the costliest bin repeatedly, a bounded number of times.
 
-        One that nothing improves is passed over, because several bins may run one after the other; with equal counts
-        they run beside each other, and it is the end.
+        A bin that cannot be improved is passed over. With equal counts bins run at the same time, so that
+        ends the search.
         """
         if self.costliest() <= self._enough:
             return
@@ -205,9 +191,9 @@ class _Division:
             held[:] = [item for _, item in entries[len(self._spare) :]]
 
     def _best(self, load: int, high: int) -> tuple[int, _Entry, _Entry] | None:
-        """A cheaper bin's place in the ranking, what it should get from `high`, and what give; None if nothing helps.
+        """Find the best exchange for bin `high`: the other bin's rank, the item to give, the item to take.
 
-        The best leaves the costlier of the two cheapest, the mean being as good as anything below it.
+        The best exchange leaves the costlier of the two bins cheapest, but no cheaper than the mean.
         """
         best, found, seen = load, None, 0
         sizes, held = self._items.sizes, self._held[high]
@@ -254,64 +240,3 @@ class _Division:
         size = self._items.sizes[entry[1]]
         self._fills[source] -= size
         self._fills[target] += size
-
-
-class _DivisionOfFew(_Division):
-    """Few items per bin and equal counts: the best of all exchanges is found by one sorted list of all items."""
-
-    def level(self) -> None:
-        """Improve the costliest bin again and again, a bounded number of times, until nothing does."""
-        if self.costliest() <= self._enough:
-            return
-        costs, sizes, ranking = self._items.costs, self._items.sizes, self._ranking
-        self._rising = self._items.falling[::-1]
-        self._rising_costs = [costs[item] for item in self._rising]
-        self._home = [0] * len(costs)
-        for index, held in enumerate(self.bins):
-            for item in held:
-                self._home[item] = index
-        self._loads = [load for load, _ in sorted(ranking, key=itemgetter(1))]
-        for _ in range(_EXCHANGES_PER_BIN * len(self.bins)):
-            load, high = ranking.pop()
-            found = self._best_of_all(load, high) if load > self._enough else None
-            if found is None:
-                break
-            given, taken = found
-            low = self._home[taken]
-            del ranking[bisect_left(ranking, (self._loads[low], low))]
-            for item, source, target in ((given, high, low), (taken, low, high)):
-                self.bins[source].remove(item)
-                self.bins[target].append(item)
-                self._home[item] = target
-                self._loads[source] -= costs[item]
-                self._loads[target] += costs[item]
-                self._fills[source] -= sizes[item]
-                self._fills[target] += sizes[item]
-            insort(ranking, (self._loads[high], high))
-            insort(ranking, (self._loads[low], low))
-
-    def _best_of_all(self, load: int, high: int) -> tuple[int, int] | None:
-        """As `_best`, but of all bins: among all items, from those outwards that would be right for the cheapest bin."""
-        best, found = load, None
-        costs, sizes, limit = self._items.costs, self._items.sizes, self._items.limit
-        fills, loads, home = self._fills, self._loads, self._home
-        rising, rising_costs = self._rising, self._rising_costs
-        least, cheapest = fills[high] - limit, self._ranking[0][0]
-        wanted = min((load - cheapest) // 2, load - self._mean)
-        for given in sorted(self.bins[high], key=costs.__getitem__, reverse=True):
-            cost, size = costs[given], sizes[given]
-            if best <= max(self._enough, load - cost + rising_costs[0]):
-                break
-            middle = bisect_left(rising_costs, cost - wanted)
-            for places in (range(middle, len(rising)), range(middle - 1, -1, -1)):
-                for place in places:
-                    change = cost - rising_costs[place]
-                    if load - change >= best or cheapest + change >= best:
-                        break
-                    taken = rising[place]
-                    low = home[taken]
-                    other = loads[low] + change
-                    if other < best and least <= size - sizes[taken] <= limit - fills[low]:
-                        best = max(load - change, other, self._mean)
-                        found = given, taken
-        return found

@@ -1,7 +1,4 @@
-"""The columns of a data file, as it begins, read without `datasets` and torch: what a dry run looks at.
-
-Left out: all rows but the first, and what the columns mean (`burnish.data.columns`).
-"""
+"""Read the columns of a data file's first rows, without `datasets` and torch."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ _EXCERPT = 60
 
 
 def has_column(columns: Columns, name: str) -> bool:
-    """Whether there is such a column, dots going into nested ones."""
+    """Tell whether there is such a column, dots going into nested ones."""
     if name in columns:
         return True
     head, _, rest = name.partition(".")
@@ -32,10 +29,10 @@ def has_column(columns: Columns, name: str) -> bool:
 
 
 def columns_of(file: Path, enough: Callable[[Columns], bool]) -> Columns | None:
-    """The columns of a JSON Lines or Parquet file on this machine; None where only all of it would tell.
+    """Return the columns of a local JSON Lines or Parquet file; None where only the whole file would tell.
 
-    Of JSON Lines those of the first rows, and of further ones until they are `enough`. Raises `UsageError` for a
-    file that is not what its suffix says, naming a broken line.
+    Reads the first rows of JSON Lines, and further ones until the columns are `enough`. Raises
+    `UsageError` for a file that is not what its suffix says, naming a broken line.
     """
     if file.suffix not in READERS:
         raise UsageError(
@@ -60,7 +57,7 @@ def columns_of(file: Path, enough: Callable[[Columns], bool]) -> Columns | None:
 
 
 def row_of(line: bytes, file: Path, number: int) -> dict[str, Any]:
-    """The row in line `number` of a file. Raises `UsageError`, naming both, for what is no JSON object."""
+    """Parse line `number` of a file. Raises `UsageError`, naming both, unless it is a JSON object."""
     try:
         value = json.loads(line.decode("utf-8-sig"))
         if isinstance(value, dict):
@@ -91,7 +88,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_one_document(file: Path) -> bool:
-    """Whether all of a file is one JSON value over several lines, which `datasets` reads too, or it is too large to say."""
+    """Tell whether a file is one JSON value over several lines, or too large to say."""
     if file.stat().st_size > _BYTES:
         with file.open("rb") as stream:
             return stream.read(64).lstrip()[:1] == b"["

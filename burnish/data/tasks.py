@@ -1,8 +1,7 @@
-"""Data sets of prompts (reinforcement learning, evaluation) and of examples (SFT) over a table of rows.
+"""Make data sets of prompts (RL, evaluation) and of examples (SFT) from a table of rows.
 
-Every row is tokenized once when the data set is made, to learn its length and to find bad rows
-before anything expensive begins; only lengths are kept, and an item is tokenized again when asked
-for. Left out: order and batches (`burnish.data.loader`, `burnish.data.batching`).
+All rows are tokenized once, to learn their lengths and to find bad rows before expensive work. Only
+the lengths are kept; an item is tokenized again when asked for.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _SYSTEM_ROLES = ("system", "developer")
 
 
 class _Items(Sequence[Item], ABC, Generic[Item]):
-    """The rows that are kept, each made into an item when asked for."""
+    """Rows that are made into items when asked for."""
 
     lengths: npt.NDArray[np.int64]
     """Tokens of each item, shape [len(self)]."""
@@ -64,14 +63,14 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
 
     @abstractmethod
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
-        """The length of each row in tokens, 0 for one with nothing to train on; and all that tells it from others."""
+        """Return each row's length in tokens (0: nothing to train on), and bytes that identify its content."""
 
     @abstractmethod
     def _make(self, index: int) -> Item:
         """The item of a row of the table."""
 
     def _scan(self, limit: int | None, setting: str) -> None:
-        """Measure all rows, and keep those that are neither empty nor over the limit."""
+        """Measure all rows. Keep those that are neither empty nor over the limit."""
         total = len(self.rows)
         lengths = np.zeros(total, dtype=np.int64)
         digest = xxhash.xxh3_128()
@@ -134,7 +133,7 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
             )
 
     def _tools(self, row: Row, name: str) -> Tools | None:
-        """The tools of a row's conversation, where the chat template has a place for them."""
+        """Return a row's tools, if the chat template reads tools."""
         return tools_of(row, name) if self._encoder.reads_tools else None
 
     def _notice_tools(self) -> None:
@@ -144,14 +143,14 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
             )
 
     def _opened(self, messages: list[Message]) -> list[Message]:
-        """The conversation with `data.system_prompt`, unless it begins with a system message of its own."""
+        """Put `data.system_prompt` before messages that have no system message."""
         system = self._data.system_prompt
         if system is None or messages[0]["role"] in _SYSTEM_ROLES:
             return messages
         return [{"role": "system", "content": system}, *messages]
 
     def _require_no_chat_settings(self, name: str) -> None:
-        """Raise for a row that is plain text where settings say how conversations are written."""
+        """Raise for a row of plain text if settings concern conversations."""
         data = self._data
         given = [key for key in ("system_prompt", "chat_template_kwargs") if getattr(data, key)]
         if given:
@@ -178,19 +177,16 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
 
 
 class PromptDataset(_Items[Prompt]):
-    """Prompts for reinforcement learning and evaluation: a `Sequence[Prompt]`.
+    """Prompts for RL and evaluation: a `Sequence[Prompt]`.
 
-    The prompt is the column `data.prompt_column`, or the first there is of `prompt`, the messages
-    column, `question` and `problem`. Messages are written with the chat template; of a whole chat
-    the assistant's last turn is left off. A plain string is used as it stands, without the chat
-    template, or is a user's message, as `data.string_prompts` says. The answer is `data.answer_column`, or the first there is of `answer`,
-    `ground_truth`, verl's `reward_model.ground_truth` and `solution`; without one it is None. So
-    verl's parquet files, TRL's and GSM8K's columns work as they are. The column `tools` goes to the chat template with the messages.
+    Settings under `data` name the columns; else the usual names of verl, TRL and GSM8K are tried
+    (`burnish.data.columns`). Messages go through the chat template, with the row's `tools`; a whole chat
+    loses its last assistant turn. `data.string_prompts` says whether a plain string is used as it stands
+    or becomes a user's message.
 
-    A prompt over `data.max_prompt_length`, or over the least of `limits` (tokens by what sets them: what
-    a completion leaves of a micro-batch or of the model's positions), is dropped and counted in
-    `dropped_overlong`, or raises `UsageError` naming the row, as `data.overlong` says. Raises
-    `MissingError` for a column that is not there, and `UsageError` for a row that is not a prompt.
+    A prompt longer than `data.max_prompt_length`, or than the least of `limits` (setting to tokens), is
+    dropped and counted in `dropped_overlong`, or raises `UsageError`, as `data.overlong` says. Raises
+    `MissingError` for a missing column, and `UsageError` for a row that is not a prompt.
     """
 
     def __init__(
@@ -274,15 +270,14 @@ class PromptDataset(_Items[Prompt]):
 class ExampleDataset(_Items[Example]):
     """Examples for supervised fine-tuning: a `Sequence[Example]`.
 
-    Rows are, by the columns that settings name or that there are: a chat (`data.messages_column`), every assistant turn of which is trained on; a prompt and completion, each text or messages, of which the completion is
-    trained on; or plain text (`data.text_column`), all of which is. Two strings are joined as they
-    stand; a string beside messages, or with `data.string_prompts` user, becomes a user's or the assistant's message. The column
-    `tools` goes to the chat template with the messages. Text and string
-    completions are closed with the end-of-sequence token.
+    A row is a chat, whose assistant turns are all trained on; a prompt and completion, each text or
+    messages, whose completion is trained on; or plain text, all of which is trained on. Two strings are
+    joined as they stand. A string beside messages becomes a message. Text and string completions end
+    with the end-of-sequence token.
 
     An example over `max_length` tokens is dropped and counted in `dropped_overlong`, or raises
-    `UsageError` naming the row, as `data.overlong` says. One without a token to train on is
-    dropped and counted in `dropped_untrained`. Raises `MissingError` when the columns are not there.
+    `UsageError`, as `data.overlong` says. One without trained tokens is dropped and counted in
+    `dropped_untrained`. Raises `MissingError` for missing columns.
     """
 
     def __init__(

@@ -1,8 +1,6 @@
-"""Tokenizers as training needs them: with a chat template, a pad id and an end that is really used.
+"""Load tokenizers, and repair a missing pad token or an end of sequence that chat turns never use.
 
-Published tokenizers are often incomplete: no pad token, or an end-of-sequence token that chat turns
-never end with (Gemma's `<eos>` beside `<end_of_turn>`). Both are repaired here, each with a notice.
-Left out: training tokenizers, and adding tokens to a vocabulary.
+An example of the second is Gemma's `<eos>` beside `<end_of_turn>`. Each repair is logged.
 """
 
 from __future__ import annotations
@@ -27,14 +25,13 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a directory and repair its pad and end-of-sequence tokens.
 
-    `chat_template_file` is a Jinja file that replaces the tokenizer's own chat template. A tokenizer
-    without end of sequence takes the token its chat template ends turns with; so does one whose end
-    of sequence is another token, unless the template itself writes `eos_token`. A missing pad token
-    becomes the end of sequence, or the unknown token.
+    `chat_template_file` is a Jinja file that replaces the chat template. The end of sequence becomes the
+    token that the template ends turns with, unless the template itself writes `eos_token`. A missing pad
+    token becomes the end of sequence, or the unknown token.
 
-    Raises `MissingError` for a directory or template that is not there, and `UsageError` for a
-    template that cannot be rendered, for code that `trust_remote_code` would have to allow, and for
-    a tokenizer with neither an end-of-sequence nor an unknown token.
+    Raises `MissingError` for a missing directory or template. Raises `UsageError` for a template that
+    cannot be rendered, for code that needs `trust_remote_code`, and for a tokenizer without any of these
+    tokens.
     """
     tokenizer = _from_directory(path, trust_remote_code)
     if chat_template_file is not None:
@@ -46,11 +43,10 @@ def load_tokenizer(
 
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[int, ...]:
-    """All ids that end a completion, ascending, each once.
+    """Return all ids that end a completion, ascending.
 
-    They are the tokenizer's end of sequence, the token its chat template ends turns with, and
-    `eos_token_id` (an id, a list, or None) of each of `configs`: a model's generation config, its
-    config, or None.
+    They come from the tokenizer, its chat template, and `eos_token_id` of each of `configs` (a model's
+    config or generation config, or None).
     """
     found = {tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
     for config in configs:
@@ -60,10 +56,7 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[in
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that the chat template writes after an assistant's message.
-
-    None without a chat template, or where it ends turns with ordinary text.
-    """
+    """Return the special token that the chat template writes after an assistant's message, or None."""
     if not tokenizer.chat_template:
         return None
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
@@ -78,7 +71,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template marks the assistant's part with `{% generation %}`."""
+    """Tell whether the chat template marks the assistant's part with `{% generation %}`."""
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return False
     return re.search(r"{%-?\s*generation\s*-?%}", str(tokenizer.get_chat_template())) is not None

@@ -1,8 +1,7 @@
-"""Packed micro-batches and what an engine returns for them.
+"""Packed micro-batches, and what an engine returns for them.
 
-A `Batch` knows the global number of loss tokens and of sequences before any micro-batch is run, so
-that losses are sums divided once and the result does not depend on how the batch was cut. Left
-out: the packing itself (`burnish.data`).
+A `Batch` knows its global number of loss tokens and sequences, so losses are sums divided once and do
+not depend on how the batch was cut.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class MicroBatch:
     """Divides the logits before log-probs are taken: the policy that sampled at this temperature is the one trained."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same micro-batch with every tensor on `device`."""
+        """Return it with every tensor on `device`."""
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
             for name in self.__slots__
@@ -65,11 +64,10 @@ def _nothing() -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenOutputs:
-    """What the model says of each token of a micro-batch, aligned to tokens.
+    """Per-token outputs of a model, aligned to tokens.
 
-    Entry t of a sequence concerns the prediction of token t; the first token of every sequence has
-    no prediction and holds 0. A language model says the first two, one with a value head the last;
-    what is not said has no entries, [0].
+    Entry t of a sequence concerns the prediction of token t; the first entry is 0. A language model fills
+    the first two fields, a value head `values`. Other fields are empty, [0].
     """
 
     logprobs: Tensor = field(default_factory=_nothing)
@@ -86,10 +84,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """This rank's share of one optimizer step.
-
-    Every rank holds the same number of micro-batches, because each one is a round of collectives.
-    """
+    """This rank's share of one optimizer step. All ranks hold equally many micro-batches."""
 
     microbatches: tuple[MicroBatch, ...]
     """What this rank runs, in order."""
@@ -106,7 +101,7 @@ class Batch:
 
     @property
     def is_routed(self) -> bool:
-        """Whether its micro-batches say where their tokens go. Raises `BurnishError` where only some do, for the routers of the others would choose for themselves."""
+        """Tell whether its micro-batches name experts. Raises `BurnishError` where only some do."""
         said = [micro.experts is not None for micro in self.microbatches]
         if any(said) and not all(said):
             raise BurnishError(
@@ -118,7 +113,7 @@ class Batch:
         return all(said)
 
     def by_example(self, arrays: Sequence[Floats]) -> dict[int, Floats]:
-        """What this rank has for the tokens of its micro-batches, by index in the global example list."""
+        """Split per-token arrays of the micro-batches by index in the global example list."""
         found: dict[int, Floats] = {}
         for micro, numbers, array in zip(self.microbatches, self.examples, arrays, strict=True):
             ends = micro.cu_seqlens.tolist()
@@ -128,20 +123,20 @@ class Batch:
         return found
 
     def with_old_logprobs(self, outputs: Sequence[TokenOutputs]) -> Batch:
-        """The same batch with `old_logprobs` from `Engine.forward` of this batch."""
+        """Add `old_logprobs` from `Engine.forward` of this batch."""
         return self._with("old_logprobs", outputs)
 
     def with_ref_logprobs(self, outputs: Sequence[TokenOutputs]) -> Batch:
-        """The same batch with `ref_logprobs` from the reference engine's `forward` of this batch."""
+        """Add `ref_logprobs` from the reference engine's `forward` of this batch."""
         return self._with("ref_logprobs", outputs)
 
     def with_experts(self, outputs: Sequence[TokenOutputs]) -> Batch:
-        """The same batch with the `experts` that `Engine.forward` of this batch recorded, for every forward pass to come."""
+        """Add the experts that `Engine.forward` of this batch recorded, for later forward passes."""
         pairs = zip(self.microbatches, outputs, strict=True)
         return self._of(replace(micro, experts=output.experts) for micro, output in pairs)
 
     def without_experts(self) -> Batch:
-        """The same batch for another model, whose routers choose for themselves."""
+        """Drop the experts, for another model."""
         return self._of(replace(micro, experts=None) for micro in self.microbatches)
 
     def _with(self, name: str, outputs: Sequence[TokenOutputs]) -> Batch:

@@ -1,7 +1,6 @@
-"""What flows through a step before it is packed: prompts, completions, rollouts, examples.
+"""Prompts, completions, rollouts and examples: what flows through a step before it is packed.
 
-SFT and RL meet in `Example`; after it there is one path. Token arrays are 1-D numpy arrays on the
-host. Left out: anything that computes (see `burnish.data`, `burnish.algorithms`).
+SFT and RL meet in `Example`. Token arrays are 1-D numpy arrays on the host.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A prompt for a generator, and which draws to make from it."""
+    """A prompt for a generator, and the samples to draw."""
 
     prompt_key: int
     """Names the prompt in the derivation of random draws; unique within a step."""
@@ -100,10 +99,9 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """What training sees, from SFT and RL alike.
+    """One training sequence, of SFT or RL.
 
-    Per-token arrays are aligned to tokens: entry t concerns the prediction of token t from the
-    tokens before it. Entry 0 is never trained on.
+    Entry t of a per-token array concerns the prediction of token t. Entry 0 is never trained on.
     """
 
     token_ids: TokenIds
