@@ -1,3 +1,29 @@
-"""Burnish post-trains language models: supervised fine-tuning and reinforcement learning."""
+"""Burnish post-trains language models: supervised fine-tuning and reinforcement learning.
+
+`sft`, `rl` and `evaluate` run what the commands of the same name run, in this process or, under torchrun, in each. Importing
+this package loads neither torch nor any of its modules; a name is loaded when it is first used.
+"""
+
+from importlib import import_module
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Result": "burnish.api",
+    "evaluate": "burnish.api",
+    "load_config": "burnish.api",
+    "rl": "burnish.api",
+    "sft": "burnish.api",
+    "BurnishError": "burnish.errors",
+    "Engine": "burnish.engines.base",
+    "Generator": "burnish.rollout.base",
+    "Tracker": "burnish.tracking.trackers",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'burnish' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

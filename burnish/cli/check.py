@@ -11,12 +11,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from burnish.cli.inputs import require_inputs
 from burnish.config.check import Command, check
 from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError, UsageError
+from burnish.train.preflight import require_inputs
 
 _HIDE_ACCELERATORS = {
     "CUDA_VISIBLE_DEVICES": "",

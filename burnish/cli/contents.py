@@ -12,7 +12,6 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
-from burnish.cli.inputs import TOKENIZER_FILES, data_files
 from burnish.config.check import Command
 from burnish.config.problems import Problem, refusal
 from burnish.config.room import room_for_prompts
@@ -23,6 +22,7 @@ from burnish.errors import BurnishError, CorruptError, MissingError, UsageError,
 from burnish.files.safetensors import read_header, weight_files
 from burnish.files.urls import is_url
 from burnish.rewards.source import require_function
+from burnish.train.preflight import TOKENIZER_FILES, data_files
 
 _Look = Callable[[], object]
 
@@ -30,7 +30,7 @@ _Look = Callable[[], object]
 def require_contents(config: RunConfig, command: Command, run_dir: Path | None = None) -> None:
     """Raise a `BurnishError` with everything in the inputs of `command` that would stop it once they are read.
 
-    The inputs have to be there (`burnish.cli.inputs`). With `run_dir` model and tokenizer are those of that run.
+    The inputs have to be there (`burnish.train.preflight`). With `run_dir` model and tokenizer are those of that run.
     """
     found = []
     for look in _looks(config, command, run_dir):

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from burnish.cli.contents import require_contents
-from burnish.cli.inputs import committed_steps, require_inputs
 from burnish.cli.output import print_text
 from burnish.cli.plan import devices_of, fit
 from burnish.cli.summary import summary
@@ -29,6 +28,7 @@ from burnish.files.remote import Remote
 from burnish.plan.devices import PER_MACHINE
 from burnish.tracking.jsonl import json_numbers
 from burnish.tracking.rundir import RunDirectory
+from burnish.train.preflight import committed_steps, recorded_config, require_inputs
 
 log = logging.getLogger("burnish")
 
@@ -111,15 +111,7 @@ def _config_file(command: Command, path: str, run_dir: Path | None) -> Path:
                 do="give runs/NAME or CONFIG first, then key=value overrides",
             )
         return Path(path)
-    recorded = run_dir / "config.yaml"
-    if not recorded.is_file():
-        raise MissingError(
-            f"{run_dir} is not a run's directory",
-            have="a directory without config.yaml",
-            want="a directory that burnish sft or rl wrote, or a configuration file",
-            do="give runs/NAME",
-        )
-    return recorded
+    return recorded_config(run_dir)
 
 
 def _require_own_directory(config: RunConfig) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from burnish.cli.columns import bytes_text, count_text
-from burnish.cli.inputs import committed_steps, data_sizes
 from burnish.config.check import Command
 from burnish.config.places import mirror_url, run_directory
 from burnish.config.schema import EngineConfig, ModelConfig, RunConfig, SamplingConfig
+from burnish.train.preflight import committed_steps, data_sizes
 
 
 def summary(

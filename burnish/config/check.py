@@ -2,7 +2,7 @@
 
 Each check compares settings with each other; bounds of single settings are in the schema. All that
 is wrong is reported at once. Left out: whether the files that settings name exist
-(`burnish.cli.inputs`), and what only the model or the data can tell.
+(`burnish.train.preflight`), and what only the model or the data can tell.
 """
 
 from __future__ import annotations

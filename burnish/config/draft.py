@@ -73,16 +73,17 @@ class Draft:
                 )
             )
             raise refusal(self.problems, "the command line") from error
-        self._set(name, value)
+        self.set(name, value)
 
-    def _set(self, name: str, value: Any) -> None:
+    def set(self, name: str, value: Any) -> None:
+        """Set one key, or the keys of a section."""
         key = self.known.get(name)
         if key and key.section:
             if not isinstance(value, Mapping):
                 self._note(name, value, COMMAND_LINE, f"set its keys: {name}.KEY=value")
                 return
             for part, inner in value.items():
-                self._set(f"{name}.{part}", inner)
+                self.set(f"{name}.{part}", inner)
         elif key and "[" not in name:
             self._place(name, value)
         elif (owner := self._mapping_above(name)) is not None:

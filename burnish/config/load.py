@@ -7,9 +7,11 @@ command runs in. Left out: whether the settings make sense together (`burnish.co
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -22,7 +24,15 @@ from burnish.config.schema import RunConfig
 from burnish.config.section import Section
 from burnish.errors import MissingError, UsageError
 
-__all__ = ["Resolved", "difference", "digest", "dump_yaml", "load_config", "read_document"]
+__all__ = [
+    "Resolved",
+    "difference",
+    "digest",
+    "dump_yaml",
+    "load_config",
+    "load_settings",
+    "read_document",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +62,38 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Resol
         draft.take_document(read_document(path), str(path))
     for override in overrides:
         draft.take_override(override)
+    return _resolved(draft, subject)
+
+
+def load_settings(
+    source: str | os.PathLike[str] | Mapping[str, Any] | RunConfig, settings: Mapping[str, Any]
+) -> RunConfig:
+    """Return the configuration of a file, of nested mappings or of another one, with `settings` in place of its own.
+
+    `settings` are sections as mappings (`optim={"lr": 1e-5}`) or dotted keys. Raises as `load_config` does.
+    """
+    draft = Draft(known=known_keys())
+    if isinstance(source, str | os.PathLike):
+        draft.take_document(read_document(source), str(source))
+    elif isinstance(source, RunConfig):
+        draft.take_document(Document(source.model_dump(exclude_unset=True), {}), "")
+    else:
+        draft.take_document(Document(_plain(source), {}), "")
+    for name, value in _plain(settings).items():
+        draft.set(name, value)
+    return _resolved(draft, "the settings").config
+
+
+def _plain(value: Any) -> Any:
+    """Mappings as dictionaries and paths as texts, at every depth."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _resolved(draft: Draft, subject: str) -> Resolved:
     try:
         config = RunConfig.model_validate(draft.values)
     except ValidationError as error:
@@ -63,7 +105,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Resol
     return Resolved(config, {name: draft.origin_of(name) for name in settings})
 
 
-def read_document(path: str | Path) -> Document:
+def read_document(path: str | os.PathLike[str]) -> Document:
     """The YAML mapping in a file, with the line of every key.
 
     Raises `MissingError` where there is no such file and `UsageError` where it cannot be read as YAML.

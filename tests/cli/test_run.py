@@ -10,12 +10,12 @@ from types import ModuleType
 import pytest
 
 import burnish.train
-from burnish.cli.inputs import committed_steps
 from burnish.cli.main import main
 from burnish.config.load import dump_yaml, load_config
 from burnish.errors import UsageError, install
 from burnish.files.remote import Remote
 from burnish.files.safetensors import build_header
+from burnish.train.preflight import committed_steps
 
 
 @pytest.fixture

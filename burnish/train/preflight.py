@@ -27,6 +27,7 @@ from burnish.files.selection import select
 from burnish.files.storage import LocalStorage
 from burnish.files.urls import is_url
 from burnish.models.lora.adapter_names import ADAPTER_CONFIG
+from burnish.tracking.rundir import RunDirectory
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """One of these makes a directory a tokenizer's."""
@@ -49,6 +50,19 @@ def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = N
         problems += _rewards(config)
     if problems:
         raise refusal(problems, "the inputs of this run", MissingError)
+
+
+def recorded_config(run_dir: Path) -> Path:
+    """The configuration that a run's directory holds. Raises `MissingError` where it holds none."""
+    recorded = RunDirectory(run_dir).config
+    if not recorded.is_file():
+        raise MissingError(
+            f"{run_dir} is not a run's directory",
+            have=f"a directory without {recorded.name}",
+            want="a directory that burnish sft or rl wrote, or a configuration file",
+            do="give runs/NAME",
+        )
+    return recorded
 
 
 def data_sizes(path: str) -> list[int]:

@@ -1,0 +1,11 @@
+from burnish.api import Result as Result
+from burnish.api import evaluate as evaluate
+from burnish.api import load_config as load_config
+from burnish.api import rl as rl
+from burnish.api import sft as sft
+from burnish.engines.base import Engine as Engine
+from burnish.errors import BurnishError as BurnishError
+from burnish.rollout.base import Generator as Generator
+from burnish.tracking.trackers import Tracker as Tracker
+
+__version__: str

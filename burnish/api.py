@@ -1,0 +1,161 @@
+"""The Python API: what the commands `sft`, `rl` and `eval` do, called from a script or a notebook.
+
+Each function takes a configuration as a path, a mapping or a `RunConfig`, and further settings by keyword:
+`burnish.sft("sft.yaml", steps=10, optim={"lr": 1e-5})`. Under torchrun every process calls it alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from burnish.checkpoint.steps import newest
+from burnish.config.check import Command, check
+from burnish.config.load import load_settings
+from burnish.config.notices import notices
+from burnish.config.places import run_directory
+from burnish.config.schema import RunConfig
+from burnish.distributed.environment import place_of
+from burnish.errors import UsageError
+from burnish.tracking.jsonl import read_metrics
+from burnish.tracking.rundir import RunDirectory
+from burnish.train.preflight import recorded_config, require_inputs
+
+Config: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
+"""A YAML file, the same settings as nested mappings, or a configuration that was loaded already."""
+Reward: TypeAlias = Callable[..., Any]
+"""A function with TRL's or verl's signature, at the top level of a script or of a module."""
+
+_log = logging.getLogger("burnish")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a training run has left."""
+
+    directory: Path
+    """The run's directory."""
+
+    @property
+    def model(self) -> Path | None:
+        """The newest committed model, a directory that transformers loads; None where all steps lie on a mirror."""
+        step = newest(RunDirectory(self.directory).checkpoints)
+        return None if step is None else Path(step.path) / "model"
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """One row per step with its numbers by name, `step` among them."""
+        return read_metrics(RunDirectory(self.directory).metrics)
+
+
+def load_config(config: Config, **settings: Any) -> RunConfig:
+    """Return the whole configuration, with `settings` in place of its own.
+
+    Raises `UsageError` for settings that do not exist or do not fit, `MissingError` for a file that is not there.
+    """
+    return load_settings(config, settings)
+
+
+def sft(config: Config, **settings: Any) -> Result:
+    """Fine-tune on examples. A run that was interrupted goes on from its newest checkpoint."""
+    loaded = _checked(config, settings, "sft")
+    from burnish.train.sft import train
+
+    train(loaded)
+    return Result(run_directory(loaded))
+
+
+def rl(
+    config: Config,
+    reward: Reward | Sequence[Reward] | Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Result:
+    """Learn from a reward. A run that was interrupted goes on from its newest checkpoint.
+
+    `reward` is a Python function, or several, in place of `reward.functions`; a mapping sets the section `reward`.
+    Functions are called in processes of their own, which import the script that defines them: a script has to
+    call `rl` below `if __name__ == "__main__":`.
+    """
+    loaded = _checked(config, _with_reward(settings, reward), "rl")
+    from burnish.train.rl import train
+
+    train(loaded)
+    return Result(run_directory(loaded))
+
+
+def evaluate(
+    config: Config,
+    reward: Reward | Sequence[Reward] | Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, float]:
+    """Measure a model on held-out data and return the numbers by name.
+
+    `config` may also be the directory of a run, whose newest model is measured. `reward` is as in `rl`.
+    """
+    run = Path(config) if isinstance(config, str | os.PathLike) and Path(config).is_dir() else None
+    given = config if run is None else recorded_config(run)
+    loaded = _checked(given, _with_reward(settings, reward), "eval", run)
+    from burnish.train.evaluate import evaluate as measure
+
+    return measure(loaded, run)
+
+
+def _checked(
+    config: Config, settings: Mapping[str, Any], command: Command, run: Path | None = None
+) -> RunConfig:
+    """Load a configuration and refuse what cannot run, before torch is imported."""
+    _refuse_inside_a_worker()
+    loaded = load_settings(config, settings)
+    layout = place_of(os.environ).layout
+    check(loaded, command, layout.world)
+    require_inputs(loaded, command, run)
+    if layout.is_main:
+        for notice in notices(loaded, command):
+            _log.warning("%s", notice)
+    return loaded
+
+
+def _with_reward(
+    settings: Mapping[str, Any], reward: Reward | Sequence[Reward] | Mapping[str, Any] | None
+) -> Mapping[str, Any]:
+    if reward is None:
+        return settings
+    if isinstance(reward, Mapping):
+        return {**settings, "reward": reward}
+    functions = [reward] if callable(reward) else reward
+    named = [{"function": _name_of(function)} for function in functions]
+    return {**settings, "reward": {"functions": named}}
+
+
+def _name_of(function: Reward) -> str:
+    """Return the name by which another process finds the function: `file.py:function` or `module:function`."""
+    module: str | None = function.__module__
+    name = getattr(function, "__qualname__", "")
+    if module == "__main__":
+        file = getattr(sys.modules[module], "__file__", None)
+        module = file and os.path.relpath(file)
+    if not module or not name.isidentifier():
+        raise UsageError(
+            "reward is a function that other processes cannot import",
+            have=f"{name or function!r} of {function.__module__}",
+            want="a function at the top level of a script or a module",
+            do="move it into a file, and pass it by its name",
+        )
+    return f"{module}:{name}"
+
+
+def _refuse_inside_a_worker() -> None:
+    """A process that imports a script for its reward function must not train."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name == "burnish.rewards.worker":
+        raise UsageError(
+            "the script that defines the reward trains whenever it is imported",
+            have="a call of burnish at its top level",
+            want="a script that can be imported",
+            do='put the call below `if __name__ == "__main__":`',
+        )

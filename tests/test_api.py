@@ -1,0 +1,124 @@
+"""The Python API, as a script uses it."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_files import RL, SFT, make_files
+from transformers import AutoModelForCausalLM
+
+import burnish
+from burnish.config.load import load_settings
+from burnish.config.schema import RewardConfig, RewardFunctionConfig, RunConfig
+from burnish.errors import BurnishError, MissingError, UsageError
+from burnish.rewards.pool import RewardPool
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "python" / "sums.py"
+
+
+def python(place: Path, *arguments: str) -> str:
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(make_files(tmp_path))
+    return tmp_path
+
+
+def test_importing_it_loads_no_torch_and_every_name_is_there(tmp_path: Path) -> None:
+    program = (
+        "import sys, burnish; print(sorted(m for m in sys.modules if m.startswith('burnish.')), 'torch' in sys.modules);"
+        "burnish.load_config({'steps': 3}); print('torch' in sys.modules);"
+        "print([n for n in burnish.__all__ if getattr(burnish, n) is None])"
+    )
+    assert python(tmp_path, "-c", program).splitlines() == ["[] False", "False", "[]"]
+    assert (ROOT / "burnish" / "py.typed").exists()
+    with pytest.raises(AttributeError):
+        burnish.no_such_name  # noqa: B018
+
+
+def test_a_configuration_may_be_a_file_a_mapping_or_loaded(place: Path) -> None:
+    (place / "c.yaml").write_text("name: a\noptim: {lr: 1.0}\n")
+    given: list[Any] = ["c.yaml", place / "c.yaml", {"name": "a", "optim": {"lr": 1.0}}]
+    given.append(burnish.load_config("c.yaml"))
+    for source in given:
+        config = burnish.load_config(source, steps=3, optim={"eps": 1e-6}, **{"rollout.n": 2})
+        assert (config.name, config.steps, config.optim.lr) == ("a", 3, 1.0)
+        assert (config.optim.eps, config.rollout.n) == (1e-6, 2)
+    data = burnish.load_config({}, data={"train": (place / "train.jsonl",)}).data
+    assert data.train == [str(place / "train.jsonl")]
+    assert load_settings(RunConfig(), {}) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "named"),
+    [
+        ({"rolout": {}}, {}, "rolout"),
+        ({}, {"stepps": 1}, "stepps"),
+        ({"steps": "x"}, {}, "steps"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    source: dict[str, Any], settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UsageError, match=named):
+        burnish.load_config(source, **settings)
+    with pytest.raises(MissingError):
+        burnish.load_config("none.yaml")
+
+
+def test_sft_then_evaluation_of_its_model(place: Path) -> None:
+    result = burnish.sft(SFT, name="api", steps=2, evaluation={"every": 0})
+    assert result.directory.resolve() == place / "runs" / "api"
+    assert [row["step"] for row in result.metrics] == [0, 1, 2]
+    assert result.model is not None
+    AutoModelForCausalLM.from_pretrained(result.model)
+    measured = burnish.evaluate(result.directory)
+    assert measured["val/loss"] == pytest.approx(result.metrics[0]["val/loss"], abs=1)
+
+
+def test_a_reward_needs_a_name_that_other_processes_can_import(place: Path) -> None:
+    for function in (lambda completions: [0.0], place.exists):
+        with pytest.raises(BurnishError, match="reward"):
+            burnish.rl(RL, reward=function)
+
+
+def test_the_reward_section_may_be_given_as_a_mapping(place: Path) -> None:
+    with pytest.raises(UsageError, match=r"reward\.functions"):
+        burnish.rl(RL, reward={"functions": []})
+
+
+def test_the_example_on_one_process_and_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(make_files(tmp_path))
+    settings = {"name": "start", "steps": 1, "evaluation": {"every": 0, "before": False}}
+    model = burnish.sft(SFT, **settings).model
+    assert model is not None
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    result = importlib.import_module(EXAMPLE.stem).main(str(model), engine={"precision": "fp32"})
+    assert len(result.metrics) == 4
+    (tmp_path / "two").mkdir()
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+    said = python(tmp_path / "two", *run, str(tmp_path / model))
+    assert said.count("rewards:") == 1
+    assert "step-00000004" in said
+
+
+def test_a_script_that_trains_when_it_is_imported_is_told_so(place: Path) -> None:
+    text = "import burnish\ndef score(completions, **columns): ...\nburnish.rl('rl.yaml', reward=score)\n"
+    (place / "unguarded.py").write_text(text)
+    function = RewardFunctionConfig(function="unguarded.py:score")
+    with pytest.raises(UsageError, match="__main__"):
+        RewardPool(RewardConfig(functions=[function]))
