@@ -26,8 +26,8 @@ from burnish.checkpoint.steps import committed
 from burnish.checkpoint.verify import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
-from burnish.files.patience import Patience
 from burnish.files.remote import Remote
+from burnish.files.retry import RetryPolicy
 
 NEW, OLD = "step-00000002", "step-00000001"
 MOMENTS = {
@@ -43,7 +43,7 @@ MOMENTS = {
 FAULTS = ("kill", "EIO", "ENOSPC", "hang")
 """What happens: the machine is switched off; the service fails twice; it has no room as long as that process lives; it
 does not answer once."""
-PATIENCE = Patience(tries=4, seconds=60, first_pause=0.01, longest_pause=0.1, silence=3)
+PATIENCE = RetryPolicy(tries=4, seconds=60, first_pause=0.01, longest_pause=0.1, silence=3)
 _TIMES = {"EIO": 2, "ENOSPC": 1 << 30, "hang": 1}
 
 

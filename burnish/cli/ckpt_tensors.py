@@ -22,10 +22,9 @@ from burnish.cli.ckpt_paths import is_step, one_step, source_of
 from burnish.cli.columns import bytes_text, count_text
 from burnish.config.places import CHECKPOINTS
 from burnish.errors import UsageError
-from burnish.files.cached import copied
+from burnish.files.cache import copied, select_directory
 from burnish.files.remote import Remote
 from burnish.files.safetensors import SUFFIX
-from burnish.files.selection import select_directory
 from burnish.files.urls import is_url
 from burnish.tracking.progress import Progress
 from burnish.train.localize import local_directory

@@ -118,7 +118,7 @@ def _require_own_directory(config: RunConfig) -> None:
     """What opening the run refuses too, here without torch."""
     url = mirror_url(config)
     if url is not None:
-        Remote(url).connect()
+        Remote(url).connect(write=True)
     directory = RunDirectory(run_directory(config))
     steps = [path.name for path in committed_steps(directory.root)]
     if (steps or directory.begun) and directory.config.is_file():

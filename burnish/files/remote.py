@@ -1,12 +1,9 @@
-"""Files behind a URL: listed, read in ranges, written whole, removed; faults that pass are waited out.
+"""Files behind a URL: list, read in ranges, write whole, remove; with retries.
 
-One class for `hdfs://`, `s3://`, `gs://`, `file://` and `memory://`. Every call is tried again with
-growing pauses while its fault may pass, never for what is not there or not allowed, and none takes
-for ever (`Patience`). Errors name the URL and never a credential. Its methods may be called from
-several threads at once.
-
-A `Remote` may be pickled; it opens its connection where it is first used. It must not be used in a
-process forked after that. Left out: copies on this machine (`burnish.files.cached`).
+`Remote` serves every scheme of `burnish.files.urls`. It retries a call, with growing pauses, if the error
+may pass; never for a file that is missing or not permitted. No call takes for ever (`RetryPolicy`).
+Errors name the URL and never a credential. Threads may share a `Remote`. It can be pickled and opens its
+connection on first use; it must not be used in a process that is forked after that.
 """
 
 from __future__ import annotations
@@ -21,117 +18,141 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, install
-from burnish.files.backend import Backend, Found, Verdict
-from burnish.files.patience import LeftBehind, Patience, Pulse, persist
+from burnish.files.backends import Backend, Found, Verdict
+from burnish.files.retry import HungError, Pulse, RetryPolicy, retry
 from burnish.files.storage import Bytes
-from burnish.files.urls import SCHEMES, Url, redacted
+from burnish.files.urls import READ_ONLY, SCHEMES, Url, redacted
 
 T = TypeVar("T")
 
 log = logging.getLogger("burnish")
 
+_BACKENDS = {
+    "s3": ("backends:open_s3", "s3"),
+    "gs": ("backends:open_gs", "gcs"),
+    "hf": ("backends:open_hf", ""),
+    "memory": ("backends:open_memory", ""),
+    "file": ("backends:LocalBackend", ""),
+    "hdfs": ("hdfs:HdfsBackend", "hdfs"),
+}
+_CREDENTIALS = {
+    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for a user who may",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS for a user who may",
+    "hdfs": "set HADOOP_USER_NAME, or get a Kerberos ticket, for a user who may",
+    "hf": "correct the name, or set HF_TOKEN for a user who may, and accept the model's terms on the hub",
+}
 _CHANGES = ("written", "removed")
-# What is done by calls that change something.
-_REASON = 300
-_TELL_AFTER = 3
+_REASON_CHARACTERS = 300
+_WARN_AFTER = 3
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file that is there."""
+    """A file that exists."""
 
     name: str
     """Its path below the `Remote`'s URL; "" for the URL itself."""
     size: int
     """Bytes."""
     version: str
-    """Another text whenever the content is another: an ETag, or the time of its last change."""
+    """Differs whenever the content differs: an ETag, or the time of the last change."""
 
 
 class Remote:
-    """What lies at and below a URL. Names are paths below it, divided by `/`; "" is the URL itself."""
+    """The files at and below a URL. A name is a path below it with `/`; "" is the URL itself."""
 
-    def __init__(self, url: str | Url, patience: Patience | None = None) -> None:
-        """Takes the URL apart, and connects to nothing yet. Raises `UsageError` for one that cannot be."""
+    def __init__(self, url: str | Url, policy: RetryPolicy | None = None) -> None:
+        """Parse the URL without connecting. Raises `UsageError` for a URL that is wrong."""
         self.url = Url.parse(url) if isinstance(url, str) else url
-        self.patience = patience or Patience()
+        self.policy = policy or RetryPolicy()
         self._connection = _Connection(self.url)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The URL without the connection."""
-        return (type(self), (self.url, self.patience))
+        return (type(self), (self.url, self.policy))
 
     def __str__(self) -> str:
         return str(self.url)
 
     @property
     def may_change_late(self) -> bool:
-        """Whether a write or a removal hung and was given up: it may still come to pass, until this process ends."""
+        """Whether a write or removal hung and was abandoned. It may still happen while this process lives."""
         return self._connection.may_change_late
 
-    def connect(self) -> None:
-        """Load what this kind of URL needs. Raises `MissingError` with the command that installs it."""
+    def connect(self, *, write: bool = False) -> None:
+        """Load the client. Raises `MissingError` with the command that installs it.
+
+        With `write`, raises `UsageError` for a scheme that can only be read.
+        """
         self._connection.backend()
+        if write and self.url.scheme in READ_ONLY:
+            raise UsageError(
+                f"Burnish only reads {self.url.scheme}://",
+                have=self.url,
+                want=", ".join(f"{scheme}://" for scheme in SCHEMES if scheme not in READ_ONLY),
+                do="write to one of these, and upload the exported model with hf upload",
+            )
 
     def files(self, below: str = "", *, deep: bool = True) -> list[RemoteFile]:
-        """The files of a directory, and if `deep` those further below it, by name; [] where there is no such directory.
+        """Return the files of a directory, with `deep` at any depth, by name; [] if it does not exist.
 
-        Their names are paths below the URL, not below `below`.
+        Names are paths below the URL, not below `below`.
         """
-        folder, root = self._path(below), self._path("")
-
-        def look(backend: Backend, pulse: Pulse) -> list[Found]:
-            return list(backend.files(folder, deep=deep))
-
-        found = self._persist(below, "listed", look)
-        return sorted((self._file(each, root) for each in found), key=lambda file: file.name)
+        root = self._key("")
+        found = [
+            RemoteFile(each.path.removeprefix(root).strip("/"), each.size, each.version)
+            for each in self._entries(below, deep=deep)
+            if each.is_file
+        ]
+        return sorted(found, key=lambda file: file.name)
 
     def names(self, below: str = "") -> list[str]:
-        """The names of files and directories directly in a directory, sorted; [] where there is none."""
-        folder = self._path(below)
-        found = self._persist(below, "listed", lambda backend, pulse: set(backend.names(folder)))
-        return sorted(found)
+        """Return the names of files and directories directly in a directory, sorted; [] if it does not exist."""
+        return sorted({each.path.rpartition("/")[2] for each in self._entries(below, deep=False)})
+
+    def _entries(self, below: str, *, deep: bool) -> list[Found]:
+        key = self._key(below)
+        return self._retry(below, "listed", lambda b, pulse: list(b.entries(key, deep=deep)))
 
     def stat(self, name: str = "") -> RemoteFile | None:
-        """A file's size and version; None where there is none."""
-        path = self._path(name)
+        """Return a file's size and version; None if there is no such file."""
+        key = self._key(name)
         try:
-            found = self._persist(name, "looked at", lambda backend, pulse: backend.info(path))
+            found = self._retry(name, "looked at", lambda backend, pulse: backend.info(key))
         except MissingError:
             return None
         return RemoteFile(name, found.size, found.version)
 
     def read_into(self, name: str, buffer: bytearray | memoryview, offset: int = 0) -> None:
-        """Fill the whole buffer from a file's byte `offset`.
+        """Fill the whole buffer from byte `offset` of a file.
 
-        Raises `MissingError` where there is no such file, `CorruptError` where it ends before.
+        Raises `MissingError` if there is no such file, `CorruptError` if it ends too early.
         """
-        view, path = memoryview(buffer).cast("B"), self._path(name)
+        view, key = memoryview(buffer).cast("B"), self._key(name)
         if not view:
             return
 
         def read(backend: Backend, pulse: Pulse) -> bytes:
             try:
-                data = backend.read(path, offset, len(view))
+                data = backend.read(key, offset, len(view))
             except backend.faults as error:
                 if backend.verdict(error) != "wrong":
                     raise
-                data = b""  # how some services refuse a range behind the end
-            if len(data) < len(view) <= backend.info(path).size - offset:
+                data = b""  # some services refuse a range behind the end
+            if len(data) < len(view) <= backend.info(key).size - offset:
                 raise ConnectionError(f"{len(data)} of {len(view)} bytes came")
             return data
 
-        data = self._persist(name, "read", read)
+        data = self._retry(name, "read", read)
         if len(data) != len(view):
             raise CorruptError(
                 f"{self.url.below(name)} is shorter than it should be",
                 want=f"{len(view)} bytes from byte {offset}",
-                do="see that nobody writes there; where it is a copy, copy it again",
+                do="see that nobody writes there; if it is a copy, copy it again",
             )
         view[:] = data
 
     def read(self, name: str, limit: int) -> bytes:
-        """A small file's content. Raises `MissingError`, and `CorruptError` for more than `limit` bytes."""
+        """Return a small file's content. Raises `MissingError`, and `CorruptError` for more than `limit` bytes."""
         found = self.stat(name)
         if found is None:
             raise self._missing(name)
@@ -140,28 +161,28 @@ class Remote:
                 f"{self.url.below(name)} is too long",
                 have=f"{found.size} bytes",
                 want=f"at most {limit}",
-                do="put the file there that belongs there",
+                do="put the right file there",
             )
         content = bytearray(found.size)
         self.read_into(name, content)
         return bytes(content)
 
     def put(self, name: str, data: Bytes) -> None:
-        """Make or replace a file, which appears whole; directories above it are made."""
-        path = self._path(name)
-        self._persist(name, "written", lambda backend, pulse: backend.put(path, data))
+        """Create or replace a file, which appears whole. Directories above it are created."""
+        key = self._key(name)
+        self._retry(name, "written", lambda backend, pulse: backend.write(key, data, pulse))
 
     def put_file(
         self, name: str, source: Path, advance: Callable[[int], None] | None = None
     ) -> None:
-        """Make or replace a file, which appears whole, with the content of one on this machine.
+        """Create or replace a file, which appears whole, with the content of a local file.
 
-        Sent in parts, several at a time where the service can, in at most 64 MiB of memory.
-        `advance` hears, in another thread, of bytes that were sent, more than once of those that had
-        to be sent again. Raises `BurnishError`, and `OSError` for a source that cannot be read.
+        Large files go in parts, in at most 64 MiB of memory. `advance` is called in another thread with
+        numbers of bytes sent; bytes sent again count again. Raises `BurnishError`, and `OSError` for a
+        source that cannot be read.
         """
-        path = self._path(name)
-        source.stat()  # raises here, where no service has to do with it
+        key = self._key(name)
+        source.stat()  # an unreadable source raises here, not as an error of the service
 
         def send(backend: Backend, pulse: Pulse) -> None:
             def moved(count: int) -> None:
@@ -170,95 +191,87 @@ class Remote:
                     advance(count)
 
             size = source.stat().st_size  # it may have grown since the last attempt
-            backend.put_file(path, source, moved)
-            sent = backend.info(path).size
+            backend.write(key, source, moved)
+            sent = backend.info(key).size
             if sent != size:
                 raise ConnectionError(f"{sent} of {size} bytes arrived")
 
-        self._persist(name, "written", send)
+        self._retry(name, "written", send)
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens where there is none."""
-        path = self._path(name)
-        self._persist(name, "removed", lambda backend, pulse: backend.remove(path))
+        """Remove a file if it exists."""
+        key = self._key(name)
+        self._retry(name, "removed", lambda backend, pulse: backend.remove(key))
 
     def remove_below(self, name: str) -> None:
-        """Remove a directory with all in it, in any order; nothing happens where there is none."""
-        path = self._path(name)
-        self._persist(name, "removed", lambda backend, pulse: backend.remove_below(path, pulse))
+        """Remove a directory and everything in it, in any order, if it exists."""
+        key = self._key(name)
+        self._retry(name, "removed", lambda backend, pulse: backend.remove_below(key, pulse))
 
     def below(self, name: str) -> Remote:
-        """What lies at and below a name, over the same connection."""
+        """Return the files at and below a name, over the same connection."""
         return self._sharing(self.url.below(name))
 
     def parent(self) -> Remote:
-        """The directory that the URL lies in, over the same connection."""
+        """Return the directory above, over the same connection."""
         return self._sharing(self.url.parent)
 
     def _sharing(self, url: Url) -> Remote:
-        remote = Remote(url, self.patience)
+        remote = Remote(url, self.policy)
         remote._connection = self._connection
         return remote
 
-    def _path(self, name: str) -> str:
+    def _key(self, name: str) -> str:
         if any(part in (".", "..") for part in name.split("/")):
             raise UsageError(
                 f"{name!r} is no name below {self.url}",
-                want="one without . and ..",
+                want="a name without . and ..",
                 do="write the path out",
             )
-        url = self.url.below(name)
-        return (
-            f"{url.host}/{url.path}".rstrip("/") if url.scheme in ("s3", "gs") else f"/{url.path}"
-        )
+        return self.url.below(name).key
 
-    def _file(self, found: Found, root: str) -> RemoteFile:
-        name = found.path.removeprefix(root).strip("/")
-        return RemoteFile(name, found.size, found.version)
-
-    def _persist(self, name: str, done: str, call: Callable[[Backend, Pulse], T]) -> T:
-        backend = self._connection.backend()
+    def _retry(self, name: str, done: str, call: Callable[[Backend, Pulse], T]) -> T:
+        if done in _CHANGES:
+            self.connect(write=True)
+        backend, url = self._connection.backend(), self.url.below(name)
         faults: tuple[type[Exception], ...] = (*backend.faults, TimeoutError)
 
         def note(error: Exception) -> None:
-            if isinstance(error, LeftBehind) and done in _CHANGES:
+            if isinstance(error, HungError) and done in _CHANGES:
                 self._connection.may_change_late = True
 
-        def again(error: Exception, tries: int) -> bool:
+        def again(error: Exception, failures: int) -> bool:
             note(error)
             transient = isinstance(error, faults) and backend.verdict(error) == "transient"
-            if transient and tries == _TELL_AFTER:
-                url, reason = self.url.below(name), _reason(error)
-                log.warning("%s could not be %s so far (%s); trying on", url, done, reason)
+            if transient and failures == _WARN_AFTER:
+                log.warning("%s could not be %s so far (%s); retrying", url, done, _reason(error))
             return transient
 
         try:
-            return persist(lambda pulse: call(backend, pulse), again, self.patience)
+            return retry(lambda pulse: call(backend, pulse), again, self.policy)
         except faults as error:
             note(error)
             verdict = backend.verdict(error)
             if verdict == "missing" and done != "written":
                 raise self._missing(name) from error
-            raise _explained(self.url.below(name), done, verdict, error) from error
+            raise _explained(url, done, verdict, error) from error
 
     def _missing(self, name: str) -> MissingError:
         return MissingError(
-            f"there is no {self.url.below(name)}", do="correct the URL, or put it there"
+            f"there is no {self.url.below(name)}", do="correct the URL, or put the file there"
         )
 
 
 class _Connection:
-    """The backend of a service: opened when it is first used, and used by one process only."""
+    """A backend that is opened on first use. Remotes with the same host share it."""
 
     def __init__(self, url: Url) -> None:
         self._url = url
         self._lock = threading.Lock()
         self._opened: tuple[int, Backend] | None = None
         self.may_change_late = False
-        """See `Remote.may_change_late`."""
 
     def backend(self) -> Backend:
-        """Open it, or take what is open. Raises `MissingError` for what is not installed."""
         with self._lock:
             if self._opened is None:
                 self._opened = (os.getpid(), _open(self._url))
@@ -269,7 +282,8 @@ class _Connection:
 
 
 def _open(url: Url) -> Backend:
-    module, name, extra = _BACKENDS[url.scheme]
+    place, extra = _BACKENDS[url.scheme]
+    module, _, name = place.partition(":")
     try:
         opener = getattr(importlib.import_module(f"burnish.files.{module}"), name)
         backend: Backend = opener(url.host) if url.scheme == "hdfs" else opener()
@@ -279,57 +293,37 @@ def _open(url: Url) -> Backend:
             have=f"no module {error.name}",
             do=install(extra),
         ) from error
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # hdfs-native looks the name up in its configuration
+    except (OSError, RuntimeError, ValueError) as error:  # hdfs-native reads its configuration
         raise UsageError(
             f"{url} cannot be opened",
             have=_reason(error),
             want=SCHEMES[url.scheme],
-            do="correct the URL, or the files that HADOOP_CONF_DIR names",
+            do="correct the URL, or the files in HADOOP_CONF_DIR",
         ) from error
     return backend
-
-
-_BACKENDS = {
-    "s3": ("object_store", "open_s3", "s3"),
-    "gs": ("object_store", "open_gs", "gcs"),
-    "memory": ("object_store", "open_memory", ""),
-    "hdfs": ("hdfs", "Hdfs", "hdfs"),
-    "file": ("mounted", "Mounted", ""),
-}
 
 
 def _reason(error: Exception) -> str:
     text = (
         str(error).replace("\\n", "\n").replace("\\t", "\t").partition("\n\tat ")[0]
     )  # no Java trace
-    return redacted(" ".join(f"{type(error).__name__}: {text}".split()))[:_REASON]
+    return redacted(" ".join(f"{type(error).__name__}: {text}".split()))[:_REASON_CHARACTERS]
 
 
 def _explained(url: Url, done: str, verdict: Verdict, error: Exception) -> BurnishError:
     have = _reason(error)
     if verdict == "denied":
         return UsageError(
-            f"{url} may not be {done} with the credentials that there are",
+            f"{url} may not be {done} with the credentials given",
             have=have,
             do=_CREDENTIALS.get(url.scheme, "see who may use it"),
         )
     if verdict in ("wrong", "missing"):
         return BurnishError(
-            f"{url} cannot be {done}", have=have, do="see that the URL and the service are right"
+            f"{url} cannot be {done}", have=have, do="check the URL and the service"
         )
     return BurnishError(
-        f"{url} could not be {done}, again and again",
+        f"{url} could not be {done} after several tries",
         have=have,
         do="see that the service is up and can be reached from here, then start again",
     )
-
-
-_CREDENTIALS = {
-    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for one who may",
-    "gs": "set GOOGLE_APPLICATION_CREDENTIALS for one who may",
-    "hdfs": "set HADOOP_USER_NAME, or get a Kerberos ticket, for one who may",
-}

@@ -1,7 +1,6 @@
-"""URLs of files and directories: which kinds there are, what they are made of, and how they are shown.
+"""URLs of files and directories.
 
-A URL is taken as it is written: nothing in it is decoded, so a space, `%` or `#` is part of a name.
-Left out: whatever is behind a URL (`burnish.files.remote`).
+A URL is taken as it is written: nothing is decoded, so a space, `%` or `#` is part of a name.
 """
 
 from __future__ import annotations
@@ -14,14 +13,19 @@ from typing import Self
 from burnish.errors import UsageError
 
 SCHEMES: Mapping[str, str] = {
+    "hf": "hf://OWNER/MODEL/PATH or hf://datasets/OWNER/NAME/PATH, each with @REVISION after the name if wanted",
     "hdfs": "hdfs://NAMENODE:PORT/PATH",
     "s3": "s3://BUCKET/PATH",
     "gs": "gs://BUCKET/PATH",
     "file": "file:///PATH",
     "memory": "memory://PATH",
 }
-"""The kinds of URL that are understood, and how each is written."""
+"""The schemes Burnish understands, each with its form."""
 
+READ_ONLY = frozenset({"hf"})
+"""Schemes that Burnish only reads."""
+
+_NO_HOST = ("hf", "memory")
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 _SECRETS = (
     (re.compile(r"(://)[^/\s@]+@"), r"\1***@"),
@@ -35,12 +39,12 @@ _SECRETS = (
 
 
 def is_url(text: str) -> bool:
-    """Whether this is a URL of any kind, and not a path on this machine."""
+    """Return whether the text is a URL of any scheme."""
     return _URL.match(text) is not None
 
 
 def redacted(text: str) -> str:
-    """The text with whatever looks like a credential in it replaced by `***`."""
+    """Return the text with everything that looks like a credential replaced by `***`."""
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text
@@ -48,39 +52,43 @@ def redacted(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """Where something lies, taken apart."""
+    """A parsed URL."""
 
     scheme: str
     """One of `SCHEMES`."""
     host: str
-    """The bucket, or the name node and its port; "" where there is none."""
+    """The bucket, or the name node and its port; "" if there is none."""
     path: str
-    """Below the host, without a slash at either end; "" for the host itself."""
+    """The path below the host without slashes at its ends; "" for the host itself."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Take a URL apart; slashes at its end are dropped.
+        """Parse a URL and drop slashes at its end.
 
-        Raises `UsageError` for another scheme, a missing host, credentials, and `.` or `..` in the path.
+        Raises `UsageError` for an unknown scheme, a missing host, credentials, and `.` or `..` in the path.
         """
         found = _URL.match(text)
         scheme = found["scheme"].lower() if found else ""
         if found is None or scheme not in SCHEMES:
-            raise _refusal(text, "is no URL that is understood", f"one of {', '.join(SCHEMES)}")
-        host, _, path = found["rest"].partition("/")
-        if scheme == "memory":
-            host, path = "", found["rest"]
+            raise _refusal(
+                text, "is no URL that Burnish understands", f"one of {', '.join(SCHEMES)}"
+            )
+        host, _, path = (
+            ("", "", found["rest"]) if scheme in _NO_HOST else found["rest"].partition("/")
+        )
         path = path.strip("/")
         if "@" in host:
             raise UsageError(
-                f"{redacted(text)} has credentials in it",
+                f"{redacted(text)} contains credentials",
                 want="a URL without: it is written to logs and into the run's directory",
-                do="give them in the environment or the files where that service looks for them",
+                do="give credentials in the environment or the files where the service's tools look for them",
             )
         if scheme == "file" and host not in ("", "localhost"):
             raise _refusal(text, "names another machine", "file:///PATH, absolute, on this one")
         if scheme in ("s3", "gs") and not host:
             raise _refusal(text, "names no bucket", SCHEMES[scheme])
+        if scheme == "hf" and path.count("/") < (2 if path.startswith("datasets/") else 1):
+            raise _refusal(text, "names no repository", SCHEMES[scheme])
         if any(part in (".", "..") for part in path.split("/")):
             raise _refusal(text, "has . or .. in it", "a path without")
         return cls(scheme, "" if scheme == "file" else host, path)
@@ -92,16 +100,23 @@ class Url:
 
     @property
     def parent(self) -> Self:
-        """The directory that this lies in; the host itself for the host."""
+        """The directory above; the host itself for the host."""
         return replace(self, path=self.path.rpartition("/")[0])
 
+    @property
+    def key(self) -> str:
+        """The absolute path as the service's client writes it."""
+        if self.scheme in ("s3", "gs"):
+            return f"{self.host}/{self.path}".rstrip("/")
+        return self.path if self.scheme == "hf" else f"/{self.path}"
+
     def below(self, name: str) -> Self:
-        """What lies under this; itself for ""."""
+        """Return the URL of a name below this one; itself for ""."""
         return replace(self, path="/".join(part for part in (self.path, name.strip("/")) if part))
 
     def __str__(self) -> str:
-        if self.scheme == "memory":
-            return f"memory://{self.path}"
+        if self.scheme in _NO_HOST:
+            return f"{self.scheme}://{self.path}"
         return f"{self.scheme}://{self.host}/{self.path}".rstrip("/")
 
 

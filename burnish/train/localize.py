@@ -17,9 +17,8 @@ from burnish.config.schema import CriticConfig, ModelConfig, RewardConfig, RunCo
 from burnish.data.columns import is_data
 from burnish.distributed.environment import place_of
 from burnish.errors import MissingError
-from burnish.files.cached import Watch, copied
+from burnish.files.cache import Watch, copied, select, select_directory, select_file
 from burnish.files.remote import Remote
-from burnish.files.selection import select, select_directory, select_file
 from burnish.files.urls import is_url
 from burnish.models.lora.adapter_names import ADAPTER_CONFIG
 from burnish.models.lora.start import with_adapter

@@ -47,7 +47,7 @@ def mirror_of(config: RunConfig, directory: Path, layout: Layout) -> Mirror | No
         return None
     with agree(layout):
         remote = Remote(url)
-        remote.connect()
+        remote.connect(write=True)
     start = gather_objects(_new_id(), layout)[0]
     return Mirror(directory, remote, Retention.of_mirror(config.checkpoint), start)
 

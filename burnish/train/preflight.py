@@ -21,9 +21,9 @@ from burnish.config.problems import Problem, refusal
 from burnish.config.schema import RunConfig
 from burnish.data.columns import READERS, is_data
 from burnish.errors import MissingError, UsageError, few, install
-from burnish.files.patience import Patience
+from burnish.files.cache import select
 from burnish.files.remote import Remote
-from burnish.files.selection import select
+from burnish.files.retry import RetryPolicy
 from burnish.files.storage import LocalStorage
 from burnish.files.urls import is_url
 from burnish.models.lora.adapter_names import ADAPTER_CONFIG
@@ -33,7 +33,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """One of these makes a directory a tokenizer's."""
 
 # A service that is down, or a host that does not exist, should show before somebody looks elsewhere.
-_PATIENCE = Patience(seconds=20)
+_PATIENCE = RetryPolicy(seconds=20)
 
 
 def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = None) -> None:

@@ -175,7 +175,7 @@ def test_a_writer_that_is_killed_is_started_again(tmp_path):
 
 
 def test_a_disk_that_hangs_is_not_waited_for(tmp_path):
-    """Patience is short only while the disk hangs, so that no writer has to be quick."""
+    """RetryPolicy is short only while the disk hangs, so that no writer has to be quick."""
     hung = tmp_path / "hung"
     with opened(tmp_path, storage=OnceHangingStorage(hung)) as checkpoints:
         patience = checkpoints._background._timeout

@@ -18,11 +18,11 @@ from burnish.checkpoint.steps import committed, newest
 from burnish.checkpoint.verify import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
-from burnish.files.patience import Patience
 from burnish.files.remote import Remote
+from burnish.files.retry import RetryPolicy
 
 number = itertools.count()
-HASTY = Patience(tries=200, seconds=90, first_pause=0.05, longest_pause=1.0, silence=10)
+HASTY = RetryPolicy(tries=200, seconds=90, first_pause=0.05, longest_pause=1.0, silence=10)
 
 
 SAMPLE = [
@@ -82,7 +82,7 @@ def test_s3_that_fails_for_a_while(s3_server, tmp_path, name):
 
 def test_s3_that_stays_away_leaves_nothing_that_is_listed(s3_server, tmp_path):
     url = s3_server.make_bucket(f"mirror-{next(number)}")
-    hasty = Patience(tries=2, seconds=1, first_pause=0.01)
+    hasty = RetryPolicy(tries=2, seconds=1, first_pause=0.01)
     mirror = mirror_at(tmp_path / "run", Remote(f"{url}/run", hasty))
     save(mirror, 1, BIG_SHAPES)
     s3_server.proxy.faults.append(Fault("status", 10_000, method="PUT", contains="manifest.json"))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from s3_server import S3Server
 
 from burnish.errors import MissingError
+from burnish.files.cache import select
 from burnish.files.remote import Remote
-from burnish.files.selection import select
 
 number = itertools.count()
 TREE = (
@@ -79,17 +79,10 @@ def test_patterns_on_an_object_store(s3_server: S3Server) -> None:
     assert names == ["a.jsonl"]
 
 
-@pytest.mark.parametrize(
-    ("path", "have"),
-    [
-        ("none", "no file"),
-        ("d*/none*", "below {tree}: .hidden.jsonl, [x].jsonl, a.jsonl, b.jsonl, c.txt and 4 more"),
-    ],
-)
-def test_nothing_is_an_error_that_shows_what_is_there(tree: Path, path: str, have: str) -> None:
-    with pytest.raises(MissingError) as caught:
+@pytest.mark.parametrize("path", ["none", "d*/none*"])
+def test_nothing_that_matches_is_an_error(tree: Path, path: str) -> None:
+    with pytest.raises(MissingError):
         select(Remote(f"file://{tree}/{path}"), is_data)
-    assert caught.value.have == have.format(tree=f"file://{tree}")
 
 
 def test_a_directory_without_data_says_what_it_has(tree: Path) -> None:

@@ -9,10 +9,10 @@ from fault_proxy import Fault
 
 from burnish.checkpoint.destinations.mirror import Mirror
 from burnish.checkpoint.destinations.uploader import Uploader
-from burnish.files.patience import Patience
 from burnish.files.remote import Remote
+from burnish.files.retry import RetryPolicy
 
-HASTY = Patience(tries=30, seconds=200, first_pause=0.02, longest_pause=0.05, silence=3)
+HASTY = RetryPolicy(tries=30, seconds=200, first_pause=0.02, longest_pause=0.05, silence=3)
 
 
 def settled(uploader):

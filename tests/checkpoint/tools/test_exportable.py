@@ -159,21 +159,21 @@ def test_a_model_that_has_moved(tmp_path: Path, base: Path) -> None:
     save_tiny(here, "qwen2", torch.float32)
     step = save_adapter(tmp_path / "run", here)
     here.rename(tmp_path / "there")
-    with pytest.raises(MissingError, match="is not there") as missing:
+    with pytest.raises(MissingError) as missing:
         MergedModel(step, Path(base_of(step)))
     assert "--base" in str(missing.value)
     with MergedModel(step, tmp_path / "there") as model:
         assert model.weights
     other = tiny_model("qwen2", seed=5)
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(IncompatibleError, match="was trained on"):
+    with pytest.raises(IncompatibleError):
         MergedModel(step, tmp_path / "other")
 
 
 def test_a_step_without_an_adapter(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, Layout()) as checkpoints:
         path = checkpoints.save(1, contents_of({"w": torch.ones(2)}, {}))
-    with pytest.raises(IncompatibleError, match="no adapter to merge"):
+    with pytest.raises(IncompatibleError):
         MergedModel(open_step(path, LocalStorage()), tmp_path)
 
 

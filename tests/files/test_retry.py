@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from burnish.files import patience as module
-from burnish.files.patience import Patience, Pulse, persist
+from burnish.files import retry as module
+from burnish.files.retry import Pulse, RetryPolicy, retry
 
 
 def always(error: Exception, tries: int) -> bool:
@@ -42,14 +42,14 @@ def failing(times: int, error: Exception | None = None) -> Callable[[Pulse], str
 
 
 def test_faults_that_pass_are_waited_out(pauses: list[float]) -> None:
-    assert persist(failing(5), always, Patience()) == "done"
+    assert retry(failing(5), always, RetryPolicy()) == "done"
     assert len(pauses) == 5
 
 
 def test_pauses_grow_and_are_bounded_and_drawn(pauses: list[float]) -> None:
-    patience = Patience(tries=40, seconds=1e9, first_pause=1, longest_pause=8)
+    patience = RetryPolicy(tries=40, seconds=1e9, first_pause=1, longest_pause=8)
     for _ in range(30):
-        persist(failing(6), always, patience)
+        retry(failing(6), always, patience)
     for tries, bound in enumerate((1, 2, 4, 8, 8, 8)):
         drawn = pauses[tries::6]
         assert max(drawn) <= bound
@@ -59,13 +59,13 @@ def test_pauses_grow_and_are_bounded_and_drawn(pauses: list[float]) -> None:
 
 def test_no_more_attempts_than_allowed(pauses: list[float]) -> None:
     with pytest.raises(ConnectionError):
-        persist(failing(3), always, Patience(tries=3))
+        retry(failing(3), always, RetryPolicy(tries=3))
     assert len(pauses) == 2
 
 
 def test_no_longer_than_allowed(pauses: list[float]) -> None:
     with pytest.raises(ConnectionError):
-        persist(failing(10**6), always, Patience(tries=10**6, seconds=50, longest_pause=5))
+        retry(failing(10**6), always, RetryPolicy(tries=10**6, seconds=50, longest_pause=5))
     assert 40 < sum(pauses) <= 50
 
 
@@ -74,7 +74,7 @@ def test_what_will_not_pass_is_raised_at_once(pauses: list[float]) -> None:
         return not isinstance(error, PermissionError)
 
     with pytest.raises(PermissionError):
-        persist(failing(1, PermissionError()), again, Patience())
+        retry(failing(1, PermissionError()), again, RetryPolicy())
     assert pauses == []
 
 
@@ -86,14 +86,14 @@ def test_faults_are_counted_for_whoever_decides(pauses: list[float]) -> None:
         return tries < 3
 
     with pytest.raises(ConnectionError):
-        persist(failing(5), again, Patience())
+        retry(failing(5), again, RetryPolicy())
     assert counts == [1, 2, 3]
 
 
 def test_a_call_that_hangs_is_left_behind() -> None:
     leave = threading.Event()
     with pytest.raises(TimeoutError, match=r"nothing moved for 0\.1 s"):
-        persist(lambda pulse: leave.wait(30), lambda error, tries: False, Patience(silence=0.1))
+        retry(lambda pulse: leave.wait(30), lambda error, tries: False, RetryPolicy(silence=0.1))
     leave.set()
 
 
@@ -104,7 +104,7 @@ def test_a_call_that_moves_may_take_its_time() -> None:
             pulse(1)
         return "done"
 
-    assert persist(call, always, Patience(silence=1.5)) == "done"
+    assert retry(call, always, RetryPolicy(silence=1.5)) == "done"
 
 
 def test_an_interrupt_in_the_call_is_not_a_fault() -> None:
@@ -112,4 +112,4 @@ def test_an_interrupt_in_the_call_is_not_a_fault() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        persist(call, always, Patience())
+        retry(call, always, RetryPolicy())

@@ -1,13 +1,12 @@
-"""Copies on this machine of files behind URLs, each made once and whole or not there.
+"""Select files behind a URL, and copy them to this machine once.
 
-A copy belongs to the sizes and versions that its files had, so that one that has grown old is never
-taken for what is there now, and one in use is never changed. It lies in the cache under a name of
-theirs, which it gets by one rename. While one process copies, others that want the same wait for its
-lock, which the system takes back from the dead. What a killed process had copied is hashed against a
-journal and kept. `file://` is not copied.
+A copy belongs to the sizes and versions of its files, so an old one is never taken for the present
+content, and one in use is never changed. It gets its name by one rename. While one process copies, others
+that want the same wait for its lock, which the system releases if the process dies. What a killed process
+had copied is compared with a journal of hashes and kept. `file://` is not copied.
 
-The cache is `~/.cache/burnish`, or what BURNISH_CACHE names. It may be removed whenever no run uses it;
-nothing else removes what is in it.
+The cache is `~/.cache/burnish`, or `BURNISH_CACHE`. Nothing else removes files from it; it may be removed
+whenever no run uses it.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ import queue
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import xxhash
 
-from burnish.errors import BurnishError, UsageError
-from burnish.files.remote import RemoteFile
-from burnish.files.selection import Selection
+from burnish.errors import BurnishError, MissingError, UsageError, few
+from burnish.files.remote import Remote, RemoteFile
 from burnish.files.storage import LocalStorage
 
 log = logging.getLogger("burnish")
@@ -41,18 +40,110 @@ _PIECE = 4 << 20
 _THREADS = 8
 _RESERVE = 100_000_000
 _MEGA = 1e6
+_DO = "correct the URL, or put the file there"
+_WILD = re.compile(r"[*?[]")
 _STORAGE = LocalStorage()
 
 
-class Bar(Protocol):
-    """Progress of a copy."""
-
-    def advance(self, count: float = 1) -> None:
-        """So many megabytes more."""
+Watch = Callable[[str, float], AbstractContextManager[Any]]
+"""Shows a copy's name and megabytes while the block runs; yields a bar with `advance(megabytes)`."""
 
 
-Watch = Callable[[str, float], AbstractContextManager[Bar]]
-"""Shows a copy with this name and so many megabytes while the block runs."""
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """Files below one URL."""
+
+    remote: Remote
+    """Their names are relative to it."""
+    files: tuple[RemoteFile, ...]
+    """At least one, by name."""
+
+
+def select(remote: Remote, wanted: Callable[[str], bool]) -> Selected:
+    """Return the file at a URL, the `wanted` files directly in its directory, or the files that match its pattern.
+
+    Patterns follow `glob`: a name that exists is itself even if it contains `*`; `*` and `?` stay within a
+    directory, `**` crosses directories, and none matches hidden files. Raises `MissingError` for no file.
+    """
+    only = _only(remote)
+    if only is not None:
+        return only
+    here = remote.files(deep=False)
+    if files := tuple(file for file in here if wanted(file.name)):
+        return Selected(remote, files)
+    if _WILD.search(remote.url.path) and not here:
+        return _select_pattern(remote)
+    raise _nothing(remote, here, "a file, a directory of such, or a pattern that matches")
+
+
+def select_directory(
+    remote: Remote, wanted: Callable[[str], bool], *, deep: bool = False
+) -> Selected:
+    """Return the `wanted` files of a directory, with `deep` at any depth. Raises `MissingError` for none."""
+    here = remote.files(deep=deep)
+    if files := tuple(file for file in here if wanted(file.name)):
+        return Selected(remote, files)
+    raise _nothing(remote, here, "a directory with files")
+
+
+def select_file(remote: Remote) -> Selected:
+    """Return the file at a URL. Raises `MissingError` if there is none."""
+    only = _only(remote)
+    if only is None:
+        raise _nothing(remote, remote.files(deep=False), "a file")
+    return only
+
+
+def _only(remote: Remote) -> Selected | None:
+    found = remote.stat() if remote.url.path else None
+    if found is None:
+        return None
+    file = RemoteFile(remote.url.name, found.size, found.version)
+    return Selected(remote.parent(), (file,))
+
+
+def _nothing(remote: Remote, here: Sequence[RemoteFile], want: str) -> MissingError:
+    return MissingError(
+        f"there is nothing to read at {remote}",
+        have=few([file.name for file in here]) or "no file",
+        want=want,
+        do=_DO,
+    )
+
+
+def _select_pattern(remote: Remote) -> Selected:
+    parts = remote.url.path.split("/")
+    plain = next(index for index, part in enumerate(parts) if _WILD.search(part))
+    pattern = parts[plain:]
+    above = remote
+    for _ in pattern:
+        above = above.parent()
+    found = above.files(deep=len(pattern) > 1 or pattern == ["**"])
+    files = tuple(file for file in found if _matches(file.name.split("/"), pattern))
+    if not files:
+        raise MissingError(
+            f"nothing matches the pattern {remote.url}",
+            have=f"below {above}: {few([file.name for file in found]) or 'no file'}",
+            want="a pattern that matches a file",
+            do=_DO,
+        )
+    return Selected(above, files)
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether the parts of a path match those of a pattern, as in `glob.glob(..., recursive=True)`."""
+    if not pattern:
+        return not parts
+    if not parts:
+        return False
+    hidden = parts[0].startswith(".")
+    if pattern[0] == "**":
+        here = len(pattern) > 1 and _matches(parts, pattern[1:])
+        last = len(pattern) == len(parts) == 1
+        return here or (not hidden and (last or _matches(parts[1:], pattern)))
+    if hidden and not pattern[0].startswith("."):
+        return False
+    return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +156,15 @@ class _Piece:
 
 
 def cache_directory() -> Path:
-    """Where copies lie."""
+    """Return the directory of copies."""
     return Path(os.environ.get("BURNISH_CACHE") or "~/.cache/burnish").expanduser()
 
 
-def copied(selection: Selection, watch: Watch | None = None) -> Path:
-    """A directory of this machine with exactly the selected files in it, under their names; made where it is missing.
+def copied(selection: Selected, watch: Watch | None = None) -> Path:
+    """Return a local directory with exactly the selected files under their names; copy them if needed.
 
-    Raises `BurnishError` where the cache has no room or cannot be written, where a file changes while
-    it is copied, and what reading it raises; what is copied by then is kept for the next attempt.
+    Raises `BurnishError` if the cache has no room or cannot be written, or if a file changes during the copy.
+    The next attempt continues from what was copied.
     """
     url = selection.remote.url
     if url.scheme == "file":
@@ -89,9 +180,9 @@ def copied(selection: Selection, watch: Watch | None = None) -> Path:
 
 
 class _Copy:
-    """One entry of the cache: its directory, and beside it its lock, its beginnings and their journal."""
+    """An entry of the cache: its directory, and beside it a lock, the partial copy and its journal."""
 
-    def __init__(self, selection: Selection, root: Path) -> None:
+    def __init__(self, selection: Selected, root: Path) -> None:
         self._remote = selection.remote
         self._files = selection.files
         self._bytes = sum(file.size for file in selection.files)
@@ -110,7 +201,7 @@ class _Copy:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One process at a time; a lock of the system's, not of anything that a crash leaves behind."""
+        """Hold the entry's lock. The system releases it when the process ends."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -124,8 +215,8 @@ class _Copy:
             os.close(descriptor)
 
     def make(self, watch: Watch | None) -> None:
-        """Copy what is missing, then show the copy under its name."""
-        if self.path.exists():  # somebody has taken from it
+        """Copy what is missing, then rename the copy to its name."""
+        if self.path.exists():  # somebody removed files from it
             shutil.rmtree(self.path)
         self._partial.mkdir(exist_ok=True)
         done = self._read_journal()
@@ -143,8 +234,8 @@ class _Copy:
         _STORAGE.sync_dir(self.path.parent)
         self._journal.unlink()
 
-    def _copy_pieces(self, done: Mapping[tuple[str, int], str], bar: Bar | None) -> None:
-        """Copy in several threads, which are left behind when one of them fails or this one is interrupted."""
+    def _copy_pieces(self, done: Mapping[tuple[str, int], str], bar: Any | None) -> None:
+        """Copy in several threads. When one fails, or this thread is interrupted, the others are abandoned."""
         todo: queue.SimpleQueue[_Piece] = queue.SimpleQueue()
         results: queue.SimpleQueue[tuple[_Piece, str] | BaseException] = queue.SimpleQueue()
         stop = threading.Event()
@@ -187,7 +278,7 @@ class _Copy:
     def _copy_piece(
         self, piece: _Piece, done: Mapping[tuple[str, int], str], stop: threading.Event
     ) -> str:
-        """Fetch a piece unless it is there already; returns its hash. After `stop` it writes nothing: the file may be whole by then."""
+        """Fetch a piece unless it is there already; return its hash. Write nothing after `stop`: the file may be whole by then."""
         buffer = bytearray(piece.size)
         known = done.get((piece.file.name, piece.offset))
         with _STORAGE.open(self._partial / piece.file.name, write=True) as file:
@@ -201,7 +292,7 @@ class _Copy:
         return xxhash.xxh3_128_hexdigest(buffer)
 
     def _read_journal(self) -> dict[tuple[str, int], str]:
-        """The hashes of pieces that were written; whether they are there still is looked at piece by piece."""
+        """The hashes of the pieces that an earlier process wrote."""
         done = {}
         lines = self._journal.read_text().splitlines() if self._journal.exists() else []
         for line in lines:
@@ -225,7 +316,7 @@ class _Copy:
             )
 
     def _check_unchanged(self) -> None:
-        """Refuse to show a copy whose beginning and end may be of different versions."""
+        """Refuse a copy whose pieces may come from different versions."""
         with ThreadPoolExecutor(_THREADS) as pool:
             now = pool.map(self._remote.stat, [file.name for file in self._files])
             for file, found in zip(self._files, now, strict=True):
@@ -238,8 +329,8 @@ class _Copy:
                     )
 
 
-def _check_names(selection: Selection) -> None:
-    """An object may be called anything; a file here must not lie outside of its copy."""
+def _check_names(selection: Selected) -> None:
+    """Refuse names of objects that would lead out of the copy's directory."""
     for file in selection.files:
         if any(part in ("", ".", "..") for part in file.name.split("/")) or "\0" in file.name:
             raise UsageError(
@@ -250,7 +341,7 @@ def _check_names(selection: Selection) -> None:
 
 
 def _allocate(path: Path, size: int) -> None:
-    """A file of this length; what an earlier attempt left in it stays."""
+    """Make a file of this length, and keep what an earlier attempt wrote to it."""
     if _size(path) == size:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -260,7 +351,6 @@ def _allocate(path: Path, size: int) -> None:
 
 
 def _size(path: Path) -> int | None:
-    """A file's length; None where there is none."""
     return path.stat().st_size if path.is_file() else None
 
 
