@@ -13,7 +13,8 @@ from burnish.config.check import check
 from burnish.config.load import load_config
 from burnish.data.sources import load_rows
 from burnish.data.tasks import PromptDataset
-from burnish.rewards.load import load_function
+from burnish.functions import load_function
+from burnish.rewards.load import BUILTINS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -36,12 +37,12 @@ def test_the_hubs_questions_are_asked_with_the_chat_template(tmp_path: Path) -> 
     assert "\\boxed{}" in system["content"]
     assert user == {"role": "user", "content": "1+1?"}
     assert prompt.text.endswith("<think>\n\n</think>\n\n")
-    score = load_function(config.reward.functions[0].function)
+    score = load_function(config.reward.functions[0].function, "reward.functions", BUILTINS)
     assert [score(said, prompt.answer) for said in ("\\boxed{2}", "\\boxed{3}")] == [1.0, 0.0]
 
 
 def test_the_reward_of_ones_own() -> None:
-    boxed = load_function(f"{EXAMPLES}/gsm8k/rewards.py:boxed")
+    boxed = load_function(f"{EXAMPLES}/gsm8k/rewards.py:boxed", "reward.functions")
     said = ["\\boxed{3}", [{"role": "assistant", "content": "3"}]]
     assert boxed(completions=said, answer=["3", "3"]) == [1.0, 0.0]
 

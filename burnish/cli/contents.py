@@ -21,7 +21,8 @@ from burnish.data.peek import Columns, columns_of, has_column
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, few
 from burnish.files.safetensors import read_header, weight_files
 from burnish.files.urls import is_url
-from burnish.rewards.source import require_function
+from burnish.functions import require_function
+from burnish.rewards.load import BUILTINS
 from burnish.train.preflight import TOKENIZER_FILES, data_files
 
 _Look = Callable[[], object]
@@ -64,7 +65,7 @@ def _looks(config: RunConfig, command: Command, run_dir: Path | None) -> Iterato
                 yield partial(_columns, path, config.data, prompts=prompts)
     if command != "sft":
         for reward in config.reward.functions:
-            yield partial(require_function, reward.function)
+            yield partial(require_function, reward.function, "reward.functions", BUILTINS)
 
 
 def _looks_at_models(config: RunConfig, command: Command) -> Iterator[_Look]:

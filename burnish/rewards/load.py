@@ -1,4 +1,4 @@
-"""Find the reward function that a configuration names, and see how it wants to be called.
+"""See how a reward function wants to be called.
 
 Two signatures are in common use, told apart by their parameters' names:
 
@@ -11,20 +11,14 @@ Sync or async. Left out: calling it (`burnish.rewards.call`).
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
 import inspect
-import pkgutil
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 from burnish.errors import UsageError
+from burnish.functions import did_you_mean
 
 Style = Literal["trl", "verl"]
 """Whose signature a function has."""
@@ -55,40 +49,6 @@ class Signature:
     """Columns of the data that it cannot be called without."""
     is_async: bool = False
     """Whether it is declared with `async def`, so that its calls can wait beside each other."""
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """The function named `module:function`, `path/to/file.py:function`, or like a built-in.
-
-    Raises `UsageError`, with the nearest name, when the module, the file or the function is not
-    there, cannot be imported or is not callable.
-    """
-    module_name, colon, function_name = BUILTINS.get(name, name).rpartition(":")
-    if not colon or not module_name or not function_name:
-        raise UsageError(
-            f"{name!r} names no reward function.",
-            have=name,
-            want=f"module:function, file.py:function or one of {', '.join(BUILTINS)}",
-            do=_nearest(name, BUILTINS),
-        )
-    from_file = module_name.endswith(".py")
-    module = _import_file(module_name) if from_file else _import_module(module_name)
-    function = getattr(module, function_name, None)
-    if function is None:
-        names = [key for key, value in vars(module).items() if callable(value)]
-        raise UsageError(
-            f"The reward function {name!r} is not there.",
-            have=f"{module_name} without {function_name!r}",
-            do=_nearest(function_name, names),
-        )
-    if not callable(function):
-        raise UsageError(
-            f"The reward function {name!r} cannot be called.",
-            have=f"{function_name} is {type(function).__name__}",
-            want="a function",
-            do="name a function of that module",
-        )
-    return function  # type: ignore[no-any-return]
 
 
 def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Signature:
@@ -127,7 +87,7 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
         raise UsageError(
             f"The reward function {name!r} takes no argument {key!r}.",
             have=f"reward.functions kwargs {sorted(kwargs)}",
-            do=_nearest(key, named - TRL_ARGUMENTS - VERL_ARGUMENTS),
+            do=did_you_mean(key, named - TRL_ARGUMENTS - VERL_ARGUMENTS),
         )
     if BUILTINS.get(name) == BUILTINS["regex"]:
         _check_pattern(kwargs["pattern"])
@@ -141,54 +101,6 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
     )
 
 
-def _import_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except UsageError:
-        raise
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise _broken(name, error) from error
-        known = [module.name for module in pkgutil.iter_modules()]
-        raise UsageError(
-            f"The module {name!r} of a reward function is not there.",
-            have=f"no module {error.name!r} in the working directory or installed",
-            do=_nearest(error.name, known) or "give the file instead: path/to/file.py:function",
-        ) from error
-    except Exception as error:
-        raise _broken(name, error) from error
-
-
-def _import_file(name: str) -> ModuleType:
-    path = Path(name).expanduser()
-    if not path.is_file():
-        siblings = [file.name for file in path.parent.glob("*.py")]
-        raise UsageError(
-            f"The file {name!r} of a reward function is not there.",
-            have=f"no such file in {path.parent.absolute()}",
-            do=_nearest(path.name, siblings),
-        )
-    module_name = f"burnish_reward_file_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"The file {name!r} of a reward function is not a Python source file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise _broken(name, error) from error
-    return module
-
-
-def _broken(name: str, error: Exception) -> UsageError:
-    return UsageError(
-        f"{name!r}, which holds a reward function, cannot be imported.",
-        have=f"{type(error).__name__}: {error}",
-        do=f"make `python -c 'import ...'` of it work with {sys.executable}",
-    )
-
-
 def _check_pattern(pattern: str) -> None:
     try:
         re.compile(pattern)
@@ -198,8 +110,3 @@ def _check_pattern(pattern: str) -> None:
             have=f"{pattern!r}: {error}",
             do="correct pattern in the function's kwargs",
         ) from error
-
-
-def _nearest(name: str, known: Iterable[str]) -> str | None:
-    close = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"did you mean {close[0]!r}?" if close else None

@@ -14,11 +14,12 @@ from typing import Any, Self
 from burnish.config.parts import part_names
 from burnish.config.schema import RewardConfig, RewardFunctionConfig
 from burnish.errors import MissingError, UsageError
+from burnish.functions import load_function
 from burnish.records import Rollout
 from burnish.rewards.arguments import arguments
 from burnish.rewards.asked import Call
 from burnish.rewards.call import Answer, call
-from burnish.rewards.load import Signature, load_function, read_signature
+from burnish.rewards.load import BUILTINS, Signature, read_signature
 from burnish.rewards.worker import Pace
 from burnish.rewards.workers import Check, Workers
 
@@ -53,7 +54,7 @@ class RewardPool:
         self._config = config
         away = [f for f in config.functions if f.function not in ALWAYS_END]
         loaded = {
-            f.function: load_function(f.function)
+            f.function: load_function(f.function, "reward.functions", BUILTINS)
             for f in config.functions
             if f.function in ALWAYS_END
         }

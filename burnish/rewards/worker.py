@@ -20,8 +20,9 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from burnish.errors import BurnishError
+from burnish.functions import load_function
 from burnish.rewards.call import Answer, call, call_async
-from burnish.rewards.load import Style, load_function, read_signature
+from burnish.rewards.load import BUILTINS, Style, read_signature
 
 Asked = tuple[int, Mapping[str, Any], int]
 """A call: its ticket, its keyword arguments, and how many rollouts it is about."""
@@ -49,7 +50,7 @@ def main(descriptor: int, parent: int) -> None:
     with Connection(descriptor) as connection, asyncio.Runner() as runner:
         try:
             named, pace = connection.recv()
-            functions = [load_function(name) for name, _ in named]
+            functions = [load_function(name, "reward.functions", BUILTINS) for name, _ in named]
             signatures = [
                 read_signature(name, function, kwargs)
                 for (name, kwargs), function in zip(named, functions, strict=True)

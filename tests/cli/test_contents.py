@@ -63,7 +63,7 @@ def test_everything_is_reported_together(work: Path) -> None:
         "no usable columns in d.jsonl",
         "columns qestion, anser",
         "did you mean qestion? Name the column in data.prompt_column",
-        "the reward function rw.py:g is not there",
+        "there is no function rw.py:g",
         "rw.py with f",
     ):
         assert fact in str(caught.value)

@@ -17,7 +17,7 @@ from burnish.config.schema import RunConfig
 from burnish.data.sources import load_rows
 from burnish.errors import MissingError, UsageError
 from burnish.files.remote import Remote
-from burnish.rewards.load import load_function
+from burnish.functions import load_function
 from burnish.train.localize import with_local_inputs
 
 number = itertools.count()
@@ -85,7 +85,7 @@ def test_every_input_becomes_a_path_of_this_machine(store: Remote, cache: Path) 
     assert [Path(path).name for path in local.data.validation] == ["part-0.jsonl"]
     (reward,) = local.reward.functions
     assert reward.weight == 2
-    assert load_function(reward.function)(["abcd"]) == [1.0]
+    assert load_function(reward.function, "reward.functions")(["abcd"]) == [1.0]
     assert "://" not in local.model_dump_json()
 
 

@@ -1,0 +1,201 @@
+"""Find functions and classes that a setting names: `file.py:name`, `module:name`, or a built-in by its own name."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import xxhash
+
+from burnish.errors import UsageError, few
+
+Registry = Mapping[str, "Callable[..., Any] | str"]
+"""Built-ins by name: the function itself, or `module:name` where it is imported on first use."""
+
+_NONE: Registry = MappingProxyType({})
+# A module with one of these may have more names than its source shows.
+_HIDING = {"*", "__getattr__", "globals", "exec", "setattr"}
+
+
+def load_function(name: str, setting: str, builtins: Registry = _NONE) -> Callable[..., Any]:
+    """Import the function or class that `setting` names.
+
+    Raises `UsageError` with the nearest name if the module, the file or the function does not exist,
+    cannot be imported or cannot be called.
+    """
+    target = builtins.get(name, name)
+    if not isinstance(target, str):
+        return target
+    module_name, attribute = _parted(target, name, setting, builtins)
+    from_file = module_name.endswith(".py")
+    module = (_import_file if from_file else _import_module)(module_name, setting)
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value)]
+        raise UsageError(
+            f"{setting}: there is no function {name}",
+            have=f"{module_name} without {attribute}"
+            if function is None
+            else f"{attribute} is {type(function).__name__}",
+            want=f"a function or class {attribute} at the top level of {module_name}",
+            do=did_you_mean(attribute, known) or f"correct {setting}",
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def require_function(name: str, setting: str, builtins: Registry = _NONE) -> None:
+    """Raise `UsageError` if the source that `name` leads to lacks the function. Runs none of that source.
+
+    Passes where there is no source on this machine: a URL, a compiled module.
+    """
+    target = builtins.get(name, name)
+    if not isinstance(target, str):
+        return
+    _, attribute = _parted(target, name, setting, builtins)
+    file = _source(target, setting)
+    if file is None or not file.is_file():
+        return
+    names = list(dict.fromkeys(_bound_names(_parsed(file, setting))))
+    if attribute not in names and not _HIDING.intersection(names):
+        raise UsageError(
+            f"{setting}: there is no function {name}",
+            have=f"{file} with {few(names) or 'nothing'}",
+            want=f"{attribute} at its top level",
+            do=did_you_mean(attribute, names) or f"correct {setting}",
+        )
+
+
+def fingerprint(name: str, setting: str, builtins: Registry = _NONE) -> str:
+    """Return a digest of the file that `name` leads to; the name itself for a built-in or a compiled module."""
+    file = None if name in builtins else _source(name, setting)
+    return name if file is None else xxhash.xxh3_128_hexdigest(file.read_bytes())
+
+
+def _parted(target: str, name: str, setting: str, builtins: Registry) -> tuple[str, str]:
+    module, _, attribute = target.rpartition(":")
+    if not module or not attribute:
+        raise UsageError(
+            f"{setting}: {name!r} names no function",
+            have=repr(name),
+            want=" or ".join(
+                ["file.py:function, module:function", *([", ".join(builtins)] if builtins else [])]
+            ),
+            do=did_you_mean(name, builtins) or f"correct {setting}",
+        )
+    return module, attribute
+
+
+def _source(target: str, setting: str) -> Path | None:
+    """Return the Python file of `module:name` or `file.py:name`. Imports nothing, not even parent packages."""
+    module = target.rpartition(":")[0]
+    if module.endswith(".py"):
+        return Path(module).expanduser()
+    first, *rest = module.split(".")
+    spec = importlib.util.find_spec(first) or PathFinder.find_spec(first, [os.getcwd()])
+    name = first
+    for part in rest:
+        name = f"{name}.{part}"
+        spec = spec and PathFinder.find_spec(name, list(spec.submodule_search_locations or []))
+    if spec is None:
+        raise _no_module(module, name, setting)
+    file = Path(spec.origin) if spec.origin else None
+    return file if file and file.suffix == ".py" and file.is_file() else None
+
+
+def _import_module(name: str, setting: str) -> ModuleType:
+    if not {"", os.getcwd()}.intersection(sys.path):
+        sys.path.append(os.getcwd())  # as `python -m` has it, and the `burnish` script has not
+    try:
+        return importlib.import_module(name)
+    except UsageError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise _broken(name, setting, error) from error
+        raise _no_module(name, error.name, setting) from error
+    except Exception as error:
+        raise _broken(name, setting, error) from error
+
+
+def _import_file(name: str, setting: str) -> ModuleType:
+    path = Path(name).expanduser()
+    module_name = f"burnish_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise UsageError(
+            f"{setting}: there is no file {name}",
+            have=f"no such file in {path.parent.absolute()}",
+            want="a Python file",
+            do=did_you_mean(path.name, [file.name for file in path.parent.glob("*.py")])
+            or f"correct {setting}",
+        )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise _broken(name, setting, error) from error
+    return module
+
+
+def _no_module(module: str, missing: str, setting: str) -> UsageError:
+    return UsageError(
+        f"{setting}: there is no module {module}",
+        have=f"no module {missing} in the working directory or installed",
+        want="module:function that Python can import, or file.py:function",
+        do=did_you_mean(missing, [each.name for each in pkgutil.iter_modules()])
+        or "install the module, or give its file: path/to/file.py:function",
+    )
+
+
+def _broken(name: str, setting: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"{setting}: {name} cannot be imported",
+        have=f"{type(error).__name__}: {error}",
+        want="a module that Python can import",
+        do=f"make `python -c 'import ...'` of it work with {sys.executable}",
+    )
+
+
+def _parsed(file: Path, setting: str) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes(), str(file))
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+        line = getattr(error, "lineno", None)
+        raise UsageError(
+            f"{setting}: {file} is not Python",
+            have=f"line {line}: {getattr(error, 'msg', error)}" if line else error,
+            want="a file that Python can import",
+            do="correct the file",
+        ) from error
+
+
+def _bound_names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a module binds, also in conditions and loops, and those of `_HIDING` that it uses there."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield child.name
+            continue
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield from (each.asname or each.name.partition(".")[0] for each in child.names)
+        if isinstance(child, ast.Name) and (
+            isinstance(child.ctx, ast.Store) or child.id in _HIDING
+        ):
+            yield child.id
+        yield from _bound_names(child)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str | None:
+    """Return a question with the known name that is nearest to `name`, for an error; None if none is near."""
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else None

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from burnish.errors import UsageError
+from burnish.functions import fingerprint, load_function, require_function
+from burnish.rewards import builtin
+from burnish.rewards.load import BUILTINS
+
+SETTING = "reward.functions"
+SOURCE = """
+NUMBER = 4
+
+def double(values):
+    return [2 * value for value in values]
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_of_test.py").write_text(SOURCE)
+    return tmp_path
+
+
+def test_functions_of_modules_files_and_built_in_ones(here: Path) -> None:
+    assert load_function("burnish.rewards.builtin:numeric", SETTING) is builtin.numeric
+    for name in ("mine_of_test.py:double", f"{here}/mine_of_test.py:double", "mine_of_test:double"):
+        assert load_function(name, SETTING)([2]) == [4]
+    for name in ("exact_match", "numeric", "regex"):
+        assert load_function(name, SETTING, BUILTINS) is getattr(builtin, name)
+    assert load_function("len", SETTING, {"len": len}) is len
+    assert load_function("pathlib:Path", SETTING) is Path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "exact_mach",
+        ":double",
+        "module:",
+        "",
+        "burnisch:double",
+        "burnish.rewards.bultin:numeric",
+        "mine_of_tests.py:double",
+        "mine_of_test.py:dubble",
+        "mine_of_test.py:NUMBER",
+    ],
+)
+def test_names_that_lead_nowhere(here: Path, name: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_function(name, SETTING, BUILTINS)
+    assert caught.value.problem.startswith(SETTING)
+    assert caught.value.have
+    assert caught.value.want
+    assert caught.value.do
+
+
+def test_a_misspelt_name_gets_the_nearest(here: Path) -> None:
+    for name, near in {
+        "exact_mach": "'exact_match'",
+        "burnisch:f": "'burnish'",
+        "mine_of_tests.py:double": "'mine_of_test.py'",
+        "mine_of_test:dubble": "'double'",
+    }.items():
+        with pytest.raises(UsageError) as caught:
+            load_function(name, SETTING, BUILTINS)
+        assert near in str(caught.value.do)
+
+
+@pytest.mark.parametrize(
+    ("source", "have"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("def f(:", "SyntaxError"),
+        ("import no_such_package", "no_such_package"),
+    ],
+)
+def test_a_module_that_cannot_be_imported(here: Path, source: str, have: str) -> None:
+    (here / "broken_of_test.py").write_text(source)
+    for name in ("broken_of_test:f", "broken_of_test.py:f"):
+        with pytest.raises(UsageError) as caught:
+            load_function(name, SETTING)
+        assert have in str(caught.value.have)
+
+
+def test_a_fingerprint_is_of_the_content(here: Path) -> None:
+    first = fingerprint("mine_of_test.py:double", SETTING)
+    assert fingerprint("mine_of_test:double", SETTING) == first
+    (here / "moved.py").write_text(SOURCE)
+    assert fingerprint("moved.py:double", SETTING) == first
+    (here / "moved.py").write_text(f"{SOURCE}\n")
+    assert fingerprint("moved.py:double", SETTING) != first
+    assert fingerprint("numeric", SETTING, BUILTINS) == "numeric"
+    assert fingerprint("math:sqrt", SETTING) == "math:sqrt"
+    with pytest.raises(UsageError):
+        fingerprint("nowhere_of_test:f", SETTING)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(completions): ...",
+        "async def f(completions): ...",
+        "class f: ...",
+        "f = lambda completions: []",
+        "f: object = print",
+        "from math import sqrt as f",
+        "import math as f",
+        "if True:\n    def f(): ...\nelse:\n    f = None",
+        "try:\n    from fast import f\nexcept ImportError:\n    def f(): ...",
+        "from somewhere import *",
+        "def __getattr__(name): ...",
+        "globals()['f'] = print",
+    ],
+)
+def test_source_that_has_or_may_have_the_function(here: Path, source: str) -> None:
+    (here / "r.py").write_text(source)
+    require_function("r.py:f", SETTING)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "",
+        "def g(): ...",
+        "def g():\n    f = 1\n    def f(): ...",
+        "class G:\n    def f(self): ...",
+        "def f(:",
+        "\0",
+    ],
+)
+def test_source_that_lacks_the_function(here: Path, source: str) -> None:
+    (here / "r.py").write_text(source)
+    with pytest.raises(UsageError):
+        require_function("r.py:f", SETTING)
+
+
+def test_source_is_found_without_importing_it(here: Path) -> None:
+    (here / "outer_of_test").mkdir()
+    (here / "outer_of_test/__init__.py").write_text("raise RuntimeError")
+    (here / "outer_of_test/inner.py").write_text("raise RuntimeError\ndef f(): ...")
+    require_function("outer_of_test.inner:f", SETTING)
+    for name in ("outer_of_test.inner:g", "outer_of_test.other:f"):
+        with pytest.raises(UsageError):
+            require_function(name, SETTING)
+    assert not [name for name in sys.modules if name.startswith("outer_of_test")]
+    for name in [*BUILTINS, "math:sqrt", "s3://bucket/rewards.py:f"]:
+        require_function(name, SETTING, BUILTINS)
