@@ -89,7 +89,8 @@ def test_a_module_that_cannot_be_imported(here: Path, source: str, have: str) ->
 
 def test_a_fingerprint_is_of_the_content(here: Path) -> None:
     first = fingerprint("mine_of_test.py:double", SETTING)
-    assert fingerprint("mine_of_test:double", SETTING) == first
+    (here / "other_of_test.py").write_text(SOURCE)
+    assert fingerprint("other_of_test:double", SETTING) == first
     (here / "moved.py").write_text(SOURCE)
     assert fingerprint("moved.py:double", SETTING) == first
     (here / "moved.py").write_text(f"{SOURCE}\n")

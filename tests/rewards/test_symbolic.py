@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from burnish.errors import UsageError, install
-from burnish.rewards.load import load_function
+from burnish.functions import load_function
+from burnish.rewards.load import BUILTINS
 
 needs_math = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="the extra math is not installed"
@@ -33,19 +34,19 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_equivalence(completion: str, truth: object, want: float) -> None:
-    assert load_function("math_verify")(completion, truth) == want
+    assert load_function("math_verify", "reward.functions", BUILTINS)(completion, truth) == want
 
 
 @needs_math
 @pytest.mark.parametrize("truth", [None, ""])
 def test_a_ground_truth_without_an_expression(truth: object) -> None:
     with pytest.raises(ValueError, match="ground truth"):
-        load_function("math_verify")("4", truth)
+        load_function("math_verify", "reward.functions", BUILTINS)("4", truth)
 
 
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch) -> None:
     monkeypatch.delitem(sys.modules, "burnish.rewards.symbolic", raising=False)
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UsageError) as caught:
-        load_function("math_verify")
+        load_function("math_verify", "reward.functions", BUILTINS)
     assert caught.value.do == install("math")
