@@ -1,8 +1,14 @@
-"""Taking rows of a tensor, some of them several times, with gradients that are the same every time.
+"""Packed sequences: taking rows of tensors, and computing common beginnings of sequences once.
 
-torch's own `index_select` adds up the gradients of a row that was taken several times with atomic
-operations on an accelerator, in whatever order and in the dtype of the rows. Here each round adds
-every row at most once, in fp32, so the sum is the same every time.
+In a causal model a token's hidden state depends on the tokens up to it and nothing else. Packed
+sequences therefore form a tree of prefixes (a trie), and each node is one row of the forward and
+backward pass. The samples of a prompt share the prompt, and conversations share a system message.
+Only attention still goes through every sequence from root to leaf. Results and gradients equal those
+of the sequences one by one, up to rounding. Prefixes are not shared across micro-batches.
+
+Rows are taken several times then. `index_select` of torch adds up their gradients with atomic
+operations on an accelerator, in any order and in the dtype of the rows. `RowMap` adds every row at
+most once per round, in fp32, so the sum is always the same.
 """
 
 from __future__ import annotations
@@ -20,10 +26,62 @@ from torch import Tensor
 Indices = npt.NDArray[np.int64]
 """Row numbers on the host, shape [N]."""
 
+_WORTHWHILE = 8
+# The tree is used where it saves one token in this many; below, taking rows costs more than it saves.
+
 
 def on_device(values: Indices, device: torch.device) -> Tensor:
-    """Numbers from the host as a tensor on `device`."""
+    """Copy numbers from the host to a tensor on `device`."""
     return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixTree:
+    """Which of T packed tokens are computed, C in all, and which computed one each token is."""
+
+    computed: Indices
+    """[C], the packed tokens that are computed, ascending."""
+    rows: Indices
+    """[T], the place of each packed token among the computed ones."""
+    leaves: tuple[int, ...]
+    """The sequences that are not the beginning of another one, in order."""
+
+    @classmethod
+    def of(cls, token_ids: Indices, lengths: Sequence[int]) -> PrefixTree:
+        """Build the tree of sequences that lie end to end in `token_ids` [T]; `trivial` if it saves little."""
+        tree = cls._merged(token_ids, lengths)
+        saved = len(token_ids) - len(tree.computed)
+        return tree if saved * _WORTHWHILE >= len(token_ids) else cls.trivial(lengths)
+
+    @classmethod
+    def trivial(cls, lengths: Sequence[int]) -> PrefixTree:
+        """Compute every token on its own."""
+        everything = np.arange(sum(lengths))
+        return cls(everything, everything, tuple(range(len(lengths))))
+
+    @classmethod
+    def _merged(cls, token_ids: Indices, lengths: Sequence[int]) -> PrefixTree:
+        ends = np.cumsum(lengths)
+        sequences = np.split(token_ids, ends[:-1])
+        keys = [sequence.astype(">i8").tobytes() for sequence in sequences]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        same = np.arange(len(token_ids))  # for each token the first equal one in sorted order
+        leaves = set(order)
+        for earlier, later in pairwise(order):
+            common = _common(sequences[earlier], sequences[later])
+            begin, start = ends[earlier] - lengths[earlier], ends[later] - lengths[later]
+            same[start : start + common] = same[begin : begin + common]
+            if common == lengths[earlier]:
+                leaves.discard(earlier)
+        computed, rows = np.unique(same, return_inverse=True)
+        return cls(computed, rows, tuple(sorted(leaves)))
+
+
+def _common(one: Indices, other: Indices) -> int:
+    """Count the equal tokens at the beginning."""
+    shorter = min(len(one), len(other))
+    different = one[:shorter] != other[:shorter]
+    return int(different.argmax()) if different.any() else shorter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,23 +95,20 @@ class RowMap:
 
     @classmethod
     def of(cls, index: Indices, device: torch.device) -> RowMap:
-        """Plan the sums on the host; the index tensors go to `device`."""
+        """Plan the sums on the host, for rows on `device`."""
         order = np.argsort(index, kind="stable")
         ordered = index[order]
         steps = np.arange(len(index))
         fresh = np.diff(ordered, prepend=-1) != 0
         repeat = steps - np.maximum.accumulate(np.where(fresh, steps, 0))
-        rounds = [
-            (
-                on_device(ordered[repeat == number], device),
-                on_device(order[repeat == number], device),
-            )
-            for number in range(int(repeat.max(initial=-1)) + 1)
-        ]
-        return cls(on_device(index, device), tuple(rounds))
+        rounds = tuple(
+            (on_device(ordered[repeat == n], device), on_device(order[repeat == n], device))
+            for n in range(int(repeat.max(initial=-1)) + 1)
+        )
+        return cls(on_device(index, device), rounds)
 
     def take(self, source: Tensor) -> Tensor:
-        """`source[index]`, differentiable."""
+        """Return `source[index]`, differentiable."""
         result: Tensor = _Take.apply(source, self)  # type: ignore[no-untyped-call]
         return result
 
@@ -61,10 +116,9 @@ class RowMap:
 def select_rows(
     source: Tensor, rows: Tensor, backward_rows: Tensor, zero_rows: Tensor | None
 ) -> Tensor:
-    """`source[rows]` whose backward is also a selection: `gradient[backward_rows]`.
+    """Return `source[rows]`, whose gradient is `gradient[backward_rows]`, 0 in `zero_rows`; all int64 row numbers.
 
-    Exact where each source row is used once, or its further uses receive no gradient, or it is not
-    used at all and listed in `zero_rows`. All are int64 row numbers.
+    Right if every source row is used once, or only one use gets a gradient, or it is in `zero_rows`.
     """
     result: Tensor = _SelectRows.apply(source, rows, backward_rows, zero_rows)  # type: ignore[no-untyped-call]
     return result
@@ -93,14 +147,10 @@ class _Take(torch.autograd.Function):
 class _SelectRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        source: Tensor,
-        forward_rows: Tensor,
-        backward_rows: Tensor,
-        zero_rows: Tensor | None,
+        ctx: Any, source: Tensor, rows: Tensor, backward_rows: Tensor, zero_rows: Tensor | None
     ) -> Tensor:
         ctx.backward_rows, ctx.zero_rows = backward_rows, zero_rows
-        return source.index_select(0, forward_rows)
+        return source.index_select(0, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
@@ -108,56 +158,3 @@ class _SelectRows(torch.autograd.Function):
         if ctx.zero_rows is not None:
             gradient.index_fill_(0, ctx.zero_rows, 0)
         return gradient, None, None, None
-
-
-_WORTHWHILE = 8
-"""The tree is used where it saves a token in so many; below, taking rows costs more than it saves."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefixTree:
-    """Which tokens of packed sequences are computed, and which of those each token is. T tokens, C computed."""
-
-    computed: Indices
-    """[C], the packed tokens that are computed, ascending."""
-    rows: Indices
-    """[T], for each packed token its place among the computed ones."""
-    leaves: tuple[int, ...]
-    """The sequences that are not the beginning of another one, in order."""
-
-    @classmethod
-    def of(cls, token_ids: Indices, lengths: Sequence[int]) -> PrefixTree:
-        """The tree of sequences of these `lengths`, laid end to end in `token_ids` [T], where it is worthwhile."""
-        tree = cls._merged(token_ids, lengths)
-        saved = len(token_ids) - len(tree.computed)
-        return tree if saved * _WORTHWHILE >= len(token_ids) else cls.trivial(lengths)
-
-    @classmethod
-    def trivial(cls, lengths: Sequence[int]) -> PrefixTree:
-        """Every token on its own."""
-        everything = np.arange(sum(lengths))
-        return cls(everything, everything, tuple(range(len(lengths))))
-
-    @classmethod
-    def _merged(cls, token_ids: Indices, lengths: Sequence[int]) -> PrefixTree:
-        ends = np.cumsum(lengths)
-        sequences = np.split(token_ids, ends[:-1])
-        keys = [sequence.astype(">i8").tobytes() for sequence in sequences]
-        order = sorted(range(len(keys)), key=keys.__getitem__)
-        same = np.arange(len(token_ids))  # for each token the first in sorted order that it equals
-        leaves = set(order)
-        for earlier, later in pairwise(order):
-            common = _common(sequences[earlier], sequences[later])
-            begin, start = ends[earlier] - lengths[earlier], ends[later] - lengths[later]
-            same[start : start + common] = same[begin : begin + common]
-            if common == lengths[earlier]:
-                leaves.discard(earlier)
-        computed, rows = np.unique(same, return_inverse=True)
-        return cls(computed, rows, tuple(sorted(leaves)))
-
-
-def _common(one: Indices, other: Indices) -> int:
-    """How many leading tokens are equal."""
-    shorter = min(len(one), len(other))
-    different = one[:shorter] != other[:shorter]
-    return int(different.argmax()) if different.any() else shorter

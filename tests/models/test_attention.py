@@ -90,5 +90,5 @@ def test_models_whose_sequences_would_see_each_other_are_refused(family, message
 
 def test_a_layer_that_is_not_told_of_packing_is_refused():
     query = torch.randn(1, 2, 5, 16)
-    with pytest.raises(IncompatibleError, match="Layer does not pass on"):
+    with pytest.raises(IncompatibleError, match="packing"):
         attention_forward(Layer(), query, query, query, None)

@@ -70,7 +70,7 @@ class TorchEngine:
         self._device = device
         self.skipped_in_a_row, self.passed = 0, Passed()
         model = self._build(hf_config)
-        if kernels := liger_kernels(device):
+        if not config.compile and (kernels := liger_kernels(device)):
             use_kernels(model, kernels)
         self._adapter = None if lora is None else Adapter(model, lora, compute_dtype(config))
         self._merges = lora is not None and lora.publish == "merged"

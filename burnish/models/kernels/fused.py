@@ -1,15 +1,14 @@
 """RMSNorm and rotary positions, each as one step of autograd, and the layers that use them.
 
-Written as a chain of tensor operations they move every activation through memory a dozen times and
-keep most of the intermediate ones for the backward pass. Here they are one function that keeps its
-input only, computes in fp32 whatever the dtype of its input, rounds once at the end, and on a CPU
-works through the rows in blocks that stay in the core's cache. Elsewhere the norm is torch's own.
+As chains of tensor operations they read and write every activation a dozen times and keep most
+intermediate ones for the backward pass. Here one function keeps its input only, computes in fp32 for
+any dtype and rounds once at the end. On a CPU it works in blocks of rows that stay in the core's
+cache; elsewhere the norm is torch's own kernel.
 
     RMSNorm(x) = x r w,  r = (mean x² + ε)^(-1/2)          Zhang & Sennrich, arXiv 1910.07467
     rotate(x)  = x cos + swap(x) sin                       Su et al., arXiv 2104.09864
 
-where swap exchanges the two halves of a head and `sin` carries the sign. Left out: the gated
-activation (on a CPU torch's own operations are as fast), kernels in a language of their own (`burnish.models.kernels.liger`).
+where swap exchanges the two halves of a head and `sin` carries the sign.
 """
 
 from __future__ import annotations
@@ -26,39 +25,33 @@ from burnish.families import family_of
 from burnish.models.kernels.attention import attention_forward
 
 _CPU_BLOCK_ELEMENTS = 1 << 18
-"""Elements of a block on a CPU: 1 MiB in fp32, a few of which fit into the caches of its cores."""
+# Elements of a block on a CPU: 1 MiB in fp32, a few of which fit into the caches of its cores.
 
 
 def fuse(model: PreTrainedModel) -> None:
-    """Put this module's layers in the place of those of transformers, where the family is known.
+    """Replace norms and attention of Llama-shaped families; parameters keep their names and identities.
 
-    Parameters keep their names and identities. Models with code of their own are left as they are.
+    Models with code of their own are left as they are.
     """
     if not family_of(model.config.model_type).has_llama_layers or not is_of_transformers(model):
         return
     replace_layers(model, "RMSNorm", FusedRMSNorm)
-    if _rotates_whole_heads(model):
+    base: Any = model.base_model
+    if 2 * base.rotary_emb.inv_freq.numel() == base.layers[0].self_attn.head_dim:  # whole heads
         replace_layers(model, "Attention", FusedAttention)
 
 
-def replace_layers(
-    model: nn.Module, kind: str, replacement: Callable[[nn.Module], nn.Module]
-) -> None:
-    """Put what `replacement` makes of them in the place of the layers whose class has a name that ends with `kind`."""
+def replace_layers(model: nn.Module, kind: str, make: Callable[[nn.Module], nn.Module]) -> None:
+    """Replace every module whose class name ends with `kind` by what `make` returns for it."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith(kind):
-                setattr(parent, name, replacement(child))
+                setattr(parent, name, make(child))
 
 
 def is_of_transformers(model: PreTrainedModel) -> bool:
-    """Whether a model's layers are those that transformers has for its family, and no code of its own."""
+    """Return whether the model is a class of transformers, not code from a model directory."""
     return type(model).__module__.startswith("transformers.models.")
-
-
-def _rotates_whole_heads(model: PreTrainedModel) -> bool:
-    base: Any = model.base_model
-    return bool(2 * base.rotary_emb.inv_freq.numel() == base.layers[0].self_attn.head_dim)
 
 
 class FusedRMSNorm(nn.Module):
@@ -70,26 +63,19 @@ class FusedRMSNorm(nn.Module):
         self.variance_epsilon: float = replaced.variance_epsilon
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Any shape [..., n]."""
+        """Take any shape [..., n]."""
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-Positioning = Callable[
-    [
-        tuple[Tensor, Tensor],
-        tuple[FusedRMSNorm | None, FusedRMSNorm | None],
-        tuple[Tensor, Tensor],
-    ],
-    tuple[Tensor, Tensor],
-]
+Pair = tuple[Tensor, Tensor]
+Positioning = Callable[[Pair, tuple[FusedRMSNorm | None, FusedRMSNorm | None], Pair], Pair]
 """Like `rotate_both`."""
 
 
 class FusedAttention(nn.Module):
     """Grouped attention with rotary positions, with the layers of the module it replaces.
 
-    Called as transformers' decoder layers call their attention. Queries and keys are normalized
-    before they are rotated where the replaced module has norms for them (Qwen3).
+    Queries and keys are normalized before rotation if the replaced module has norms for them (Qwen3).
     """
 
     is_causal = True
@@ -99,22 +85,23 @@ class FusedAttention(nn.Module):
         self.layer_idx: int = replaced.layer_idx
         self.head_dim: int = replaced.head_dim
         self.scaling: float = replaced.scaling
-        self.sliding_window = _sliding_window(replaced)
+        always = family_of(replaced.config.model_type).windows == "always"
+        holder = replaced.config if always else replaced
+        self.sliding_window: int | None = getattr(holder, "sliding_window", None)
         self.q_proj, self.k_proj = replaced.q_proj, replaced.k_proj
         self.v_proj, self.o_proj = replaced.v_proj, replaced.o_proj
         self.q_norm = getattr(replaced, "q_norm", None)
         self.k_norm = getattr(replaced, "k_norm", None)
         self.position: Positioning = rotate_both
-        """How queries and keys are normalized and rotated."""
 
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: Pair,
         attention_mask: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Attention output [1, T, hidden] of `hidden_states` [1, T, hidden], cosines and sines [1, T, head_dim]."""
+        """Return attention output [1, T, hidden]; cosines and sines are [1, T, head_dim]."""
         heads = (hidden_states.shape[1], -1, self.head_dim)
         query, key = self.q_proj(hidden_states).view(heads), self.k_proj(hidden_states).view(heads)
         query, key = self.position((query, key), (self.q_norm, self.k_norm), position_embeddings)
@@ -134,65 +121,49 @@ class FusedAttention(nn.Module):
 
 
 def rotate_both(
-    heads: tuple[Tensor, Tensor],
-    norms: tuple[FusedRMSNorm | None, FusedRMSNorm | None],
-    positions: tuple[Tensor, Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Queries [T, heads, d] and keys [T, key heads, d], normalized where there are norms, at the positions of cosines and sines [1, T, d]."""
+    heads: Pair, norms: tuple[FusedRMSNorm | None, FusedRMSNorm | None], positions: Pair
+) -> Pair:
+    """Normalize queries [T, heads, d] and keys [T, key heads, d] if they have norms, then rotate them.
+
+    `positions` are cosines and sines [1, T, d].
+    """
     rotation = rotation_of(*positions)
-    query, key = (rotated(part, norm, rotation) for part, norm in zip(heads, norms, strict=True))
+    query, key = (
+        norm_rotate(part, norm.weight, norm.variance_epsilon, rotation)
+        if norm is not None
+        else rotate(part, rotation)
+        for part, norm in zip(heads, norms, strict=True)
+    )
     return query, key
 
 
-def rotated(heads: Tensor, norm: FusedRMSNorm | None, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """`heads` [T, heads, d], normalized where there is a norm, at the positions of `rotation`."""
-    if norm is None:
-        return rotate(heads, rotation)
-    return norm_rotate(heads, norm.weight, norm.variance_epsilon, rotation)
-
-
-def _sliding_window(attention: Any) -> int | None:
-    """Return how many tokens the layer's queries see; None for all before them."""
-    always = family_of(attention.config.model_type).windows == "always"
-    holder = attention.config if always else attention
-    window: int | None = getattr(holder, "sliding_window", None)
-    return window
-
-
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """`x` [..., n] over the root of its mean square, times `weight` [n]; in the dtype of `x`."""
-    return _norm_rotate(x.flatten(0, -2), weight, epsilon, None).view(x.shape)
+    """Return `x` [..., n] over the root of its mean square, times `weight` [n], in the dtype of `x`."""
+    return norm_rotate(x.flatten(0, -2), weight, epsilon, None).view(x.shape)
 
 
-def rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """`heads` [T, heads, d] at the positions of `rotation` (see `rotation_of`)."""
-    return _norm_rotate(heads, None, 0.0, rotation)
+def rotate(heads: Tensor, rotation: Pair) -> Tensor:
+    """Rotate `heads` [T, heads, d] to the positions of `rotation` (see `rotation_of`)."""
+    return norm_rotate(heads, None, 0.0, rotation)
 
 
-def norm_rotate(
-    heads: Tensor, weight: Tensor, epsilon: float, rotation: tuple[Tensor, Tensor]
-) -> Tensor:
-    """`rotate(rms_norm(heads))` in one step: `heads` [T, heads, d], `weight` [d].
-
-    Without gradients, `weight` may be [heads, d].
-    """
-    return _norm_rotate(heads, weight, epsilon, rotation)
-
-
-def rotation_of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """What `rotate` takes, [T, 1, d] fp32 each, from cosine and sine [1, T, d] as transformers' rotary modules give them."""
+def rotation_of(cos: Tensor, sin: Tensor) -> Pair:
+    """Return cosine and signed sine [T, 1, d] fp32, from those of transformers' rotary modules [1, T, d]."""
     half = sin.shape[-1] // 2
     signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
     return cos[0, :, None].float(), signed[0, :, None].float()
 
 
-def _norm_rotate(
-    rows: Tensor, weight: Tensor | None, epsilon: float, rotation: tuple[Tensor, Tensor] | None
+def norm_rotate(
+    rows: Tensor, weight: Tensor | None, epsilon: float, rotation: Pair | None
 ) -> Tensor:
-    """RMSNorm of `rows` [T, ..., n] where there is a weight, then rotation where there is one."""
+    """Normalize `rows` [T, ..., n] if there is a weight [n], then rotate them if there is a rotation.
+
+    Without gradients, `weight` may be [heads, n].
+    """
     if torch.compiler.is_compiling():
         return _plainly(rows, weight, epsilon, rotation)
-    if rows.device.type != "cpu" and weight is not None:  # torch has one kernel for the norm there
+    if rows.device.type != "cpu" and weight is not None:
         flat = weight.ndim == 1
         rows = functional.rms_norm(rows, rows.shape[-1:], weight if flat else None, epsilon)
         rows, weight = rows if flat else rows * weight, None
@@ -207,10 +178,8 @@ def _norm_rotate(
     return (value if rotation is None else _turned(value, *rotation)).to(rows.dtype)
 
 
-def _plainly(
-    rows: Tensor, weight: Tensor | None, epsilon: float, rotation: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """`_norm_rotate` as one chain of operations, which a compiler makes one of, and its gradient too."""
+def _plainly(rows: Tensor, weight: Tensor | None, epsilon: float, rotation: Pair | None) -> Tensor:
+    """Compute `norm_rotate` as a chain of operations, for a compiler to fuse."""
     value = rows.float()
     if weight is not None:
         value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + epsilon)
@@ -223,7 +192,7 @@ def _plainly(
 
 
 class _NormRotate(torch.autograd.Function):
-    """`_norm_rotate`, block by block, and its gradient."""
+    """`norm_rotate`, block by block, and its gradient."""
 
     @staticmethod
     def forward(
@@ -254,31 +223,32 @@ class _NormRotate(torch.autograd.Function):
         upstream = gradients[0]
         result = torch.empty(upstream.shape, dtype=upstream.dtype, device=upstream.device)
         factor = None if weight is None else weight.float()
-        of_weight = None if factor is None else torch.zeros_like(factor)
+        weight_gradient = None if factor is None else torch.zeros_like(factor)
         for block in _blocks(upstream):
             value = upstream[block].to(torch.float32, copy=True)
             if cos is not None:
                 value = _turned(value, cos[block], -sin[block])
-            if factor is not None and of_weight is not None:
+            if factor is not None and weight_gradient is not None:
                 normed = rows[block].to(torch.float32, copy=True).mul_(inverse[block])
                 products = (value * normed).flatten(0, -2)
-                of_weight += products.sum(dim=0)
+                weight_gradient += products.sum(dim=0)
                 along = torch.mv(products, factor).div_(-products.shape[-1])
                 value.mul_(factor).addcmul_(normed, along.view(inverse[block].shape))
                 value.mul_(inverse[block])
             result[block] = value
-        given = None if of_weight is None else of_weight.to(weight.dtype)
-        return result, given, None, None, None
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient.to(weight.dtype)
+        return result, weight_gradient, None, None, None
 
 
 def _inverse_root(value: Tensor, epsilon: float) -> Tensor:
-    """(mean of squares + ε)^(-1/2) of `value` [..., n] fp32: [..., 1]."""
+    """Return (mean of squares + ε)^(-1/2) [..., 1] of `value` [..., n] fp32."""
     norm: Tensor = torch.linalg.vector_norm(value, dim=-1, keepdim=True)
     return norm.square_().div_(value.shape[-1]).add_(epsilon).rsqrt_()
 
 
 def _turned(value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`value` [T, heads, d] with its halves mixed as pairs of coordinates; all fp32."""
+    """Rotate `value` [T, heads, d] fp32."""
     half = value.shape[-1] // 2
     result = value * cos
     result[..., :half].addcmul_(value[..., half:], sin[..., :half])
@@ -287,14 +257,13 @@ def _turned(value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _blocks(rows: Tensor) -> Iterator[slice]:
-    """Slices of the first dimension of `rows` that cover it."""
     step = _block_length(rows)
     for start in range(0, len(rows), step):
         yield slice(start, start + step)
 
 
 def _block_length(rows: Tensor) -> int:
-    """Rows at a time: as many as the cache holds on a CPU, all of them elsewhere."""
+    """Return how many rows the cache of a CPU holds; elsewhere all of them."""
     if rows.device.type != "cpu":
         return max(len(rows), 1)
     return max(1, _CPU_BLOCK_ELEMENTS * len(rows) // max(rows.numel(), 1))
