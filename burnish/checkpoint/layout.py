@@ -16,7 +16,7 @@ from torch import Tensor
 from burnish.boxes.box import Box
 from burnish.boxes.pieces import Described, Pieces, TensorIndex
 from burnish.boxes.table import BoxTable, Ints, flat_ranges, intersections, strides
-from burnish.checkpoint.dtypes import BY_NAME
+from burnish.boxes.tensor_reader import TORCH_DTYPES
 from burnish.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCK_BYTES
 from burnish.checkpoint.naming import MODEL, path_of
 from burnish.files.safetensors import DTYPE_BITS, TensorEntry, build_header
@@ -236,7 +236,7 @@ class _Entries:
                 key = f"{file.tensor_set}/{entry.name}"
                 if key in tensors:
                     rows.append((index, entry.begin, entry.end))
-                    described.append((key, entry.shape, BY_NAME[entry.dtype]))
+                    described.append((key, entry.shape, TORCH_DTYPES[entry.dtype]))
         table = np.array(rows, np.int64).reshape(-1, 3)
         tensor, dtype = tensors.add(described, "on disk")
         itemsize = tensors.itemsizes()[dtype]

@@ -1,42 +1,164 @@
-"""Filling shards from a committed step, at whatever layout it is wanted.
+"""Filling shards from a committed step, at whatever layout they are wanted.
 
-What can be asked for by name, and whether it fits; `burnish.checkpoint.reader` reads it.
+Each rank reads the blocks that its own shards lie in, and checks them; ranks of one machine that want the
+same block find it in the page cache. What fits is found out from headers, before anything is filled.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePath
 
-import torch
-from torch import Tensor
-
-from burnish.boxes.pieces import PieceTable, gather_pieces
-from burnish.boxes.plan import Move
-from burnish.boxes.shards import Piece, Shard
-from burnish.checkpoint.dtypes import BY_NAME
-from burnish.checkpoint.layout import PlannedFile, add_residual
-from burnish.checkpoint.manifest import ANOTHER_STEP
-from burnish.checkpoint.naming import MAIN, MODEL, RESIDUAL, prefix_of, roles_in, set_of
-from burnish.checkpoint.reader import BlockReader, ReadPlan
+from burnish.boxes.shards import Shard
+from burnish.boxes.tensor_reader import TensorInfo
+from burnish.checkpoint.naming import MAIN, MODEL, prefix_of, roles_in, set_of
+from burnish.checkpoint.reader import StepReader, read_headers, tensor_files
 from burnish.checkpoint.steps import Committed
-from burnish.checkpoint.streams import Described
-from burnish.checkpoint.verify import checked_header
-from burnish.checkpoint.writer import is_plain
 from burnish.distributed.collectives import agree, gather_objects
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.errors import CorruptError, IncompatibleError, MissingError
-from burnish.files.safetensors import TensorEntry
+from burnish.errors import IncompatibleError, MissingError
+from burnish.files.durable import naming_failures
 from burnish.files.storage import LocalStorage, Source
 
-_SHOWN = 12
+_READERS = 2
+_ROWS = 12
 _NOTHING = "-"
 
 
-def require_slots(where: PurePath, stored: set[str], wanted: set[str]) -> None:
+class CheckpointSource:
+    """The tensors of a committed step's model; a `ShardSource` for weights and optimizer slots alike.
+
+    The model is the run's own; `of` gives any other. A shard's name is that of a weight, or
+    `slot/weight`. Every rank makes one and calls `fill` together. fp32 weights that were split come
+    back bit for bit; other dtypes are converted from what `model/` holds. Takes 32 MiB beside the
+    tensors, or four blocks where these are larger.
+    """
+
+    def __init__(
+        self,
+        committed: Committed,
+        layout: Layout,
+        storage: Source | None = None,
+        arena: Arena | None = None,
+    ) -> None:
+        self._step = committed
+        self._layout = layout
+        self._storage = storage or LocalStorage()
+        names = tensor_files(committed)
+        with agree(layout):
+            mine = read_headers(committed, names[layout.rank :: layout.world], self._storage)
+        headers = {name: h for theirs in gather_objects(mine, layout) for name, h in theirs.items()}
+        with agree(layout):
+            headers = {name: headers[name] for name in names}
+            self._reader = StepReader(committed, self._storage, headers, arena)
+        self._prefix = prefix_of(MAIN)
+
+    def of(self, role: str) -> CheckpointSource:
+        """Return the same step's tensors of another trained model. Raises `MissingError` where it has none of that role."""
+        roles = roles_in(self._step.manifest.files)
+        if role not in roles:
+            raise MissingError(
+                f"{self._step.path} holds no {role}",
+                have=", ".join(each or "the run's own model" for each in roles) or "no model",
+                want=f"{role}/{MODEL} and {role}/training",
+                do=f"resume a run that trains a {role}; a new run may start from this one's model directories",
+            )
+        other = copy.copy(self)
+        other._prefix = prefix_of(role)
+        return other
+
+    def require(self, weights: Iterable[Shard], training: Iterable[Shard]) -> None:
+        """Raise unless the step holds what all ranks' shards are pieces of, in the same dtypes, and no more. Collective.
+
+        Raises `MissingError` for optimizer slots that are not there. Otherwise the error has a table of
+        have and want: `MissingError` where the step only lacks tensors, or `IncompatibleError`.
+        """
+        mine = {f"{MODEL}/{shard.spec.name}": _info(shard) for shard in weights}
+        mine |= {shard.spec.name: _info(shard) for shard in training}
+        stored = self._stored()
+        misfits = {key: each for key, each in mine.items() if stored.get(key) != each}
+        told = gather_objects((misfits, stored.keys() - mine.keys()), self._layout)
+        want = {key: each for theirs, _ in told for key, each in theirs.items()}
+        unwanted = set.intersection(*(unwanted for _, unwanted in told))
+        have = {key: stored[key] for key in want.keys() | unwanted if key in stored}
+        _require_slots(self._step.path, _sets(stored), _sets(want))
+        _require_same(self._step.path, have, want)
+
+    @property
+    def holds_training(self) -> bool:
+        """Whether the step holds optimizer state of the model."""
+        return bool(_sets(self._stored()) - {MODEL})
+
+    def _stored(self) -> dict[str, TensorInfo]:
+        """The model's tensors by key without their role."""
+        found = {}
+        for key, info in self._reader.tensors.items():
+            tensor_set = set_of(self._reader.locations[key].file) or ""
+            if tensor_set.rpartition("/")[0] == self._prefix.rstrip("/"):
+                found[key.removeprefix(self._prefix)] = TensorInfo(info.dtype, info.shape)
+        return found
+
+    def fill(self, shards: Iterable[Shard]) -> None:
+        """Write each shard's tensor in place, converting to its dtype. Collective, errors included.
+
+        Raises `MissingError` for a tensor that the step lacks, `IncompatibleError` for one of
+        another shape or an unknown dtype, `CorruptError` naming file and tensor for a damaged block.
+        """
+        shards = list(shards)
+        with agree(self._layout):
+            keyed = [(self._checked(shard), shard) for shard in shards]
+        what = f"{self._step.path} cannot be read"
+        readers = max(_READERS, self._storage.reads_at_once)
+        with agree(self._layout), naming_failures(what), self._reader:
+            places = self._reader.locations
+            keyed.sort(key=lambda each: (places[each[0]].file, places[each[0]].entry.begin))
+            with ThreadPoolExecutor(readers, "burnish-read") as pool:
+                reads = [
+                    pool.submit(self._reader.read, key, shard.box, shard.tensor)
+                    for key, shard in keyed
+                ]
+                try:
+                    for read in reads:
+                        read.result()
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+
+    def _checked(self, shard: Shard) -> str:
+        """The key of the stored tensor that a shard is a piece of."""
+        name = shard.spec.name
+        slot = f"{self._prefix}{name}"
+        key = slot if slot in self._reader.tensors else f"{self._prefix}{MODEL}/{name}"
+        info = self._reader.tensors.get(key)
+        if info is None:
+            raise MissingError(
+                f"{self._step.path} has no tensor {name}",
+                have=f"{len(self._reader.tensors)} tensors",
+                want=name,
+                do="resume with the model and optimizer that wrote it",
+            )
+        if info.shape != shard.spec.shape:
+            raise IncompatibleError(
+                f"tensor {name} in {self._step.path} has another shape than the model's",
+                have=list(info.shape),
+                want=list(shard.spec.shape),
+                do="resume with the model that wrote it",
+            )
+        return key
+
+
+def _info(shard: Shard) -> TensorInfo:
+    return TensorInfo(shard.tensor.dtype, shard.spec.shape)
+
+
+def _sets(keys: Iterable[str]) -> set[str]:
+    return {key.partition("/")[0] for key in keys}
+
+
+def _require_slots(where: PurePath, stored: set[str], wanted: set[str]) -> None:
     """Raise `MissingError` unless every set of optimizer slots that is wanted is there."""
     absent = sorted(wanted - stored)
     if absent:
@@ -48,12 +170,11 @@ def require_slots(where: PurePath, stored: set[str], wanted: set[str]) -> None:
         )
 
 
-def require_fit(
-    where: PurePath, have: Mapping[str, Described], want: Mapping[str, Described]
+def _require_same(
+    where: PurePath, have: Mapping[str, TensorInfo], want: Mapping[str, TensorInfo]
 ) -> None:
-    """Raise with a table unless both describe the same tensors, by key, with the same dtypes and shapes.
+    """Raise with a table unless both have the same tensors, with the same dtypes and shapes.
 
-    `IncompatibleError`, or `MissingError` where all that is wrong is that the step lacks some.
     Slots follow their weights, so they are shown only where the weights agree.
     """
     keys = sorted(key for key in {**want, **have} if have.get(key) != want.get(key))
@@ -67,218 +188,19 @@ def require_fit(
     raise IncompatibleError(text, do=do)
 
 
-def _table(keys: list[str], have: Mapping[str, Described], want: Mapping[str, Described]) -> str:
+def _table(keys: list[str], have: Mapping[str, TensorInfo], want: Mapping[str, TensorInfo]) -> str:
     rows = [("tensor", "have", "want")]
     rows += [
-        (key.removeprefix(f"{MODEL}/"), _words(have.get(key)), _words(want.get(key)))
-        for key in keys[:_SHOWN]
+        (key.removeprefix(f"{MODEL}/"), _text(have.get(key)), _text(want.get(key)))
+        for key in keys[:_ROWS]
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"  {name:<{widths[0]}}  {a:<{widths[1]}}  {b}" for name, a, b in rows]
-    more = [f"  and {len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else []
+    more = [f"  and {len(keys) - _ROWS} more"] if len(keys) > _ROWS else []
     return "\n".join(lines + more)
 
 
-def _words(tensor: Described | None) -> str:
-    if tensor is None:
-        return _NOTHING
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor lies."""
-
-    file: int
-    entry: TensorEntry
-
-
-class CheckpointSource:
-    """The tensors of a committed step's model; a `ShardSource` for weights and optimizer slots alike.
-
-    The model is the run's own; `of` gives any other. A shard's name is that of a weight, or `slot/weight`. Every rank makes one and calls `fill`
-    together. fp32 weights that were split come back bit for bit; other dtypes are converted from
-    what `model/` holds. Takes 32 MiB beside the tensors, or two blocks where these are larger, from `arena`
-    where there is one.
-    """
-
-    def __init__(
-        self,
-        committed: Committed,
-        layout: Layout,
-        storage: Source | None = None,
-        arena: Arena | None = None,
-    ) -> None:
-        self._step = committed
-        self._layout = layout
-        self._storage = storage or LocalStorage()
-        self._arena = arena or Arena(torch.device("cpu"))
-        with agree(layout):
-            names = [name for name in sorted(committed.manifest.files) if set_of(name) is not None]
-            mine = [self._open(name) for name in names[layout.rank :: layout.world]]
-        found = {file.path: file for theirs in gather_objects(mine, layout) for file in theirs}
-        self._files = [found[name] for name in names]
-        self._places = {
-            f"{file.tensor_set}/{entry.name}": _Place(index, entry)
-            for index, file in enumerate(self._files)
-            for entry in file.entries
-        }
-        self._sets = {file.tensor_set for file in self._files}
-        self._prefix = prefix_of(MAIN)
-
-    def of(self, role: str) -> CheckpointSource:
-        """The same step's tensors of another trained model. Raises `MissingError` where it has none of that role."""
-        prefix = prefix_of(role)
-        if f"{prefix}{MODEL}" not in self._sets:
-            roles = roles_in(self._step.manifest.files)
-            raise MissingError(
-                f"{self._step.path} holds no {role}",
-                have=", ".join(each or "the run's own model" for each in roles) or "no model",
-                want=f"{role}/{MODEL} and {role}/training",
-                do=f"resume a run that trains a {role}; a new run may start from this one's model directories",
-            )
-        other = copy.copy(self)
-        other._prefix = prefix
-        return other
-
-    def require(self, weights: Iterable[Shard], training: Iterable[Shard]) -> None:
-        """Raise unless the step holds what all ranks' shards are pieces of, in the same dtypes, and no more. Collective.
-
-        `MissingError` for optimizer slots that are not there, else a table of have and want:
-        `MissingError` where the step only lacks tensors, or `IncompatibleError`. Nothing is filled.
-        """
-        mine = {f"{MODEL}/{shard.spec.name}": _described(shard) for shard in weights}
-        mine |= {shard.spec.name: _described(shard) for shard in training}
-        stored = self._stored()
-        misfits = {key: each for key, each in mine.items() if stored.get(key) != each}
-        told = gather_objects((misfits, stored.keys() - mine.keys()), self._layout)
-        want = {key: each for theirs, _ in told for key, each in theirs.items()}
-        unwanted = set.intersection(*(unwanted for _, unwanted in told))
-        have = {key: stored[key] for key in want.keys() | unwanted if key in stored}
-        require_slots(self._step.path, _kinds(stored), _kinds(want))
-        require_fit(self._step.path, have, want)
-
-    @property
-    def holds_training(self) -> bool:
-        """Whether the step holds optimizer state of the model."""
-        return bool(_kinds(self._stored()) - {MODEL, RESIDUAL})
-
-    def _stored(self) -> dict[str, Described]:
-        """The model's tensors by key, without their role; a weight that was split as the fp32 that comes back."""
-        found: dict[str, Described] = {}
-        for place in self._places.values():
-            tensor_set, entry = self._files[place.file].tensor_set, place.entry
-            kind = tensor_set.removeprefix(self._prefix)
-            if f"{self._prefix}{kind}" == tensor_set and "/" not in kind:
-                found[f"{kind}/{entry.name}"] = Described(BY_NAME[entry.dtype], entry.shape)
-        for key in [key for key in found if key.startswith(f"{RESIDUAL}/")]:
-            weight = f"{MODEL}/{key.removeprefix(f'{RESIDUAL}/')}"
-            if weight in found:
-                found[weight] = Described(torch.float32, found.pop(key).shape)
-        return found
-
-    def fill(self, shards: Iterable[Shard]) -> None:
-        """Write each shard's tensor in place, converting to its dtype. Collective, errors included.
-
-        Raises `MissingError` for a tensor that the step lacks, `IncompatibleError` for one of
-        another shape or an unknown dtype, `CorruptError` naming file and tensor for a damaged block.
-        """
-        shards = list(shards)
-        with agree(self._layout):
-            keys = [self._checked(shard) for shard in shards]
-        self._deliver(shards, keys, _copy)
-        exact = [
-            (shard, f"{self._prefix}{RESIDUAL}/{shard.spec.name}")
-            for shard, key in zip(shards, keys, strict=True)
-            if key.startswith(f"{self._prefix}{MODEL}/")
-            and f"{self._prefix}{RESIDUAL}/{shard.spec.name}" in self._places
-            and shard.tensor.dtype == torch.float32
-        ]
-        self._deliver([shard for shard, _ in exact], [key for _, key in exact], add_residual)
-
-    def _open(self, name: str) -> PlannedFile:
-        """A tensor file as its header, which is checked, describes it."""
-        header = checked_header(self._step, name, self._storage)
-        for entry in header.entries.values():
-            if entry.dtype not in BY_NAME:
-                raise IncompatibleError(
-                    f"tensor {entry.name} in {self._step.path / name} has an unknown dtype",
-                    have=entry.dtype,
-                    want=", ".join(BY_NAME),
-                    do="resume with the version of Burnish that wrote it",
-                )
-            if entry.begin % BY_NAME[entry.dtype].itemsize:
-                raise CorruptError(
-                    f"tensor {entry.name} in {self._step.path / name} is misplaced",
-                    have=f"byte {entry.begin}",
-                    want=f"a multiple of {BY_NAME[entry.dtype].itemsize}",
-                    do=ANOTHER_STEP,
-                )
-        entries = tuple(header.entries.values())
-        size = self._step.manifest.files[name].size
-        return PlannedFile(name, set_of(name) or "", b"", entries, size)
-
-    def _checked(self, shard: Shard) -> str:
-        """The key of the stored tensor that a shard is a piece of."""
-        name = shard.spec.name
-        first = f"{self._prefix}{name.partition('/')[0]}"
-        is_slot = first in self._sets - {f"{self._prefix}{MODEL}"}
-        key = f"{self._prefix}{name}" if is_slot else f"{self._prefix}{MODEL}/{name}"
-        if key not in self._places:
-            raise MissingError(
-                f"{self._step.path} has no tensor {name}",
-                have=f"{len(self._places)} tensors: {', '.join(sorted(self._sets))}",
-                want=name,
-                do="resume with the model and optimizer that wrote it",
-            )
-        entry = self._places[key].entry
-        if entry.shape != shard.spec.shape:
-            raise IncompatibleError(
-                f"tensor {name} in {self._step.path} has another shape than the model's",
-                have=list(entry.shape),
-                want=list(shard.spec.shape),
-                do="resume with the model that wrote it",
-            )
-        return key
-
-    def _deliver(
-        self,
-        shards: Sequence[Shard],
-        keys: Sequence[str],
-        put: Callable[[Tensor, Tensor], None],
-    ) -> None:
-        """Read what all ranks want of the tensors with these keys; `put(mine, elements)` each piece."""
-        pieces = [
-            Piece(key, shard.spec.shape, shard.box, BY_NAME[self._places[key].entry.dtype])
-            for shard, key in zip(shards, keys, strict=True)
-        ]
-        want = gather_pieces(PieceTable.of(pieces), self._layout)
-        block_bytes = [self._step.manifest.files[file.path].block_bytes for file in self._files]
-        plan = ReadPlan.of(self._files, block_bytes, want, self._layout)
-
-        def mine(move: Move) -> Tensor:
-            return shards[move.want].part(move.box).detach()
-
-        def place(move: Move) -> Tensor | None:
-            there = mine(move)
-            is_same = put is _copy and there.dtype == move.dtype
-            return there if is_same and is_plain(there) else None
-
-        def write(move: Move, elements: Tensor) -> None:
-            put(mine(move), elements)
-
-        reader = BlockReader(self._step, self._files, plan, self._layout, self._arena)
-        reader.read(self._storage, place, write)
-
-
-def _described(shard: Shard) -> Described:
-    return Described(shard.tensor.dtype, shard.spec.shape)
-
-
-def _kinds(keys: Iterable[str]) -> set[str]:
-    """The sets that these keys are of."""
-    return {key.partition("/")[0] for key in keys}
-
-
-def _copy(mine: Tensor, elements: Tensor) -> None:
-    mine.copy_(elements)
+def _text(info: TensorInfo | None) -> str:
+    return (
+        _NOTHING if info is None else f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}"
+    )

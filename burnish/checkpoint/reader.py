@@ -1,218 +1,138 @@
-"""The blocks of a step's tensor files, from the disk to the ranks' memory: `burnish.checkpoint.writer` the other way round.
+"""The tensors of a committed step: `burnish.boxes.tensor_reader` with every block checked that is read.
 
-Each block is read by one rank, of those that want the most of it, and checked; its elements go to
-whoever wants them. Where all that a part of a block is wanted for is to lie in one tensor as it
-lies in the file, it is read to where it belongs. While a few blocks are given away, the next are read.
+Weights that are stored as a bf16 model and a residual are given exact, as fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from threading import Lock
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.boxes.pieces import PieceTable, TensorIndex
-from burnish.boxes.plan import Move, Moves
-from burnish.boxes.rounds import Group, schedule
-from burnish.boxes.table import intersections
-from burnish.boxes.transfer import Exchange
-from burnish.checkpoint.layout import Block, Parts, Place, PlannedFile, blocks_of, owners, slots_of
+from burnish.boxes.box import Box
+from burnish.boxes.tensor_reader import OpenFiles, TensorReader, locate
+from burnish.checkpoint.layout import add_residual
+from burnish.checkpoint.naming import MODEL, RESIDUAL, set_of
 from burnish.checkpoint.steps import Committed
-from burnish.checkpoint.verify import read_block_into
-from burnish.checkpoint.writer import BlockMemory, buffers
-from burnish.distributed.collectives import agree
+from burnish.checkpoint.verify import READ_BYTES, checked_header, read_blocks
 from burnish.distributed.host_memory import Arena
-from burnish.distributed.layout import Layout
-from burnish.files.durable import naming_failures
-from burnish.files.storage import ReadableFile, Source
+from burnish.files.safetensors import Header
+from burnish.files.storage import LocalStorage, Source
 
-_GROUP_BYTES = 4 << 20
-# Blocks given away at one time; as many are being read meanwhile. One block at least.
-_WAVE_BYTES = 4 << 20
-_READERS = 2
+_HELD_BYTES = 8 << 20
+# Of blocks that were read and may hold more that is wanted; two blocks at least.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadPlan:
-    """Which blocks this rank reads, and where their elements go."""
+class StepReader(TensorReader):
+    """All tensors of a committed step, by key (`model/NAME`, `exp_avg/NAME`, `critic/model/NAME`).
 
-    share: Sequence[Block]
-    """The blocks that this rank reads."""
-    group_blocks: int
-    """How many of them at one time."""
-    places: dict[int, Place]
-    """Where in them a move's elements lie, by `Move.have`."""
-    groups: Sequence[Group]
-    """The moves from each few blocks of all ranks."""
-    only: frozenset[int]
-    """The parts, by `Move.have`, that a single move takes."""
-
-    @classmethod
-    def of(
-        cls,
-        files: Sequence[PlannedFile],
-        block_bytes: Sequence[int],
-        want: Sequence[PieceTable],
-        layout: Layout,
-    ) -> ReadPlan:
-        """Plan for what ranks want of tensors in `files`, named by key; `block_bytes` has the size of each file's blocks."""
-        tensors = TensorIndex()
-        [wanted] = tensors.merge(want)
-        blocks = [
-            block
-            for index, (file, size) in enumerate(zip(files, block_bytes, strict=True))
-            for block in blocks_of(index, file.size, size)
-        ]
-        parts = Parts.of(files, blocks, tensors)
-        piece, part, boxes = intersections(wanted.boxes, parts.pieces.boxes)
-        dtype = parts.pieces.dtype[part]
-        needed, block = np.unique(parts.block[part], return_inverse=True)
-        size = boxes.elements * tensors.itemsizes()[dtype]
-        owner = owners(block, wanted.rank[piece], size, len(needed), layout.world)
-        moves = Moves(
-            tensors,
-            owner[block],
-            part,
-            wanted.rank[piece],
-            wanted.index[piece],
-            boxes,
-            dtype,
-        )
-        group_blocks = max(1, _GROUP_BYTES // max(block_bytes, default=1))
-        slots = slots_of(owner)
-        groups = -(-int(slots.max(initial=-1) + 1) // group_blocks)
-        own_slots = np.full(len(blocks), -1)
-        mine = np.flatnonzero(owner == layout.rank)
-        own_slots[needed[mine]] = slots[mine]
-        return cls(
-            [blocks[number] for number in needed[mine].tolist()],
-            group_blocks,
-            parts.places(own_slots),
-            schedule(moves, layout.rank, _WAVE_BYTES, slots[block] // group_blocks, groups),
-            frozenset(np.flatnonzero(np.bincount(part) == 1).tolist()),
-        )
-
-
-class BlockReader:
-    """Reads this rank's blocks of a step's files, to memory carved from `arena`, and passes on what is in them."""
+    `read` into fp32 memory gives weights that were split bit for bit; into any other dtype it converts
+    what `model/` holds. Reading raises `DamagedBlock` for a block that is not what was written. Opening
+    raises as `verify.checked_header` does, unless the `headers` of all files are given. Buffers come from
+    `arena` where there is one.
+    """
 
     def __init__(
         self,
         step: Committed,
-        files: Sequence[PlannedFile],
-        plan: ReadPlan,
-        layout: Layout,
-        arena: Arena,
+        storage: Source | None = None,
+        headers: Mapping[str, Header] | None = None,
+        arena: Arena | None = None,
     ) -> None:
-        self._step = step
-        self._files = files
-        self._plan = plan
-        self._layout = layout
-        self._arena = arena
+        self._step, self._storage, self._arena = step, storage or LocalStorage(), arena
+        if headers is None:
+            headers = read_headers(step, tensor_files(step), self._storage)
+        places = [(f"{set_of(name)}/", name, header) for name, header in headers.items()]
+        super().__init__(step.path, locate(step.path, places))
+        self._residuals = _residuals(self.locations)
+        hidden = set(self._residuals.values())
+        self.tensors = {
+            key: replace(info, dtype=torch.float32) if key in self._residuals else info
+            for key, info in self.tensors.items()
+            if key not in hidden
+        }
+        sizes = [step.manifest.files[name].block_bytes for name in headers]
+        self.apart_bytes = max(sizes, default=1)
+        self._held = max(2, _HELD_BYTES // self.apart_bytes)
+        self._spare: list[memoryview] = []
+        self._files = OpenFiles(lambda name: self._storage.open(step.path / name))
+        self._blocks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._lock = Lock()
 
-    def read(
-        self,
-        storage: Source,
-        place: Callable[[Move], Tensor | None],
-        write: Callable[[Move, Tensor], None],
-    ) -> None:
-        """Give every rank what it wants. Collective, errors included.
+    def read(self, key: str, box: Box, into: Tensor) -> None:
+        """See `TensorReader.read`."""
+        if key in self._residuals and into.dtype == torch.float32:
+            self.fill([(key, Tensor.copy_), (self._residuals[key], add_residual)], box, into)
+        else:
+            super().read(key, box, into)
 
-        `place` may give the memory in which a move's elements are wanted as they are in the file; for
-        all others `write` takes them, valid until it returns, from any thread. Raises `DamagedBlock`
-        naming file and tensors for a block that is not what was written.
-        """
-        what = f"{self._step.path} cannot be read"
-        exchange = Exchange(self._layout, torch.device("cpu"), self._arena)
-        sizes = [block.stop - block.start for block in self._plan.share]
-        room = min(len(sizes), self._plan.group_blocks) * (max(sizes, default=0) + 64)
-        with ExitStack() as opened:
-            files: dict[int, ReadableFile] = {}
-            with agree(self._layout), naming_failures(what):
-                memory = [self._arena.take(room) for _ in range(2)]
-                for index in sorted({block.file for block in self._plan.share}):
-                    file = storage.open(self._step.path / self._files[index].path)
-                    files[index] = opened.enter_context(file)
-            readers = max(_READERS, storage.reads_at_once)
-            pool = opened.enter_context(ThreadPoolExecutor(readers, "burnish-read"))
-            asked = [self._ask(number, memory[number], place) for number in range(2)]
-            coming = [self._begin(pool, files, few, write) for few in asked]
-            failed: list[BaseException] = []
-            for number, moves in enumerate(self._plan.groups):
-                few, reads = asked.pop(0), coming.pop(0)
-                failed += filter(None, [each.exception() for each in reads])
-                for wave in moves.waves:
-                    exchange.run(wave, few.give, write)
-                asked.append(self._ask(number + 2, memory[number % 2], place))
-                coming.append([] if failed else self._begin(pool, files, asked[-1], write))
-            # Asked once: whoever failed has read no more, but kept up the exchanges that others wait for.
-            with agree(self._layout), naming_failures(what):
-                if failed:
-                    raise failed[0]
-
-    def _ask(self, number: int, memory: Tensor, place: Callable[[Move], Tensor | None]) -> _Few:
-        """A few blocks that are to be read; none where there are no more."""
-        plan = self._plan
-        first = number * plan.group_blocks
-        share = plan.share[first : first + plan.group_blocks]
-        blocks = buffers([block.stop - block.start for block in share], memory)
-        few = _Few(first, share, blocks, plan.places, [[] for _ in share])
-        for move in plan.groups[number].own if share else ():
-            where = plan.places[move.have]
-            is_all = move.have in plan.only and move.box == where.box
-            there = place(move) if is_all else None
-            if there is None:
-                few.own[where.slot - first].append(move)
+    def _read_bytes(self, file: str, into: memoryview, offset: int) -> None:
+        record = self._step.manifest.files[file]
+        size = record.block_bytes
+        at_once = READ_BYTES if self._storage.reads_at_once > 1 else READ_BYTES // 16
+        while into:
+            number, skipped = divmod(offset, size)
+            is_end = offset + len(into) == record.size
+            count = len(into) if is_end else len(into) // size * size
+            if count and not skipped:
+                read_blocks(self._files[file], self._step, file, number, into[:count], at_once)
             else:
-                blocks[where.slot - first].put(where.start, there)
-        return few
+                count = min(len(into), size - skipped)
+                self._read_part(file, number, into[:count], skipped)
+            into, offset = into[count:], offset + count
 
-    def _begin(
-        self,
-        pool: ThreadPoolExecutor,
-        files: dict[int, ReadableFile],
-        few: _Few,
-        write: Callable[[Move, Tensor], None],
-    ) -> list[Future[None]]:
-        """Have blocks read and checked, and what this rank wants of them written."""
+    def _read_part(self, file: str, number: int, into: memoryview, start: int) -> None:
+        """Fill memory from byte `start` of a block; keep the block, as the next tensor often needs it."""
+        with self._lock:
+            data = self._blocks.pop((file, number), None)
+            if data is not None:
+                self._blocks[file, number] = data
+                into[:] = data[start : start + len(into)]
+                return
+            data = self._spare.pop() if self._spare else memoryview(bytearray(self.apart_bytes))
+        record = self._step.manifest.files[file]
+        size = min(record.block_bytes, record.size - number * record.block_bytes)
+        read_blocks(self._files[file], self._step, file, number, data[:size])
+        with self._lock:
+            into[:] = data[start : start + len(into)]
+            if (file, number) in self._blocks:
+                self._spare.append(data)
+                return
+            self._blocks[file, number] = data
+            if len(self._blocks) > self._held:
+                self._spare.append(self._blocks.popitem(last=False)[1])
 
-        def read(block: Block, memory: BlockMemory, own: list[Move]) -> None:
-            name = self._files[block.file].path
-            read_block_into(files[block.file], self._step, name, block.number, memory.pieces())
-            with torch.no_grad():
-                for move in own:
-                    write(move, few.elements(move))
+    def _new_buffer(self, size: int) -> Tensor:
+        return super()._new_buffer(size) if self._arena is None else self._arena.take(size)
 
-        return [
-            pool.submit(read, *each) for each in zip(few.share, few.blocks, few.own, strict=True)
-        ]
+    def close(self) -> None:
+        """Close the files, and give memory back."""
+        super().close()
+        self._blocks.clear()
+        self._spare.clear()
+        self._files.close()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Few:
-    """A few blocks in memory."""
+def tensor_files(step: Committed) -> list[str]:
+    """The names of a step's files that hold tensors."""
+    return [name for name in sorted(step.manifest.files) if set_of(name) is not None]
 
-    first: int
-    """Slot of the first."""
-    share: Sequence[Block]
-    blocks: list[BlockMemory]
-    places: dict[int, Place]
-    """The plan's."""
-    own: list[list[Move]]
-    """By block, what goes to this rank itself and is not read to where it belongs."""
 
-    def elements(self, move: Move) -> Tensor:
-        """The elements of a move, where they were read to."""
-        where = self.places[move.have]
-        block = self.blocks[where.slot - self.first]
-        part = block.part(where.start, where.box.sizes, move.dtype)
-        return part[move.box.relative_to(where.box).slices]
+def read_headers(step: Committed, names: Iterable[str], storage: Source) -> dict[str, Header]:
+    """Return the headers of some files of a step. Raises as `verify.checked_header` does."""
+    return {name: checked_header(step, name, storage) for name in names}
 
-    def give(self, move: Move, into: Tensor) -> None:
-        """Write the elements of a move to a message."""
-        into.copy_(self.elements(move))
+
+def _residuals(keys: Iterable[str]) -> dict[str, str]:
+    """For the key of each weight that was split, the key of its residual."""
+    known, found = set(keys), {}
+    for key in known:
+        role, slash, name = key.partition(f"{RESIDUAL}/")
+        weight = f"{role}{MODEL}/{name}"
+        if slash and (not role or role.endswith("/")) and weight in known:
+            found[weight] = key
+    return found

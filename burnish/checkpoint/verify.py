@@ -1,7 +1,6 @@
-"""Whether the bytes on disk are those that were committed: every block against its hash.
+"""Whether the bytes on disk are those that were committed: every block against its hash. No torch here.
 
-Without torch, in two blocks of memory, or nine for what is remote. Readers of tensors use the same check on the blocks they
-read.
+Readers of tensors check the blocks that they read with the same functions.
 """
 
 from __future__ import annotations
@@ -17,6 +16,9 @@ from burnish.checkpoint.steps import Committed, open_step
 from burnish.errors import CorruptError, few
 from burnish.files.safetensors import SUFFIX, Header, header_size, parse_header
 from burnish.files.storage import LocalStorage, ReadableFile, Source
+
+READ_BYTES = 4 << 20
+"""Small blocks that follow each other are read from a disk that answers slowly so many bytes at a time."""
 
 _HASHED_AT_ONCE = 256 << 10
 # Read and then hashed while the processor's cache still has it.
@@ -58,11 +60,10 @@ def _rebuild(
 
 
 def verify(path: PurePath, storage: Source | None = None) -> Iterator[CorruptError]:
-    """Read all of the step at `path`; yields an error per damaged block, naming file and tensors.
+    """Read all of the step at `path`; yield an error for each damaged block, naming file and tensors.
 
-    The next blocks are read while one is hashed. A header that is what was committed and yet says
-    what cannot be is a problem too. Raises `CorruptError` when COMMIT, manifest, state or the
-    list of files is not in order.
+    A header that was committed and yet describes what cannot be is an error too. Raises
+    `CorruptError` when COMMIT, manifest, state or the list of files is not in order.
     """
     storage = storage or LocalStorage()
     step = open_step(path, storage)
@@ -72,18 +73,18 @@ def verify(path: PurePath, storage: Source | None = None) -> Iterator[CorruptErr
 def verify_files(
     step: Committed, names: Iterable[str], storage: Source | None = None
 ) -> Iterator[CorruptError]:
-    """The same of some files of a step that was opened."""
+    """Do the same for some files of a step that was opened. Reads ahead while it hashes."""
     storage = storage or LocalStorage()
-    largest = max((record.block_bytes for record in step.manifest.files.values()), default=0)
+    largest = max((_run(record) for record in step.manifest.files.values()), default=0)
     largest = min(largest, MAX_BLOCK_BYTES, step.manifest.total_bytes)
     buffers = [memoryview(bytearray(largest)) for _ in range(storage.reads_at_once + 1)]
     with ThreadPoolExecutor(storage.reads_at_once) as reader:
         for name in names:
-            is_sound = True
+            errors = 0
             for error in _verify_file(step, name, storage, reader, buffers):
-                is_sound = False
+                errors += 1
                 yield error
-            if is_sound and name.endswith(SUFFIX):
+            if not errors and name.endswith(SUFFIX):
                 yield from _header_problem(step, name, storage)
 
 
@@ -95,16 +96,47 @@ def _verify_file(
     buffers: list[memoryview],
 ) -> Iterator[CorruptError]:
     record = step.manifest.files[name]
-    ahead: list[tuple[int, memoryview, Future[str | None]]] = []
+    ahead: list[tuple[int, memoryview, Future[None]]] = []
     with storage.open(step.path / name) as file:
-        for number in range(len(record.blocks)):
-            data = buffers[number % len(buffers)][: _size(record, number)]
-            read = reader.submit(_fill, file, data, number * record.block_bytes)
-            ahead.append((number, data, read))
+        for turn, start in enumerate(range(0, record.size, _run(record))):
+            data = buffers[turn % len(buffers)][: min(_run(record), record.size - start)]
+            first = start // record.block_bytes
+            ahead.append((first, data, reader.submit(file.pread_into, data, start)))
             if len(ahead) == len(buffers):
-                yield from _damage(file, step, name, *ahead.pop(0))
+                yield from _damaged(file, step, name, *ahead.pop(0))
         while ahead:
-            yield from _damage(file, step, name, *ahead.pop(0))
+            yield from _damaged(file, step, name, *ahead.pop(0))
+
+
+def _run(record: FileRecord) -> int:
+    """Bytes of whole blocks that are read at a time."""
+    return max(1, READ_BYTES // record.block_bytes) * record.block_bytes
+
+
+def _damaged(
+    file: ReadableFile,
+    step: Committed,
+    name: str,
+    first: int,
+    data: memoryview,
+    read: Future[None],
+) -> Iterator[CorruptError]:
+    """Yield what is wrong with blocks once they have been read; where the disk could not, each is read again."""
+    size = step.manifest.files[name].block_bytes
+    failed = isinstance(read.exception(), (OSError, EOFError))
+    if not failed:
+        read.result()
+    for number, start in enumerate(range(0, len(data), size), start=first):
+        block = data[start : start + size]
+        try:
+            if failed:
+                read_blocks(file, step, name, number, block)
+            else:
+                _check(file, step, name, number, block_hash(block))
+        except OSError as error:
+            yield _damage(file, step, name, number, str(error))
+        except CorruptError as error:
+            yield error
 
 
 def verify_quickly(path: PurePath, storage: Source | None = None) -> Iterator[CorruptError]:
@@ -119,7 +151,7 @@ def verify_quickly(path: PurePath, storage: Source | None = None) -> Iterator[Co
             yield from _header_problem(step, name, storage)
         else:
             try:
-                _check_file(step, name, storage)
+                read_file(step, name, storage)
             except CorruptError as error:
                 yield error
 
@@ -128,13 +160,15 @@ def check_small_files(step: Committed, storage: Source | None = None) -> None:
     """Raise `DamagedBlock` unless all files without tensors are what was committed: configuration, tokenizer."""
     for name in step.manifest.files:
         if not name.endswith(SUFFIX):
-            _check_file(step, name, storage or LocalStorage())
+            read_file(step, name, storage or LocalStorage())
 
 
-def _check_file(step: Committed, name: str, storage: Source) -> None:
+def read_file(step: Committed, name: str, storage: Source) -> bytes:
+    """Return a small file's content. Raises `DamagedBlock` where it is not what was committed."""
+    data = bytearray(step.manifest.files[name].size)
     with storage.open(step.path / name) as file:
-        for number in range(len(step.manifest.files[name].blocks)):
-            read_block(file, step, name, number)
+        read_blocks(file, step, name, 0, memoryview(data))
+    return bytes(data)
 
 
 def _header_problem(step: Committed, name: str, storage: Source) -> Iterator[CorruptError]:
@@ -144,45 +178,64 @@ def _header_problem(step: Committed, name: str, storage: Source) -> Iterator[Cor
         yield error
 
 
-def read_block(file: ReadableFile, step: Committed, name: str, number: int) -> memoryview:
-    """A block of a step's file, in memory of its own. Raises as `read_block_into` does."""
-    data = memoryview(bytearray(_size(step.manifest.files[name], number)))
-    read_block_into(file, step, name, number, [data])
-    return data
-
-
-def read_block_into(
-    file: ReadableFile, step: Committed, name: str, number: int, pieces: Iterable[memoryview]
-) -> None:
-    """Read a block of a step's file to pieces of memory that together have its size, and check it against its hash.
-
-    Raises `DamagedBlock` naming the file and the tensors that lie in the block; the memory then
-    holds what was read.
-    """
-    digest, at = xxhash.xxh3_128(), number * step.manifest.files[name].block_bytes
-    ended = None
-    for data in pieces:
-        for start in range(0, len(data), _HASHED_AT_ONCE):
-            some = data[start : start + _HASHED_AT_ONCE]
-            ended = ended or _fill(file, some, at)
-            digest.update(some)
-            at += len(some)
-    _check(file, step, name, number, ended or digest.hexdigest())
-
-
 def checked_header(step: Committed, name: str, storage: Source) -> Header:
-    """The header of a step's tensor file, out of blocks that were checked."""
+    """Return the header of a step's tensor file, out of blocks that were checked."""
     record, path = step.manifest.files[name], step.path / name
+
+    def blocks(start: int, stop: int) -> bytes:
+        first = start // record.block_bytes
+        stop = -(-min(stop, record.size) // record.block_bytes) * record.block_bytes
+        data = bytearray(min(stop, record.size) - first * record.block_bytes)
+        read_blocks(file, step, name, first, memoryview(data))
+        return bytes(data)
+
     with storage.open(path) as file:
-        data = bytearray(read_block(file, step, name, 0) if record.blocks else b"")
+        data = blocks(0, min(record.block_bytes, record.size))
         size = header_size(path, data, record.size)
-        for number in range(1, -(-size // record.block_bytes)):
-            data += read_block(file, step, name, number)
-    return parse_header(path, bytes(data[:size]), record.size)
+        if size > len(data):
+            data += blocks(len(data), size)
+    return parse_header(path, data[:size], record.size)
+
+
+def read_blocks(
+    file: ReadableFile,
+    step: Committed,
+    name: str,
+    first: int,
+    into: memoryview,
+    at_once: int = _HASHED_AT_ONCE,
+) -> None:
+    """Fill memory with whole blocks of a step's file, the `first` and those behind it, and check each against its hash.
+
+    At most `at_once` bytes are read at a time. Raises `DamagedBlock` naming the file and the tensors
+    that lie in the block; the memory then holds what was read.
+    """
+    size = step.manifest.files[name].block_bytes
+    run = max(1, at_once // size) * size
+    for start in range(0, len(into), run):
+        blocks, number = into[start : start + run], first + start // size
+        if run == size:
+            _check(file, step, name, number, _read_block(file, blocks, number * size))
+            continue
+        ended = _fill(file, blocks, number * size)
+        for at in range(0, len(blocks), size):
+            found = ended or block_hash(blocks[at : at + size])
+            _check(file, step, name, number + at // size, found)
+
+
+def _read_block(file: ReadableFile, into: memoryview, offset: int) -> str:
+    """Read a block piece by piece; return its hash, or where the file ends before."""
+    digest = xxhash.xxh3_128()
+    for start in range(0, len(into), _HASHED_AT_ONCE):
+        some = into[start : start + _HASHED_AT_ONCE]
+        if ended := _fill(file, some, offset + start):
+            return ended
+        digest.update(some)
+    return digest.hexdigest()
 
 
 def _fill(file: ReadableFile, data: memoryview, start: int) -> str | None:
-    """Read into all of `data`; says where the file ends before."""
+    """Read into all of `data`; return where the file ends before."""
     try:
         file.pread_into(data, start)
     except EOFError as error:
@@ -192,43 +245,26 @@ def _fill(file: ReadableFile, data: memoryview, start: int) -> str | None:
 
 def _check(file: ReadableFile, step: Committed, name: str, number: int, found: str) -> None:
     """Raise `DamagedBlock` unless a block has the hash that it was committed with."""
-    record = step.manifest.files[name]
-    if found != record.blocks[number]:
-        start = number * record.block_bytes
-        stop = start + _size(record, number)
-        holds = _tensors(file, step, name, start, stop)
-        raise DamagedBlock(
-            step.path / name, start, stop, holds, have=found, want=record.blocks[number]
-        )
+    if found != step.manifest.files[name].blocks[number]:
+        raise _damage(file, step, name, number, found)
 
 
 def _damage(
-    file: ReadableFile,
-    step: Committed,
-    name: str,
-    number: int,
-    data: memoryview,
-    read: Future[str | None],
-) -> Iterator[CorruptError]:
-    """What is wrong with a block, once it has been read; that the disk could not read it, as well."""
-    try:
-        ended = read.result()
-    except OSError as error:
-        ended = str(error)
-    try:
-        _check(file, step, name, number, ended or block_hash(data))
-    except CorruptError as error:
-        yield error
-
-
-def _size(record: FileRecord, number: int) -> int:
-    return min(record.block_bytes, record.size - number * record.block_bytes)
+    file: ReadableFile, step: Committed, name: str, number: int, found: str
+) -> DamagedBlock:
+    record = step.manifest.files[name]
+    start = number * record.block_bytes
+    stop = min(start + record.block_bytes, record.size)
+    holds = _tensors(file, step, name, start, stop)
+    return DamagedBlock(
+        step.path / name, start, stop, holds, have=found, want=record.blocks[number]
+    )
 
 
 def _tensors(
     file: ReadableFile, step: Committed, name: str, start: int, stop: int
 ) -> tuple[str, ...]:
-    """Which tensors lie in a range of a file, as far as its header, of which nothing is known, can tell."""
+    """The tensors in a range of a file, as far as its header, which may be damaged itself, can tell."""
     if not name.endswith(SUFFIX):
         return ()
     path, file_size = step.path / name, step.manifest.files[name].size

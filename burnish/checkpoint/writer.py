@@ -23,9 +23,9 @@ from torch import Tensor
 from burnish.boxes.pieces import Described, PieceTable, TensorIndex, gather_pieces
 from burnish.boxes.plan import Cover, Move
 from burnish.boxes.rounds import Group, schedule
+from burnish.boxes.tensor_reader import dtype_name
 from burnish.boxes.transfer import Exchange
 from burnish.checkpoint.destinations.disks import Disks
-from burnish.checkpoint.dtypes import dtype_name
 from burnish.checkpoint.layout import (
     Block,
     Parts,

@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 import torch
 
+from burnish.boxes.tensor_reader import DirectoryReader, TensorReader
+from burnish.checkpoint.naming import MODEL
+from burnish.checkpoint.reader import StepReader
 from burnish.checkpoint.steps import Committed
-from burnish.checkpoint.streams import DirectoryTensors, StepTensors, TensorStream
 from burnish.checkpoint.tools.diff import Compared, compare
 from burnish.checkpoint.tools.export import export
 from burnish.checkpoint.tools.exportable import Exportable, MergedModel, StepModel, base_of
@@ -128,7 +130,7 @@ def import_weights(
     path = save_foreign(foreign, run / CHECKPOINTS, step)
     done = one_step(path)
     size = done.manifest.total_bytes
-    with StepTensors(done) as tensors:
+    with StepReader(done) as tensors:
         count = len(tensors.tensors)
     say(f"{path}: {count_text(count, 'tensor')} from {source} ({foreign.kind}), {bytes_text(size)}")
     guard = foreign.guard if isinstance(foreign, Pickled) else None
@@ -174,7 +176,7 @@ def _foreign(source: Path, assets: Path | None, unpickling: Unpickling) -> Forei
     return Pickled(source, assets, without_sandbox=unpickling == "anyhow")
 
 
-def _open(path: PurePath) -> TensorStream:
+def _open(path: PurePath) -> TensorReader:
     """A step, a run's newest one, or a Hugging Face directory."""
     if (
         isinstance(path, Path)
@@ -182,9 +184,9 @@ def _open(path: PurePath) -> TensorStream:
         and not is_step(path)
         and any(path.glob(f"*{SUFFIX}"))
     ):
-        return DirectoryTensors(path)
+        return DirectoryReader(path, f"{MODEL}/")
     step = one_step(path)
-    return StepTensors(step, source_of(step.path.parent))
+    return StepReader(step, source_of(step.path.parent))
 
 
 def _words(found: Compared) -> str:

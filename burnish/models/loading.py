@@ -12,8 +12,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,10 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from burnish.boxes.box import Box, flat_runs
 from burnish.boxes.shards import Shard, ShardSource, TensorSpec
+from burnish.boxes.tensor_reader import DirectoryReader
 from burnish.config.schema import ModelConfig
-from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError, few
-from burnish.files.safetensors import TensorEntry, read_header, weight_files
+from burnish.errors import IncompatibleError, MissingError, UsageError, few
 from burnish.models.meta_init import (
     build_on_meta,
     fill_buffers,
@@ -213,14 +211,8 @@ def _json_object(path: Path, setting: str) -> dict[str, Any]:
     return values
 
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-"""Dtypes that weights and buffers are read from."""
-
-_BUFFER_BYTES = 16 << 20
+_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
+# What weights and buffers are read from: all others are quantized.
 
 _log = logging.getLogger(__name__)
 
@@ -239,7 +231,7 @@ class SafetensorsSource:
     ) -> None:
         self.directory = Path(directory)
         self._tied = dict(tied or {})
-        self._entries = _read_headers(self.directory)
+        self._reader = DirectoryReader(self.directory)
 
     def check(self, specs: Iterable[TensorSpec]) -> list[str]:
         """Compare with the whole list of a model's tensors, before any of them is read.
@@ -249,7 +241,7 @@ class SafetensorsSource:
         wanted = {spec.name for spec in map(self._checked, specs)}
         extra = [
             name
-            for name in self._entries
+            for name in self._reader.tensors
             if name not in wanted and self._tied.get(name) not in wanted
         ]
         if extra:
@@ -262,33 +254,28 @@ class SafetensorsSource:
         return extra
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Read each shard's own bytes; see `ShardSource.fill`. Holds one 16 MiB buffer."""
-        buffer = memoryview(bytearray(_BUFFER_BYTES))
-        with ExitStack() as open_files:
-            handles: dict[Path, int] = {}
+        """Read each shard's own bytes; see `ShardSource.fill`. Holds a buffer of 1 MiB."""
+        with self._reader:
             for shard in shards:
                 self._checked(shard.spec)
-                path, entry = self._find(shard.spec.name)
-                if path not in handles:
-                    handles[path] = os.open(path, os.O_RDONLY)
-                    open_files.callback(os.close, handles[path])
-                for box, tensor in _contiguous(shard.box, shard.tensor.detach()):
-                    _Reader(path, handles[path], entry, buffer).fill(box, tensor)
+                self._reader.read(self._find(shard.spec.name), shard.box, shard.tensor)
 
-    def _find(self, name: str) -> tuple[Path, TensorEntry]:
+    def _find(self, name: str) -> str:
+        """The name that the directory has for a tensor."""
         names = [name, *(alias for alias, kept in self._tied.items() if kept == name)]
         for candidate in names:
-            if candidate in self._entries:
-                return self._entries[candidate]
+            if candidate in self._reader.tensors:
+                return candidate
         raise MissingError(
             f"{self.directory} has no tensor {name}",
-            have=few(list(self._entries)),
+            have=few(list(self._reader.tensors)),
             want=" or ".join(names),
             do="check that the directory belongs to this model type",
         )
 
     def _checked(self, spec: TensorSpec) -> TensorSpec:
-        path, entry = self._find(spec.name)
+        location = self._reader.locations[self._find(spec.name)]
+        entry, path = location.entry, self.directory / location.file
         if entry.shape != spec.shape:
             raise IncompatibleError(
                 f"tensor {entry.name} in {path} has another shape than the model's",
@@ -296,58 +283,14 @@ class SafetensorsSource:
                 want=spec.shape,
                 do="use the config.json that belongs to these weights",
             )
-        if entry.dtype not in TORCH_DTYPES:
+        if entry.dtype not in _DTYPES:
             raise IncompatibleError(
                 f"tensor {entry.name} in {path} has a dtype that Burnish does not train from",
                 have=entry.dtype,
-                want=", ".join(TORCH_DTYPES),
+                want=", ".join(sorted(_DTYPES)),
                 do="dequantize the model first",
             )
         return spec
-
-
-class _Reader:
-    """Reads parts of one tensor of one open file."""
-
-    def __init__(self, path: Path, handle: int, entry: TensorEntry, buffer: memoryview) -> None:
-        self.path, self.handle, self.entry, self.buffer = path, handle, entry, buffer
-        self.dtype = TORCH_DTYPES[entry.dtype]
-
-    def fill(self, box: Box, tensor: Tensor) -> None:
-        """Write the box's elements into a contiguous tensor, converting to its dtype."""
-        # A single element may have any stride and be contiguous all the same; `view` would keep it.
-        flat = tensor.as_strided((tensor.numel(),), (1,))
-        direct = tensor.device.type == "cpu" and tensor.dtype == self.dtype
-        done = 0
-        for start, count in flat_runs(self.entry.shape, box):
-            part = flat[done : done + count]
-            if direct:
-                self._read(memoryview(part.view(torch.uint8).numpy().data), start)
-            else:
-                self._convert(part, start)
-            done += count
-
-    def _convert(self, part: Tensor, start: int) -> None:
-        step = len(self.buffer) // self.dtype.itemsize
-        for first in range(0, len(part), step):
-            count = min(step, len(part) - first)
-            raw = self.buffer[: count * self.dtype.itemsize]
-            self._read(raw, start + first)
-            part[first : first + count].copy_(torch.frombuffer(raw, dtype=self.dtype))
-
-    def _read(self, target: memoryview, start: int) -> None:
-        """Read elements from `start` (counted in the tensor) until the target is full."""
-        position = self.entry.begin + start * self.dtype.itemsize
-        while target:
-            got = os.preadv(self.handle, [target], position)
-            if got == 0:
-                raise CorruptError(
-                    f"{self.path} ended in the middle of tensor {self.entry.name}",
-                    have=f"{position} bytes",
-                    want=f"{self.entry.end} bytes",
-                )
-            position += got
-            target = target[got:]
 
 
 class FreshSource:
@@ -426,27 +369,3 @@ class PartlyFresh:
         shards = list(shards)
         self.there.fill(shard for shard in shards if shard.spec.name not in self.names)
         self.fresh.fill(shard for shard in shards if shard.spec.name in self.names)
-
-
-def _read_headers(directory: Path) -> dict[str, tuple[Path, TensorEntry]]:
-    entries: dict[str, tuple[Path, TensorEntry]] = {}
-    for path in weight_files(directory):
-        for name, entry in read_header(path).entries.items():
-            if name in entries:
-                raise CorruptError(
-                    f"tensor {name} is in two files of {directory}",
-                    have=f"{entries[name][0].name} and {path.name}",
-                )
-            entries[name] = (path, entry)
-    return entries
-
-
-def _contiguous(box: Box, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """The shard in parts whose memory is contiguous: itself, or its rows, or theirs."""
-    if tensor.is_contiguous():
-        yield box, tensor
-        return
-    rest = (box.offsets[1:], box.sizes[1:])
-    for row in range(box.sizes[0]):
-        for part, memory in _contiguous(Box(*rest), tensor[row]):
-            yield Box((box.offsets[0] + row, *part.offsets), (1, *part.sizes)), memory

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from burnish.boxes.box import flat_runs
 from burnish.boxes.pieces import TensorIndex
-from burnish.checkpoint.dtypes import BY_NAME, dtype_name
+from burnish.boxes.tensor_reader import TORCH_DTYPES, dtype_name
 from burnish.checkpoint.layout import (
     MOST_BLOCKS,
     Parts,
@@ -35,7 +35,7 @@ stored = st.lists(
         Stored,
         st.sampled_from(["model", "exp_avg", "critic/model", "critic/exp_avg"]),
         st.text("abc.01", min_size=1, max_size=5),
-        st.sampled_from(sorted(BY_NAME)),
+        st.sampled_from(sorted(TORCH_DTYPES)),
         st.lists(st.integers(0, 40), max_size=3).map(tuple),
     ),
     max_size=12,
@@ -53,14 +53,14 @@ def test_blocks_hold_every_byte_once(tensors, block_bytes, max_file_bytes):
         assert [b.start for b in blocks] == list(range(0, file.size, block_bytes))
         known = TensorIndex()
         keys = {f"{file.tensor_set}/{entry.name}": entry for entry in file.entries}
-        known.add([(k, e.shape, BY_NAME[e.dtype]) for k, e in keys.items()], "")
+        known.add([(k, e.shape, TORCH_DTYPES[e.dtype]) for k, e in keys.items()], "")
         parts = Parts.of([file], [replace(block, file=0) for block in blocks], known)
         places = parts.places(np.arange(len(blocks)))
         for part, place in places.items():
             key = known.names[parts.pieces.boxes.tensor[part]]
             entry, block = keys[key], blocks[place.slot]
             [(start, elements)] = flat_runs(entry.shape, place.box)
-            first, itemsize = block.start + place.start, BY_NAME[entry.dtype].itemsize
+            first, itemsize = block.start + place.start, TORCH_DTYPES[entry.dtype].itemsize
             assert first == entry.begin + start * itemsize
             assert place.start % itemsize == 0
             assert first + elements * itemsize <= block.stop
@@ -128,10 +128,10 @@ def test_those_who_have_the_same_take_turns():
     assert owners(block, rank, np.ones(18, np.int64), 6, 3).tolist() == [0, 1, 2, 0, 1, 2]
 
 
-@pytest.mark.parametrize("name", sorted(BY_NAME))
+@pytest.mark.parametrize("name", sorted(TORCH_DTYPES))
 def test_dtypes_have_the_widths_of_the_format(name):
-    assert BY_NAME[name].itemsize * 8 == DTYPE_BITS[name]
-    assert dtype_name(BY_NAME[name], "w") == name
+    assert TORCH_DTYPES[name].itemsize * 8 == DTYPE_BITS[name]
+    assert dtype_name(TORCH_DTYPES[name], "w") == name
 
 
 def test_a_dtype_without_a_name_is_refused():

@@ -18,8 +18,7 @@ KINDS = {
     and issubclass(kind, errors.BurnishError)
     and kind is not errors.StoppedError
 }
-PLACES = [*ROOT.glob("checkpoint/*.py"), *ROOT.glob("files/*.py")]
-PLACES += [ROOT / "trainers" / name for name in ("claim.py", "intact.py")]
+PLACES = [*ROOT.glob("checkpoint/**/*.py"), *ROOT.glob("files/*.py")]
 
 
 def mute(code: str) -> list[str]:

@@ -137,13 +137,12 @@ def resume_big(layout, root):
 def test_what_one_rank_finds_all_ranks_act_upon(tmp_path):
     run_ranks(save_big, 2, str(tmp_path))
     newest = tmp_path / "step-00000002" / "training" / "exp_avg.safetensors"
-    flip(newest, -1000)  # in the last block, which one rank alone reads
+    flip(newest, -1000)
     (first, why), (second, why_there) = run_ranks(resume_big, 2, str(tmp_path))
     assert first == second == 1
     for reason in (*why, *why_there):
         assert "exp_avg.safetensors is damaged" in reason
         assert "head.weight" in reason or "scale" in reason or "layers" in reason
-    assert "rank 1: " in why[0] or "rank 0: " in why_there[0]
     empty(tmp_path / "step-00000001" / "COMMIT")
     assert run_ranks(resume_big, 2, str(tmp_path)) == [3, 3]
     assert run_ranks(resume_big, 2, str(tmp_path)) == [3, 3]  # never from the beginning

@@ -23,10 +23,10 @@ from safetensors.torch import load_file
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.naming import MAIN, key_parts, path_of, prefix_of, roles_in, set_of
+from burnish.checkpoint.reader import StepReader
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import ModelContents
 from burnish.checkpoint.steps import newest
-from burnish.checkpoint.streams import StepTensors
 from burnish.checkpoint.tools.diff import compare
 from burnish.checkpoint.tools.export import export
 from burnish.checkpoint.tools.exportable import StepModel
@@ -177,7 +177,7 @@ def test_export_of_a_role(tmp_path, root):
 
 
 def test_steps_are_compared_role_by_role(root):
-    with StepTensors(newest(root)) as a, StepTensors(newest(root)) as b:
+    with StepReader(newest(root)) as a, StepReader(newest(root)) as b:
         found = list(compare(a, b))
     assert {each.verdict for each in found} == {"equal"}
     keys = {each.key for each in found}

@@ -22,7 +22,7 @@ from ranks import run_ranks
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.shards import Shard, TensorSpec
-from burnish.checkpoint.dtypes import BY_NAME
+from burnish.boxes.tensor_reader import TORCH_DTYPES
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import newest, open_step
@@ -197,10 +197,13 @@ def test_what_the_step_lacks_is_named(tmp_path):
         source.fill(one_shard("momentum/embed.weight", (37, 16)))
 
 
-@pytest.mark.parametrize("name", sorted(BY_NAME))
+@pytest.mark.parametrize("name", sorted(TORCH_DTYPES))
 def test_every_dtype_comes_back(tmp_path, name):
     raw = torch.arange(3 * 16 * 5, dtype=torch.uint8).view(3, -1) % 2  # what a bool may hold
-    tensors = {"w": raw.view(BY_NAME[name]), "scalar": raw.view(-1)[:16].view(BY_NAME[name])[0]}
+    tensors = {
+        "w": raw.view(TORCH_DTYPES[name]),
+        "scalar": raw.view(-1)[:16].view(TORCH_DTYPES[name])[0],
+    }
     weights = shards_of(tensors, Layout())
     save_once(tmp_path, weights=weights, training=[], split=False)
     empty = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}

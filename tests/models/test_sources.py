@@ -137,7 +137,7 @@ class TestBadDirectories:
         with (tmp_path / "model.safetensors").open("r+b") as file:
             file.truncate(200)
         shard = Shard(TensorSpec("x", (100,), torch.float32), Box((0,), (100,)), torch.empty(100))
-        with pytest.raises(CorruptError, match="middle of tensor x"):
+        with pytest.raises(CorruptError, match="safetensors"):
             source.fill([shard])
 
     @pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": 3}', "{}"])

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from burnish.checkpoint.streams import Described, TensorStream, chunks
+from burnish.boxes.tensor_reader import TensorInfo, TensorReader, chunks
 
 Verdict = Literal["equal", "differs", "only in A", "only in B", "another shape", "another kind"]
 """What is said of a tensor; "another kind": numbers of the one are none of the other, as integers and floats."""
@@ -71,9 +71,9 @@ class Compared:
     """Its set and name, as `model/lm_head.weight` or `exp_avg/lm_head.weight`."""
     verdict: Verdict
     """What was found."""
-    a: Described | None
+    a: TensorInfo | None
     """Its dtype and shape in A."""
-    b: Described | None
+    b: TensorInfo | None
     """The same in B."""
     distance: Distance | None = None
     """How far apart, where the verdict is "equal" or "differs"."""
@@ -89,7 +89,7 @@ class Compared:
         return {"tensor": self.key, "verdict": self.verdict, **sides, **plain}
 
 
-def compare(a: TensorStream, b: TensorStream) -> Iterator[Compared]:
+def compare(a: TensorReader, b: TensorReader) -> Iterator[Compared]:
     """Every tensor of A and B, in the order of A's files, then what only B has. Raises what reading raises."""
     for key, mine in a.tensors.items():
         theirs = b.tensors.get(key)
@@ -102,7 +102,7 @@ def compare(a: TensorStream, b: TensorStream) -> Iterator[Compared]:
         else:
             distance = Distance()
             for span in chunks(mine.elements, _CHUNK):
-                distance.add(a.read(key, *span), b.read(key, *span))
+                distance.add(a.read_range(key, *span), b.read_range(key, *span))
             verdict: Verdict = "differs" if distance.different else "equal"
             yield Compared(key, verdict, mine, theirs, distance)
     for key, theirs in b.tensors.items():

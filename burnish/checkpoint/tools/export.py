@@ -13,11 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from burnish.checkpoint.dtypes import dtype_name
+from burnish.boxes.tensor_reader import TensorInfo, chunks, dtype_name
 from burnish.checkpoint.layout import PlannedFile, Stored, plan_files
 from burnish.checkpoint.naming import MODEL
 from burnish.checkpoint.steps import require_outside_steps
-from burnish.checkpoint.streams import Described, chunks
 from burnish.checkpoint.tools.exportable import Exportable
 from burnish.errors import IncompatibleError, UsageError
 from burnish.files.durable import naming_failures, partial_directory
@@ -125,7 +124,7 @@ def _write_file_tensors(
             out.pwrite(data, entry.begin + start * wanted.itemsize)
 
 
-def _target(described: Described, dtype: torch.dtype) -> torch.dtype:
+def _target(described: TensorInfo, dtype: torch.dtype) -> torch.dtype:
     """What a tensor becomes: floating-point ones the dtype of choice, or fp32 if that is what they stay beside halves; others stay."""
     if not described.dtype.is_floating_point or described.stays_fp32:
         return described.dtype

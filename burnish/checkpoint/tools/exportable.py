@@ -16,11 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from burnish.boxes.tensor_reader import DirectoryReader, TensorInfo
 from burnish.checkpoint.naming import MAIN, MODEL, prefix_of, roles_in
+from burnish.checkpoint.reader import StepReader
 from burnish.checkpoint.steps import Committed
-from burnish.checkpoint.streams import Described, DirectoryTensors, StepTensors
 from burnish.checkpoint.tools.assets import CONFIG, read_assets, with_dtype
-from burnish.checkpoint.verify import read_block
+from burnish.checkpoint.verify import read_file
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, MissingError, few
 from burnish.files.safetensors import SUFFIX, model_digest
@@ -43,7 +44,7 @@ class Exportable(Closing, Protocol):
 
     what: str
     """What it is, for people."""
-    weights: Mapping[str, Described]
+    weights: Mapping[str, TensorInfo]
     """Its tensors by canonical name."""
 
     def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -66,8 +67,8 @@ class StepModel(Closing):
         self._directory = _model_directory(step, role)
         is_adapter = f"{self._directory}{ADAPTER_CONFIG}" in step.manifest.files
         self.what = role or ("the adapter" if is_adapter else "the model")
-        self._tensors = StepTensors(step, storage)
-        self.weights: Mapping[str, Described] = {
+        self._tensors = StepReader(step, storage)
+        self.weights: Mapping[str, TensorInfo] = {
             key.removeprefix(self._directory): described
             for key, described in self._tensors.tensors.items()
             if key.startswith(self._directory)
@@ -75,18 +76,16 @@ class StepModel(Closing):
 
     def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """See `Exportable.read`."""
-        rounded = dtype == torch.bfloat16
-        read = self._tensors.read_rounded if rounded else self._tensors.read
-        return read(f"{self._directory}{name}", start, stop)
+        rounded = torch.bfloat16 if dtype == torch.bfloat16 else None
+        return self._tensors.read_range(f"{self._directory}{name}", start, stop, rounded)
 
     def assets(self, dtype: torch.dtype) -> Iterator[tuple[str, bytes]]:
         """See `Exportable.assets`."""
-        for path, record in self._step.manifest.files.items():
+        for path in self._step.manifest.files:
             if not path.startswith(self._directory) or path.endswith(_WEIGHTS):
                 continue
-            with self._storage.open(self._step.path / path) as file:
-                blocks = [read_block(file, self._step, path, n) for n in range(len(record.blocks))]
-            name, data = path.removeprefix(self._directory), b"".join(blocks)
+            name = path.removeprefix(self._directory)
+            data = read_file(self._step, path, self._storage)
             yield name, _configured(name, data, dtype, self._step.path / path)
 
     def close(self) -> None:
@@ -115,13 +114,10 @@ class MergedModel(Closing):
         self._scale = record["alpha"] / root
         self._opened = ExitStack()
         self._adapter = self._opened.enter_context(StepModel(step, storage=storage))
-        self._tensors = self._opened.enter_context(DirectoryTensors(self._base))
+        self._tensors = self._opened.enter_context(DirectoryReader(self._base))
         self._changes = _changes(record, base, self._adapter.weights)
         self._factors: _Factors | None = None
-        plain = {
-            key.removeprefix(f"{MODEL}/"): described
-            for key, described in self._tensors.tensors.items()
-        }
+        plain = self._tensors.tensors
         absent = [name for name in self._changes if name not in plain]
         if absent:
             raise IncompatibleError(
@@ -130,14 +126,14 @@ class MergedModel(Closing):
                 want=few(list(self._changes)),
                 do="say where the adapter's own model is with --base DIRECTORY",
             )
-        self.weights: Mapping[str, Described] = {
-            name: Described(torch.float32, each.shape) if name in self._changes else each
+        self.weights: Mapping[str, TensorInfo] = {
+            name: TensorInfo(torch.float32, each.shape) if name in self._changes else each
             for name, each in plain.items()
         }
 
     def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """See `Exportable.read`."""
-        own = self._tensors.read(f"{MODEL}/{name}", start, stop)
+        own = self._tensors.read_range(name, start, stop)
         change = self._changes.get(name)
         if change is None:
             return own

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Shard, TensorSpec
-from burnish.checkpoint.dtypes import BY_NAME
+from burnish.boxes.tensor_reader import TORCH_DTYPES
 from burnish.checkpoint.manifest import IMPORTED
 from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.retention import require_room
@@ -143,14 +143,14 @@ def mapped_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _view(path: Path, raw: Tensor, entry: TensorEntry) -> Tensor:
-    if entry.dtype not in BY_NAME:
+    if entry.dtype not in TORCH_DTYPES:
         raise IncompatibleError(
             f"tensor {entry.name} in {path} has a dtype that is not handled",
             have=entry.dtype,
-            want=", ".join(BY_NAME),
+            want=", ".join(TORCH_DTYPES),
             do="convert the model to bf16 or fp32 with the program that wrote it",
         )
-    dtype = BY_NAME[entry.dtype]
+    dtype = TORCH_DTYPES[entry.dtype]
     data = raw[entry.begin : entry.end]
     if entry.begin % dtype.itemsize:  # allowed by the format, and seen in old files
         data = data.clone()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from burnish.checkpoint.dtypes import dtype_name
+from burnish.boxes.tensor_reader import dtype_name
 from burnish.files.safetensors import build_header
 
 PIECES = "pieces.json"

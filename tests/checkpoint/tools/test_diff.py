@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from burnish.boxes.tensor_reader import DirectoryReader
+from burnish.checkpoint.reader import StepReader
 from burnish.checkpoint.steps import open_step
-from burnish.checkpoint.streams import DirectoryTensors, StepTensors
 from burnish.checkpoint.tools.diff import Distance, compare
 from burnish.distributed.layout import Layout
 from burnish.files.storage import LocalStorage
@@ -152,7 +153,7 @@ def verdicts(a, b):
 def test_a_step_with_itself_and_another(tmp_path):
     first, second = save_once(tmp_path, 1), save_once(tmp_path, 2, seed=1)
     steps = [open_step(path, LocalStorage()) for path in (first, second)]
-    with StepTensors(steps[0]) as a, StepTensors(steps[0]) as again, StepTensors(steps[1]) as b:
+    with StepReader(steps[0]) as a, StepReader(steps[0]) as again, StepReader(steps[1]) as b:
         assert set(verdicts(a, again).values()) == {"equal"}
         found = {each.key: each for each in compare(a, b)}
         weights = [make_state(seed)[0]["layers.0.up.weight"].double() for seed in (0, 1)]
@@ -169,7 +170,7 @@ def test_one_bit_below_bf16_is_found(tmp_path):
         save_once(tmp_path, step, weights=shards_of(each, Layout()))
         for step, each in ((1, weights), (2, changed))
     ]
-    a, b = (StepTensors(open_step(path, LocalStorage())) for path in paths)
+    a, b = (StepReader(open_step(path, LocalStorage())) for path in paths)
     with a, b:
         [found] = [each for each in compare(a, b) if each.verdict != "equal"]
     assert found.key == "model/layers.0.up.weight"
@@ -187,16 +188,16 @@ def test_what_cannot_be_compared_is_said(tmp_path):
     for name, tensors in (("one", one), ("two", two)):
         (tmp_path / name).mkdir()
         save_file(tensors, tmp_path / name / "model.safetensors")
-    with DirectoryTensors(tmp_path / "one") as a, DirectoryTensors(tmp_path / "two") as b:
+    with DirectoryReader(tmp_path / "one") as a, DirectoryReader(tmp_path / "two") as b:
         found = list(compare(a, b))
-    assert {each.key.removeprefix("model/"): each.verdict for each in found} == {
+    assert {each.key: each.verdict for each in found} == {
         "a": "only in A",
         "b": "only in B",
         "shape": "another shape",
         "kind": "another kind",
         "same": "equal",
     }
-    same = next(each for each in found if each.key == "model/same").as_json()
+    same = next(each for each in found if each.key == "same").as_json()
     assert same["a"] == {"dtype": "float32", "shape": [3]}
     assert same["b"] == {"dtype": "bfloat16", "shape": [3]}
     assert same["max_ulp"] == 0

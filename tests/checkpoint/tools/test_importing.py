@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
 
+from burnish.boxes.tensor_reader import DirectoryReader
+from burnish.checkpoint.reader import StepReader
 from burnish.checkpoint.steps import open_step
-from burnish.checkpoint.streams import DirectoryTensors, StepTensors
 from burnish.checkpoint.tools.export import export
 from burnish.checkpoint.tools.exportable import StepModel
 from burnish.checkpoint.tools.importing import HuggingFace, mapped_tensors, save_foreign
@@ -34,10 +35,10 @@ def test_every_weight_comes_over_exactly(tmp_path, dtype):
     assert (step.step, step.healthy) == (7, True)
     assert step.state["training"] == "absent"
     assert step.state["imported"] == {"kind": "huggingface", "source": str(source)}
-    with DirectoryTensors(source) as before, StepTensors(step) as after:
+    with DirectoryReader(source, "model/") as before, StepReader(step) as after:
         assert before.tensors == after.tensors
         for key, described in before.tensors.items():
-            pair = (each.read(key, 0, described.elements) for each in (before, after))
+            pair = (each.read_range(key, 0, described.elements) for each in (before, after))
             assert torch.equal(*map(bits, pair)), key
 
 
@@ -99,9 +100,9 @@ def test_several_files(tmp_path):
     assert len(list(tmp_path.glob("source/*.safetensors"))) > 2
     step = imported(tmp_path / "source", tmp_path / "run/checkpoints")
     weights = tiny_model().state_dict()
-    with StepTensors(step) as tensors:
+    with StepReader(step) as tensors:
         for key, described in tensors.tensors.items():
-            found = tensors.read(key, 0, described.elements).view(described.shape)
+            found = tensors.read_range(key, 0, described.elements).view(described.shape)
             assert torch.equal(found, weights[key.removeprefix("model/")])
 
 

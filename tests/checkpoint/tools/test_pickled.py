@@ -19,8 +19,8 @@ from tiny import tiny_config, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from burnish.checkpoint.reader import StepReader
 from burnish.checkpoint.steps import open_step
-from burnish.checkpoint.streams import StepTensors
 from burnish.checkpoint.tools import import_pickled as pickled
 from burnish.checkpoint.tools.import_pickled import Pickled, guarded_by, pickled_kind
 from burnish.checkpoint.tools.importing import save_foreign
@@ -40,10 +40,10 @@ def assert_is_model(step, model, dtype=torch.float32):
     """The step holds exactly the canonical tensors of the model, as `save_pretrained` would write them."""
     assert list(verify(step.path)) == []
     expected = canonical(model)
-    with StepTensors(step) as tensors:
+    with StepReader(step) as tensors:
         assert {key.removeprefix("model/") for key in tensors.tensors} == expected.keys()
         for name, tensor in expected.items():
-            found = tensors.read(f"model/{name}", 0, tensor.numel()).view(tensor.shape)
+            found = tensors.read_range(f"model/{name}", 0, tensor.numel()).view(tensor.shape)
             assert torch.equal(bits(found), bits(tensor.to(dtype))), name
 
 

@@ -13,8 +13,8 @@ from tiny import save_tiny
 from transformer_engine_names import use_stand_ins
 from transformers import AutoConfig
 
+from burnish.checkpoint.reader import StepReader
 from burnish.checkpoint.steps import open_step
-from burnish.checkpoint.streams import StepTensors
 from burnish.checkpoint.tools import import_pickled as pickled
 from burnish.checkpoint.tools.import_pickled import Pickled, pickled_kind
 from burnish.checkpoint.tools.importing import mapped_tensors, save_foreign
@@ -156,10 +156,10 @@ def require_imported(source: Path, model: Path, root: Path) -> None:
         for path in weight_files(model)
         for name, tensor in mapped_tensors(path).items()
     }
-    with StepTensors(step) as tensors:
+    with StepReader(step) as tensors:
         assert {name.removeprefix("model/") for name in tensors.tensors} == wanted.keys()
         for name, tensor in wanted.items():
-            found = tensors.read(f"model/{name}", 0, tensor.numel()).view(tensor.shape)
+            found = tensors.read_range(f"model/{name}", 0, tensor.numel()).view(tensor.shape)
             assert torch.equal(found, tensor), name
 
 

@@ -12,9 +12,10 @@ from corruption import flip
 from safetensors.torch import save_file
 from tiny import save_tiny
 
+from burnish.boxes.tensor_reader import DirectoryReader, chunks
 from burnish.checkpoint.layout import rounded
+from burnish.checkpoint.reader import StepReader
 from burnish.checkpoint.steps import open_step
-from burnish.checkpoint.streams import DirectoryTensors, StepTensors, chunks
 from burnish.checkpoint.verify import DamagedBlock
 from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError, IncompatibleError, MissingError
@@ -26,7 +27,7 @@ LOCAL = LocalStorage()
 def read_all(stream, key, size=999_983):
     """A whole tensor, in uneven pieces."""
     described = stream.tensors[key]
-    pieces = [stream.read(key, *span) for span in chunks(described.elements, size)]
+    pieces = [stream.read_range(key, *span) for span in chunks(described.elements, size)]
     whole = torch.cat(pieces) if pieces else torch.empty(0, dtype=described.dtype)
     assert whole.dtype == described.dtype
     return whole.view(described.shape)
@@ -50,7 +51,7 @@ def step(tmp_path_factory, state):
 def test_a_steps_tensors_are_exact(step, state, size):
     weights, slots = state
     expected = {f"model/{name}": tensor for name, tensor in weights.items()} | slots
-    with StepTensors(open_step(step, LOCAL)) as stream:
+    with StepReader(open_step(step, LOCAL)) as stream:
         assert stream.tensors.keys() == expected.keys()
         for key, tensor in expected.items():
             assert torch.equal(bits(read_all(stream, key, size)), bits(tensor)), key
@@ -58,8 +59,8 @@ def test_a_steps_tensors_are_exact(step, state, size):
 
 def test_what_the_model_directory_holds(step, state):
     name = "head.weight"
-    with StepTensors(open_step(step, LOCAL)) as stream:
-        found = stream.read_rounded(f"model/{name}", 5, 1000)
+    with StepReader(open_step(step, LOCAL)) as stream:
+        found = stream.read_range(f"model/{name}", 5, 1000, torch.bfloat16)
     expected = torch.empty(BIG_SHAPES[name], dtype=torch.bfloat16)
     rounded(state[0][name], expected)
     assert torch.equal(bits(found), bits(expected.flatten()[5:1000]))
@@ -68,7 +69,7 @@ def test_what_the_model_directory_holds(step, state):
 def test_a_step_without_a_residual(tmp_path):
     path = save_once(tmp_path, split=False)
     weights, _ = make_state(0)
-    with StepTensors(open_step(path, LOCAL)) as stream:
+    with StepReader(open_step(path, LOCAL)) as stream:
         for name, tensor in weights.items():
             assert torch.equal(bits(read_all(stream, f"model/{name}")), bits(tensor))
 
@@ -79,7 +80,7 @@ def test_a_damaged_block_is_found_when_it_is_read(tmp_path):
     flip(file)
     # All headers are checked on opening, and these files have one block.
     with pytest.raises(DamagedBlock, match=r"exp_avg\.safetensors"):
-        StepTensors(open_step(path, LOCAL))
+        StepReader(open_step(path, LOCAL))
 
 
 def test_a_damaged_later_block_is_found_when_it_is_read(tmp_path, state):
@@ -87,8 +88,8 @@ def test_a_damaged_later_block_is_found_when_it_is_read(tmp_path, state):
     path = save_once(tmp_path, weights=shards_of(weights, Layout()), training=[])
     file = path / "training/residual.safetensors"
     flip(file)
-    with StepTensors(open_step(path, LOCAL)) as stream:
-        stream.read("model/embed.weight", 0, 10)
+    with StepReader(open_step(path, LOCAL)) as stream:
+        stream.read_range("model/embed.weight", 0, 10)
         with pytest.raises(DamagedBlock, match=r"residual\.safetensors"):
             read_all(stream, "model/head.weight")
         read_all(stream, "model/embed.weight")
@@ -108,7 +109,7 @@ def tensors_of_all_dtypes():
 def test_a_hugging_face_directory(tmp_path):
     tensors = tensors_of_all_dtypes()
     save_file(tensors, tmp_path / "model.safetensors")
-    with DirectoryTensors(tmp_path) as stream:
+    with DirectoryReader(tmp_path, "model/") as stream:
         assert stream.tensors.keys() == {f"model/{name}" for name in tensors}
         for name, tensor in tensors.items():
             assert torch.equal(bits(read_all(stream, f"model/{name}", 7)), bits(tensor))
@@ -123,7 +124,7 @@ def test_the_files_of_the_index_and_no_others(tmp_path):
     save_file({"b": torch.ones(2)}, tmp_path / "model-2.safetensors")
     save_file({"a": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
     write_index(tmp_path, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
-    with DirectoryTensors(tmp_path) as stream:
+    with DirectoryReader(tmp_path, "model/") as stream:
         assert stream.tensors.keys() == {"model/a", "model/b"}
         assert read_all(stream, "model/a").tolist() == [1, 1]
 
@@ -143,13 +144,13 @@ def test_a_wrong_index(tmp_path, weight_map, error):
     save_file({"a": torch.ones(2)}, tmp_path / "model-1.safetensors")
     write_index(tmp_path, weight_map)
     with pytest.raises(error, match=str(tmp_path)):
-        DirectoryTensors(tmp_path)
+        DirectoryReader(tmp_path, "model/")
 
 
 def test_a_directory_without_weights(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(MissingError, match=r"lacks weights") as caught:
-        DirectoryTensors(tmp_path)
+        DirectoryReader(tmp_path, "model/")
     assert "pytorch_model.bin" in str(caught.value)
 
 
@@ -157,7 +158,7 @@ def test_a_tensor_in_two_files(tmp_path):
     for number in (1, 2):
         save_file({"a": torch.ones(2)}, tmp_path / f"model-{number}.safetensors")
     with pytest.raises(CorruptError, match=r"model/a is in two files"):
-        DirectoryTensors(tmp_path)
+        DirectoryReader(tmp_path, "model/")
 
 
 def test_an_unknown_dtype(tmp_path):
@@ -166,12 +167,12 @@ def test_an_unknown_dtype(tmp_path):
     data = len(header).to_bytes(8, "little") + header + bytes(8)
     (tmp_path / "model.safetensors").write_bytes(data)
     with pytest.raises(IncompatibleError, match=r"tensor a .* not handled"):
-        DirectoryTensors(tmp_path)
+        DirectoryReader(tmp_path, "model/")
 
 
 def test_a_file_that_shrinks(tmp_path):
     save_file({"a": torch.ones(2000)}, tmp_path / "model.safetensors")
-    with DirectoryTensors(tmp_path) as stream:
+    with DirectoryReader(tmp_path, "model/") as stream:
         with (tmp_path / "model.safetensors").open("r+b") as file:
             file.truncate(1000)
         with pytest.raises(CorruptError, match=r"became shorter"):
@@ -183,7 +184,7 @@ def test_a_directory_of_links_as_in_a_hubs_cache(tmp_path):
     links.mkdir()
     for path in blobs.iterdir():
         (links / path.name).symlink_to(path)
-    with DirectoryTensors(blobs) as plain, DirectoryTensors(links) as linked:
+    with DirectoryReader(blobs) as plain, DirectoryReader(links) as linked:
         for key, described in plain.tensors.items():
-            both = (each.read(key, 0, described.elements) for each in (plain, linked))
+            both = (each.read_range(key, 0, described.elements) for each in (plain, linked))
             assert torch.equal(*both), key

@@ -1,0 +1,323 @@
+"""The one reader of tensors: what safetensors files hold, and `read(key, box, into)` for any part of it.
+
+Loading a model directory, resuming, export, comparison, import and verification sit on it. A subclass
+says where bytes come from: `DirectoryReader` reads the files of a Hugging Face directory as they are,
+`burnish.checkpoint.reader.StepReader` checks every block of a step against its hash. Safe to use from
+several threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path, PurePath
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from burnish.boxes.box import Box, flat_range, intersect
+from burnish.errors import CorruptError, IncompatibleError
+from burnish.files.safetensors import Header, TensorEntry, read_header, weight_files
+from burnish.files.storage import Closing, LocalStorage, ReadableFile
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16,
+    "I16": torch.int16, "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64,
+    "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+    "C64": torch.complex64,
+}  # fmt: skip
+"""torch's dtypes by the names that safetensors files give them: all whose elements fill whole bytes."""
+
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_BUFFER_BYTES = 1 << 20
+_PAGE = 4096
+
+Put = Callable[[Tensor, Tensor], object]
+"""Writes elements that were read (second) into the memory that wants them (first), of the same shape."""
+
+
+def dtype_name(dtype: torch.dtype, tensor: str) -> str:
+    """Return the format's name of a dtype. Raises `IncompatibleError` naming the tensor where it has none."""
+    if dtype not in _NAMES:
+        raise IncompatibleError(
+            f"tensor {tensor} has a dtype that safetensors files cannot hold",
+            have=dtype,
+            want=", ".join(TORCH_DTYPES),
+            do="convert the tensor to one of them before it is saved",
+        )
+    return _NAMES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of a tensor without reading it."""
+
+    dtype: torch.dtype
+    """The dtype that loses nothing; `read` converts to whatever it is given."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    stays_fp32: bool = False
+    """Whether it is stored in fp32 beside others that are not, because its family keeps it so."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a stored tensor lies."""
+
+    file: str
+    """Name of the file below the reader's directory."""
+    entry: TensorEntry
+    """Its name, dtype, shape and bytes in that file."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it is stored in."""
+        return TORCH_DTYPES[self.entry.dtype]
+
+
+def locate(directory: PurePath, headers: Iterable[tuple[str, str, Header]]) -> dict[str, Location]:
+    """Return the tensors of files, given as (prefix of keys, name, header), by key, in the order of their bytes.
+
+    Raises `CorruptError` where a tensor is there twice, `IncompatibleError` for a dtype that torch has not.
+    """
+    found: dict[str, Location] = {}
+    for prefix, file, header in headers:
+        for entry in header.entries.values():
+            key = f"{prefix}{entry.name}"
+            if key in found:
+                raise CorruptError(
+                    f"tensor {key} is in two files of {directory}",
+                    have=f"{found[key].file} and {file}",
+                    do="remove the file that is not the model's",
+                )
+            if entry.dtype not in TORCH_DTYPES:
+                raise IncompatibleError(
+                    f"tensor {entry.name} in {directory / file} has a dtype that is not handled",
+                    have=entry.dtype,
+                    want=", ".join(TORCH_DTYPES),
+                    do="convert it with the program that wrote it",
+                )
+            found[key] = Location(file, entry)
+    return found
+
+
+class TensorReader(Closing):
+    """Tensors by key, any part of which can be read into any memory. A context manager.
+
+    Holds a buffer of 1 MiB for each thread that reads.
+    """
+
+    path: PurePath
+    """The directory."""
+    locations: Mapping[str, Location]
+    """Every stored tensor, in the order of the files."""
+    tensors: Mapping[str, TensorInfo]
+    """What can be read."""
+    apart_bytes = _PAGE
+    """Wanted bytes closer to each other than this are read together with what lies between them."""
+
+    def __init__(self, path: PurePath, locations: Mapping[str, Location]) -> None:
+        self.path = path
+        self.locations = locations
+        self.tensors = _described(locations)
+        self._buffers: list[Tensor] = []
+
+    def read(self, key: str, box: Box, into: Tensor) -> None:
+        """Write a box of a tensor into memory of the box's shape, converting to its dtype.
+
+        The memory may have any strides and be on any device. Raises `CorruptError` for a file that is
+        not what it was.
+        """
+        self.fill([(key, Tensor.copy_)], box, into)
+
+    def read_range(
+        self, key: str, start: int, stop: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return the elements from `start` to `stop` in C order, one-dimensional, in the tensor's own dtype or another."""
+        info = self.tensors[key]
+        result = torch.empty(stop - start, dtype=dtype or info.dtype)
+        for box in flat_range(info.shape, start, stop):
+            first = _flat(info.shape, box.offsets) - start
+            self.read(key, box, result[first : first + box.elements].view(box.sizes))
+        return result
+
+    def fill(self, sources: Sequence[tuple[str, Put]], box: Box, into: Tensor) -> None:
+        """Do the same from several stored tensors of one shape, each with how its elements are put."""
+        shape = self.locations[sources[0][0]].entry.shape
+        if not box.fits(shape):
+            raise ValueError(f"{box} does not lie inside a tensor of shape {shape}")
+        into = into.detach()
+        widest = max(self.locations[key].dtype.itemsize for key, _ in sources)
+        with torch.no_grad():
+            for part in _dense_boxes(shape, box, self.apart_bytes // widest):
+                there = into[part.relative_to(box).slices]
+                [(key, put), *more] = sources
+                if not more and put is Tensor.copy_ and self._read_directly(key, part, there):
+                    continue
+                self._read_in_chunks(sources, shape, part, there)
+
+    def _read_directly(self, key: str, box: Box, into: Tensor) -> bool:
+        """Read where the elements are wanted as the file has them; False where they are not."""
+        at = self.locations[key]
+        start, stop = _span(at.entry.shape, box)
+        is_alike = into.device.type == "cpu" and into.dtype == at.dtype and into.is_contiguous()
+        if not is_alike or stop - start != box.elements:
+            return False
+        flat = into.as_strided((into.numel(),), (1,))
+        memory = memoryview(flat.view(torch.uint8).numpy().data)
+        self._read_bytes(at.file, memory, at.entry.begin + start * at.dtype.itemsize)
+        return True
+
+    def _read_in_chunks(
+        self, sources: Sequence[tuple[str, Put]], shape: tuple[int, ...], box: Box, into: Tensor
+    ) -> None:
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = self._new_buffer(_BUFFER_BYTES)
+        size = buffer.numel() // max(self.locations[key].dtype.itemsize for key, _ in sources)
+        first, last = _span(shape, box)
+        for start in range(first, last, size):
+            stop = min(start + size, last)
+            for key, put in sources:
+                at = self.locations[key]
+                raw = buffer[: (stop - start) * at.dtype.itemsize]
+                offset = at.entry.begin + start * at.dtype.itemsize
+                self._read_bytes(at.file, memoryview(raw.numpy().data), offset)
+                elements = raw.view(at.dtype)
+                for there in flat_range(shape, start, stop):
+                    if (common := intersect(there, box)) is not None:
+                        begin = _flat(shape, there.offsets) - start
+                        part = elements[begin : begin + there.elements].view(there.sizes)
+                        wanted = into[common.relative_to(box).slices]
+                        put(wanted, part[common.relative_to(there).slices])
+        self._buffers.append(buffer)
+
+    def _new_buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def _read_bytes(self, file: str, into: memoryview, offset: int) -> None:
+        """Fill memory from a file's byte `offset` on."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the buffers."""
+        self._buffers.clear()
+
+
+class DirectoryReader(TensorReader):
+    """The weights of a Hugging Face directory, by name behind `prefix`; checks headers and nothing else.
+
+    Follows links, because Hugging Face's cache is made of them. Raises `MissingError` for a directory
+    without safetensors or that lacks one of its files, `CorruptError` for a file that is not what it
+    says, `IncompatibleError` for an unknown dtype.
+    """
+
+    def __init__(self, directory: Path, prefix: str = "") -> None:
+        headers = [(prefix, path.name, read_header(path)) for path in weight_files(directory)]
+        super().__init__(directory, locate(directory, headers))
+        self._opened = OpenFiles(lambda name: LocalStorage().open(Path(directory / name).resolve()))
+
+    def _read_bytes(self, file: str, into: memoryview, offset: int) -> None:
+        try:
+            self._opened[file].pread_into(into, offset)
+        except EOFError as error:
+            raise CorruptError(
+                f"{self.path / file} became shorter",
+                have=error,
+                do="try again when nobody writes there",
+            ) from error
+
+    def close(self) -> None:
+        """Close the files; reading opens them again."""
+        super().close()
+        self._opened.close()
+
+
+class OpenFiles(Closing):
+    """Files by name, each opened once, when it is first asked for."""
+
+    def __init__(self, opens: Callable[[str], ReadableFile]) -> None:
+        self._opens = opens
+        self._lock = Lock()
+        self._stack = ExitStack()
+        self._files: dict[str, ReadableFile] = {}
+
+    def __getitem__(self, name: str) -> ReadableFile:
+        with self._lock:
+            if name not in self._files:
+                self._files[name] = self._stack.enter_context(self._opens(name))
+            return self._files[name]
+
+    def close(self) -> None:
+        """Close them."""
+        self._stack.close()
+        self._files.clear()
+
+
+def _described(locations: Mapping[str, Location]) -> dict[str, TensorInfo]:
+    def set_of(key: str) -> str:
+        return key.removesuffix(locations[key].entry.name)
+
+    narrow = {
+        set_of(key)
+        for key, each in locations.items()
+        if each.dtype.is_floating_point and each.dtype.itemsize < torch.float32.itemsize
+    }
+    return {
+        key: TensorInfo(
+            each.dtype, each.entry.shape, each.dtype == torch.float32 and set_of(key) in narrow
+        )
+        for key, each in locations.items()
+    }
+
+
+def chunks(elements: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of at most `size` that make up so many elements."""
+    for start in range(0, elements, size):
+        yield start, min(start + size, elements)
+
+
+def _flat(shape: tuple[int, ...], index: tuple[int, ...]) -> int:
+    """The place of an element in C order."""
+    place = 0
+    for extent, at in zip(shape, index, strict=True):
+        place = place * extent + at
+    return place
+
+
+def _span(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
+    """The places in C order of a box's first element and one past its last."""
+    if not box.elements:
+        return 0, 0
+    last = tuple(o + s - 1 for o, s in zip(box.offsets, box.sizes, strict=True))
+    return _flat(shape, box.offsets), _flat(shape, last) + 1
+
+
+def _dense_boxes(shape: tuple[int, ...], box: Box, apart: int) -> Iterator[Box]:
+    """Split a box into ones with less than `apart` elements between any two that follow each other in C order."""
+    if not box.elements:
+        return
+    cut, stride, extent = -1, 1, 1  # dims up to `cut` are walked over; `extent` spans those behind
+    for dim in reversed(range(len(shape))):
+        if box.sizes[dim] > 1 and stride - extent >= max(apart, 1):
+            cut = dim
+            break
+        extent += (box.sizes[dim] - 1) * stride
+        stride *= shape[dim]
+    rest = (box.offsets[cut + 1 :], box.sizes[cut + 1 :])
+    outer = (range(o, o + s) for o, s in zip(box.offsets[: cut + 1], box.sizes, strict=False))
+    for index in itertools.product(*outer):
+        yield Box((*index, *rest[0]), ((1,) * len(index)) + rest[1])
