@@ -23,7 +23,7 @@ from burnish.models.names import model_shards
 from burnish.records import Request
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.builtin.inference_weights import HeldModel
+from burnish.rollout.builtin.inference_weights import InferenceModel
 
 PROMPTS, SAMPLES, PROMPT_LENGTH, VOCAB = 16, 8, 24, 4096
 SIZES = {
@@ -61,7 +61,7 @@ class Sides:
         rng = np.random.default_rng(0)
         self.prompts = rng.integers(100, VOCAB, size=(PROMPTS, PROMPT_LENGTH))
         self.generator = BuiltinGenerator(
-            HeldModel(model.config, device=model.device, dtype=torch.bfloat16),
+            InferenceModel(model.config, device=model.device, dtype=torch.bfloat16),
             layout=Layout(),
             slots=slots,
             eos_token_ids=eos,

@@ -47,7 +47,7 @@ from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.decoding import Decoding
 from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.builtin.inference_weights import HeldModel
+from burnish.rollout.builtin.inference_weights import InferenceModel
 from burnish.rollout.builtin.stopping import StopRule
 from burnish.tracking.progress import Progress
 from burnish.train.collect import Collector
@@ -110,7 +110,7 @@ class Ours:
         self.engine = make_engine(foundation, config.optim, layout, device)
         self.engine.load(foundation.source, Part.WEIGHTS)
         generator = GivenLengths(
-            HeldModel(foundation.hf_config, device=device, dtype=torch.bfloat16),
+            InferenceModel(foundation.hf_config, device=device, dtype=torch.bfloat16),
             layout=layout,
             slots=config.rollout.slots,
             eos_token_ids=foundation.eos_token_ids,

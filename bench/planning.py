@@ -58,7 +58,7 @@ from burnish.plan.accuracy import TABLE, Measured, measured_table, planned
 from burnish.records import Batch, Example, Request
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.builtin.inference_weights import HeldModel
+from burnish.rollout.builtin.inference_weights import InferenceModel
 from burnish.train.offload import Parking
 
 CPU = torch.device("cpu")
@@ -90,7 +90,9 @@ class Subject:
                     away.append(self._critic)
                 dtype = torch.bfloat16 if config.engine.precision == "bf16" else torch.float32
                 self._generator = BuiltinGenerator(
-                    HeldModel(self._hf, device=CPU, dtype=dtype, lora=config.model.adapter_beside),
+                    InferenceModel(
+                        self._hf, device=CPU, dtype=dtype, lora=config.model.adapter_beside
+                    ),
                     layout=layout,
                     slots=256,
                     eos_token_ids=(),

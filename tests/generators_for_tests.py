@@ -18,7 +18,7 @@ from burnish.models.meta_init import count_flops
 from burnish.records import Completion, Example, Request
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.builtin.inference_weights import HeldModel
+from burnish.rollout.builtin.inference_weights import InferenceModel
 
 CPU = torch.device("cpu")
 DRAWN = Sampling(12, temperature=0.7, top_p=0.9)
@@ -37,7 +37,7 @@ def make_generator(
     """Without weights; `lora` is held beside the model where that says so."""
     beside = lora if lora is not None and lora.publish == "adapter" else None
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model = HeldModel(config, device=device, dtype=dtype, lora=beside)
+    model = InferenceModel(config, device=device, dtype=dtype, lora=beside)
     return BuiltinGenerator(model, layout=layout, slots=4, eos_token_ids=eos)
 
 

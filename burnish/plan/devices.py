@@ -54,7 +54,7 @@ class Devices:
 
     @property
     def exact_cache(self) -> bool:
-        """Whether completions share their prompts in fp32 (`burnish.rollout.builtin.shared_cache`); of CPUs, what this machine's would do."""
+        """Whether completions share their prompts in fp32 (`burnish.rollout.builtin.kv_cache`); of CPUs, what this machine's would do."""
         return self.cpu and not _has_matrix_units()
 
     @property

@@ -13,7 +13,7 @@ _GRAIN = 128
 def cache_bytes(model: Model, work: Workload, slots: int, sequences: int) -> float:
     """Of a process that generates so many sequences, so many of them at one time.
 
-    Each has its prompt beside it, or, in fp32 on CPUs without matrix units, shares it (`burnish.rollout.builtin.shared_cache`).
+    Each has its prompt beside it, or, in fp32 on CPUs without matrix units, shares it (`burnish.rollout.builtin.kv_cache`).
     """
     token, grown = model.cache_per_token, 1 + 1 / (2 * model.shape.depth)
     if not model.exact_cache:

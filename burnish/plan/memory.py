@@ -201,7 +201,7 @@ class Needs:
 
     @property
     def _ordered(self) -> int:
-        """Elements of the matrices that a generator on a CPU holds a second time in bf16 (`burnish.rollout.builtin.products`)."""
+        """Elements of the matrices that a generator on a CPU holds a second time in bf16 (`burnish.rollout.builtin.forward`)."""
         shape, cpu = self._model.shape, self._model.cpu and self._model.bytes == _BF16
         if not cpu or not shape.family.has_llama_layers or shape.family.has_router:
             return 0

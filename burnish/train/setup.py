@@ -40,7 +40,7 @@ from burnish.rewards.overview import Complaints
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.builtin.inference_weights import HeldModel
+from burnish.rollout.builtin.inference_weights import InferenceModel
 from burnish.tracking.progress import Progress
 from burnish.train.collect import Collector
 from burnish.train.reward_models import Judge
@@ -232,7 +232,7 @@ def make_collector(
 ) -> Collector:
     """Generator and rewards as the configuration says; the generator's weights are not loaded yet."""
     config, tokenizer = foundation.config, foundation.tokenizer
-    model = HeldModel(
+    model = InferenceModel(
         foundation.hf_config,
         device=device,
         dtype=compute_dtype(config.engine),

@@ -25,7 +25,7 @@ from burnish.distributed.layout import Layout
 from burnish.models.names import model_shards
 from burnish.rollout.base import Generator, Sampling
 from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.builtin.inference_weights import HeldModel
+from burnish.rollout.builtin.inference_weights import InferenceModel
 
 
 def builtin(
@@ -39,7 +39,7 @@ def builtin(
 ) -> BuiltinGenerator:
     """A generator on `device`, whose weights come from a model that stays on the CPU."""
     generator = BuiltinGenerator(
-        HeldModel(model.config, device=device, dtype=dtype),
+        InferenceModel(model.config, device=device, dtype=dtype),
         layout=Layout(),
         slots=slots,
         eos_token_ids=eos,

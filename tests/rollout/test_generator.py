@@ -24,10 +24,10 @@ from burnish.models.names import model_shards
 from burnish.records import Completion, Request
 from burnish.rollout.base import Generator, Sampling
 from burnish.rollout.builtin import decoding
-from burnish.rollout.builtin.cache import PromptCache
 from burnish.rollout.builtin.forward import FusedForward, ModuleForward
 from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.builtin.inference_weights import HeldModel
+from burnish.rollout.builtin.inference_weights import InferenceModel
+from burnish.rollout.builtin.kv_cache import PromptCache
 from burnish.rollout.builtin.stopping import Decode
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def builtin(
     decode: Decode | None = None,
 ) -> BuiltinGenerator:
     generator = BuiltinGenerator(
-        HeldModel(model.config, device=CPU, dtype=dtype),
+        InferenceModel(model.config, device=CPU, dtype=dtype),
         layout=Layout(),
         slots=slots,
         eos_token_ids=eos,
@@ -277,7 +277,7 @@ class TestWeights:
 
     def test_are_needed(self) -> None:
         generator = BuiltinGenerator(
-            HeldModel(tiny_config(), device=CPU, dtype=torch.float32),
+            InferenceModel(tiny_config(), device=CPU, dtype=torch.float32),
             layout=Layout(),
             slots=2,
             eos_token_ids=(),
@@ -329,7 +329,7 @@ class TestWeights:
         config = tiny_config("gemma3_text", attn_logit_softcapping=50.0)
         with pytest.raises(IncompatibleError, match="attn_logit_softcapping"):
             BuiltinGenerator(
-                HeldModel(config, device=CPU, dtype=torch.float32),
+                InferenceModel(config, device=CPU, dtype=torch.float32),
                 layout=Layout(),
                 slots=2,
                 eos_token_ids=(),
@@ -349,7 +349,7 @@ def _generate_from_halves(layout: Layout) -> list[list[Completion]]:
         return Shard(shard.spec, box, shard.tensor[start:stop])
 
     generator = BuiltinGenerator(
-        HeldModel(model.config, device=CPU, dtype=torch.float32),
+        InferenceModel(model.config, device=CPU, dtype=torch.float32),
         layout=layout,
         slots=4,
         eos_token_ids=(),

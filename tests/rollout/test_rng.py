@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from burnish.rollout.builtin.rng import stream_key, uniforms
+from burnish.rollout.builtin.sampling import stream_key, uniforms
 
 MASK = (1 << 64) - 1
 

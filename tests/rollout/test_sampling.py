@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin.rng import uniforms
-from burnish.rollout.builtin.sampling import draw
+from burnish.rollout.builtin.sampling import draw, uniforms
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -12,8 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin.rng import uniforms
-from burnish.rollout.builtin.sampling import Drawn, draw
+from burnish.rollout.builtin.sampling import Drawn, draw, uniforms
 
 OPTIONS: list[dict[str, Any]] = [
     {},

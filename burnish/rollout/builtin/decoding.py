@@ -1,17 +1,18 @@
-"""One call of the built-in generator: which completion runs in which slot, until all have ended.
+"""One call of the built-in generator: schedule completions in slots until all have ended.
 
-Waiting completions enter slots in order, as soon as slots are free. Prompts are read ahead in
-packed chunks, each once, copied into the slot of every sample or one place for all of them, and forgotten. Between steps the running
-completions always fill the first n slots, so no completion is computed that is known to have ended; on an accelerator
-that is known one step late (`burnish.rollout.builtin.async_readback`). Nothing here depends on
-time, so the same call gives the same schedule. Left out: evicting a completion for lack of memory.
+Waiting completions enter free slots in order. Prompts are read ahead in packed chunks, each once. Running completions always
+fill the first n slots, so no step computes a completion that is known to have ended. On an accelerator Python learns that one
+step late: numbers are copied while the device computes the next step, so the device never waits. Nothing depends on time: the
+same call gives the same schedule. Left out: evicting a completion for lack of memory.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,41 +20,38 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from burnish.distributed.device import has_matrix_units
-from burnish.errors import IncompatibleError
+from burnish.errors import BurnishError, IncompatibleError
 from burnish.models.routing import Routing
 from burnish.records import Completion, Experts, Request, StopReason
 from burnish.rollout.base import Sampling, Watch
-from burnish.rollout.builtin.async_readback import Arriving, Token, steps_behind
-from burnish.rollout.builtin.cache import Cache, PromptCache, SlotCache
 from burnish.rollout.builtin.forward import Forward
-from burnish.rollout.builtin.rng import stream_key, uniforms
-from burnish.rollout.builtin.sampling import Drawn, draw
-from burnish.rollout.builtin.shared_cache import SharedCache
+from burnish.rollout.builtin.kv_cache import Cache, PromptCache, SharedCache, SlotCache
+from burnish.rollout.builtin.sampling import Drawn, draw, stream_key, uniforms
 from burnish.rollout.builtin.stopping import StopRule
 
 _PREFILL_TOKENS = 8192
-"""Prompts are read in chunks of at most so many tokens (a longer prompt alone)."""
+"""Chunk size for reading prompts, in tokens; a longer prompt is read alone."""
 _KERNELS = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
     SDPBackend.OVERRIDEABLE,
 ]
-"""Of attention. cuDNN's, which torch takes first on new GPUs, is planned anew for every shape, and shapes change with every step."""
+"""Attention kernels to use. cuDNN's is left out: it is planned anew for every shape, and shapes change at every step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Network:
-    """What decoding needs of the model."""
+    """The parts of the model that decoding uses."""
 
     forward: Forward
-    """Token ids to hidden states."""
+    """Maps token ids to hidden states."""
     logits: Callable[[Tensor], Tensor]
-    """Hidden states [n, hidden] to fp32 logits [n, V] in memory of their own."""
+    """Maps hidden states [n, hidden] to fp32 logits [n, V] in new memory."""
     device: torch.device
     """Where it computes."""
     layers: int
-    """How many layers keep keys and values."""
+    """Number of layers with keys and values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,14 +61,14 @@ class _Chunk:
     cache: PromptCache
     """Their keys and values."""
     last: Tensor
-    """[prompts, hidden], the hidden state after each one's last token."""
+    """Hidden state after each prompt's last token [prompts, hidden]."""
     experts: Sequence[Experts]
-    """Of each one's tokens; empty where nobody asked."""
+    """Experts of each prompt's tokens; empty unless asked for."""
 
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """A prompt, and from when it is read until its last completion starts, its place in a chunk."""
+    """A prompt, with its place in a chunk from its reading until its last completion starts."""
 
     request: Request
     chunk: _Chunk | None = None
@@ -79,7 +77,7 @@ class _Prompt:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A completion in the making."""
+    """A running completion."""
 
     prompt: _Prompt
     key: int
@@ -87,12 +85,12 @@ class _Sequence:
     sampled_logprobs: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     experts: list[Experts] = field(default_factory=list)
-    """Of the prompt, then of each token that was computed."""
+    """Experts of the prompt, then of each computed token."""
     reason: StopReason | None = None
     """Why it has ended; None while it runs."""
 
-    def append(self, drawn: Token, rule: StopRule) -> bool:
-        """Take a token, unless the completion had ended before; whether it ends with this one."""
+    def append(self, drawn: SampledToken, rule: StopRule) -> bool:
+        """Append a token unless the completion has ended; return whether it ends now."""
         if self.reason is not None:
             return False
         self.tokens.append(drawn.token)
@@ -104,7 +102,7 @@ class _Sequence:
         return self.reason is not None
 
     def finished(self, version: int) -> Completion:
-        """The record of the completion."""
+        """Return the completion's record."""
         return Completion(
             token_ids=np.array(self.tokens, dtype=np.int64),
             sampled_logprobs=np.array(self.sampled_logprobs, dtype=np.float32),
@@ -116,7 +114,7 @@ class _Sequence:
 
 
 class Decoding:
-    """The completions of some requests, made in at most `slots` slots."""
+    """Completions of some requests, decoded in at most `slots` slots."""
 
     def __init__(
         self,
@@ -135,14 +133,14 @@ class Decoding:
         longest = max((len(prompt.request.token_ids) for prompt in self._unread), default=0)
         self._cache = _cache(network.device, slots, longest, sampling.max_tokens)
         self._slots: list[_Sequence | None] = [None] * slots
-        self._arriving: deque[Arriving[_Sequence]] = deque()
+        self._readbacks: deque[Readback] = deque()
         self._behind = steps_behind(network.device)
         self._ended = 0
         self._state = torch.zeros(4, slots, dtype=torch.int64, device=network.device)
-        """Latest token, its position, key, tokens drawn so far: one column per slot."""
+        """Rows: latest token, its position, random key, number of tokens drawn. One column per slot."""
 
     def run(self, version: int, watch: Watch | None = None) -> list[list[Completion]]:
-        """Decode to the end: for each request its completions, marked with the weights' version."""
+        """Decode to the end and return each request's completions, marked with the weights' `version`."""
         reported = 0
         with sdpa_kernel(_KERNELS):
             while running := self._refill():
@@ -155,7 +153,7 @@ class Decoding:
         return [[sequence.finished(version) for sequence in group] for group in self._groups]
 
     def _refill(self) -> int:
-        """Put waiting completions into free slots, close gaps; how many completions run."""
+        """Fill free slots with waiting completions, close gaps, return the number of running ones."""
         while self._waiting and (free := [i for i, held in enumerate(self._slots) if _free(held)]):
             rows = free[: len(self._waiting)]
             self._start(rows, [self._waiting.popleft() for _ in rows])
@@ -175,7 +173,7 @@ class Decoding:
         self._state[:, rows_to] = self._state[:, rows_from]
 
     def _start(self, rows: list[int], sequences: list[_Sequence]) -> None:
-        """Give each completion its slot, its prompt's keys and values, and its first token."""
+        """Give each completion a slot, its prompt's keys and values, and its first token."""
         by_chunk: dict[_Chunk, list[int]] = {}
         for number, sequence in enumerate(sequences):
             by_chunk.setdefault(self._chunk_of(sequence.prompt), []).append(number)
@@ -197,20 +195,20 @@ class Decoding:
         self._forget(sequences)
 
     def _forget(self, started: Sequence[_Sequence]) -> None:
-        """Let go of what was read for prompts of which no completion waits; they come in order."""
+        """Release the chunks of prompts whose completions have all started; they start in order."""
         coming = self._waiting[0].prompt if self._waiting else None
         for sequence in started:
             if sequence.prompt is not coming:
                 sequence.prompt.chunk = None
 
     def _chunk_of(self, prompt: _Prompt) -> _Chunk:
-        """The chunk that the prompt was read with, reading up to it first."""
+        """Return the prompt's chunk; read ahead up to it if needed."""
         while prompt.chunk is None:
             self._read_ahead()
         return prompt.chunk
 
     def _read_ahead(self) -> None:
-        """Read the next prompts, as many as fit into a chunk."""
+        """Read as many of the next prompts as fit into a chunk."""
         prompts: list[_Prompt] = []
         room = _PREFILL_TOKENS
         while self._unread and (not prompts or len(self._unread[0].request.token_ids) <= room):
@@ -242,7 +240,7 @@ class Decoding:
             prompt.chunk, prompt.index = read, index
 
     def _step(self, running: int) -> None:
-        """Decode a token of each of the first `running` slots."""
+        """Decode one token of each of the first `running` slots."""
         sequences = [held for held in self._slots[:running] if held is not None]
         read = max(len(s.prompt.request.token_ids) + len(s.tokens) for s in sequences)
         span = read + self._behind
@@ -256,7 +254,7 @@ class Decoding:
         self._receive(sequences, drawn, routing.record() if routing else None)
 
     def _routing(self) -> Routing | None:
-        """What notes the experts of one forward pass, where they were asked for."""
+        """Return a recorder of experts for one forward pass, if asked for."""
         return Routing() if self._sampling.experts else None
 
     def _draw(self, hidden: Tensor, keys: Tensor, counts: Tensor) -> Drawn:
@@ -265,26 +263,26 @@ class Decoding:
     def _receive(
         self, sequences: Sequence[_Sequence], drawn: Drawn, experts: Tensor | None = None
     ) -> None:
-        """Have what was drawn come to the host, and append what has come to the completions."""
-        self._arriving.append(Arriving(sequences, drawn, experts))
-        while len(self._arriving) > self._behind:
-            for sequence, token in self._arriving.popleft().read():
+        """Start copying the drawn tokens to the host; append those that have arrived."""
+        self._readbacks.append(Readback(sequences, drawn, experts))
+        while len(self._readbacks) > self._behind:
+            for sequence, token in self._readbacks.popleft().read():
                 self._ended += sequence.append(token, self._stop_rule)
 
     def _index(self, rows: Sequence[int]) -> Tensor:
-        # As everywhere here: a tensor made on the device itself, or copied there otherwise, waits for all that is queued.
+        # Copied without blocking: a tensor made on the device would wait for everything queued there.
         return torch.tensor(rows).to(self._network.device, non_blocking=True)
 
 
 def _cache(device: torch.device, slots: int, prompt: int, completion: int) -> Cache:
-    """The one that is fastest on the device, for prompts and completions of at most so many tokens."""
+    """Return the fastest cache for the device; `prompt` and `completion` are the most tokens of each."""
     if has_matrix_units(device):
         return SlotCache(slots, prompt + completion)
     return SharedCache(slots, completion)
 
 
 def _free(slot: _Sequence | None) -> bool:
-    """Whether the slot may be given away: nothing is in it, or what has ended."""
+    """Return whether the slot is empty or its completion has ended."""
     return slot is None or slot.reason is not None
 
 
@@ -295,3 +293,56 @@ def _sequences(prompt: _Prompt, sampling: Sampling) -> list[_Sequence]:
         _Sequence(prompt, stream_key(sampling.seed, sampling.step, request.prompt_key, sample))
         for sample in samples
     ]
+
+
+class SampledToken(NamedTuple):
+    """A token drawn for one row."""
+
+    token: int
+    sampled_logprob: float
+    """Under the distribution after temperature and filters."""
+    logprob: float
+    """Under softmax(logits)."""
+    experts: Experts | None
+    """Experts [1, L, k] of the token before this one; None unless asked for."""
+
+
+class Readback:
+    """A step's drawn tokens, on their way to the host."""
+
+    def __init__(self, rows: Sequence[_Sequence], drawn: Drawn, experts: Tensor | None) -> None:
+        """Start copying `drawn` for n rows and `experts` [n, L, k] without waiting."""
+        self._rows = tuple(rows)
+        device = drawn.tokens.device
+        self._tokens, self._sampled, self._logprobs = (
+            part.to("cpu", non_blocking=True)
+            for part in (drawn.tokens, drawn.sampled_logprobs, drawn.logprobs)
+        )
+        self._experts = None if experts is None else experts.to("cpu", non_blocking=True)
+        self._copied: torch.Event | None = None
+        if device.type != "cpu":
+            self._copied = torch.Event(device)
+            self._copied.record()
+
+    def read(self) -> Iterator[tuple[_Sequence, SampledToken]]:
+        """Wait for the copy and yield each row's token. Raises `BurnishError` if a log-prob is not finite."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if not bool(self._logprobs.isfinite().all()):
+            raise BurnishError(
+                "the model's logits are not finite, so no token can be drawn",
+                do="look at the loss and gradient norm of the steps before; the weights may hold NaN",
+            )
+        tokens, sampled = self._tokens.tolist(), self._sampled.tolist()
+        experts: Iterator[Experts | None] = repeat(None)
+        if self._experts is not None:
+            # Copied: completions keep them to their end, and the copy from the device is in pinned memory.
+            experts = iter(self._experts.numpy().copy()[:, None])
+        numbers = zip(tokens, sampled, self._logprobs.tolist(), experts, strict=False)
+        for row, number in zip(self._rows, numbers, strict=True):
+            yield row, SampledToken(*number)
+
+
+def steps_behind(device: torch.device) -> int:
+    """Return how many steps are queued before the oldest is read."""
+    return 0 if device.type == "cpu" else 1

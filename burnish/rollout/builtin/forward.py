@@ -1,19 +1,22 @@
-"""Tokens in, last hidden states out: through the model's own modules, or through fewer and larger steps.
+"""The model's forward pass for generation: token ids in, last hidden states out.
 
-A decoding step of a small batch spends its time between the matrix products. For the plain
-Llama-shaped families `FusedForward` computes the same from the same weights with one product for
-queries, keys and values and one for gate and up. Every other family runs through `ModuleForward`,
-transformers' own code. The tests hold both equal. Left out: CUDA graphs and compilation.
+`FusedForward` runs the Llama-shaped families with one product for queries, keys and values, and one for gate and up: a
+decoding step of a small batch spends its time between the products. Every other family runs through `ModuleForward`, its
+own modules. An adapter's A are one product too, and it is never merged into W: y = W x + b + s B A x. Tests hold both
+forwards equal. Left out: CUDA graphs, compilation, and fused experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from burnish.distributed.device import has_bf16_products
 from burnish.models.kernels.attention import Attends
 from burnish.models.kernels.fused import (
     FusedAttention,
@@ -22,8 +25,8 @@ from burnish.models.kernels.fused import (
     rotate,
     rotation_of,
 )
+from burnish.models.lora.adapter import linear_parts
 from burnish.models.routing import Routers, Routing
-from burnish.rollout.builtin.joined import Joined
 
 
 class Forward(Protocol):
@@ -36,22 +39,22 @@ class Forward(Protocol):
         packing: Attends,
         routing: Routing | None = None,
     ) -> Tensor:
-        """Hidden states [T, hidden] of `token_ids` [T] at `positions` [T]; `routing` is told which experts they went to."""
+        """Return hidden states [T, hidden] of `token_ids` [T] at `positions` [T]; `routing` records the experts."""
 
     def refresh(self) -> None:
-        """Take note that the model's weights have changed, other than those of an adapter."""
+        """Re-read the weights after they changed; adapters need no refresh."""
 
 
 def forward_of(model: PreTrainedModel) -> Forward:
-    """The fastest forward that is known to be right for this model.
+    """Return the fastest forward that is right for this model.
 
-    May give weights new memory (views of fused ones), so take shards of the model afterwards.
+    Some weights become views of fused ones, so take shards of the model afterwards.
     """
     return FusedForward(model) if _is_plain(model) else ModuleForward(model)
 
 
 def _is_plain(model: PreTrainedModel) -> bool:
-    """Whether every layer is attention that `fuse` has replaced and a gated MLP."""
+    """Return whether every layer is attention replaced by `fuse` and a gated MLP."""
     layers: Any = getattr(model.base_model, "layers", ())
     return len(layers) > 0 and all(
         isinstance(getattr(layer, "self_attn", None), FusedAttention)
@@ -61,7 +64,7 @@ def _is_plain(model: PreTrainedModel) -> bool:
 
 
 class ModuleForward:
-    """Any model, by its own modules."""
+    """Run any model through its own modules."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model.base_model
@@ -87,11 +90,11 @@ class ModuleForward:
         return hidden
 
     def refresh(self) -> None:
-        """See `Forward`; the modules read their weights each time."""
+        """Do nothing: the modules read their weights each time."""
 
 
 class FusedForward:
-    """Pre-norm blocks of grouped attention with rotary positions and a gated MLP."""
+    """Run pre-norm blocks of grouped attention with rotary positions and a gated MLP."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         base: Any = model.base_model
@@ -107,7 +110,7 @@ class FusedForward:
         packing: Attends,
         routing: Routing | None = None,
     ) -> Tensor:
-        """See `Forward`; there are no experts."""
+        """See `Forward`; these models have no experts."""
         hidden: Tensor = self._embed(token_ids)
         rotation = rotation_of(*self._rotary(hidden[None], positions[None]))
         for block in self._blocks:
@@ -118,8 +121,8 @@ class FusedForward:
     def refresh(self) -> None:
         """See `Forward`."""
         for block in self._blocks:
-            for product in block.products:
-                product.refresh()
+            for projection in block.linears:
+                projection.refresh()
 
 
 class _Block:
@@ -131,9 +134,12 @@ class _Block:
             part.out_features // attention.head_dim for part in projections[:2]
         )
         self._head_dim: int = attention.head_dim
-        self._qkv, self._out = Joined(*projections), Joined(attention.o_proj)
-        self._gate_up, self._down = Joined(mlp.gate_proj, mlp.up_proj), Joined(mlp.down_proj)
-        self.products = (self._qkv, self._out, self._gate_up, self._down)
+        self._qkv, self._out = FusedLinear(*projections), FusedLinear(attention.o_proj)
+        self._gate_up, self._down = (
+            FusedLinear(mlp.gate_proj, mlp.up_proj),
+            FusedLinear(mlp.down_proj),
+        )
+        self.linears = (self._qkv, self._out, self._gate_up, self._down)
         self._act = mlp.act_fn
         self._norm, self._mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
 
@@ -144,7 +150,7 @@ class _Block:
         return hidden + self._down(self._act(gate).mul_(up))
 
     def _attend(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: Attends) -> Tensor:
-        """Attention of [T, hidden], before its output projection: [T, heads · head_dim]."""
+        """Return attention of [T, hidden] before its output projection, [T, heads · head_dim]."""
         qkv = self._qkv(hidden).view(len(hidden), -1, self._head_dim)
         rotating, value = torch.split(qkv, [self._heads + self._kv_heads, self._kv_heads], dim=1)
         rotating = self._rotated(rotating, rotation)
@@ -157,7 +163,7 @@ class _Block:
         return output[0].flatten(1)
 
     def _rotated(self, heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Query and key heads in one step, each with its own norm where there is one."""
+        """Rotate query and key heads in one step, normed where the model norms them."""
         query, key = self._attention.q_norm, self._attention.k_norm
         if query is None or key is None:
             return rotate(heads, rotation)
@@ -165,3 +171,76 @@ class _Block:
             (query.weight.expand(self._heads, -1), key.weight.expand(self._kv_heads, -1))
         )
         return norm_rotate(heads, weights, query.variance_epsilon, rotation)
+
+
+class FusedLinear:
+    """Several linear layers that read the same rows, computed as one product, with their adapters."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        """Turn the layers' weights, biases and A into views of concatenated ones."""
+        plain, adapters = zip(*map(linear_parts, layers), strict=True)
+        bias = None if plain[0].bias is None else _concatenated(plain, "bias")
+        self._linear = PackedLinear(_concatenated(plain, "weight"), bias)
+        columns = _ranges([part.out_features for part in plain])
+        own = [(c, adapter) for c, adapter in zip(columns, adapters, strict=True) if adapter]
+        self._a = _concatenated([adapter.a for _, adapter in own], "weight") if own else None
+        ranks = _ranges([adapter.a.out_features for _, adapter in own])
+        self._wide = [(c, r, x.b.weight, x.scale) for (c, x), r in zip(own, ranks, strict=True)]
+
+    def refresh(self) -> None:
+        """Re-read the layers' own weights; their adapters may change at any time."""
+        self._linear.refresh()
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return [n, sum of out] for `rows` [n, in], in new memory."""
+        result = self._linear(rows)
+        if self._a is not None:
+            narrow = linear(rows, self._a)
+            for columns, ranks, b, scale in self._wide:
+                result[:, columns].addmm_(narrow[:, ranks], b.t(), alpha=scale)
+        return result
+
+
+def _concatenated(layers: Sequence[nn.Linear], name: str) -> Tensor:
+    """Return the layers' weights (or biases) as one, of which theirs become views."""
+    tensors = [part.get_parameter(name).detach() for part in layers]
+    whole = torch.cat(tensors)
+    views = torch.split(whole, [len(tensor) for tensor in tensors])
+    for part, view in zip(layers, views, strict=True):
+        part.register_parameter(name, nn.Parameter(view, requires_grad=False))
+    return whole
+
+
+def _ranges(sizes: Sequence[int]) -> list[slice]:
+    """Return consecutive slices of these sizes."""
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+class PackedLinear:
+    """`x W.T + b` whose weight is kept in the order that the CPU's bf16 units read.
+
+    Without this, reordering takes as long as the product itself for small batches. Results are the same to the last bit; the
+    weight is in memory twice. Accelerators and fp32 read the weight as it is. Call `refresh` when the weight has changed.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Hold `weight` [out, in] and `bias` [out] without copying."""
+        self._weight, self._bias = weight, bias
+        self._ordered: Tensor | None = None
+
+    def refresh(self) -> None:
+        """Reorder the weight where the device has bf16 units that want it."""
+        weight = self._weight
+        is_bf16 = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+        if is_bf16 and has_bf16_products(weight.device):
+            self._ordered = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return the product [n, out] of `rows` [n, in]."""
+        if self._ordered is None:
+            return linear(rows, self._weight, self._bias)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            rows, self._ordered, self._bias, "none", [], ""
+        )
+        return product

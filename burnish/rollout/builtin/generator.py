@@ -1,7 +1,6 @@
-"""The built-in generator: samples from a copy of the model in the training process, on any device.
+"""The built-in generator: sample from a copy of the model inside the training process, on any device.
 
-Keys and values live only during a call of `generate`. Left out: other processes and machines (each rank generates
-its own requests), and the copy itself (`burnish.rollout.builtin.inference_weights`).
+Each rank generates its own requests. The KV cache lives only during a call of `generate`.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from burnish.errors import UsageError
 from burnish.records import Completion, Request
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.decoding import Decoding
-from burnish.rollout.builtin.inference_weights import HeldModel
+from burnish.rollout.builtin.inference_weights import InferenceModel
 from burnish.rollout.builtin.stopping import Decode, StopRule
 
 
 class BuiltinGenerator:
-    """A `Generator` that decodes here, in at most `slots` slots at one time.
+    """A `Generator` that decodes at most `slots` completions at once.
 
-    `eos_token_ids` end every completion; `decode` turns ids into text and is needed for stop strings.
+    `eos_token_ids` end every completion. `decode` turns ids into text; stop strings need it.
     """
 
     def __init__(
         self,
-        model: HeldModel,
+        model: InferenceModel,
         *,
         layout: Layout,
         slots: int,
@@ -46,9 +45,8 @@ class BuiltinGenerator:
     ) -> list[list[Completion]]:
         """See `Generator.generate`.
 
-        Raises `UsageError` before any work: for an empty prompt, one that leaves no room for
-        `max_tokens` in the model's positions, values of `sampling` out of range, or stop strings
-        without `decode`; and when no weights have been loaded.
+        Raises `UsageError` before any work if no weights were loaded, a prompt is empty or leaves no room for `max_tokens`,
+        a value of `sampling` is out of range, or stop strings lack `decode`.
         """
         if self._version is None:
             raise UsageError("the generator has no weights", do="call load_weights first")
@@ -60,12 +58,12 @@ class BuiltinGenerator:
         return decoding.run(self._version, watch)
 
     def load_weights(self, weights: Publication, version: int) -> None:
-        """See `Generator.load_weights`. The pieces have to be the same at every call."""
+        """See `Generator.load_weights`. Every call must bring the same shards."""
         self._model.load(weights, self._layout)
         self._version = version
 
     def close(self) -> None:
-        """Free the weights; the generator cannot be used afterwards."""
+        """Free the weights and end the generator's use."""
         self._version = None
         del self._model, self._network
 
@@ -84,7 +82,7 @@ class BuiltinGenerator:
 
 
 def _check_sampling(sampling: Sampling) -> None:
-    """Refuse values that mean nothing."""
+    """Raise `UsageError` for a value out of range."""
     rules = {
         "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
         "temperature": (sampling.temperature >= 0, "0 or more"),

@@ -1,9 +1,7 @@
-"""The model that the built-in generator decodes with: its memory, and the weights that come into it.
+"""The built-in generator's copy of the model, and how the engine's weights get into it.
 
-Weights lie in the dtype of computing, whole on every process, and are filled from the engine's shards whatever their
-layout. An adapter is either merged into the weights that come, or lies beside them: then the model's own come once,
-are never written again, and all that comes later is A and B. Left out: quantized weights, and models whose
-matrices several processes share.
+Every process holds the whole model in the compute dtype, filled from the engine's shards of any layout. With an adapter beside
+the weights, the model's own arrive once and later calls bring only A and B. Left out: quantized weights, tensor parallelism.
 """
 
 from __future__ import annotations
@@ -24,11 +22,10 @@ from burnish.models.meta_init import build_on_meta, materialize, position_limit
 from burnish.models.names import model_shards, regions
 from burnish.models.scorer import logit_transform
 from burnish.rollout.builtin.decoding import Network
-from burnish.rollout.builtin.forward import forward_of
-from burnish.rollout.builtin.products import Product
+from burnish.rollout.builtin.forward import PackedLinear, forward_of
 
 
-class HeldModel:
+class InferenceModel:
     """A causal language model without gradients, whose weights are undefined until `load`."""
 
     def __init__(
@@ -39,13 +36,13 @@ class HeldModel:
         dtype: torch.dtype,
         lora: LoraConfig | None = None,
     ) -> None:
-        """`lora`: the adapter that comes beside the weights; None where there is none, or it is merged in.
+        """Build the model; `lora` is an adapter beside the weights, None if there is none or it is merged.
 
-        Raises `IncompatibleError` for a model that Burnish does not build, or that has not the layers of `lora`.
+        Raises `IncompatibleError` if Burnish cannot build the model, or if it lacks the layers of `lora`.
         """
         limits = (getattr(hf_config, "max_position_embeddings", None), position_limit(hf_config))
         self.max_positions: int | None = min(filter(None, limits), default=None)
-        """Most tokens of a sequence, where the model has a limit."""
+        """Most tokens of a sequence; None without a limit."""
         self._model = build_on_meta(hf_config)
         adapter = None if lora is None else Adapter(self._model, lora)
         self._fixed = None if adapter is None else adapter.base
@@ -55,15 +52,14 @@ class HeldModel:
             parameter.data = parameter.data.to(dtype)
         materialize(self._model, device)
         self._forward = forward_of(self._model)
-        self._head = Product(self._model.get_output_embeddings().weight)
+        self._head = PackedLinear(self._model.get_output_embeddings().weight)
         logits = partial(_logits, self._head, logit_transform(hf_config))
         self.network = Network(self._forward, logits, device, hf_config.num_hidden_layers)
-        """What decoding needs of it."""
         self._transfer: Transfer | None = None
         self._has_fixed = False
 
     def load(self, weights: Publication, layout: Layout) -> None:
-        """See `Generator.load_weights`. What changes has to be the same pieces at every call."""
+        """See `Generator.load_weights`. Every call must bring the same shards."""
         if self._fixed is not None and not self._has_fixed:
             have, want = list(weights.fixed), list(model_shards(self._model, parts=self._fixed))
             Transfer(have, want, layout).run(have, want)
@@ -77,11 +73,10 @@ class HeldModel:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Take note of other weights than an adapter's."""
         self._forward.refresh()
         self._head.refresh()
 
 
-def _logits(head: Product, transform: LogitTransform, hidden: Tensor) -> Tensor:
-    """fp32 logits as `Scorer` computes them, in memory of their own."""
+def _logits(head: PackedLinear, transform: LogitTransform, hidden: Tensor) -> Tensor:
+    """Return fp32 logits as `Scorer` computes them, in new memory."""
     return transform.apply_(head(hidden).float())

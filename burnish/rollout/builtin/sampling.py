@@ -1,11 +1,12 @@
-"""From logits and one uniform number per row to a token and its log-probs.
+"""From logits to tokens: random numbers per completion, filters, and the draw.
 
-The order is that of transformers: temperature, top-k, top-p among what top-k left, min-p. Each keeps
-the tokens whose mass e^(z/T) reaches a threshold, so tokens tied at the border stay or go together.
-The token is then found by inverting the distribution function over the kept tokens in the order of
-their ids: one number decides, and no other row matters. Masses are fp32, their
-running sums fp64, made where the numbers lie: a device without fp64 sends the CPU one sum of each
-block of tokens, and then the one block that is looked into. Left out: the numbers themselves (`burnish.rollout.builtin.rng`), penalties, grammars.
+Every completion has a 64-bit key, derived from (run seed, step, prompt, sample). Its number t is the t-th output of splitmix64
+seeded with that key (Steele, Lea and Flood, OOPSLA 2014): z = key + (t + 1)·γ mod 2^64, then two rounds of xor-shift and
+multiply. So batching, order and ranks change nothing.
+
+Filters run in the order of transformers: temperature, top-k, top-p, min-p. Each keeps the tokens whose mass e^(z/T) reaches a
+threshold, so ties stay or go together. The draw inverts the distribution function over the kept tokens in the order of their
+ids. Masses are fp32, running sums fp64; a device without fp64 leaves the sums to the CPU. Left out: penalties and grammars.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from burnish.distributed.device import has_fp64
+from burnish.records.seeds import derive_seed
 from burnish.rollout.base import Sampling
 
 _BLOCK = 64
@@ -30,16 +33,16 @@ class Drawn:
     tokens: Tensor
     """[n] int64."""
     sampled_logprobs: Tensor
-    """[n] fp32, under the distribution that was drawn from; 0 when greedy."""
+    """[n] fp32, under the distribution after temperature and filters; 0 when greedy."""
     logprobs: Tensor
     """[n] fp32, under softmax(logits)."""
 
 
 def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
-    """Draw from `logits` [n, V] fp32 (overwritten) with `uniforms` [n] float64 in [0, 1).
+    """Draw a token per row from `logits` [n, V] fp32 (overwritten) with `uniforms` [n] float64 in [0, 1).
 
-    What is drawn lies where the logits lie; `uniforms` may be on the CPU instead. Temperature 0 takes the most probable token, the one with the lowest id among equals. A row that
-    holds a NaN gives NaN log-probs and some valid id.
+    Results are on the logits' device; `uniforms` may be on the CPU. Temperature 0 takes the most probable token, the lowest
+    id among equals. A row with a NaN gives NaN log-probs and some valid id.
     """
     if sampling.temperature == 0:
         return _greedy(logits)
@@ -56,7 +59,7 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
 
 
 def truncate(masses: Tensor, sampling: Sampling) -> None:
-    """Set to 0 what top-k, top-p and min-p drop from `masses` [n, V], whose largest in a row is 1."""
+    """Set to 0 the `masses` [n, V] that top-k, top-p and min-p drop; each row's largest mass is 1."""
     if 0 < sampling.top_k < masses.shape[-1]:
         masses.mul_(masses >= masses.topk(sampling.top_k, dim=-1).values[:, -1:])
     if sampling.top_p < 1:
@@ -75,8 +78,8 @@ def _greedy(logits: Tensor) -> Drawn:
 
 
 def _nucleus_border(masses: Tensor, top_p: float) -> Tensor:
-    """The lightest mass [n, 1] that stays: tokens at or above it hold `top_p` of the total, without it they do not."""
-    if masses.device.type == "cpu":  # numpy sorts numbers 20 times as fast as torch
+    """Return the lightest mass [n, 1] that stays: tokens at or above it hold `top_p` of the total."""
+    if masses.device.type == "cpu":  # numpy sorts 20 times as fast as torch
         rising = torch.from_numpy(np.sort(masses.numpy(), axis=-1))
     else:
         rising = masses.sort(dim=-1).values
@@ -86,9 +89,9 @@ def _nucleus_border(masses: Tensor, top_p: float) -> Tensor:
 
 
 def _invert(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The first token [n] at which the running sum exceeds uniform · total, and log of that total [n] fp32.
+    """Return the first token [n] whose running sum exceeds uniform · total, and the log of that total [n] fp32.
 
-    Two levels: sums of blocks, then the tokens of one block. A token of mass 0 is never found.
+    Search block sums first, then one block. Never return a token of mass 0.
     """
     here, summing = masses.device, uniforms.device
     missing = -masses.shape[-1] % _BLOCK
@@ -106,7 +109,41 @@ def _invert(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_above(running: Tensor, goal: Tensor) -> Tensor:
-    """Index [n, 1] of the first of the rising sums [n, m] above `goal` [n, 1], never one that adds nothing."""
+    """Return the index [n, 1] of the first sum of `running` [n, m] above `goal` [n, 1], never one that adds nothing."""
     reachable = torch.nextafter(running[:, -1:], torch.zeros_like(goal))
     index = torch.searchsorted(running, goal.clamp(min=0).minimum(reachable), right=True)
     return index.clamp_(max=running.shape[-1] - 1)
+
+
+def stream_key(seed: int, step: int, prompt_key: int, sample: int) -> int:
+    """Return the key of one completion's random numbers, a signed 64-bit integer."""
+    return _signed(derive_seed(seed, "rollout", step, prompt_key, sample))
+
+
+def uniforms(keys: Tensor, counts: Tensor) -> Tensor:
+    """Return number `counts[i]` of key `keys[i]`, both [n] int64, as float64 [n] in [0, 1) with 53 random bits.
+
+    The result is on the keys' device, or on the CPU where that device has no fp64.
+    """
+    if not has_fp64(keys.device):
+        cpu = torch.device("cpu")
+        keys, counts = keys.to(cpu), counts.to(cpu)
+    z = keys + (counts + 1) * _GAMMA
+    z = (z ^ _shifted(z, 30)) * _MIX_1
+    z = (z ^ _shifted(z, 27)) * _MIX_2
+    z = z ^ _shifted(z, 31)
+    return _shifted(z, 11).double() * 2.0**-53
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """Shift int64 right logically; torch's own shift keeps the sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)

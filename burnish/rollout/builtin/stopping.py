@@ -1,9 +1,7 @@
-"""When a completion ends: at an id, at a text, or at its length. Runs on the host.
+"""When a completion ends: at a token id, a stop string, or its length.
 
-A stop string ends a completion with the token that completes it, and that token is kept. It is
-looked for in the decoded tail of the completion, and only when the latest token could have
-completed it, so that most tokens cost a dictionary look-up. Left out: cutting the text at the stop
-string, which is for whoever shows it; what is trained on are whole tokens.
+The token that completes a stop string is kept: training sees whole tokens. The string is looked for in the decoded tail, and
+only if the latest token can complete it, so most tokens cost one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -15,20 +13,20 @@ from burnish.records import StopReason
 from burnish.rollout.base import Sampling
 
 Decode = Callable[[Sequence[int]], str]
-"""From ids to text, special tokens included or not."""
+"""Turns token ids into text, with or without special tokens."""
 
 _MARGIN = 8
-"""Characters of tail decoded beyond the longest stop string, as tokenizers may alter a text's first ones."""
+"""Characters decoded beyond the longest stop string: tokenizers may alter a text's first ones."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class StopRule:
-    """Decides for each completion, after each token, whether it has ended."""
+    """Decides after each token whether a completion has ended."""
 
     def __init__(
         self, sampling: Sampling, eos_token_ids: Sequence[int], decode: Decode | None
     ) -> None:
-        """Raises `UsageError` for stop strings without a `decode`, and for an empty one."""
+        """Raises `UsageError` for stop strings without `decode`, or for an empty one."""
         if sampling.stop_strings and decode is None:
             raise UsageError(
                 "stop strings need a tokenizer to decode with",
@@ -42,10 +40,7 @@ class StopRule:
         self._strings = _StopStrings(sampling.stop_strings, decode) if decode else None
 
     def ended(self, tokens: Sequence[int]) -> StopReason | None:
-        """Why the completion `tokens` ends with its last token; None when it goes on.
-
-        To be asked after each token.
-        """
+        """Return why `tokens` ends with its last token, or None if it goes on. Call it after each token."""
         if tokens[-1] in self._ids:
             return "stop"
         if self._strings is not None and self._strings.completed_by_last(tokens):
@@ -54,7 +49,7 @@ class StopRule:
 
 
 class _StopStrings:
-    """Finds stop strings that the latest token completes."""
+    """Finds stop strings completed by the latest token."""
 
     def __init__(self, strings: Sequence[str], decode: Decode) -> None:
         self._strings = tuple(strings)
@@ -70,10 +65,9 @@ class _StopStrings:
         return any(string in tail for string in self._strings)
 
     def _may_complete(self, token: int) -> bool:
-        """Whether the token can contribute the last character of a stop string.
+        """Return whether the token can end with the last character of a stop string.
 
-        Always so when it is no text by itself (part of a character, or nothing), or when the
-        character is a space, which tokenizers drop at the start of a text.
+        True for tokens that are no text by themselves, and for strings that end with a space: tokenizers drop leading spaces.
         """
         known = self._candidates.get(token)
         if known is None:
@@ -88,7 +82,7 @@ class _StopStrings:
         return known
 
     def _tail(self, tokens: Sequence[int]) -> str:
-        """Text of the last tokens: long enough for any stop string that the last one completes."""
+        """Return the text of the last tokens, long enough for any stop string."""
         count = self._needed
         text = self._decode(tokens[-count:])
         while len(text) < self._needed and count < len(tokens):

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.rollout.builtin.cache import Cache, PromptCache, SlotCache
-from burnish.rollout.builtin.shared_cache import SharedCache
+from burnish.rollout.builtin.kv_cache import Cache, PromptCache, SharedCache, SlotCache
 
 LAYERS, WIDTH, SCALING = 2, 4, 0.3
 
