@@ -76,22 +76,22 @@ class Trouble:
 class FaultyRemote(Remote):
     """A service that meets trouble, where it is tried again as any fault of a service is."""
 
-    def __init__(self, url, patience=None, trouble=None):
-        super().__init__(url, patience)
+    def __init__(self, url, policy=None, trouble=None):
+        super().__init__(url, policy)
         self.trouble = trouble or Trouble()
 
     def below(self, name):
-        return FaultyRemote(self.url.below(name), self.patience, self.trouble)
+        return FaultyRemote(self.url.below(name), self.policy, self.trouble)
 
     def _meet(self, done, name):
         self.trouble.meet(done, f"{self.url.below(name)}".rpartition("checkpoints/")[2])
 
-    def _persist(self, name, done, call):
+    def _retry(self, name, done, call):
         def attempt(backend, pulse):
             self._meet(done, name)
             return call(backend, pulse)
 
-        return super()._persist(name, done, attempt)
+        return super()._retry(name, done, attempt)
 
     def put_file(self, name, source, advance=None):
         super().put_file(name, source, lambda count: self._meet("sent", name))

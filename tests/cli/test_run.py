@@ -214,7 +214,7 @@ def test_credentials_in_a_url_are_refused_and_not_shown(
 ) -> None:
     assert main(["rl", "c.yaml", "data.train=['s3://key:hunter2@b/d']", "--dry-run"]) == 2
     written = capsys.readouterr().err
-    assert "has credentials in it" in written
+    assert "credentials" in written
     assert "hunter2" not in written
 
 

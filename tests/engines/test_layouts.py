@@ -227,12 +227,12 @@ def test_ranks_without_data_and_a_nan_on_one_share(
 @pytest.mark.parametrize(
     ("family", "settings", "said"),
     [
-        ("qwen3", {"sequence_parallel": 3}, "engine.sequence_parallel: 3, 4 heads"),
+        ("qwen3", {"sequence_parallel": 3}, "engine.sequence_parallel: 3, 4 attention heads"),
         ("qwen3", {"tensor_parallel": 4}, "engine.tensor_parallel: 4, 2 key heads"),
         (
             "qwen3",
             {"tensor_parallel": 2, "sequence_parallel": 4},
-            "engine.sequence_parallel: 4, 2 heads on each of 2 tensor ranks",
+            "engine.sequence_parallel: 4, 2 attention heads on each of 2 tensor ranks",
         ),
         ("olmo2", {"tensor_parallel": 2}, r"type olmo2(.|\n)*colwise_gather_output"),
     ],

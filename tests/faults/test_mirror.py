@@ -86,7 +86,7 @@ def test_s3_that_stays_away_leaves_nothing_that_is_listed(s3_server, tmp_path):
     mirror = mirror_at(tmp_path / "run", Remote(f"{url}/run", hasty))
     save(mirror, 1, BIG_SHAPES)
     s3_server.proxy.faults.append(Fault("status", 10_000, method="PUT", contains="manifest.json"))
-    with pytest.raises(BurnishError, match="again and again"):
+    with pytest.raises(BurnishError, match="after several tries"):
         sync(mirror)
     steps = mirror.steps()
     assert committed(steps.root, steps) == []
@@ -119,7 +119,7 @@ class Heard(Remote):
     hear = None
 
     def below(self, name):
-        below = Heard(self.url.below(name), self.patience)
+        below = Heard(self.url.below(name), self.policy)
         below.hear = self.hear
         return below
 

@@ -126,7 +126,7 @@ def test_an_evaluation_copies_no_training_data(store: Remote) -> None:
         ("model.chat_template", "memory://nowhere/t.jinja", MissingError),
         ("model.lora", {"path": "nowhere"}, MissingError),
         ("data.train", ["memory://nowhere/*.jsonl"], MissingError),
-        ("model.path", "hf://organization/model", UsageError),
+        ("model.path", "ftp://organization/model", UsageError),
         ("data.train", ["s3://user:secret@bucket/data"], UsageError),
     ],
 )

@@ -40,12 +40,12 @@ QUICK = RetryPolicy(tries=2, seconds=1, first_pause=0.01)
 class Counting(Remote):
     """A remote that writes down what is done to it, and fails where it is told to."""
 
-    def __init__(self, url, patience=None):
-        super().__init__(url, patience)
+    def __init__(self, url, policy=None):
+        super().__init__(url, policy)
         self.calls, self.fail = [], lambda call, name: False
 
     def below(self, name):
-        below = Counting(self.url.below(name), self.patience)
+        below = Counting(self.url.below(name), self.policy)
         below.calls, below._connection = self.calls, self._connection
         below.fail = self.fail
         return below
