@@ -361,7 +361,7 @@ def test_a_dry_run_of_a_family_that_is_not_planned(
     make_runnable(work)
     fresh = "model.fresh={model_type: mamba}"
     assert main(["sft", "c.yaml", fresh, "--dry-run", "--devices", "64xB200-180G"]) == 0
-    assert "not planned: the planner does not know models of type mamba" in capsys.readouterr().out
+    assert "not planned: the shape of models of type mamba is not known" in capsys.readouterr().out
 
 
 def test_a_dry_run_of_the_megatron_engine(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
