@@ -68,6 +68,8 @@ def _one(annotation: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
             allow_nan=False,
             allow_infinity=False,
         )
+    if any(getattr(each, "pattern", None) for each in metadata):
+        return st.sampled_from(["my.py:function", "package.module:function"])
     if annotation is str:
         return TEXT.filter(lambda text: len(text) >= bounds.get("min_length", 0))
     return {bool: st.booleans(), NoneType: st.none()}[annotation]

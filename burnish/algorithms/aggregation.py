@@ -17,7 +17,9 @@ from torch import Tensor
 from burnish.records import MicroBatch
 from burnish.tracking.stats import Mean
 
-AggregationKind = Literal["token_mean", "sequence_mean", "sequence_sum_fixed"]
+AggregationKind = Literal[
+    "token_mean", "token_sum", "sequence_mean", "sequence_sum", "sequence_sum_fixed"
+]
 """The ways, by their name in the configuration."""
 
 
@@ -46,21 +48,23 @@ def aggregation(kind: AggregationKind, micro: MicroBatch, max_response_length: i
     """The coefficients of one way of aggregating. m_t is the loss mask, ℓ_t a token's loss.
 
     - token_mean (DAPO, arXiv 2503.14476, equation 8): Σ_s Σ_t m_t ℓ_t / (loss tokens)
+    - token_sum: Σ_s Σ_t m_t ℓ_t
     - sequence_mean (GRPO, arXiv 2402.03300, equation 3): Σ_s (Σ_t m_t ℓ_t / Σ_t m_t) / (sequences)
+    - sequence_sum (seq-mean-token-sum in verl): Σ_s (Σ_t m_t ℓ_t) / (sequences)
     - sequence_sum_fixed (Dr. GRPO, arXiv 2503.20783): Σ_s (Σ_t m_t ℓ_t / `max_response_length`) / (sequences)
 
     Sequences without a loss token count nowhere.
     """
     lengths = loss_lengths(micro)
-    if kind == "token_mean":
+    if kind in ("token_mean", "token_sum"):
         local_units, global_units = lengths.sum(), micro.num_tokens
-        per_sequence = torch.ones_like(lengths, dtype=torch.float32)
-    elif kind == "sequence_mean":
-        local_units, global_units = (lengths > 0).sum(), micro.num_sequences
-        per_sequence = 1.0 / lengths.clamp(min=1)
     else:
         local_units, global_units = (lengths > 0).sum(), micro.num_sequences
-        per_sequence = torch.full_like(lengths, 1 / max_response_length, dtype=torch.float32)
+    if kind == "sequence_mean":
+        per_sequence = 1.0 / lengths.clamp(min=1)
+    else:
+        factors = {"token_sum": max(global_units, 1), "sequence_sum_fixed": 1 / max_response_length}
+        per_sequence = torch.full_like(lengths, factors.get(kind, 1.0), dtype=torch.float32)
     per_token = to_tokens(per_sequence / max(global_units, 1), micro)
     return Aggregation(
         coefficients=torch.where(micro.loss_mask, per_token, 0.0),

@@ -15,7 +15,7 @@ from torch import Tensor
 from burnish.algorithms.aggregation import aggregation
 from burnish.algorithms.kl import kl_loss
 from burnish.algorithms.mismatch import mismatch_stats, mismatch_weights
-from burnish.algorithms.policy_loss import TokenLosses, cispo, gspo, old_logprobs, ppo_clip
+from burnish.algorithms.policy_loss import TokenLosses, load_policy_loss, old_logprobs
 from burnish.config.schema import AlgorithmConfig
 from burnish.errors import BurnishError
 from burnish.records import MicroBatch, TokenOutputs
@@ -47,19 +47,20 @@ def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
     - `pg_clipfrac`, `pg_clipfrac_lower`: share of tokens held by the clip range, by the dual clip
     - `mismatch_...`: of the generator (`burnish.algorithms.mismatch`), where its log-probs are there
 
-    With `mismatch_cap` the surrogate of each token, and nothing else, has the mismatch's weight as a factor.
+    The correction of the generator's mismatch multiplies the policy loss of each token, and no other term.
     The loss raises `BurnishError` for a micro-batch without advantages, or without reference or sampled log-probs where it needs them.
     """
     kl_in_loss = config.kl.coef > 0 and config.kl.place == "loss"
+    surrogate = load_policy_loss(config)
 
     def policy_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
         aggregate = aggregation(config.aggregation, micro, max_response_length)
-        tokens = _surrogate(config, outputs.logprobs, micro)
+        tokens = surrogate(outputs.logprobs, micro)
         old = old_logprobs(outputs.logprobs, micro)
         stats = Stats(_statistics(tokens, outputs, micro) | mismatch_stats(old, micro))
         losses = tokens.loss
-        if config.mismatch_cap is not None:
-            weights, held = mismatch_weights(old, micro, config.mismatch_cap)
+        if config.mismatch_cap is not None or config.mismatch_reject != "none":
+            weights, held = mismatch_weights(old, micro, config)
             losses = losses * weights
             stats |= held
         loss = aggregate(losses)
@@ -75,14 +76,6 @@ def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
         return loss, stats
 
     return policy_loss
-
-
-def _surrogate(config: AlgorithmConfig, logprobs: Tensor, micro: MicroBatch) -> TokenLosses:
-    if config.policy_loss == "ppo":
-        return ppo_clip(logprobs, micro, config.clip_low, config.clip_high, config.dual_clip)
-    if config.policy_loss == "gspo":
-        return gspo(logprobs, micro, config.clip_low, config.clip_high)
-    return cispo(logprobs, micro, config.clip_low, config.clip_high)
 
 
 def _statistics(tokens: TokenLosses, outputs: TokenOutputs, micro: MicroBatch) -> Stats:

@@ -11,16 +11,19 @@ temperature and truncation. Importance sampling asks for that one: E_μ[π_old/�
 π_old, over the tokens that μ can draw. The generator's raw log-probs would do only at temperature 1 without
 truncation, where both are the same. With truncation the weights are around the share of the
 distribution that was kept, instead of around 1: what was cut off is missing, and that is no error of arithmetic.
-Left out: correction by whole sequences, and leaving tokens out.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from burnish.algorithms.aggregation import loss_lengths, sequence_means, to_tokens
 from burnish.algorithms.kl import kl_loss
 from burnish.algorithms.policy_loss import LOG_RATIO_BOUND
+from burnish.config.schema import AlgorithmConfig
 from burnish.errors import BurnishError
 from burnish.records import MicroBatch
 from burnish.tracking.stats import Max, Mean, Stats
@@ -45,15 +48,46 @@ def mismatch_stats(old_logprobs: Tensor, micro: MicroBatch) -> Stats:
     )
 
 
-def mismatch_weights(old_logprobs: Tensor, micro: MicroBatch, cap: float) -> tuple[Tensor, Stats]:
-    """Truncated importance sampling: min(π_old(y)/μ(y), `cap`) [T] fp32, the factor on each token's policy loss.
+def mismatch_weights(
+    old_logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig
+) -> tuple[Tensor, Stats]:
+    """Return the factor [T] fp32 on each token's policy loss, without gradient, and its statistics.
 
-    Without gradient; 1 where nothing is trained on. Statistics: `mismatch_capped`, the share of tokens that the cap holds.
-    Raises `BurnishError` for a micro-batch without `sampled_logprobs`.
+    With ρ_t = π_old(y_t)/μ(y_t) and a sequence's ρ = Π_t ρ_t, its weight is
+
+    - `mismatch_level` token: min(ρ_t, `mismatch_cap`) (truncated importance sampling, Yao et al. 2025)
+    - `mismatch_level` sequence: min(ρ, `mismatch_cap`) for all tokens of the sequence (arXiv 2507.18071's unit; verl's sequence TIS)
+
+    and 1 without a cap. `mismatch_reject` makes it 0 outside [`mismatch_low`, `mismatch_high`]:
+
+    - token: tokens by ρ_t (IcePop, arXiv 2510.18855, equation 3)
+    - sequence: whole sequences by ρ (masked importance sampling, MIS; Liu et al. 2025)
+    - geometric: whole sequences by ρ^(1/|y|), which does not fall with the length
+
+    Statistics: `mismatch_capped`, the share of tokens at the cap; `mismatch_rejected`, the share with weight 0. Raises
+    `BurnishError` for a micro-batch without `sampled_logprobs`.
     """
-    ratio = _log_ratio(old_logprobs, micro).clamp(max=LOG_RATIO_BOUND).exp()
-    held = Mean((ratio > cap).sum(), micro.loss_mask.sum())
-    return ratio.clamp(max=cap), Stats(mismatch_capped=held)
+    ratios = _log_ratio(old_logprobs, micro)
+    means = sequence_means(ratios, micro)
+    by_level = {
+        "token": ratios,
+        "sequence": to_tokens(means * loss_lengths(micro), micro),
+        "geometric": to_tokens(means, micro),
+    }
+    weights, count = torch.ones_like(ratios), micro.loss_mask.sum()
+    stats = Stats()
+    if config.mismatch_cap is not None:
+        ratio = by_level[config.mismatch_level].clamp(max=LOG_RATIO_BOUND).exp()
+        weights = ratio.clamp(max=config.mismatch_cap)
+        capped = (ratio > config.mismatch_cap) & micro.loss_mask
+        stats |= {"mismatch_capped": Mean(capped.sum(), count)}
+    if config.mismatch_reject != "none":
+        measure = by_level[config.mismatch_reject]
+        low, high = math.log(config.mismatch_low), math.log(config.mismatch_high)
+        rejected = ((measure < low) | (measure > high)) & micro.loss_mask
+        weights = torch.where(rejected, 0.0, weights)
+        stats |= {"mismatch_rejected": Mean(rejected.sum(), count)}
+    return torch.where(micro.loss_mask, weights, 1.0), stats
 
 
 def _log_ratio(old_logprobs: Tensor, micro: MicroBatch) -> Tensor:
@@ -62,7 +96,7 @@ def _log_ratio(old_logprobs: Tensor, micro: MicroBatch) -> Tensor:
             "A correction of the generator's mismatch was given a micro-batch without its log-probs.",
             have="sampled_logprobs=None",
             want="the log-prob of each token under the distribution it was drawn from",
-            do="make the examples of the batch with sampled_logprobs, or set algorithm.mismatch_cap to null",
+            do="make the examples of the batch with sampled_logprobs, or remove algorithm.mismatch_cap and mismatch_reject",
         )
     difference = old_logprobs.float() - micro.sampled_logprobs.float()
     return torch.where(micro.loss_mask, difference, 0.0)

@@ -1,21 +1,26 @@
-"""The surrogates of policy gradient methods, token by token.
+"""Policy losses: what policy gradient methods minimise for each token.
 
-Each takes the log-probs of the policy that is being trained, π, and returns for every token what
-is minimised. The old policy π_old is what `MicroBatch.old_logprobs` was computed with; where that is
-None, the update is exactly on-policy and π_old is π itself without gradient. The ratio is formed in
-fp32 from a log-ratio that is 0 at masked tokens, so nothing they hold reaches the loss or the
-gradient. Left out: how tokens are added up (`burnish.algorithms.aggregation`).
+A policy loss takes the log-probs [T] of the trained policy π, the micro-batch and `algorithm`'s settings, and returns
+`TokenLosses`, or just the losses [T]. `MicroBatch.old_logprobs` are those of π_old. None means that the update is exactly
+on-policy: π_old is π without gradient. Log-ratios are fp32 and 0 at masked tokens, so nothing there reaches loss or gradient.
+`burnish.algorithms.aggregation` adds the tokens up.
+
+Notation: r_t = π(y_t) / π_old(y_t), A_t the advantage, sg stops the gradient, σ is the logistic function.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from burnish.algorithms import POLICY_LOSSES
 from burnish.algorithms.aggregation import sequence_means, to_tokens
-from burnish.errors import BurnishError
+from burnish.config.schema import AlgorithmConfig
+from burnish.errors import BurnishError, UsageError
+from burnish.functions import load_function
 from burnish.records import MicroBatch
 
 LOG_RATIO_BOUND = 20.0
@@ -24,95 +29,218 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLosses:
-    """What a surrogate says of each token of a micro-batch. Masked tokens hold finite values without meaning."""
+    """A policy loss of each token of a micro-batch. Masked tokens hold finite values without meaning."""
 
     loss: Tensor
     """[T] fp32, to be minimised."""
     clipped: Tensor
-    """[T] bool, where the clip range holds the token back."""
+    """[T] bool, where a bound on the ratio takes effect."""
     clipped_lower: Tensor
-    """[T] bool, where the dual clip does."""
+    """[T] bool, where the dual clip takes effect."""
     log_ratio: Tensor
     """[T] fp32 without gradient, log π/π_old of the token."""
 
 
-def ppo_clip(
-    logprobs: Tensor,
-    micro: MicroBatch,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> TokenLosses:
-    """PPO's clipped surrogate (arXiv 1707.06347, equation 7), its bounds apart as in DAPO (arXiv 2503.14476, equation 8).
+PolicyLoss = Callable[[Tensor, MicroBatch, AlgorithmConfig], "TokenLosses | Tensor"]
+"""(log-probs [T] with gradient, micro-batch, settings) -> losses."""
 
-    With r_t = π(y_t) / π_old(y_t):  ℓ_t = -min(r_t A_t, clip(r_t, 1 - `clip_low`, 1 + `clip_high`) A_t).
+
+def load_policy_loss(config: AlgorithmConfig) -> Callable[[Tensor, MicroBatch], TokenLosses]:
+    """Return the loss that `algorithm.policy_loss` names.
+
+    A function of the user's is called once on a made-up micro-batch. Raises `UsageError` if it does not exist or fails there.
+    """
+    name = config.policy_loss
+    function: PolicyLoss = load_function(name, "algorithm.policy_loss", POLICY_LOSSES)
+
+    def token_losses(logprobs: Tensor, micro: MicroBatch) -> TokenLosses:
+        found = function(logprobs, micro, config)
+        if isinstance(found, Tensor):
+            nowhere = torch.zeros_like(micro.loss_mask)
+            found = TokenLosses(found, nowhere, nowhere, log_ratio(logprobs, micro).detach())
+        if found.loss.shape != logprobs.shape:
+            raise BurnishError(
+                "the policy loss returned another shape than it should",
+                have=f"{list(found.loss.shape)}",
+                want=f"one loss per token, {list(logprobs.shape)}",
+                do="correct the function of algorithm.policy_loss",
+            )
+        return found
+
+    if name not in POLICY_LOSSES:
+        try:
+            _try(token_losses)
+        except Exception as error:
+            raise UsageError(
+                f"algorithm.policy_loss: {name} failed on a made-up micro-batch",
+                have=f"{type(error).__name__}: {error}",
+                want="finite losses [T] with a gradient, of (logprobs [T], micro_batch, algorithm)",
+                do="correct the function",
+            ) from error
+    return token_losses
+
+
+def _try(token_losses: Callable[[Tensor, MicroBatch], TokenLosses]) -> None:
+    """Compute losses and gradients of two made-up sequences; raise `ValueError` if they are not finite."""
+    mask = torch.tensor([False, True, True, False, True])
+    numbers = torch.linspace(-2.0, -0.5, 5)
+    micro = MicroBatch(
+        input_ids=torch.arange(5),
+        cu_seqlens=torch.tensor([0, 3, 5], dtype=torch.int32),
+        loss_mask=mask,
+        num_tokens=3,
+        num_sequences=2,
+        advantages=torch.tensor([0.0, 1.0, 1.0, 0.0, -1.0]),
+        old_logprobs=numbers - 0.1,
+        sampled_logprobs=numbers - 0.2,
+        ref_logprobs=numbers - 0.3,
+    )
+    logprobs = numbers.clone().requires_grad_()
+    loss = token_losses(logprobs, micro).loss[mask].sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    if logprobs.grad is None or not (loss.isfinite() and logprobs.grad[mask].isfinite().all()):
+        raise ValueError("the loss or its gradient is not finite")
+
+
+def ppo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
+    """PPO's clipped surrogate (arXiv 1707.06347, equation 7) with DAPO's two bounds (arXiv 2503.14476, equation 8).
+
+    ℓ_t = -min(r_t A_t, clip(r_t, 1 - `clip_low`, 1 + `clip_high`) A_t).
     With `dual_clip` c (arXiv 1912.09729, equation 5), where A_t < 0:  ℓ_t = -max(that minimum, c A_t).
     """
     advantages = _advantages(micro)
-    log_ratio = _log_ratio(logprobs, micro)
-    ratio = _bounded(log_ratio).exp()
-    loss, clipped = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
+    ratios = log_ratio(logprobs, micro)
+    loss, clipped = _clipped_surrogate(_bounded(ratios).exp(), advantages, config)
     clipped_lower = torch.zeros_like(clipped)
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
+    if config.dual_clip is not None:
+        bound = -advantages * config.dual_clip
         clipped_lower = (advantages < 0) & (loss > bound)
         loss = torch.where(clipped_lower, bound, loss)
-    return TokenLosses(loss, clipped, clipped_lower, log_ratio.detach())
+    return TokenLosses(loss, clipped, clipped_lower, ratios.detach())
 
 
-def gspo(logprobs: Tensor, micro: MicroBatch, clip_low: float, clip_high: float) -> TokenLosses:
+def gspo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
     """Group sequence policy optimisation (arXiv 2507.18071), in its token form (equations 13 and 14).
 
-    The ratio is the sequence's, s = exp(1/|y| Σ_t log π(y_t)/π_old(y_t)), and every token's is
-    s_t = sg[s] · π(y_t) / sg[π(y_t)]: s in value, its own log-prob in gradient.
-    ℓ_t = -min(s_t A_t, clip(s_t, 1 - `clip_low`, 1 + `clip_high`) A_t). With the aggregation
-    sequence_mean and one advantage per sequence, gradient and value are those of equation 5.
+    The sequence's ratio is s = exp(1/|y| Σ_t log r_t), and each token's is s_t = sg[s] · π(y_t) / sg[π(y_t)].
+    ℓ_t = -min(s_t A_t, clip(s_t, 1 - `clip_low`, 1 + `clip_high`) A_t). With aggregation sequence_mean and one
+    advantage per sequence, gradient and value are those of equation 5.
     """
-    advantages = _advantages(micro)
-    log_ratio = _log_ratio(logprobs, micro)
-    sequence_ratio = _bounded(sequence_means(log_ratio.detach(), micro)).exp()
-    # log_ratio minus itself: 0 in value, ∇ log π in gradient, and safe at masked tokens.
-    ratio = to_tokens(sequence_ratio, micro) * (log_ratio - log_ratio.detach()).exp()
-    loss, clipped = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
-    return TokenLosses(loss, clipped, torch.zeros_like(clipped), log_ratio.detach())
+    ratios = log_ratio(logprobs, micro)
+    sequence_ratio = _bounded(sequence_means(ratios.detach(), micro)).exp()
+    # ratios minus itself: 0 in value, ∇ log π in gradient, and safe at masked tokens.
+    ratio = to_tokens(sequence_ratio, micro) * (ratios - ratios.detach()).exp()
+    loss, clipped = _clipped_surrogate(ratio, _advantages(micro), config)
+    return TokenLosses(loss, clipped, torch.zeros_like(clipped), ratios.detach())
 
 
-def cispo(logprobs: Tensor, micro: MicroBatch, clip_low: float, clip_high: float) -> TokenLosses:
+def cispo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
     """Clipped importance sampling weights (MiniMax-M1, arXiv 2506.13585, equations 4 and 5).
 
-    ℓ_t = -sg[clip(r_t, 1 - `clip_low`, 1 + `clip_high`)] A_t log π(y_t): the weight is clipped, never
-    the token, so every token keeps a gradient. The paper leaves the lower side open (`clip_low` ≥ 1).
+    ℓ_t = -sg[clip(r_t, 1 - `clip_low`, 1 + `clip_high`)] A_t log π(y_t). Every token keeps a gradient, since the weight is
+    clipped. The paper leaves the lower side open (`clip_low` ≥ 1).
+    """
+    ratios = log_ratio(logprobs, micro)
+    ratio = _bounded(ratios.detach()).exp()
+    weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    loss = -weight * _advantages(micro) * _safe(logprobs, micro)
+    clipped = weight != ratio
+    return TokenLosses(loss, clipped, torch.zeros_like(clipped), ratios.detach())
+
+
+def sapo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
+    """Soft adaptive policy optimisation (SAPO, arXiv 2511.20347, equations 5 and 6).
+
+    ℓ_t = -4/τ · σ(τ (r_t - 1)) A_t, τ = `sapo_temperature_pos` where A_t > 0, else `sapo_temperature_neg`. The gate's
+    slope falls off smoothly from r_t = 1, where the gradient is that of r_t A_t.
     """
     advantages = _advantages(micro)
-    log_ratio = _log_ratio(logprobs, micro)
-    ratio = _bounded(log_ratio.detach()).exp()
-    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    safe_logprobs = torch.where(micro.loss_mask, logprobs.float(), 0.0)
-    loss = -weight * advantages * safe_logprobs
-    clipped = weight != ratio
-    return TokenLosses(loss, clipped, torch.zeros_like(clipped), log_ratio.detach())
+    ratios = log_ratio(logprobs, micro)
+    tau = torch.where(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
+    gate = torch.sigmoid(tau * (_bounded(ratios).exp() - 1)) * 4 / tau
+    nowhere = torch.zeros_like(micro.loss_mask)
+    return TokenLosses(-gate * advantages, nowhere, nowhere, ratios.detach())
+
+
+def gmpo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
+    """Geometric-mean policy optimisation (GMPO, arXiv 2507.20673, equation 4), in a token form like GSPO's.
+
+    c_t = min(log r_t, `clip_high`) where A_t > 0, else max(log r_t, -`clip_low`): the clip range is of log-ratios.
+    s = exp(1/|y| Σ_t c_t), s_t = sg[s] · exp(c_t - sg[c_t]), ℓ_t = -s_t A_t. With aggregation sequence_mean and one
+    advantage per sequence, gradient and value are those of the paper.
+    """
+    advantages = _advantages(micro)
+    ratios = log_ratio(logprobs, micro)
+    bounded = torch.where(
+        advantages > 0, ratios.clamp(max=config.clip_high), ratios.clamp(min=-config.clip_low)
+    )
+    sequence_ratio = _bounded(sequence_means(bounded.detach(), micro)).exp()
+    ratio = to_tokens(sequence_ratio, micro) * (bounded - bounded.detach()).exp()
+    clipped = bounded.detach() != ratios.detach()
+    return TokenLosses(-ratio * advantages, clipped, torch.zeros_like(clipped), ratios.detach())
+
+
+def dppo_tv(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
+    """Divergence PPO with the binary total variation (DPPO, arXiv 2602.04879).
+
+    ℓ_t = -M_t r_t A_t. M_t is 0 where the token has moved too far already: D_t = |π(y_t) - π_old(y_t)| is above `clip_high`
+    with A_t > 0 and r_t > 1, or above `clip_low` with A_t < 0 and r_t < 1. Else it is 1.
+    """
+    old = _safe(old_logprobs(logprobs, micro), micro).exp()
+    new = _safe(logprobs.detach(), micro).exp()
+    return _masked_by_divergence(logprobs, micro, (new - old).abs(), config)
+
+
+def dppo_kl(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
+    """Divergence PPO with the binary KL (DPPO, arXiv 2602.04879): as `dppo_tv`, with another D_t.
+
+    D_t = p log(p/q) + (1 - p) log((1 - p)/(1 - q)), p = π_old(y_t), q = π(y_t).
+    """
+    old, new = _safe(old_logprobs(logprobs, micro), micro), _safe(logprobs.detach(), micro)
+    p = old.exp()
+    rest, rest_old = ((-torch.expm1(each)).clamp(min=1e-8) for each in (new, old))
+    divergence = p * (old - new) + (1 - p) * (rest_old.log() - rest.log())
+    return _masked_by_divergence(logprobs, micro, divergence, config)
+
+
+def _masked_by_divergence(
+    logprobs: Tensor, micro: MicroBatch, divergence: Tensor, config: AlgorithmConfig
+) -> TokenLosses:
+    advantages = _advantages(micro)
+    ratios = log_ratio(logprobs, micro)
+    up = (advantages > 0) & (ratios > 0) & (divergence > config.clip_high)
+    down = (advantages < 0) & (ratios < 0) & (divergence > config.clip_low)
+    held = up | down
+    loss = torch.where(held, 0.0, -_bounded(ratios).exp() * advantages)
+    return TokenLosses(loss, held, torch.zeros_like(held), ratios.detach())
 
 
 def _clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    ratio: Tensor, advantages: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
     plain = -ratio * advantages
-    held = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    held = -ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
     return torch.maximum(plain, held), held > plain
 
 
 def old_logprobs(logprobs: Tensor, micro: MicroBatch) -> Tensor:
-    """[T] without gradient, log π_old of the tokens whose log π is `logprobs`."""
+    """Return log π_old [T] without gradient."""
     return logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
 
 
-def _log_ratio(logprobs: Tensor, micro: MicroBatch) -> Tensor:
+def log_ratio(logprobs: Tensor, micro: MicroBatch) -> Tensor:
+    """Return log π/π_old [T] fp32, 0 at masked tokens."""
     difference = logprobs.float() - old_logprobs(logprobs, micro).float()
     return torch.where(micro.loss_mask, difference, 0.0)
 
 
-def _bounded(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+def _safe(logprobs: Tensor, micro: MicroBatch) -> Tensor:
+    """Return `logprobs` in fp32, 0 at masked tokens."""
+    return torch.where(micro.loss_mask, logprobs.float(), 0.0)
+
+
+def _bounded(ratios: Tensor) -> Tensor:
+    return ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def _advantages(micro: MicroBatch) -> Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 from burnish.config.check import Command
 from burnish.config.problems import Problem, refusal
 from burnish.config.room import room_for_prompts
-from burnish.config.schema import DataConfig, RunConfig
+from burnish.config.schema import AlgorithmConfig, DataConfig, RunConfig
 from burnish.data.columns import MissingColumn, answer_column, example_format, prompt_column
 from burnish.data.peek import Columns, columns_of, has_column
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, few
@@ -66,6 +66,8 @@ def _looks(config: RunConfig, command: Command, run_dir: Path | None) -> Iterato
     if command != "sft":
         for reward in config.reward.functions:
             yield partial(require_function, reward.function, "reward.functions", BUILTINS)
+    if command == "rl":
+        yield partial(_formula, config.algorithm)
 
 
 def _looks_at_models(config: RunConfig, command: Command) -> Iterator[_Look]:
@@ -83,6 +85,21 @@ def _looks_at_models(config: RunConfig, command: Command) -> Iterator[_Look]:
             yield partial(_tokenizer, path)
     if isinstance(model.fresh, str) and not is_url(model.fresh):
         yield partial(_json_object, Path(model.fresh).expanduser())
+
+
+def _formula(algorithm: AlgorithmConfig) -> None:
+    """Functions of the user's exist, and run on made-up data."""
+    advantage, loss = algorithm.advantage, algorithm.policy_loss
+    if ":" in advantage:
+        require_function(advantage, "algorithm.advantage")
+        from burnish.algorithms.advantages import load_advantage
+
+        load_advantage(advantage)
+    if ":" in loss:
+        require_function(loss, "algorithm.policy_loss")
+        from burnish.algorithms.policy_loss import load_policy_loss
+
+        load_policy_loss(algorithm)
 
 
 def _config(path: str) -> None:

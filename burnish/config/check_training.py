@@ -6,13 +6,14 @@ Left out: all that does not depend on training (`burnish.config.check`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import get_args
 
 from burnish.config.parts import part_names
 from burnish.config.problems import Problem, either
 from burnish.config.room import longest_completed
-from burnish.config.schema import RunConfig
+from burnish.config.schema import AdvantageName, PolicyLossName, RunConfig
 
-GROUP_ADVANTAGES = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
+GROUP_ADVANTAGES = frozenset(get_args(AdvantageName)) - {"remax", "reinforce_plus_plus", "gae"}
 """Advantages that compare the completions of one prompt with each other; a group of one has none."""
 
 
@@ -230,12 +231,24 @@ def _of_algorithm(config: RunConfig) -> Iterator[Problem]:
             want="null, or policy_loss ppo",
             do="remove algorithm.dual_clip",
         )
-    if algorithm.mismatch_cap is not None and algorithm.old_logprobs == "rollout":
+    for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+        if name in algorithm.model_fields_set and algorithm.policy_loss in {
+            *get_args(PolicyLossName)
+        } - {"sapo"}:
+            yield Problem(
+                f"algorithm.{name} is for algorithm.policy_loss sapo only",
+                have=f"algorithm.policy_loss: {algorithm.policy_loss}",
+                want="policy_loss sapo",
+                do=f"remove algorithm.{name}",
+            )
+    used = "mismatch_cap" if algorithm.mismatch_cap is not None else "mismatch_reject"
+    corrects = algorithm.mismatch_cap is not None or algorithm.mismatch_reject != "none"
+    if corrects and algorithm.old_logprobs == "rollout":
         yield Problem(
-            "algorithm.mismatch_cap has nothing to correct",
-            have=f"algorithm.mismatch_cap: {algorithm.mismatch_cap}, algorithm.old_logprobs: rollout, so updates are measured against the generator itself",
-            want="algorithm.old_logprobs recompute, or no cap",
-            do="set algorithm.old_logprobs=recompute, or remove algorithm.mismatch_cap",
+            f"algorithm.{used} has nothing to correct",
+            have=f"algorithm.{used}: {getattr(algorithm, used)}, algorithm.old_logprobs: rollout, so updates are measured against the generator itself",
+            want="algorithm.old_logprobs recompute, or no correction",
+            do=f"set algorithm.old_logprobs=recompute, or remove algorithm.{used}",
         )
 
 

@@ -49,7 +49,6 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "enable_activation_offload": "engine.activation_offload",
         "entropy_coeff": "algorithm.entropy_coef",
         "entropy_loss_coef": "algorithm.entropy_coef",
-        "epsilon_high": "algorithm.clip_high",
         "eval_dataset": "data.validation",
         "eval_on_start": "evaluation.before",
         "eval_steps": "evaluation.every",
@@ -68,6 +67,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "lora_r": "model.lora.rank",
         "lora_rank": "model.lora.rank",
         "lr_warmup_steps": "optim.warmup_steps",
+        "mask_truncated_completions": "algorithm.mask_truncated",
         "max_actor_ckpt_to_keep": "checkpoint.keep_last",
         "max_ckpt_num": "checkpoint.keep_last",
         "max_completion_length": "rollout.max_response_length",
@@ -97,6 +97,8 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "rollout.response_length": "rollout.max_response_length",
         "rollout_batch_size": "batch.prompts",
         "run_name": "name",
+        "sapo_temperature_neg": "algorithm.sapo_temperature_neg",
+        "sapo_temperature_pos": "algorithm.sapo_temperature_pos",
         "save_freq": "checkpoint.save_every",
         "save_steps": "checkpoint.save_every",
         "save_total_limit": "checkpoint.keep_last",
@@ -136,7 +138,7 @@ _SCHEDULE = "optim.schedule: constant, linear, cosine or wsd; a warm-up is optim
 _RATIO = "optim.warmup_steps: a number of steps, not a fraction of them"
 _REWARD = "reward.functions: a list of {function: file.py:function or module:function, weight, kwargs}, or {function: numeric}"
 _JUDGES = "reward.models: a list of {path, weight}"
-_CORRECTION = "algorithm.mismatch_cap: the largest factor on a token's loss, truncated; sequences have none, and nothing is left out"
+_CORRECTION = "algorithm.mismatch_cap and algorithm.mismatch_reject: the first truncates weights of tokens or sequences (algorithm.mismatch_level), the second leaves tokens or sequences out"
 _EVERY = "evaluation.every and checkpoint.save_every: a number of steps, 0 for none"
 DIFFERENT: Mapping[str, str] = MappingProxyType(
     {
@@ -159,6 +161,7 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "eps_clip": _BOTH_SIDES,
         "eps_clip_low_high": _BOTH_SIDES,
         "epsilon": _BOTH_SIDES,
+        "epsilon_high": "algorithm.clip_high: for cispo TRL caps the ratio at epsilon_high itself and Burnish at 1 + clip_high, so take 1 off",
         "eval_strategy": _EVERY,
         "filter_groups.metric": "algorithm.dynamic_sampling.part: a part of the reward; the reward itself for score and seq_reward",
         "filter_overlong_prompts": "data.overlong: drop or error; nothing is cut",
@@ -178,9 +181,9 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "log_prob_micro_batch_size": _TOKENS,
         "log_prob_micro_batch_size_per_gpu": _TOKENS,
         "logger": "tracking.tensorboard: console, metrics.jsonl and report.html are always written; no other service yet",
-        "loss_agg_mode": "algorithm.aggregation: token_mean for token-mean, sequence_mean for seq-mean-token-mean, sequence_sum_fixed for seq-mean-token-sum-norm",
-        "loss_mode": "algorithm.policy_loss: ppo for vanilla, gspo, cispo",
-        "loss_type": "algorithm.aggregation: sequence_mean for grpo, token_mean for bnpo and dapo, sequence_sum_fixed for dr_grpo; cispo is an algorithm.policy_loss",
+        "loss_agg_mode": "algorithm.aggregation: token_mean for token-mean, sequence_mean for seq-mean-token-mean, sequence_sum for seq-mean-token-sum, sequence_sum_fixed for seq-mean-token-sum-norm",
+        "loss_mode": "algorithm.policy_loss: ppo for vanilla, gmpo for geo_mean, gspo, cispo, sapo, dppo_tv, dppo_kl",
+        "loss_type": "algorithm.aggregation: sequence_mean for grpo, token_mean for bnpo and dapo, sequence_sum_fixed for dr_grpo; cispo and sapo are values of algorithm.policy_loss",
         "lr_scheduler_type": _SCHEDULE,
         "lr_warmup_ratio": _RATIO,
         "lr_warmup_steps_ratio": _RATIO,
@@ -203,7 +206,7 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "param_offload": "engine.park: weights, gradients and optimizer state are on the host while completions are generated; in training the weights stay",
         "per_device_eval_batch_size": _TOKENS,
         "per_device_train_batch_size": "batch.prompts (rl) and batch.examples (sft): of a whole step over all devices, however many there are; only batch.tokens_per_device is per device",
-        "policy_loss.loss_mode": "algorithm.policy_loss: ppo for vanilla, gspo, cispo",
+        "policy_loss.loss_mode": "algorithm.policy_loss: ppo for vanilla, gmpo for geo_mean, gspo, cispo, sapo, dppo_tv, dppo_kl",
         "ppo_max_token_len_per_gpu": "batch.tokens_per_device: a longer sequence is an error; the same for training and for log-probs",
         "ppo_micro_batch_size": _TOKENS,
         "ppo_micro_batch_size_per_gpu": _TOKENS,
@@ -225,7 +228,7 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "rollout_is_threshold": _CORRECTION,
         "save_path": "output_dir and name: a run's directory is output_dir/name",
         "save_strategy": _EVERY,
-        "scale_rewards": "algorithm.advantage: grpo divides by the group's deviation, dr_grpo does not",
+        "scale_rewards": "algorithm.advantage: grpo divides by the group's deviation, grpo_batch_std by the batch's, dr_grpo by none",
         "steps_per_generation": "batch.minibatches: optimizer steps for each generation, which is steps_per_generation / gradient_accumulation_steps",
         "strategy": "engine.kind: torch (FSDP2) or megatron",
         "torch_compile": "engine.compile: each decoder layer",
@@ -286,7 +289,6 @@ ABSENT: Mapping[str, str] = MappingProxyType(
         "load_in_4bit": _UNQUANTIZED,
         "load_in_8bit": _UNQUANTIZED,
         "logging_steps": "every step is logged",
-        "mask_truncated_completions": "completions that were cut off are learned from as all others; algorithm.overlong punishes length",
         "max_model_len": "prompt and completion have limits of their own: data.max_prompt_length and rollout.max_response_length",
         "max_num_batched_tokens": _BUILTIN,
         "missing_eos_penalty": "a reward function can do that; algorithm.overlong punishes length",

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from burnish.config.section import Section
+from burnish.config.section import FunctionName, Section
 
 
 class KeepBestConfig(Section):
@@ -54,6 +54,8 @@ class TrackingConfig(Section):
     """Write event files under `tensorboard/`."""
     rollouts_every: int = Field(10, ge=0)
     """Steps between files of rollouts; 0: none. Otherwise the completions of every validation are written beside them."""
+    trackers: list[FunctionName] = Field(default_factory=list)
+    """Trackers of your own: classes with the methods of `burnish.Tracker`, file.py:Class or module:Class. Each is called with the run's directory."""
     report: bool = True
     """Write report.html at the end and at every checkpoint."""
     progress: bool = True

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from burnish.config.keeping import CheckpointConfig, TrackingConfig
-from burnish.config.section import Section
+from burnish.config.section import FunctionName, Section
 
 _LOGITS_AT_ONCE = 1 << 28
 """Where `engine.logprob_chunk` does not say how many."""
@@ -20,6 +20,23 @@ MomentDecay = Annotated[float, Field(ge=0, lt=1)]
 """AdamW's beta."""
 TokenId = Annotated[int, Field(ge=0, strict=True)]
 """A token of the model's vocabulary."""
+AdvantageName = Literal[
+    "grpo",
+    "dr_grpo",
+    "grpo_batch_std",
+    "rloo",
+    "opo",
+    "gpg",
+    "pass_at_k",
+    "gdpo",
+    "remax",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "gae",
+]
+"""The built-in advantages."""
+PolicyLossName = Literal["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl"]
+"""The built-in policy losses."""
 StopText = Annotated[str, Field(min_length=1)]
 """A text that ends a completion; an empty one would end all of them at once."""
 
@@ -316,26 +333,40 @@ class KLConfig(Section):
 class AlgorithmConfig(Section):
     """The formula."""
 
-    advantage: Literal[
-        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
-    ] = "grpo"
-    """How rewards become advantages; gae: with the critic of PPO."""
-    policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """The surrogate that is maximised. gspo (arXiv 2507.18071) belongs with aggregation sequence_mean, clip_low 3e-4 and clip_high 4e-4; cispo (arXiv 2506.13585) with token_mean and clip_low 1."""
+    advantage: AdvantageName | FunctionName = "grpo"
+    """How rewards become advantages; gae: with the critic of PPO. A function of your own: file.py:function or module:function."""
+    policy_loss: PolicyLossName | FunctionName = "ppo"
+    """The policy loss. A function of your own: file.py:function or module:function. gspo (arXiv 2507.18071) belongs with aggregation sequence_mean, clip_low 3e-4 and clip_high 4e-4; cispo (arXiv 2506.13585) with token_mean and clip_low 1."""
     clip_low: float = Field(0.2, ge=0)
-    """The ratio is clipped below 1 - clip_low."""
+    """The ratio is clipped below 1 - clip_low. gmpo: the log-ratio below -clip_low. dppo: the bound of the divergence where the advantage is negative."""
     clip_high: float = Field(0.2, ge=0)
-    """The ratio is clipped above 1 + clip_high."""
+    """The ratio is clipped above 1 + clip_high. gmpo: the log-ratio above clip_high. dppo: the bound of the divergence where the advantage is positive."""
     dual_clip: float | None = Field(None, gt=1)
     """ppo only: bound of the ratio where the advantage is negative (arXiv 1912.09729); none when not given."""
-    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_fixed"] = "token_mean"
-    """token_mean: over all tokens. sequence_mean: of each sequence's token mean. sequence_sum_fixed: sum over tokens / max_response_length, mean over sequences (Dr. GRPO)."""
+    sapo_temperature_pos: float = Field(1.0, gt=0)
+    """sapo only: how fast its gate closes where the advantage is positive."""
+    sapo_temperature_neg: float = Field(1.05, gt=0)
+    """sapo only: how fast its gate closes where the advantage is negative."""
+    aggregation: Literal[
+        "token_mean", "token_sum", "sequence_mean", "sequence_sum", "sequence_sum_fixed"
+    ] = "token_mean"
+    """token_mean: over all tokens. token_sum: sum over all tokens. sequence_mean: mean of each sequence's token mean. sequence_sum: mean of each sequence's token sum. sequence_sum_fixed: sum over tokens / max_response_length, mean over sequences (Dr. GRPO)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     old_logprobs: Literal["rollout", "recompute"] = "recompute"
     """Where the ratio's denominator comes from: a forward pass of the engine, or the generator's raw log-probs."""
     mismatch_cap: float | None = Field(None, ge=1)
     """Truncated importance sampling (Yao et al. 2025): the policy loss of each token times the engine's probability of it before the update over the one that the generator drew it with, at most this; not at all when not given."""
+    mismatch_level: Literal["token", "sequence"] = "token"
+    """With mismatch_cap: whose probability is compared, the token's or the whole sequence's."""
+    mismatch_reject: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Leave tokens out of the policy loss where the engine's probability over the generator's is outside [mismatch_low, mismatch_high]. token: of each token (IcePop). sequence: of the whole sequence (MIS). geometric: its mean per token."""
+    mismatch_low: float = Field(0.5, gt=0, le=1)
+    """Lower bound of mismatch_reject."""
+    mismatch_high: float = Field(5.0, ge=1)
+    """Upper bound of mismatch_reject."""
+    mask_truncated: bool = False
+    """Do not train on completions that were cut at max_response_length. They count in the advantages of their group."""
     router_replay: Literal["none", "recompute", "rollout"] = "none"
     """Mixtures of experts: where the experts come from that tokens go to in the update. none: the routers as they are then. recompute (R2, arXiv 2507.18071): the routers before the step's updates. rollout (R3, arXiv 2510.11370): the generator's."""
     kl: KLConfig = Field(default_factory=KLConfig)

@@ -5,9 +5,12 @@ Left out: the settings (`burnish.config.schema`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+FunctionName = Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]
+"""file.py:name or module:name."""
 
 
 class Section(BaseModel):

@@ -93,6 +93,8 @@ class Rollout:
     """Weighted sum of the functions' values."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Each reward function's own value, by its name, and each number that it gave beside it, as NAME/ITS_NAME."""
+    greedy_reward: float | None = None
+    """Reward of the greedy completion of the same prompt, where advantages compare with it (ReMax)."""
     reward_error: str | None = None
     """The text of the exception or time-out that kept a reward function from answering; None when all answered."""
 

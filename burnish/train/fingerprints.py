@@ -16,9 +16,13 @@ from typing import Any
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
+from burnish.algorithms import ADVANTAGES, POLICY_LOSSES
+from burnish.config.schema import AlgorithmConfig
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.errors import IncompatibleError
+from burnish.functions import Registry, fingerprint
 
+_CRITICS: Registry = {"gae": "burnish.algorithms.gae:gae"}
 INPUTS = "inputs"
 """The key of state.json under which they are."""
 
@@ -35,19 +39,36 @@ class Inputs:
     """How many samples there are to train on."""
     data: str
     """Of their tokens and answers, in order."""
+    formula: str = ""
+    """Of the files of the functions that algorithm.advantage and algorithm.policy_loss name."""
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, data: ExampleDataset | PromptDataset) -> Inputs:
-        """What these are."""
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        data: ExampleDataset | PromptDataset,
+        algorithm: AlgorithmConfig | None = None,
+    ) -> Inputs:
+        """Fingerprint these; without `algorithm` the run has no formula of its own."""
         special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
         vocabulary = [sorted(tokenizer.get_vocab().items()), special]
         rules = [_rules(tokenizer), tokenizer.chat_template]
-        return cls(_digest(vocabulary), _digest(rules), len(data), data.digest)
+        formula = ""
+        if algorithm is not None:
+            formula = _digest(
+                [
+                    fingerprint(
+                        algorithm.advantage, "algorithm.advantage", {**ADVANTAGES, **_CRITICS}
+                    ),
+                    fingerprint(algorithm.policy_loss, "algorithm.policy_loss", POLICY_LOSSES),
+                ]
+            )
+        return cls(_digest(vocabulary), _digest(rules), len(data), data.digest, formula)
 
     def changed_since(self, recorded: Any, where: PurePath) -> list[str]:
         """What may differ between two attempts at a run and does, in words for a warning.
 
-        Raises `IncompatibleError` for what may not: the vocabulary, and how many samples there are.
+        Raises `IncompatibleError` for what may not: the vocabulary, the formula, and how many samples there are.
         """
         names = {field.name: type(getattr(self, field.name)) for field in fields(self)}
         if not isinstance(recorded, Mapping) or {k: type(v) for k, v in recorded.items()} != names:
@@ -66,6 +87,13 @@ class Inputs:
                 have=f"{before.samples} samples, and a position among them",
                 want=f"{self.samples} samples, as data.train holds",
                 do="restore data.train and what leaves samples out, or begin another run with name=NAME",
+            )
+        if self.formula != before.formula:
+            raise IncompatibleError(
+                f"{where} was trained with another formula",
+                have="a function of algorithm.advantage or algorithm.policy_loss with other content",
+                want="the file that the run began with",
+                do="restore the file, or begin another run with name=NAME",
             )
         told = []
         if self.tokenizer != before.tokenizer:

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from burnish.algorithms.advantages import advantages
+from burnish.algorithms.advantages import ScoredRollouts, advantages, load_advantage
 from burnish.algorithms.gae import gae, value_stats
 from burnish.algorithms.kl import kl_penalty
-from burnish.config.schema import RunConfig
+from burnish.config.parts import part_names
+from burnish.config.schema import RewardConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.loader import order
 from burnish.distributed.collectives import gather_objects
@@ -55,6 +56,8 @@ class Credit:
     """With a critic: what that is to learn of the state before it."""
     values: list[Floats] | None = None
     """With a critic: what that said of this state."""
+    logprobs: list[Floats] | None = None
+    """With KL in the reward: the policy's log-probs before the updates."""
 
     @property
     def means(self) -> list[float]:
@@ -85,16 +88,38 @@ def assign_credit(
     rollouts = [rollout for group in groups for rollout in group]
     rewards = [rollout.reward for rollout in rollouts]
     kind, kl = config.algorithm.advantage, config.algorithm.kl
-    penalties = None
+    penalties = logprobs = None
     if kl.coef > 0 and kl.place == "reward":
-        penalties = _kl_penalties(rollouts, policy, config)
+        penalties, logprobs = _kl_penalties(rollouts, policy, config)
     if kind == "gae":
         values = _values(rollouts, policy, critic, config)
         found = gae(rewards, values, penalties, config.critic.gamma, config.critic.lam)
-        return Credit(found.advantages, found.returns, values)
-    membership = [number for number, group in enumerate(groups) for _ in group]
-    lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
-    return Credit(advantages(kind, rewards, membership, lengths, penalties))
+        return Credit(found.advantages, found.returns, values, logprobs)
+    scored = ScoredRollouts.of(
+        rewards,
+        [number for number, group in enumerate(groups) for _ in group],
+        [len(rollout.completion.token_ids) for rollout in rollouts],
+        penalties,
+        **_reward_parts(rollouts, config.reward),
+        greedy_rewards=_greedy_rewards(rollouts),
+    )
+    return Credit(advantages(load_advantage(kind), scored), logprobs=logprobs)
+
+
+def _reward_parts(rollouts: Sequence[Rollout], config: RewardConfig) -> dict[str, Any]:
+    """Return `parts` and `weights` of `ScoredRollouts`."""
+    weights = [each.weight for each in config.functions] + [each.weight for each in config.models]
+    names = part_names(config)
+    parts = {
+        name: np.array([rollout.reward_parts.get(name, 0.0) for rollout in rollouts])
+        for name in names
+    }
+    return {"parts": parts, "weights": dict(zip(names, weights, strict=True))}
+
+
+def _greedy_rewards(rollouts: Sequence[Rollout]) -> Any:
+    found = [rollout.greedy_reward for rollout in rollouts]
+    return None if None in found else np.array(found, dtype=np.float64)
 
 
 def minibatches(groups: Groups, credit: Credit, policy: Policy, config: RunConfig) -> list[Batch]:
@@ -108,6 +133,8 @@ def minibatches(groups: Groups, credit: Credit, policy: Policy, config: RunConfi
         arrays["old_logprobs"] = [each.logprobs for each in completions]
     else:
         arrays["sampled_logprobs"] = [each.sampled_logprobs for each in completions]
+        if credit.logprobs is not None and config.batch.minibatches * config.batch.epochs > 1:
+            arrays["old_logprobs"] = credit.logprobs
     rows = iter(zip(*arrays.values(), strict=True))
     examples = [
         [_example(rollout, dict(zip(arrays, next(rows), strict=True)), config) for rollout in group]
@@ -130,7 +157,7 @@ def with_logprobs(batches: Sequence[Batch], policy: Policy, config: RunConfig) -
     the reference's log-probs come from here too. A critic needs none of this.
     """
     algorithm, batches = config.algorithm, list(batches)
-    kept = algorithm.old_logprobs == "rollout"
+    kept = all(m.old_logprobs is not None for batch in batches for m in batch.microbatches)
     replayed = algorithm.router_replay == "recompute"
     if len(batches) * config.batch.epochs > 1 and (replayed or not kept):
         batches = [_as_before(batch, policy, replayed, kept) for batch in batches]
@@ -167,7 +194,10 @@ def _example(rollout: Rollout, arrays: Mapping[str, Floats], config: RunConfig) 
     """The sequence of a rollout with `arrays`, which have an entry per completion token."""
     zeros = np.zeros(len(rollout.prompt.token_ids), dtype=np.float32)
     whole: dict[str, Any] = {name: np.concatenate([zeros, a]) for name, a in arrays.items()}
-    return replace(to_example(rollout, config), **whole)
+    example = replace(to_example(rollout, config), **whole)
+    if config.algorithm.mask_truncated and rollout.completion.stop_reason == "length":
+        return replace(example, loss_mask=np.zeros_like(example.loss_mask))
+    return example
 
 
 def to_example(rollout: Rollout, config: RunConfig) -> Example:
@@ -199,20 +229,28 @@ def _experts(rollout: Rollout) -> Experts:
     return whole
 
 
-def _kl_penalties(rollouts: Sequence[Rollout], policy: Policy, config: RunConfig) -> list[Floats]:
+def _kl_penalties(
+    rollouts: Sequence[Rollout], policy: Policy, config: RunConfig
+) -> tuple[list[Floats], list[Floats]]:
+    """Return the penalty of each completion token, and the policy's log-probs that it was computed from."""
     if policy.reference is None:
         raise ValueError("KL in the reward needs a reference model")
     reference, kl = policy.reference, config.algorithm.kl
 
-    def penalties(batch: Batch) -> list[Floats]:
-        theirs_of = reference(batch.without_experts())
-        both = zip(policy.engine.forward(batch), theirs_of, strict=True)
+    def both(batch: Batch) -> list[Floats]:
+        mine, theirs = policy.engine.forward(batch), reference(batch.without_experts())
         return [
-            kl_penalty(kl.estimator, kl.coef, _numbers(mine.logprobs), _numbers(theirs.logprobs))
-            for mine, theirs in both
+            np.stack([_numbers(own.logprobs), _numbers(other.logprobs)], axis=-1)
+            for own, other in zip(mine, theirs, strict=True)
         ]
 
-    return _of_completions(rollouts, penalties, policy, config)
+    found = [pair.reshape(-1, 2) for pair in _of_completions(rollouts, both, policy, config)]
+    logprobs = [np.ascontiguousarray(pair[:, 0]) for pair in found]
+    penalties = [
+        kl_penalty(kl.estimator, kl.coef, own, np.ascontiguousarray(pair[:, 1]))
+        for own, pair in zip(logprobs, found, strict=True)
+    ]
+    return penalties, logprobs
 
 
 def _values(
@@ -234,9 +272,9 @@ def _of_completions(
     policy: Policy,
     config: RunConfig,
 ) -> list[Floats]:
-    """One number per completion token, by rollout, the same on every rank. Collective.
+    """Return one row per completion token, by rollout, the same on every rank. Collective.
 
-    `compute` gives them for the tokens of each micro-batch of this rank.
+    `compute` returns them for the tokens of each micro-batch of this rank.
     """
     answered = [i for i, rollout in enumerate(rollouts) if len(rollout.completion.token_ids)]
     found: list[Floats] = [np.zeros(0, dtype=np.float32) for _ in rollouts]

@@ -75,7 +75,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             by_epoch = config.steps is None and not config.algorithm.dynamic_sampling.enabled
             loader = Loader(len(dataset), config.seed, config.data.shuffle, by_epoch=by_epoch)
             total = config.steps or loader.takes(config.batch.prompts, config.epochs)
-            inputs = Inputs.of(foundation.tokenizer, dataset)
+            inputs = Inputs.of(foundation.tokenizer, dataset, config.algorithm)
             policy, critic, judge, parked = _models(foundation, run, inputs, total)
             bar.advance()
             collector = make_collector(
@@ -190,7 +190,14 @@ def collect_groups(
     while True:
         first_key = loader.cursor
         prompts = [dataset[index] for index in loader.take(wanted)]
-        groups += collector.collect(prompts, first_key, config.rollout.n, how)
+        collected = collector.collect(prompts, first_key, config.rollout.n, how)
+        if config.algorithm.advantage == "remax":
+            collected = _with_greedy_rewards(
+                collected,
+                collector.collect(prompts, first_key, 1, replace(how, temperature=0.0)),
+                config,
+            )
+        groups += collected
         selection = select_groups(
             compared(groups, config),
             config.batch.prompts,
@@ -202,6 +209,17 @@ def collect_groups(
             chosen = [shaped[index] for index in selection.keep]
             return chosen, [g for i, g in enumerate(shaped) if i not in selection.keep]
         wanted, refills = selection.refill, refills + 1
+
+
+def _with_greedy_rewards(
+    groups: Sequence[Sequence[Rollout]], greedy: Sequence[Sequence[Rollout]], config: RunConfig
+) -> list[list[Rollout]]:
+    """Note in every rollout the reward of its prompt's greedy completion, shaped alike."""
+    baselines = [_shaped(rollout, config).reward for (rollout,) in greedy]
+    return [
+        [replace(rollout, greedy_reward=baseline) for rollout in group]
+        for group, baseline in zip(groups, baselines, strict=True)
+    ]
 
 
 def compared(groups: Sequence[Sequence[Rollout]], config: RunConfig) -> list[list[float]]:

@@ -41,6 +41,7 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Part, compute_dtype
 from burnish.errors import BurnishError, StoppedError
 from burnish.files.durable import naming_failures
+from burnish.functions import load_function
 from burnish.records import Batch, Rollout
 from burnish.tracking.atomic import discard_leftovers
 from burnish.tracking.console import ConsoleTracker
@@ -390,6 +391,8 @@ class Run:
         yield JsonlTracker(self.directory.metrics, resume_step=resumed)
         if self.config.tracking.tensorboard:
             yield TensorBoardTracker(self.directory.tensorboard, resume_step=resumed)
+        for name in self.config.tracking.trackers:
+            yield load_function(name, "tracking.trackers")(self.directory.root)
 
     def _throughput(self, work: Work, timing: Mapping[str, float]) -> dict[str, float]:
         """Tokens per second of the update, over all ranks, how evenly it was shared out, and this rank's MFU."""

@@ -1,16 +1,36 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.algorithms.advantages import EPSILON, advantages
-from burnish.errors import BurnishError
+from burnish.algorithms import ADVANTAGES, POLICY_LOSSES
+from burnish.algorithms.advantages import EPSILON, ScoredRollouts, load_advantage
+from burnish.algorithms.advantages import advantages as compute
+from burnish.config.schema import AdvantageName, PolicyLossName
+from burnish.errors import BurnishError, UsageError
 
-KINDS = ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+
+def advantages(kind, rewards, groups, lengths, penalties=None):
+    return compute(load_advantage(kind), ScoredRollouts.of(rewards, groups, lengths, penalties))
+
+
+KINDS = [
+    "grpo",
+    "dr_grpo",
+    "grpo_batch_std",
+    "rloo",
+    "opo",
+    "gpg",
+    "pass_at_k",
+    "gdpo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+]
 
 
 def whiten(rows: list[list[float]]) -> list[list[float]]:
@@ -41,20 +61,38 @@ def slow(
             returns.append([sum(token_rewards[t:]) for t in range(lengths[i])])
         return whiten(returns)
     totals = [rewards[i] - sum(penalties[i]) for i in range(n)]
-    result = []
-    for i in range(n):
-        group = [totals[j] for j in range(n) if groups[j] == groups[i]]
-        others = [totals[j] for j in range(n) if groups[j] == groups[i] and j != i]
-        mean = sum(group) / len(group)
-        if kind == "rloo":
-            value = totals[i] - sum(others) / len(others) if others else 0.0
-        elif kind == "grpo" and others:
-            std = math.sqrt(sum((r - mean) ** 2 for r in group) / (len(group) - 1))
-            value = (totals[i] - mean) / (std + EPSILON)
-        else:
-            value = totals[i] - mean
-        result.append([value] * lengths[i])
-    return whiten(result) if kind == "reinforce_plus_plus_baseline" else result
+    result = [slow_rollout(kind, i, totals, groups, lengths) for i in range(n)]
+    if kind == "gdpo":  # the whole reward is one part
+        result = list((np.array(result) - np.mean(result)) / (np.std(result, ddof=1) + EPSILON))
+    by_token = [[value] * length for value, length in zip(result, lengths, strict=True)]
+    return whiten(by_token) if kind == "reinforce_plus_plus_baseline" else by_token
+
+
+def slow_rollout(
+    kind: str, i: int, totals: list[float], groups: list[int], lengths: list[int]
+) -> float:
+    """The advantage of rollout i."""
+    n = len(totals)
+    mine = [j for j in range(n) if groups[j] == groups[i]]
+    group, others = [totals[j] for j in mine], [totals[j] for j in mine if j != i]
+    difference = totals[i] - sum(group) / len(group)
+    if not others:
+        return 0.0
+    if kind == "rloo":
+        return totals[i] - sum(others) / len(others)
+    if kind in ("grpo", "gdpo"):
+        return difference / (np.std(group, ddof=1) + EPSILON)
+    if kind == "grpo_batch_std":
+        return difference / (np.std(totals, ddof=1) + EPSILON)
+    if kind == "opo":
+        weighted = sum(lengths[j] * totals[j] for j in mine)
+        return totals[i] - weighted / sum(lengths[j] for j in mine)
+    if kind == "gpg":
+        alone = [k for k in range(n) if groups.count(groups[k]) == 1]
+        return difference * n / (n - len(alone))
+    if kind == "pass_at_k":
+        return max(totals[i] - max(others), 0.0)
+    return difference
 
 
 @pytest.mark.parametrize("with_penalties", [False, True])
@@ -117,7 +155,7 @@ def test_equal_rewards_give_exactly_zero(kind: str, value: float) -> None:
         assert not row.any()
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "reinforce_plus_plus"])
 def test_groups_of_one_have_no_signal(kind: str) -> None:
     for row in advantages(kind, [1.0, 5.0, -2.0], [0, 1, 2], [2, 2, 2]):
         assert not row.any()
@@ -179,3 +217,86 @@ def test_the_order_of_rollouts_does_not_matter(rows: list, seed: int) -> None:
     shuffled = advantages("grpo", rewards[order], groups[order], lengths[order])
     for place, i in enumerate(order):
         np.testing.assert_allclose(shuffled[place], plain[i], rtol=1e-4, atol=1e-4)
+
+
+def test_gdpo_normalises_each_part_by_itself() -> None:
+    """A part with a hundredth of the spread counts as much as the other."""
+    rng = np.random.default_rng(4)
+    right, brief = rng.normal(size=8), rng.normal(scale=0.01, size=8)
+    groups = np.arange(8) // 4
+    scored = ScoredRollouts.of(
+        2 * right + 0.5 * brief - 0.25,
+        groups,
+        np.ones(8, np.int64),
+        parts={"right": right, "brief": brief},
+        weights={"right": 2.0, "brief": 0.5},
+    )
+    total = np.zeros(8)
+    for weight, part in ((2.0, right), (0.5, brief)):
+        for group in (slice(0, 4), slice(4, 8)):
+            own = part[group]
+            total[group] += weight * (own - own.mean()) / (own.std(ddof=1) + EPSILON)
+    want = (total - total.mean()) / (total.std(ddof=1) + EPSILON)
+    got = np.concatenate(compute(load_advantage("gdpo"), scored))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_remax_compares_with_the_greedy_completion() -> None:
+    scored = ScoredRollouts.of(
+        [1.0, 0.0, 0.5], [0, 0, 1], [1, 2, 1], greedy_rewards=np.array([0.25, 0.25, 1.0])
+    )
+    got = compute(load_advantage("remax"), scored)
+    assert [row.tolist() for row in got] == [[0.75], [-0.25, -0.25], [-0.5]]
+    with pytest.raises(BurnishError):
+        advantages("remax", [1.0], [0], [1])
+
+
+def test_gpg_leaves_groups_without_signal_out_of_its_scale() -> None:
+    got = advantages("gpg", [1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1], [1, 1, 1, 1])
+    np.testing.assert_allclose(np.concatenate(got), [1.0, -1.0, 0.0, 0.0])
+
+
+OWN = """
+import numpy as np
+
+def scaled(rollouts):
+    return 2 * rollouts.rewards
+
+def by_token(rollouts):
+    return [np.arange(length) for length in rollouts.lengths]
+
+def short(rollouts):
+    return rollouts.rewards[:-1]
+
+def wrong(rollouts):
+    return rollouts.reward
+
+def infinite(rollouts):
+    return rollouts.rewards / 0.0
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    return f"{tmp_path}/own.py"
+
+
+def test_a_function_in_a_file(own: str) -> None:
+    assert [row.tolist() for row in advantages(f"{own}:scaled", [1.0, 2.0], [0, 0], [1, 2])] == [
+        [2.0],
+        [4.0, 4.0],
+    ]
+    assert advantages(f"{own}:by_token", [1.0], [0], [3])[0].tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+@pytest.mark.parametrize("name", ["short", "wrong", "infinite", "absent"])
+def test_a_function_that_cannot_be_used_is_refused_when_it_is_loaded(own: str, name: str) -> None:
+    with pytest.raises(UsageError):
+        load_advantage(f"{own}:{name}")
+
+
+def test_the_registry_is_what_the_setting_takes() -> None:
+    assert {*ADVANTAGES, "gae"} == {*get_args(AdvantageName)}
+    assert {*POLICY_LOSSES} == {*get_args(PolicyLossName)}

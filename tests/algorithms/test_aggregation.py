@@ -14,7 +14,7 @@ from burnish.algorithms.aggregation import (
 )
 from burnish.records import MicroBatch
 
-KINDS = ["token_mean", "sequence_mean", "sequence_sum_fixed"]
+KINDS = ["token_mean", "token_sum", "sequence_mean", "sequence_sum", "sequence_sum_fixed"]
 
 
 def slow(kind: str, case, losses: list[float]) -> float:
@@ -25,8 +25,12 @@ def slow(kind: str, case, losses: list[float]) -> float:
         summed = sum(losses[t] for t in tokens)
         if kind == "token_mean":
             total += summed / case.micro.num_tokens
+        elif kind == "token_sum":
+            total += summed
         elif kind == "sequence_mean":
             total += summed / len(tokens) / case.micro.num_sequences
+        elif kind == "sequence_sum":
+            total += summed / case.micro.num_sequences
         else:
             total += summed / 32 / case.micro.num_sequences
     return total

@@ -58,7 +58,7 @@ def test_it_estimates_the_divergence_of_the_generator() -> None:
 def test_weights_are_truncated_ratios(make_case) -> None:
     case = make_case()
     micro = drawn(case)
-    weights, stats = mismatch_weights(micro.old_logprobs, micro, 1.3)
+    weights, stats = mismatch_weights(micro.old_logprobs, micro, AlgorithmConfig(mismatch_cap=1.3))
     d = ratios(micro, micro.old_logprobs)
     np.testing.assert_allclose(
         weights[micro.loss_mask], np.minimum(np.exp(d), 1.3).astype(np.float32), rtol=1e-5
@@ -108,3 +108,31 @@ def test_a_filler_adds_nothing(make_case) -> None:
     stats = mismatch_stats(micro.old_logprobs, micro)
     assert (stats["mismatch_kl"].total, stats["mismatch_kl"].count) == (0, 0)
     assert stats["mismatch_max"].value() == 0
+
+
+@pytest.mark.parametrize("reject", ["none", "token", "sequence", "geometric"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_by_sequence_and_rejection_equal_a_loop(make_case, level: str, reject: str) -> None:
+    case = make_case(lengths=((2, 5), (1, 1), (3, 0), (4, 9), (1, 3), (1, 6)))
+    micro = drawn(case, 0.4)
+    config = AlgorithmConfig(
+        mismatch_cap=1.5,
+        mismatch_level=level,
+        mismatch_reject=reject,
+        mismatch_low=0.7,
+        mismatch_high=1.4,
+    )
+    weights, stats = mismatch_weights(micro.old_logprobs, micro, config)
+    capped = rejected = count = 0
+    for tokens in case.sequences():
+        d = [(micro.old_logprobs[t] - micro.sampled_logprobs[t]).item() for t in tokens]
+        for t, own in zip(tokens, d, strict=True):
+            ratio = np.exp(own if level == "token" else sum(d))
+            measure = {"token": own, "sequence": sum(d), "geometric": np.mean(d), "none": 0.0}
+            out = reject != "none" and not 0.7 <= np.exp(measure[reject]) <= 1.4
+            np.testing.assert_allclose(weights[t], 0 if out else min(ratio, 1.5), rtol=1e-5)
+            capped, rejected, count = capped + (ratio > 1.5), rejected + out, count + 1
+    assert stats["mismatch_capped"].value() == pytest.approx(capped / count)
+    if reject != "none":
+        assert 0 < rejected < count
+        assert stats["mismatch_rejected"].value() == pytest.approx(rejected / count)

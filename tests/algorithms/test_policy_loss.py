@@ -2,16 +2,33 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from burnish.algorithms import policy_loss
 from burnish.algorithms.aggregation import aggregation
-from burnish.algorithms.policy_loss import LOG_RATIO_BOUND, cispo, gspo, ppo_clip
-from burnish.errors import BurnishError
+from burnish.algorithms.policy_loss import LOG_RATIO_BOUND
+from burnish.config.schema import AlgorithmConfig
+from burnish.errors import BurnishError, UsageError
 
 LOW, HIGH, DUAL = 0.2, 0.3, 2.0
+
+
+def ppo_clip(new, micro, low, high, dual=None):
+    return policy_loss.ppo(
+        new, micro, AlgorithmConfig(clip_low=low, clip_high=high, dual_clip=dual)
+    )
+
+
+def gspo(new, micro, low, high):
+    return policy_loss.gspo(new, micro, AlgorithmConfig(clip_low=low, clip_high=high))
+
+
+def cispo(new, micro, low, high):
+    return policy_loss.cispo(new, micro, AlgorithmConfig(clip_low=low, clip_high=high))
 
 
 def clip(value: float, low: float, high: float) -> float:
@@ -131,6 +148,10 @@ SURROGATES = [
     pytest.param(lambda new, micro: ppo_clip(new, micro, LOW, HIGH, DUAL), id="ppo"),
     pytest.param(lambda new, micro: gspo(new, micro, LOW, HIGH), id="gspo"),
     pytest.param(lambda new, micro: cispo(new, micro, LOW, HIGH), id="cispo"),
+    *(
+        pytest.param(partial(getattr(policy_loss, name), config=AlgorithmConfig()), id=name)
+        for name in ("sapo", "gmpo", "dppo_tv", "dppo_kl")
+    ),
 ]
 
 
@@ -186,3 +207,97 @@ def test_a_batch_without_advantages_is_refused(make_case, surrogate) -> None:
     case = make_case()
     with pytest.raises(BurnishError, match="without advantages"):
         surrogate(case.outputs.logprobs, replace(case.micro, advantages=None))
+
+
+def slow_sapo(new: float, old: float, advantage: float) -> float:
+    tau = 1.5 if advantage > 0 else 3.0
+    return -4 / tau / (1 + math.exp(-tau * (math.exp(new - old) - 1))) * advantage
+
+
+def slow_dppo(new: float, old: float, advantage: float, kl: bool) -> float:
+    p, q = math.exp(old), math.exp(new)
+    far = abs(p - q)
+    if kl:
+        far = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+    outwards = (q > p and far > HIGH) if advantage > 0 else (q < p and far > LOW)
+    return 0.0 if outwards else -q / p * advantage
+
+
+@pytest.mark.parametrize("name", ["sapo", "dppo_tv", "dppo_kl"])
+def test_formulas_of_tokens_equal_their_slow_transcription(make_case, name: str) -> None:
+    case = make_case(lengths=((3, 200), (1, 60)), spread=1.0)
+    old = case.micro.old_logprobs.clamp(max=-0.05)
+    new, micro = (
+        case.outputs.logprobs.detach().clamp(max=-0.05),
+        replace(case.micro, old_logprobs=old),
+    )
+    config = AlgorithmConfig(
+        clip_low=LOW, clip_high=HIGH, sapo_temperature_pos=1.5, sapo_temperature_neg=3.0
+    )
+    got = getattr(policy_loss, name)(new, micro, config)
+    held = 0
+    for tokens in case.sequences():
+        for t in tokens:
+            args = new[t].item(), old[t].item(), micro.advantages[t].item()
+            want = slow_sapo(*args) if name == "sapo" else slow_dppo(*args, name == "dppo_kl")
+            np.testing.assert_allclose(got.loss[t].item(), want, rtol=1e-4, atol=1e-5)
+            held += bool(got.clipped[t])
+    assert (held > 5) == (name != "sapo")
+
+
+def test_gmpo_equals_the_geometric_mean_in_value_and_gradient(make_case) -> None:
+    case = make_case(spread=0.3)
+    micro = with_sequence_advantages(case)
+    new = case.outputs.logprobs
+    tokens_of = policy_loss.gmpo(new, micro, AlgorithmConfig(clip_low=LOW, clip_high=HIGH))
+    loss = aggregation("sequence_mean", micro, 1)(tokens_of.loss)
+    loss.backward()
+    double = new.detach().double().clone().requires_grad_()
+    objective = torch.zeros((), dtype=torch.float64)
+    for tokens in case.sequences():
+        if not tokens:
+            continue
+        ratio = torch.exp(double[tokens] - micro.old_logprobs[tokens].double())
+        advantage = micro.advantages[tokens[0]].double()
+        sign = advantage.sign()
+        # The paper's equation 4: the smaller of both, in the direction of the advantage.
+        held = ratio.clamp(math.exp(-LOW), math.exp(HIGH))
+        chosen = torch.minimum(ratio * sign, held * sign).abs()
+        objective = objective + chosen.prod() ** (1 / len(tokens)) * advantage
+    want = -objective / micro.num_sequences
+    want.backward()
+    np.testing.assert_allclose(loss.item(), want.item(), rtol=1e-5)
+    torch.testing.assert_close(new.grad, double.grad.float(), rtol=1e-4, atol=1e-7)
+    assert tokens_of.clipped.any()
+
+
+OWN = """
+import torch
+from burnish.algorithms.policy_loss import log_ratio
+
+def reinforce(logprobs, micro_batch, algorithm):
+    return -logprobs * micro_batch.advantages
+
+def short(logprobs, micro_batch, algorithm):
+    return logprobs[1:]
+
+def constant(logprobs, micro_batch, algorithm):
+    return torch.zeros_like(logprobs)
+
+def infinite(logprobs, micro_batch, algorithm):
+    return logprobs / 0.0
+
+def wrong(logprobs):
+    return logprobs
+"""
+
+
+def test_a_function_in_a_file(tmp_path, make_case) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    case = make_case(poison=0.0)
+    config = AlgorithmConfig(policy_loss=f"{tmp_path}/own.py:reinforce")
+    found = policy_loss.load_policy_loss(config)(case.outputs.logprobs, case.micro)
+    torch.testing.assert_close(found.loss, -case.outputs.logprobs * case.micro.advantages)
+    for name in ("short", "constant", "infinite", "wrong", "absent"):
+        with pytest.raises(UsageError):
+            policy_loss.load_policy_loss(AlgorithmConfig(policy_loss=f"{tmp_path}/own.py:{name}"))

@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 from tokenizers_for_tests import char_tokenizer
 
-from burnish.config.schema import DataConfig, RunConfig
+from burnish.config.schema import AlgorithmConfig, DataConfig, RunConfig
 from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.distributed.layout import Layout
@@ -112,3 +112,18 @@ def test_ranks_that_see_different_data_do_not_begin(tmp_path: Path) -> None:
     for said in run_ranks(begin_with_own_data, 2, tmp_path):
         assert "data.train" in said
         assert "rank 1 differs" in said
+
+
+def test_another_formula_is_refused_and_the_same_one_elsewhere_is_not(tmp_path):
+    def given(name: str, code: str):
+        (tmp_path / name).write_text(code)
+        algorithm = AlgorithmConfig(advantage=f"{tmp_path / name}:mine")
+        data = dataset(tmp_path, ROWS, tokenizer=char_tokenizer())
+        return Inputs.of(char_tokenizer(), data, algorithm)
+
+    before = given("a.py", "def mine(rollouts): return rollouts.rewards")
+    assert given("b.py", "def mine(rollouts): return rollouts.rewards") == before
+    with pytest.raises(IncompatibleError):
+        given("a.py", "def mine(rollouts): return 2 * rollouts.rewards").changed_since(
+            before.as_state(), STEP
+        )

@@ -126,6 +126,32 @@ def test_parked_models_leave_the_device_to_the_generator_and_learn_the_same(
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
 
+def test_kl_in_the_reward_scores_the_policy_once(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log-probs of the penalty are those that the updates are measured against."""
+    monkeypatch.chdir(work)
+    passes: list[int] = []
+    plain = TorchEngine.forward
+
+    def forward(engine: TorchEngine, batch: Batch, **how: Any) -> list[TokenOutputs]:
+        if not isinstance(engine, FrozenEngine):
+            passes.append(batch.num_sequences)
+        return plain(engine, batch, **how)
+
+    monkeypatch.setattr(TorchEngine, "forward", forward)
+    settings = {
+        "name": "once",
+        "steps": 2,
+        "batch": {**RL["batch"], "minibatches": 2},
+        "algorithm": {"kl": {"coef": 0.1, "place": "reward"}},
+        "evaluation": {"every": 0},
+    }
+    rl.train(RunConfig.model_validate({**RL, **settings}))
+    assert len(passes) == 2
+    assert sum(passes) == 2 * RL["batch"]["prompts"] * RL["rollout"]["n"]
+
+
 @pytest.mark.parametrize(("precision", "warnings"), [("bf16", 1), ("fp32", 0)])
 def test_a_processor_without_products_in_bf16_is_named_once(
     work: Path,

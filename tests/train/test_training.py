@@ -112,6 +112,11 @@ FORMULAS = {
     "plus_plus": ["algorithm.advantage=reinforce_plus_plus", "algorithm.kl.coef=0.1", "algorithm.kl.place=reward"],
     "baseline": ["algorithm.advantage=reinforce_plus_plus_baseline", "algorithm.old_logprobs=rollout",
                  "algorithm.entropy_coef=0.01", "algorithm.overlong.buffer=2", "algorithm.dual_clip=3.0"],
+    "remax": ["algorithm.advantage=remax", "rollout.n=2", "algorithm.policy_loss=sapo", "algorithm.aggregation=token_sum"],
+    "gdpo": ["algorithm.advantage=gdpo", "algorithm.policy_loss=gmpo", "algorithm.mismatch_reject=token",
+             "algorithm.overlong.buffer=2", "algorithm.mask_truncated=true"],
+    "opo": ["algorithm.advantage=opo", "algorithm.policy_loss=dppo_kl", "algorithm.mismatch_cap=2",
+            "algorithm.mismatch_level=sequence", "algorithm.mismatch_reject=geometric"],
 }  # fmt: skip
 
 
