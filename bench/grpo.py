@@ -142,7 +142,7 @@ class Ours:
         marks.append(self.clock())
         credit = assign_credit(groups, policy, None, config)
         batches = minibatches(groups, credit, policy, config)
-        for batch in with_logprobs(batches, policy, config):
+        for batch in with_logprobs(batches, policy, config, 0):
             self.engine.forward_backward(batch, self.loss).values()
             self.engine.optim_step(config.optim.lr)
         marks.append(self.clock())

@@ -32,5 +32,7 @@ POLICY_LOSSES: Registry = {
     "gmpo": f"{_LOSSES}:gmpo",
     "dppo_tv": f"{_LOSSES}:dppo_tv",
     "dppo_kl": f"{_LOSSES}:dppo_kl",
+    "clip_cov": f"{_LOSSES}:clip_cov",
+    "kl_cov": f"{_LOSSES}:kl_cov",
 }
 """Policy losses by name."""

@@ -13,7 +13,7 @@ k2 is d ∇log π, on average the gradient of KL(π‖π_ref); that of k3 is (1 
 gradient of the *other* divergence, KL(π_ref‖π). So in the loss k1 keeps its value and takes k2's
 gradient, k2 is the correct choice as it stands, and k3 is differentiated as it stands, because that is
 GRPO (arXiv 2402.03300, equation 4) as published and as its users expect; close to the reference the two
-agree to first order. Left out: coefficients that adapt.
+agree to first order.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.policy_loss import LOG_RATIO_BOUND
+from burnish.config.schema import KLConfig
 from burnish.records import Floats
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -51,6 +52,17 @@ def kl_penalty(
     difference = torch.from_numpy(logprobs).float() - torch.from_numpy(ref_logprobs).float()
     penalty: Floats = (coef * _estimate(estimator, difference)).numpy()
     return penalty
+
+
+def adapted(coef: float, kl: float, rollouts: int, config: KLConfig) -> float:
+    """Return the coefficient after a step of `rollouts` rollouts with mean `kl` per token (arXiv 1909.08593, section 2.2).
+
+    β ← β (1 + clip(kl / `target` - 1, -0.2, 0.2) · rollouts / `horizon`); β itself without a target.
+    """
+    if config.target is None:
+        return coef
+    error = min(max(kl / config.target - 1, -0.2), 0.2)
+    return coef * max(1 + error * rollouts / config.horizon, 0.0)
 
 
 def _estimate(estimator: KLEstimator, difference: Tensor) -> Tensor:

@@ -59,6 +59,8 @@ def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
         old = old_logprobs(outputs.logprobs, micro)
         stats = Stats(_statistics(tokens, outputs, micro) | mismatch_stats(old, micro))
         losses = tokens.loss
+        if config.top_entropy is not None and micro.selected is not None:
+            losses = torch.where(micro.selected, losses, 0.0)
         if config.mismatch_cap is not None or config.mismatch_reject != "none":
             weights, held = mismatch_weights(old, micro, config)
             losses = losses * weights

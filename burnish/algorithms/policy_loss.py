@@ -11,7 +11,7 @@ Notation: r_t = π(y_t) / π_old(y_t), A_t the advantage, sg stops the gradient,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -201,6 +201,33 @@ def dppo_kl(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> Tok
     rest, rest_old = ((-torch.expm1(each)).clamp(min=1e-8) for each in (new, old))
     divergence = p * (old - new) + (1 - p) * (rest_old.log() - rest.log())
     return _masked_by_divergence(logprobs, micro, divergence, config)
+
+
+def clip_cov(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
+    """PPO's loss without the tokens of `MicroBatch.selected` (Clip-Cov, arXiv 2505.22617, equation 12)."""
+    tokens = ppo(logprobs, micro, config)
+    held = _selected(micro)
+    return replace(tokens, loss=torch.where(held, 0.0, tokens.loss), clipped=tokens.clipped | held)
+
+
+def kl_cov(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
+    """ℓ_t = -r_t A_t, plus `cov_penalty` · |log r_t| at the tokens of `MicroBatch.selected` (KL-Cov, arXiv 2505.22617, equation 14)."""
+    ratios = log_ratio(logprobs, micro)
+    loss = -_bounded(ratios).exp() * _advantages(micro)
+    held = _selected(micro)
+    loss = loss + torch.where(held, config.cov_penalty * ratios.abs(), 0.0)
+    return TokenLosses(loss, held, torch.zeros_like(held), ratios.detach())
+
+
+def _selected(micro: MicroBatch) -> Tensor:
+    if micro.selected is None:
+        raise BurnishError(
+            "a policy loss that treats some tokens apart was given none of them",
+            have="MicroBatch.selected is None",
+            want="the tokens that burnish.algorithms.token_selection chose",
+            do="choose them before the updates of the mini-batch",
+        )
+    return micro.selected
 
 
 def _masked_by_divergence(

@@ -222,25 +222,45 @@ def _of_compared_part(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+_LOSS_SETTINGS = {
+    "dual_clip": ("ppo", "clip_cov"),
+    "sapo_temperature_pos": ("sapo",),
+    "sapo_temperature_neg": ("sapo",),
+    "cov_ratio": ("clip_cov", "kl_cov"),
+    "cov_low": ("clip_cov",),
+    "cov_high": ("clip_cov",),
+    "cov_penalty": ("kl_cov",),
+}
+"""Settings of `algorithm` that some built-in losses alone read; a function of the user's may read all."""
+
+
 def _of_algorithm(config: RunConfig) -> Iterator[Problem]:
     algorithm = config.algorithm
-    if algorithm.dual_clip is not None and algorithm.policy_loss != "ppo":
-        yield Problem(
-            "algorithm.dual_clip is for algorithm.policy_loss ppo only",
-            have=f"algorithm.dual_clip: {algorithm.dual_clip}, algorithm.policy_loss: {algorithm.policy_loss}",
-            want="null, or policy_loss ppo",
-            do="remove algorithm.dual_clip",
-        )
-    for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
-        if name in algorithm.model_fields_set and algorithm.policy_loss in {
-            *get_args(PolicyLossName)
-        } - {"sapo"}:
+    given = algorithm.model_dump(exclude_defaults=True)
+    for name, losses in _LOSS_SETTINGS.items():
+        builtin = algorithm.policy_loss in get_args(PolicyLossName)
+        if name in given and builtin and algorithm.policy_loss not in losses:
             yield Problem(
-                f"algorithm.{name} is for algorithm.policy_loss sapo only",
-                have=f"algorithm.policy_loss: {algorithm.policy_loss}",
-                want="policy_loss sapo",
+                f"algorithm.{name} is for algorithm.policy_loss {' and '.join(losses)} only",
+                have=f"algorithm.{name}: {given[name]}, algorithm.policy_loss: {algorithm.policy_loss}",
+                want=f"policy_loss {' or '.join(losses)}",
                 do=f"remove algorithm.{name}",
             )
+    if algorithm.top_entropy is not None and algorithm.policy_loss in ("clip_cov", "kl_cov"):
+        yield Problem(
+            "algorithm.top_entropy and algorithm.policy_loss both choose tokens",
+            have=f"algorithm.top_entropy: {algorithm.top_entropy}, algorithm.policy_loss: {algorithm.policy_loss}",
+            want="one of both",
+            do="remove algorithm.top_entropy, or set algorithm.policy_loss=ppo",
+        )
+    kl = algorithm.kl
+    if kl.target is not None and (kl.place != "reward" or not kl.coef):
+        yield Problem(
+            "algorithm.kl.target adapts the KL term in the reward, and there is none",
+            have=f"algorithm.kl.place: {kl.place}, algorithm.kl.coef: {kl.coef:g}",
+            want="place reward, and a coefficient to begin with",
+            do="set algorithm.kl.place=reward and algorithm.kl.coef=0.1, or remove algorithm.kl.target",
+        )
     used = "mismatch_cap" if algorithm.mismatch_cap is not None else "mismatch_reject"
     corrects = algorithm.mismatch_cap is not None or algorithm.mismatch_reject != "none"
     if corrects and algorithm.old_logprobs == "rollout":

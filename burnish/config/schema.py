@@ -35,7 +35,9 @@ AdvantageName = Literal[
     "gae",
 ]
 """The built-in advantages."""
-PolicyLossName = Literal["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl"]
+PolicyLossName = Literal[
+    "ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"
+]
 """The built-in policy losses."""
 StopText = Annotated[str, Field(min_length=1)]
 """A text that ends a completion; an empty one would end all of them at once."""
@@ -328,6 +330,10 @@ class KLConfig(Section):
     """Schulman's estimators (http://joschu.net/blog/kl-approx.html)."""
     place: Literal["loss", "reward"] = "loss"
     """Added to the loss, or subtracted from the reward of each token."""
+    target: float | None = Field(None, gt=0)
+    """With place reward: adapt coef so that the mean KL per token stays near this (arXiv 1909.08593, section 2.2); fixed when not given."""
+    horizon: int = Field(10_000, ge=1)
+    """With target: rollouts in which coef changes by its largest factor, about 1.2."""
 
 
 class AlgorithmConfig(Section):
@@ -342,11 +348,21 @@ class AlgorithmConfig(Section):
     clip_high: float = Field(0.2, ge=0)
     """The ratio is clipped above 1 + clip_high. gmpo: the log-ratio above clip_high. dppo: the bound of the divergence where the advantage is positive."""
     dual_clip: float | None = Field(None, gt=1)
-    """ppo only: bound of the ratio where the advantage is negative (arXiv 1912.09729); none when not given."""
+    """ppo and clip_cov only: bound of the ratio where the advantage is negative (arXiv 1912.09729); none when not given."""
     sapo_temperature_pos: float = Field(1.0, gt=0)
     """sapo only: how fast its gate closes where the advantage is positive."""
     sapo_temperature_neg: float = Field(1.05, gt=0)
     """sapo only: how fast its gate closes where the advantage is negative."""
+    cov_ratio: float = Field(2e-4, gt=0, le=1)
+    """clip_cov and kl_cov only: share of a mini-batch's tokens that they treat apart, for the covariance of log-prob and advantage."""
+    cov_low: float = Field(1.0, ge=0)
+    """clip_cov only: smallest covariance of a token that it leaves out."""
+    cov_high: float = Field(5.0, gt=0)
+    """clip_cov only: largest covariance of a token that it leaves out."""
+    cov_penalty: float = Field(1.0, ge=0)
+    """kl_cov only: weight of |log ratio| at the tokens of largest covariance."""
+    top_entropy: float | None = Field(None, gt=0, lt=1)
+    """Train on this share of a mini-batch's tokens, those of highest entropy (arXiv 2506.01939 has 0.2); all when not given."""
     aggregation: Literal[
         "token_mean", "token_sum", "sequence_mean", "sequence_sum", "sequence_sum_fixed"
     ] = "token_mean"

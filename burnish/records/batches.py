@@ -43,6 +43,8 @@ class MicroBatch:
     """[T] fp32 or None; what a critic is to learn."""
     old_values: Tensor | None = None
     """[T] fp32 or None; what the critic said before the update."""
+    selected: Tensor | None = None
+    """[T] bool or None; tokens that the policy loss treats apart."""
     experts: Tensor | None = None
     """[T, L, k] integers, the experts that each token goes to in each of L routers; None: those that the routers choose."""
     temperature: float = 1.0

@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from burnish.algorithms.advantages import ScoredRollouts, advantages, load_advantage
 from burnish.algorithms.gae import gae, value_stats
 from burnish.algorithms.kl import kl_penalty
+from burnish.algorithms.token_selection import select_tokens, selects_tokens
 from burnish.config.parts import part_names
-from burnish.config.schema import RewardConfig, RunConfig
+from burnish.config.schema import AlgorithmConfig, RewardConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.loader import order
 from burnish.distributed.collectives import gather_objects
@@ -58,6 +60,8 @@ class Credit:
     """With a critic: what that said of this state."""
     logprobs: list[Floats] | None = None
     """With KL in the reward: the policy's log-probs before the updates."""
+    kl: float = 0.0
+    """With KL in the reward: its mean over all tokens, in nats."""
 
     @property
     def means(self) -> list[float]:
@@ -82,19 +86,31 @@ class Credit:
 
 
 def assign_credit(
-    groups: Groups, policy: Policy, critic: Critic | None, config: RunConfig
+    groups: Groups,
+    policy: Policy,
+    critic: Critic | None,
+    config: RunConfig,
+    kl_coef: float | None = None,
 ) -> Credit:
-    """Advantages of every completion token, and what the critic is to learn, where there is one. Collective."""
+    """Return the advantages of every completion token, and the critic's targets where there is one. Collective.
+
+    `kl_coef` is the weight of KL in the reward where it adapts; else `algorithm.kl.coef`.
+    """
     rollouts = [rollout for group in groups for rollout in group]
     rewards = [rollout.reward for rollout in rollouts]
     kind, kl = config.algorithm.advantage, config.algorithm.kl
     penalties = logprobs = None
+    measured = 0.0
     if kl.coef > 0 and kl.place == "reward":
-        penalties, logprobs = _kl_penalties(rollouts, policy, config)
+        weight = kl.coef if kl_coef is None else kl_coef
+        estimates, logprobs = _kl_estimates(rollouts, policy, config)
+        penalties = [np.float32(weight) * each for each in estimates]
+        measured = float(np.concatenate([np.zeros(0), *estimates]).sum())
+        measured /= max(sum(map(len, estimates)), 1)
     if kind == "gae":
         values = _values(rollouts, policy, critic, config)
         found = gae(rewards, values, penalties, config.critic.gamma, config.critic.lam)
-        return Credit(found.advantages, found.returns, values, logprobs)
+        return Credit(found.advantages, found.returns, values, logprobs, measured)
     scored = ScoredRollouts.of(
         rewards,
         [number for number, group in enumerate(groups) for _ in group],
@@ -103,7 +119,8 @@ def assign_credit(
         **_reward_parts(rollouts, config.reward),
         greedy_rewards=_greedy_rewards(rollouts),
     )
-    return Credit(advantages(load_advantage(kind), scored), logprobs=logprobs)
+    found_advantages = advantages(load_advantage(kind), scored)
+    return Credit(found_advantages, logprobs=logprobs, kl=measured)
 
 
 def _reward_parts(rollouts: Sequence[Rollout], config: RewardConfig) -> dict[str, Any]:
@@ -148,7 +165,9 @@ def minibatches(groups: Groups, credit: Credit, policy: Policy, config: RunConfi
     return batches
 
 
-def with_logprobs(batches: Sequence[Batch], policy: Policy, config: RunConfig) -> list[Batch]:
+def with_logprobs(
+    batches: Sequence[Batch], policy: Policy, config: RunConfig, step: int
+) -> list[Batch]:
     """The batches with what the policy's updates are measured against. Collective.
 
     Where several updates follow each other, in mini-batches or `batch.epochs`, the policy's log-probs are computed here, before any of
@@ -159,8 +178,19 @@ def with_logprobs(batches: Sequence[Batch], policy: Policy, config: RunConfig) -
     algorithm, batches = config.algorithm, list(batches)
     kept = all(m.old_logprobs is not None for batch in batches for m in batch.microbatches)
     replayed = algorithm.router_replay == "recompute"
-    if len(batches) * config.batch.epochs > 1 and (replayed or not kept):
-        batches = [_as_before(batch, policy, replayed, kept) for batch in batches]
+    several = len(batches) * config.batch.epochs > 1
+    selecting = selects_tokens(algorithm)
+    if selecting or (several and (replayed or not kept)):
+        for number, batch in enumerate(batches):
+            outputs = policy.engine.forward(batch, experts=replayed and several)
+            if several and not kept:
+                batch = batch.with_old_logprobs(outputs)
+            if several and replayed:
+                batch = batch.with_experts(outputs)
+            if selecting:
+                seed = derive_seed(config.seed, "selected tokens", step, number)
+                batch = _with_selected(batch, outputs, policy, algorithm, seed)
+            batches[number] = batch
     if policy.reference is not None and algorithm.kl.place == "loss":
         batches = [
             batch.with_ref_logprobs(policy.reference(batch.without_experts())) for batch in batches
@@ -183,11 +213,45 @@ def policy_stats(learned: Stats) -> Stats:
     return Stats({names[name] + name: metric for name, metric in learned.items()})
 
 
-def _as_before(batch: Batch, policy: Policy, replayed: bool, kept: bool) -> Batch:
-    """The batch with what the policy does before any update: its log-probs unless they are `kept`, its experts where `replayed`."""
-    outputs = policy.engine.forward(batch, experts=replayed)
-    batch = batch if kept else batch.with_old_logprobs(outputs)
-    return batch.with_experts(outputs) if replayed else batch
+def _with_selected(
+    batch: Batch,
+    outputs: Sequence[TokenOutputs],
+    policy: Policy,
+    config: AlgorithmConfig,
+    seed: int,
+) -> Batch:
+    """Add the tokens that the policy loss treats apart, chosen over the batches of all ranks. Collective."""
+    columns = [
+        np.stack(
+            [
+                _numbers(output.logprobs),
+                _numbers(output.entropy),
+                _numbers(micro.advantages),
+                _numbers(micro.loss_mask),
+            ],
+            axis=-1,
+        )
+        for micro, output in zip(batch.microbatches, outputs, strict=True)
+    ]
+    shares = gather_objects(batch.by_example(columns), policy.engine.layout)
+    rows = dict(sorted({number: row for share in shares for number, row in share.items()}.items()))
+    table = np.concatenate([np.zeros((0, 4), np.float32), *rows.values()])
+    trained = table[:, 3] > 0
+    chosen = np.zeros(len(table), dtype=bool)
+    logprobs, entropies, advantages_of = table[trained, :3].T
+    chosen[trained] = select_tokens(logprobs, entropies, advantages_of, config, seed)
+    ends = np.cumsum([len(row) for row in rows.values()])
+    by_number = dict(zip(rows, np.split(chosen, ends[:-1]), strict=True)) if rows else {}
+    microbatches = []
+    for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
+        sizes = micro.cu_seqlens.diff().tolist()
+        parts = [
+            by_number.get(number, np.zeros(size, dtype=bool))
+            for number, size in zip(numbers, sizes, strict=True)
+        ]
+        selected = torch.from_numpy(np.concatenate(parts)).to(micro.loss_mask.device)
+        microbatches.append(replace(micro, selected=selected))
+    return replace(batch, microbatches=tuple(microbatches))
 
 
 def _example(rollout: Rollout, arrays: Mapping[str, Floats], config: RunConfig) -> Example:
@@ -229,10 +293,10 @@ def _experts(rollout: Rollout) -> Experts:
     return whole
 
 
-def _kl_penalties(
+def _kl_estimates(
     rollouts: Sequence[Rollout], policy: Policy, config: RunConfig
 ) -> tuple[list[Floats], list[Floats]]:
-    """Return the penalty of each completion token, and the policy's log-probs that it was computed from."""
+    """Return the KL estimate of each completion token, and the policy's log-probs that it was computed from."""
     if policy.reference is None:
         raise ValueError("KL in the reward needs a reference model")
     reference, kl = policy.reference, config.algorithm.kl
@@ -246,11 +310,11 @@ def _kl_penalties(
 
     found = [pair.reshape(-1, 2) for pair in _of_completions(rollouts, both, policy, config)]
     logprobs = [np.ascontiguousarray(pair[:, 0]) for pair in found]
-    penalties = [
-        kl_penalty(kl.estimator, kl.coef, own, np.ascontiguousarray(pair[:, 1]))
+    estimates = [
+        kl_penalty(kl.estimator, 1.0, own, np.ascontiguousarray(pair[:, 1]))
         for own, pair in zip(logprobs, found, strict=True)
     ]
-    return penalties, logprobs
+    return estimates, logprobs
 
 
 def _values(
@@ -289,7 +353,9 @@ def _of_completions(
     return found
 
 
-def _numbers(tensor: Tensor) -> Floats:
+def _numbers(tensor: Tensor | None) -> Floats:
+    if tensor is None:
+        raise ValueError("a micro-batch of reinforcement learning has advantages")
     found: Floats = tensor.float().cpu().numpy()
     return found
 

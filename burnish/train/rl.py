@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from burnish.algorithms.dapo import overlong_penalty, select_groups
+from burnish.algorithms.kl import adapted
 from burnish.algorithms.loss import policy_loss_fn
 from burnish.algorithms.schedule import learning_rate
 from burnish.checkpoint.naming import MAIN
@@ -29,6 +30,7 @@ from burnish.errors import UsageError
 from burnish.records import Rollout
 from burnish.rewards.overview import rollout_stats
 from burnish.rewards.pool import RewardPool
+from burnish.tracking.stats import Max, Stats
 from burnish.train.collect import Collector
 from burnish.train.critic import CRITIC, Critic
 from burnish.train.evaluate import held_out_prompts, prompt_validation
@@ -84,6 +86,8 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             version = weights_version(run.position.step, config)
             collector.generator.load_weights(policy.engine.published(), version)
             loader.cursor = run.position.cursor
+            kl = config.algorithm.kl
+            kl_coef = kl.coef if run.position.kl_coef is None else run.position.kl_coef
             waiting = config.critic.warmup_steps
             loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
             validate = prompt_validation(foundation, collector, held_out, run.write_validation)
@@ -95,10 +99,10 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             with run.spans("rollout"), parked():
                 groups, left_out = collect_groups(dataset, loader, collector, config, step)
             with run.spans("advantages"):
-                credit = assign_credit(groups, policy, critic, config)
+                credit = assign_credit(groups, policy, critic, config, kl_coef)
                 batches = minibatches(groups, credit, policy, config)
                 if learning:
-                    batches = with_logprobs(batches, policy, config)
+                    batches = with_logprobs(batches, policy, config, step)
             run.check_stop()
             stats, updates = credit.stats, in_epochs(batches, config, step)
             with run.spans("update"), run.progress.phase("update", len(updates)) as bar:
@@ -117,10 +121,14 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             rollouts = [rollout for group in groups for rollout in group]
             generated = [rollout for group in left_out for rollout in group] + rollouts
             run.write_rollouts(rollouts, credit.means)
+            if kl.target is not None:
+                stats = stats.merge(Stats({"actor/kl_coef": Max(torch.tensor(kl_coef))}))
+                kl_coef = adapted(kl_coef, credit.kl, len(rollouts), kl)
             run.finish(
                 stats.merge(rollout_stats(generated)),
                 cursor=loader.cursor,
                 work=Work.of(batches),
+                kl_coef=None if kl.target is None else kl_coef,
             )
         run.complete()
 

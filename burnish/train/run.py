@@ -183,8 +183,10 @@ class Run:
             self.check_stop()
             yield step
 
-    def finish(self, stats: Stats, *, cursor: int, work: Work) -> None:
-        """A step is done: validate, log and save where it is time. Collective."""
+    def finish(
+        self, stats: Stats, *, cursor: int, work: Work, kl_coef: float | None = None
+    ) -> None:
+        """Validate, log and save after a step, where it is time. Collective."""
         self._hear_of_saving(wait=False)
         main = self._learners[MAIN].engine
         self.position = Position(
@@ -195,6 +197,7 @@ class Run:
             skipped_in_a_row=main.skipped_in_a_row,
             measured_later=self.position.measured_later,
             roles=self._counts_beside_main(),
+            kl_coef=kl_coef,
         )
         timing = self.spans.take()
         values = stats.values_by_name() | self._throughput(work, timing) | timing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -51,6 +52,9 @@ class Position:
     roles: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """`optimizer_steps` and `skipped_in_a_row` of each further model that is trained, by its role."""
 
+    kl_coef: float | None = None
+    """The weight of KL in the reward for the next step, where it adapts."""
+
     def counts(self, role: str) -> tuple[int, int]:
         """`optimizer_steps` and `skipped_in_a_row` of the model of a role, the run's own included. Raises `IncompatibleError` for an unknown one."""
         if role == MAIN:
@@ -86,7 +90,7 @@ def position_of(step: Committed) -> Position:
             do=f"begin a run from it: model.path={step.path / 'model'}, and another name=NAME",
         )
     kinds = {field.name: str(field.type) for field in fields(Position)}
-    values: dict[str, Any] = {"roles": {}, "measured_later": {}}
+    values: dict[str, Any] = {"roles": {}, "measured_later": {}, "kl_coef": None}
     values |= {name: each for name, each in step.state.items() if name in kinds}
     unknown = step.state.keys() - {*kinds, *_BESIDE, INPUTS, ADAPTER_STATE}
     wrong = [name for name, kind in kinds.items() if not _is(kind, values.get(name, _ABSENT))]
@@ -107,6 +111,8 @@ def _is(kind: str, value: Any) -> bool:
     """Whether JSON's value is one of the kinds of fields that a position has."""
     if kind == "int":
         return _is_count(value)
+    if kind == "float | None":
+        return value is None or (type(value) is float and math.isfinite(value) and value >= 0)
     if kind == "str":
         return type(value) is str
     if kind == "bool":

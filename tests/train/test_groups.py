@@ -197,11 +197,38 @@ def test_the_policy_is_scored_before_the_first_of_several_updates(
     config = configured(batch={"prompts": 2, **updates}, algorithm={"old_logprobs": kept})
     groups = [[rollout(0, 1, 3), rollout(0, 0, 4)], [rollout(1, 0, 2), rollout(1, 1, 4)]]
     batches = minibatches(groups, assign_credit(groups, POLICY, None, config), POLICY, config)
-    measured = with_logprobs(batches, replace(POLICY, engine=engine), config)
+    measured = with_logprobs(batches, replace(POLICY, engine=engine), config, 0)
     assert asked == batches[:scored]
     for micro in measured[0].microbatches:
         assert (micro.old_logprobs is None) == (kept == "recompute" and not scored)
         assert not scored or torch.equal(micro.old_logprobs, micro.input_ids - 100.0)
+
+
+def test_selected_tokens_are_those_of_the_whole_mini_batch_in_any_cut() -> None:
+    """Of 13 tokens, the 3 of highest entropy, however few fit into a micro-batch."""
+    groups = [[rollout(0, 1, 3), rollout(0, 0, 4)], [rollout(1, 0, 2), rollout(1, 1, 4)]]
+    found = []
+    for tokens in (64, 8):
+        config = configured(
+            batch={"prompts": 2, "tokens_per_device": tokens}, algorithm={"top_entropy": 0.23}
+        )
+
+        def forward(batch: Batch, *, experts: bool) -> list[TokenOutputs]:
+            return [
+                TokenOutputs(micro.input_ids * -1.0, micro.input_ids + micro.advantages)
+                for micro in batch.microbatches
+            ]
+
+        policy = replace(POLICY, engine=SimpleNamespace(layout=Layout(), forward=forward))
+        batches = minibatches(groups, assign_credit(groups, policy, None, config), policy, config)
+        (batch,) = with_logprobs(batches, policy, config, 0)
+        assert (len(batch.microbatches) > 1) == (tokens == 8)
+        found.append(batch.by_example([micro.selected.numpy() for micro in batch.microbatches]))
+        for micro in batch.microbatches:
+            assert not (micro.selected & ~micro.loss_mask).any()
+    assert found[0].keys() == found[1].keys()
+    assert all(np.array_equal(mask, found[1][number]) for number, mask in found[0].items())
+    assert sum(mask.sum() for mask in found[0].values()) == 3
 
 
 def test_each_epoch_has_all_mini_batches_in_an_order_of_its_own() -> None:

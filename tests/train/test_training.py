@@ -9,7 +9,7 @@ import signal
 
 import pytest
 import torch
-from training_files import At, burnish, done, metrics
+from training_files import At, burnish, done, metrics, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.checkpoint.steps import committed
@@ -112,6 +112,9 @@ FORMULAS = {
     "plus_plus": ["algorithm.advantage=reinforce_plus_plus", "algorithm.kl.coef=0.1", "algorithm.kl.place=reward"],
     "baseline": ["algorithm.advantage=reinforce_plus_plus_baseline", "algorithm.old_logprobs=rollout",
                  "algorithm.entropy_coef=0.01", "algorithm.overlong.buffer=2", "algorithm.dual_clip=3.0"],
+    "clip_cov": ["algorithm.policy_loss=clip_cov", "algorithm.cov_ratio=0.2", "algorithm.cov_low=0"],
+    "kl_cov": ["algorithm.policy_loss=kl_cov", "algorithm.cov_ratio=0.2", "batch.minibatches=1"],
+    "entropy": ["algorithm.top_entropy=0.5", "algorithm.kl.coef=0.1", "algorithm.advantage=gpg"],
     "remax": ["algorithm.advantage=remax", "rollout.n=2", "algorithm.policy_loss=sapo", "algorithm.aggregation=token_sum"],
     "gdpo": ["algorithm.advantage=gdpo", "algorithm.policy_loss=gmpo", "algorithm.mismatch_reject=token",
              "algorithm.overlong.buffer=2", "algorithm.mask_truncated=true"],
@@ -128,6 +131,20 @@ def test_every_formula_runs(work, formula):
     rows = metrics(run)
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert rows[-1]["actor/grad_norm"] > 0
+
+
+def test_a_kl_coefficient_that_adapts_goes_on_where_it_was(work):
+    settings = ["algorithm.kl.coef=0.5", "algorithm.kl.place=reward", "algorithm.kl.estimator=k2",
+                "algorithm.kl.target=1e-9", "algorithm.kl.horizon=16", "evaluation.every=0"]  # fmt: skip
+    whole = done(work, "rl", "rl.yaml", "name=kl_whole", "steps=4", *settings)
+    for steps in (2, 4):
+        cut = done(work, "rl", "rl.yaml", "name=kl_cut", f"steps={steps}", *settings)
+    found = [[row["actor/kl_coef"] for row in metrics(run) if row["step"]] for run in (whole, cut)]
+    assert found[0] == found[1]
+    # No KL in the first step, much of it in all others, as against the target.
+    assert found[0] == pytest.approx([0.5, 0.4, 0.48, 0.576])
+    first, second = weights(whole), weights(cut)
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 @pytest.mark.parametrize(("kind", "number"), [("sft", "val/loss"), ("rl", "val/mean@1")])

@@ -1,0 +1,49 @@
+"""Which tokens of a mini-batch are treated apart: those of high covariance, or of high entropy.
+
+All run on the host over the whole mini-batch, on log-probs and entropies from before its updates. So the choice does not
+depend on micro-batches or ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from burnish.config.schema import AlgorithmConfig
+
+_Array = npt.NDArray[np.floating]
+_Chosen = npt.NDArray[np.bool_]
+
+
+def selects_tokens(config: AlgorithmConfig) -> bool:
+    """Return whether the policy loss needs `MicroBatch.selected`."""
+    return config.top_entropy is not None or config.policy_loss in ("clip_cov", "kl_cov")
+
+
+def select_tokens(
+    logprobs: _Array, entropies: _Array, advantages: _Array, config: AlgorithmConfig, seed: int
+) -> _Chosen:
+    """Choose among the N trained tokens of a mini-batch. All arrays are [N], in an order that no layout changes.
+
+    With c_t = (log π(y_t) - mean log π)(A_t - mean A) (arXiv 2505.22617, equation 10) and k = `cov_ratio` · N, at least 1:
+
+    - clip_cov: k tokens drawn at random among those with `cov_low` < c_t < `cov_high` (equation 11)
+    - kl_cov: the k tokens of largest c_t (equation 13)
+    - `top_entropy`: that share of tokens, of highest entropy (arXiv 2506.01939, equation 5)
+    """
+    chosen = np.zeros(len(logprobs), dtype=bool)
+    if not len(logprobs):
+        return chosen
+    if config.top_entropy is not None:
+        threshold = np.quantile(entropies, 1 - config.top_entropy)
+        selected: _Chosen = entropies >= threshold
+        return selected
+    own, credit = logprobs.astype(np.float64), advantages.astype(np.float64)
+    covariance = (own - own.mean()) * (credit - credit.mean())
+    count = max(1, int(config.cov_ratio * len(own)))
+    if config.policy_loss == "kl_cov":
+        chosen[np.argsort(-covariance, kind="stable")[:count]] = True
+        return chosen
+    candidates = np.flatnonzero((covariance > config.cov_low) & (covariance < config.cov_high))
+    chosen[np.random.default_rng(seed).permutation(candidates)[:count]] = True
+    return chosen

@@ -1,0 +1,80 @@
+"""Token selection against the papers' definitions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from burnish.algorithms import policy_loss
+from burnish.algorithms.kl import adapted
+from burnish.algorithms.token_selection import select_tokens
+from burnish.config.schema import AlgorithmConfig, KLConfig
+
+
+@pytest.fixture
+def tokens():
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(3, 500)).astype(np.float32) * 2
+
+
+def covariances(tokens) -> list[float]:
+    logprobs, _, advantages = tokens.astype(np.float64)
+    return [
+        (own - logprobs.mean()) * (credit - advantages.mean())
+        for own, credit in zip(logprobs, advantages, strict=True)
+    ]
+
+
+def test_kl_cov_takes_the_largest_covariances(tokens) -> None:
+    chosen = select_tokens(*tokens, AlgorithmConfig(policy_loss="kl_cov", cov_ratio=0.02), 0)
+    order = np.argsort(covariances(tokens))
+    assert set(np.flatnonzero(chosen)) == set(order[-10:])
+
+
+def test_clip_cov_draws_among_those_between_the_bounds(tokens) -> None:
+    config = AlgorithmConfig(policy_loss="clip_cov", cov_ratio=0.02, cov_low=1, cov_high=5)
+    between = {t for t, each in enumerate(covariances(tokens)) if 1 < each < 5}
+    draws = [set(np.flatnonzero(select_tokens(*tokens, config, seed))) for seed in (1, 1, 2)]
+    assert all(len(draw) == 10 and draw < between for draw in draws)
+    assert draws[0] == draws[1] != draws[2]
+    few = config.model_copy(update={"cov_ratio": 1.0})
+    assert set(np.flatnonzero(select_tokens(*tokens, few, 1))) == between
+
+
+def test_top_entropy_takes_that_share(tokens) -> None:
+    chosen = select_tokens(*tokens, AlgorithmConfig(top_entropy=0.2), 0)
+    assert set(np.flatnonzero(chosen)) == set(np.argsort(tokens[1])[-100:])
+
+
+def test_of_no_tokens_none_are_chosen() -> None:
+    nothing = np.zeros(0, np.float32)
+    assert select_tokens(nothing, nothing, nothing, AlgorithmConfig(top_entropy=0.2), 0).size == 0
+
+
+def test_losses_at_selected_tokens(make_case) -> None:
+    case = make_case()
+    mask = case.micro.loss_mask
+    selected = torch.arange(len(mask)) % 3 == 0
+    micro = case.micro.__class__(
+        **{name: getattr(case.micro, name) for name in case.micro.__slots__}
+        | {"selected": selected}
+    )
+    new = case.outputs.logprobs
+    config = AlgorithmConfig(cov_penalty=0.5)
+    plain = policy_loss.ppo(new, micro, config).loss
+    clipped = policy_loss.clip_cov(new, micro, config)
+    torch.testing.assert_close(clipped.loss[mask], torch.where(selected, 0.0, plain)[mask])
+    assert clipped.clipped[selected].all()
+    ratio = new - micro.old_logprobs
+    want = -ratio.exp() * micro.advantages + torch.where(selected, 0.5 * ratio.abs(), 0.0)
+    torch.testing.assert_close(policy_loss.kl_cov(new, micro, config).loss[mask], want[mask])
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"), [(0.1, 1.0), (0.11, 1.01), (5.0, 1.02), (0.0, 0.98), (-3.0, 0.98)]
+)
+def test_the_coefficient_follows_the_error_within_bounds(kl: float, factor: float) -> None:
+    config = KLConfig(target=0.1, horizon=1000)
+    assert adapted(0.2, kl, 100, config) == pytest.approx(0.2 * factor)
+    assert adapted(0.2, kl, 100, KLConfig()) == 0.2
