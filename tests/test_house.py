@@ -12,14 +12,19 @@ from pathlib import Path
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = 43_000
-MOST_LINES_OF_THE_CLOSURE = 37_600
-MOST_WORDS_OF_DOCSTRINGS = 61_500
+MOST_LINES = 42_800
+MOST_LINES_OF_THE_CLOSURE = 30_400
+MOST_WORDS_OF_DOCSTRINGS = 57_400
 MOST_FUNCTIONS_OF_THE_WHOLE_CONFIGURATION = 78
-MOST_DOUBLED_CLASSES = 16
+MOST_DOUBLED_CLASSES = 10
 MOST_DOUBLED_MODULES = 2
 MOST_LINES_OF_A_FILE = 900
-OPTIONAL: tuple[str, ...] = ()
+OPTIONAL = (
+    "burnish.plan",
+    "burnish.engines.megatron",
+    "burnish.tracking.report",
+    "burnish.checkpoint.tools",
+)
 """What `import burnish.train.rl` must not reach."""
 OTHER_MEANINGS = {"git", "gemma"}
 """Model types that are also a program's name, and the name of a rounding mode of Liger's norm."""

@@ -1,9 +1,8 @@
-"""The engine that the settings name: the one place that knows all of them.
-
-Megatron is an extra, so its engine is imported when it is asked for.
-"""
+"""Make the engine that the settings name. Megatron's is imported by name, when it is asked for: it needs an extra."""
 
 from __future__ import annotations
+
+from importlib import import_module
 
 import torch
 from transformers import PretrainedConfig
@@ -17,13 +16,13 @@ from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import UsageError
 from burnish.models.routing import has_routers
 
+_MEGATRON = "burnish.engines.megatron"
+
 
 def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
     """Raise `UsageError` where the engine cannot compute the model, or cannot cut it as the settings say."""
     if config.kind == "megatron":
-        from burnish.engines.megatron.megatron_compatibility import require_fitting
-
-        require_fitting(hf_config, config)
+        import_module(f"{_MEGATRON}.megatron_compatibility").require_fitting(hf_config, config)
     else:
         fitting.require_fitting(hf_config, config)
 
@@ -52,11 +51,11 @@ def make_engine(
     what Megatron does not train: adapters, and by optimizers other than AdamW.
     """
     if config.kind == "megatron":
-        from burnish.engines.megatron.megatron_engine import MegatronEngine
-
+        make = import_module(f"{_MEGATRON}.megatron_engine").MegatronEngine
         _require_of_megatron(optim, lora)
-        groups = beside.mesh if isinstance(beside, MegatronEngine) else None
-        return MegatronEngine(hf_config, config, optim, layout=layout, device=device, mesh=groups)
+        groups = beside.mesh if isinstance(beside, make) else None
+        engine: Engine = make(hf_config, config, optim, layout=layout, device=device, mesh=groups)
+        return engine
     mesh = beside.mesh if isinstance(beside, TorchEngine) else None
     return TorchEngine(hf_config, config, optim, layout=layout, device=device, lora=lora, mesh=mesh)
 

@@ -1,4 +1,4 @@
-"""What is said when a device has no memory left: the setting that would have helped, by the planner."""
+"""Explain that a device has no memory left, and name the settings that take less."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from burnish.config.schema import ModelConfig, RunConfig
+from burnish.config.schema import RunConfig
 from burnish.distributed.allocations import (
     can_write_snapshot,
     recording_allocations,
@@ -19,19 +19,10 @@ from burnish.distributed.allocations import (
 from burnish.distributed.device import device_name, peak_memory, total_memory
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
-from burnish.models.loading import read_model_config
-from burnish.plan.advice import advice
-from burnish.plan.devices import Devices
-from burnish.plan.layouts import Plan, Planner
-from burnish.plan.shape import PlannedModel
-from burnish.plan.workload import Workload
 from burnish.tracking.peaks import Peaks
 
 _CPU_SAYS = "can't allocate memory"
 """How torch's allocator on a CPU says it, in a plain RuntimeError."""
-
-_PLANNED = {"advantages": "log-probs", "validate": "rollout"}
-# What the planner calls parts of a step that are something else to a reader of the metrics.
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,36 +59,14 @@ class OutOfMemory:
     def _error(self, error: Exception, snapshot: str) -> BurnishError:
         phase = self.peaks.current or "setting up"
         total, highest = total_memory(self.device) / 1e9, peak_memory(self.device) / 1e9
-        helpful = "set batch.tokens_per_device lower"
-        plan = self._plan(phase)
-        if plan is not None:
-            helpful = f"try {advice(plan, self.config)}; see burnish plan"
+        remedies = list(self._remedies(phase))
+        helpful = f"try {', or '.join(remedies[:3])}; burnish plan shows how much each part needs"
         return BurnishError(
             f"rank {self.layout.rank} ran out of memory in {phase}",
             have=f"{' '.join(str(error).split())[:200]}; {highest:.1f} GB in use at most",
             want=f"no more than the {total:.1f} GB of {device_name(self.device)}",
             do=helpful + snapshot,
         )
-
-    def _plan(self, phase: str) -> Plan | None:
-        """What the planner says of this run, of the phase if it has it; None for a model or an engine that it does not know or cannot read here."""
-        name = "CPU" if self.device.type == "cpu" else device_name(self.device)
-        devices = Devices(self.layout.world, name, total_memory(self.device), 1.0, 1.0, 1.0)
-        try:
-            shape, *judges = (
-                PlannedModel.of(read_model_config(model).to_dict()) for model in self._models()
-            )
-            work = Workload.of(self.config, self.trainer)
-            plan = Planner(shape, self.config, work, devices, judges).as_configured()
-        except BurnishError:
-            return None
-        return plan.within(_PLANNED.get(phase, phase))
-
-    def _models(self) -> Iterator[ModelConfig]:
-        """The model, and those that judge."""
-        yield self.config.model
-        if self.trainer == "rl":
-            yield from (ModelConfig(path=judge.path) for judge in self.config.reward.models)
 
     def _snapshot(self, directory: Path) -> str:
         """Leave a snapshot; what the message says of it."""
@@ -110,3 +79,27 @@ class OutOfMemory:
             return f"; what was allocated could not be written: {failed}"
         lines = "" if self.config.tracking.allocations else " (for what: tracking.allocations=true)"
         return f"; what was allocated{lines} is in {path}"
+
+    def _remedies(self, phase: str) -> Iterator[str]:
+        """Yield the settings that take less memory in this part of a step, the most helpful first."""
+        config, engine, rollout = self.config, self.config.engine, self.config.rollout
+        apart = self.device.type != "cpu"  # else there is no host to move anything to
+        trains = phase in ("update", "advantages", "setting up", "save")
+        if phase in ("rollout", "validate") and self.trainer == "rl":
+            yield f"rollout.slots={max(1, rollout.slots // 2)}"
+            yield "a shorter rollout.max_response_length"
+        if self.trainer == "rl" and apart and not engine.park and not trains:
+            yield "engine.park=true"
+        if phase == "save" and config.checkpoint.background:
+            yield "checkpoint.background=false"
+        if phase == "update" and engine.activation_checkpointing != "full":
+            yield "engine.activation_checkpointing=full"
+        if phase in ("update", "advantages", "validate"):
+            yield f"batch.tokens_per_device={max(2, config.batch.tokens_per_device // 2)}"
+        if trains and apart and not engine.optimizer_offload:
+            yield "engine.optimizer_offload=true"
+        if self.trainer == "rl" and config.reward.models:
+            yield "a smaller model in reward.models"
+        if not config.model.adapter and engine.kind == "torch":
+            yield "model.lora.rank=16"
+        yield "more devices"

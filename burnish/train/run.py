@@ -48,7 +48,6 @@ from burnish.tracking.console import ConsoleTracker
 from burnish.tracking.jsonl import JsonlTracker, json_numbers, logged_values, numbers
 from burnish.tracking.peaks import Peaks
 from burnish.tracking.progress import Progress
-from burnish.tracking.report import State, write_report
 from burnish.tracking.rollouts import discard_rollouts_after, write_rollouts
 from burnish.tracking.rundir import RunDirectory, environment
 from burnish.tracking.spans import Spans, added
@@ -74,6 +73,7 @@ from burnish.train.setup import Learner
 from burnish.train.signals import Stopper, StopRequested, catch_signals, check_stop
 from burnish.train.trainer_state import Position, counts
 
+_REPORT = "burnish.tracking.report:write_report"
 _GRACE_SECONDS = 10.0
 # How long a run that was told to stop waits for its mirror: what counts then is the step on its disk.
 
@@ -341,10 +341,11 @@ class Run:
         """Raise `StopRequested` on every rank when a signal has reached any. Collective."""
         check_stop(self.stopper, self.layout)
 
-    def _report(self, state: State) -> None:
+    def _report(self, state: str) -> None:
         with agree(self.layout), self._writing():
             if self.layout.is_main and self.config.tracking.report:
-                write_report(self.directory.root, state)
+                write = load_function(_REPORT, "tracking.report")
+                write(self.directory.root, state)
 
     def _is_due(self, every: int) -> bool:
         step = self.position.step

@@ -71,7 +71,7 @@ def test_killed_at_random_moments(work, in_peace, kind):
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_killed_at_chosen_moments(work, in_peace, kind):
     places = [
-        ("burnish.train.run:write_report", 1),
+        ("burnish.tracking.report:write_report", 1),
         ("burnish.checkpoint.save:_lay_out", 1),
         ("burnish.checkpoint.save:_commit", 2),
         (f"{ENGINE}.optim_step", 2),

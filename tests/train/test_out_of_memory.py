@@ -77,15 +77,6 @@ def test_the_allocator_of_a_cpu_says_it_otherwise(tmp_path: Path) -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
-def test_a_model_that_the_planner_does_not_know(tmp_path: Path) -> None:
-    trainer = subject(model_type="phi")
-    with (
-        pytest.raises(BurnishError, match=r"batch\.tokens_per_device lower"),
-        trainer.explained(tmp_path),
-    ):
-        raise torch.OutOfMemoryError("no memory")
-
-
 def test_any_other_error_stays_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^shapes do not fit$"), subject().explained(tmp_path):
         raise RuntimeError("shapes do not fit")
