@@ -1,3 +1,5 @@
+import pytest
+
 """The benchmark for accelerators in small shapes, where there is none: all that it would do there, and no figure that means anything."""
 
 import subprocess
@@ -8,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 CASES = ("sft-0.6b-4k", "grpo", "generate", "offload", "megatron")
 
 
+@pytest.mark.nightly
 def test_every_case_runs_and_gives_its_lines() -> None:
     arguments = ["--tiny", "--rounds", "1", "--peers", "--cases", *CASES]
     command = [sys.executable, "-m", "bench.gpu", *arguments]

@@ -29,6 +29,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.nightly
 def test_every_program_starts_and_knows_its_options() -> None:
     assert {"gpu", "grpo", "sft", "learning", "checkpoint", "__main__"} <= set(PROGRAMS)
     command = [sys.executable, "-c", STARTED, *PROGRAMS]
@@ -68,6 +69,7 @@ def settings_of(name: str, world: Path) -> dict[str, object]:
     return common | own[name]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [

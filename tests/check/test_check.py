@@ -304,6 +304,7 @@ MEGATRON_DEGREES = (
 )
 
 
+@pytest.mark.nightly
 def test_faults_of_the_megatron_engine_are_found_and_named_at_every_layout(root: Path) -> None:
     cases = [
         Case(

@@ -226,7 +226,10 @@ def lose_a_writer(layout, root, how, victim):
     return first.step, str(first.error), left
 
 
-@pytest.mark.parametrize(("how", "victim"), [("kill", 1), ("full", 0), ("hang", 1)])
+@pytest.mark.parametrize(
+    ("how", "victim"),
+    [("kill", 1), ("full", 0), pytest.param("hang", 1, marks=pytest.mark.nightly)],
+)
 def test_what_fails_on_one_rank_has_failed_on_all(tmp_path, how, victim):
     told = run_ranks(lose_a_writer, 2, str(tmp_path), how, victim)
     assert [step for step, _, _ in told] == [1, 1]

@@ -115,6 +115,7 @@ def settled(arena):
     return arena.used, arena.held
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [1, 2])
 def test_saving_and_loading_take_a_few_blocks(tmp_path, world):
     for saving, loading in run_ranks(save_and_load, world, str(tmp_path)):
@@ -122,6 +123,7 @@ def test_saving_and_loading_take_a_few_blocks(tmp_path, world):
         assert 4 * MIB < loading <= LOADING
 
 
+@pytest.mark.nightly
 def test_blocks_and_what_ranks_send_are_carved_from_the_arena_again_and_again(tmp_path):
     for first, *later in run_ranks(save_and_load_by_way_of, 2, str(tmp_path)):
         assert first[0] == 0
@@ -149,6 +151,7 @@ def save_in_background(layout, root):
         return size, peak_memory(CPU) - before, writer_memory(checkpoints, "VmHWM") - idle
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [1, 2])
 def test_saving_in_the_background_takes_one_copy_more(tmp_path, world):
     """The writer's peak includes the copy, which is the training process's own memory, shared."""
@@ -200,6 +203,7 @@ def save_and_resume(layout, root):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_that_may_have_just_state_and_budget_goes_on(tmp_path, world):
     assert all(run_ranks(save_and_resume, world, str(tmp_path)))

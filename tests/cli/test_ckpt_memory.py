@@ -87,6 +87,7 @@ def run(program: str, *argv: object) -> tuple[int, int, str]:
     return done.returncode, int(last[0]) if last and last[0].isdigit() else -1, done.stderr
 
 
+@pytest.mark.nightly
 def test_an_import_maps_what_it_reads(tmp_path: Path) -> None:
     """256 MB of weights; saving takes 64 MiB and a wave of 16."""
     source = tmp_path / "source"
@@ -99,6 +100,7 @@ def test_an_import_maps_what_it_reads(tmp_path: Path) -> None:
     assert 0 <= megabytes <= 96
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_is_unpickled_of_dcp_is_in_memory_once(tmp_path: Path) -> None:
     """A chunk of 128 MB, and a little beside it."""
@@ -122,6 +124,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("argv", "code", "most"),
     [

@@ -72,6 +72,7 @@ def routed_rank(layout: Layout, path: Path) -> bool:
     return all(each.experts is not None for each in engine.forward(batch, experts=True))
 
 
+@pytest.mark.nightly
 def test_routers_are_heard_after_a_pass_without(tmp_path: Path) -> None:
     path = save_tiny(tmp_path / "m", "qwen3_moe", torch.float32)
     assert run_ranks(routed_rank, 1, path) == [True]

@@ -97,6 +97,7 @@ def test_a_signal_to_all_processes_of_the_run(work):
     assert list((work / "runs/group/checkpoints").glob(".inflight*")) == []
 
 
+@pytest.mark.nightly
 def test_a_writer_that_is_killed_again_and_again_stops_nothing(work, in_peace):
     moments = random.Random(5)
     argv = [*KINDS["sft"], "name=writers", "steps=12", *SAVING]

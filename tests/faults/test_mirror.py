@@ -68,7 +68,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name",
+    [next(iter(FAULTS)), *(pytest.param(n, marks=pytest.mark.nightly) for n in list(FAULTS)[1:])],
+)
 def test_s3_that_fails_for_a_while(s3_server, tmp_path, name):
     url = s3_server.make_bucket(f"mirror-{next(number)}")
     mirror = mirror_at(tmp_path / "run", Remote(f"{url}/run", HASTY))
@@ -128,7 +131,7 @@ class Heard(Remote):
         self.hear(len(buffer))
 
 
-@pytest.mark.parametrize("node", ["namenode", "datanode"])
+@pytest.mark.parametrize("node", ["datanode", pytest.param("namenode", marks=pytest.mark.nightly)])
 def test_hdfs_killed_and_restarted_in_the_middle(hdfs_server, tmp_path, node):
     """Once while a step goes up, once while it is read."""
     remote = Heard(f"{hdfs_server.url}/mirror {next(number)}/run", HASTY)

@@ -15,7 +15,13 @@ SAMPLE = 160
 
 
 @pytest.mark.parametrize(
-    "scene", ["saving", "restarting", "quarantine", "2 processes", "2 + writers"]
+    "scene",
+    [
+        "saving",
+        "2 processes",
+        "2 + writers",
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("restarting", "quarantine")),
+    ],
 )
 def test_nothing_committed_is_lost_and_nothing_else_is_loaded(tmp_path, scene):
     rng = random.Random(scene)

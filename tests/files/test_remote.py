@@ -110,6 +110,7 @@ def test_s3_every_call_is_tried_again(s3_server: S3Server, bucket: str) -> None:
     assert remote.files() == []
 
 
+@pytest.mark.nightly
 def test_s3_faults_that_stay_are_named_after_so_many_tries(
     s3_server: S3Server, bucket: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -290,6 +291,7 @@ def test_a_missing_package_fails_with_the_command_that_installs_it(
     assert (caught.value.have, caught.value.do) == (f"no module {module}", command)
 
 
+@pytest.mark.nightly
 def test_a_write_that_hung_is_remembered_and_a_reading_is_not(
     s3_server: S3Server, bucket: str
 ) -> None:

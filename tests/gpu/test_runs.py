@@ -73,6 +73,7 @@ def finish(process: subprocess.Popen[bytes], work: Path, name: str, code: int = 
         process.wait()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)

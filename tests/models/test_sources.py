@@ -282,6 +282,7 @@ print(held, peak() - before)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_peaks_at_the_model_and_64_mb(tmp_path):
     """A tied model whose embedding layer has a computed buffer, from bf16 to fp32."""

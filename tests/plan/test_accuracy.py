@@ -110,6 +110,7 @@ def test_the_table_covers_what_it_should():
         assert {row.phase for row in several} == phases
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("cases", "how"),
     [

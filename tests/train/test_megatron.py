@@ -72,7 +72,9 @@ def not_replayed(work):
     return done(work, *RL, f"model.fresh={json.dumps(MIXTURE)}", "name=not_replayed")
 
 
-@pytest.mark.parametrize("replay", ["recompute", "rollout"])
+@pytest.mark.parametrize(
+    "replay", ["rollout", pytest.param("recompute", marks=pytest.mark.nightly)]
+)
 def test_replayed_mixtures_are_those_of_the_torch_engine(work, not_replayed, replay):
     """Experts that others chose, the generator or the policy before its update, are those of the second update too."""
     argv = [*RL, f"model.fresh={json.dumps(MIXTURE)}"]

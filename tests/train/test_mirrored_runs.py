@@ -71,6 +71,7 @@ def on_disks_of_their_own(directory, name, at=None):
     return ranks([make_files(root) for root in roots], argv, 2, at=at)
 
 
+@pytest.mark.nightly
 def test_a_second_signal_ends_the_waiting_for_a_mirror_where_disks_meet(tmp_path):
     """Nothing can be said there of what a disk has sent."""
     words = tmp_path / "far/run/checkpoints/portions"

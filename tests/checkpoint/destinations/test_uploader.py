@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 
+import pytest
 from fault_proxy import Fault
 
 from burnish.checkpoint.destinations.mirror import Mirror
@@ -21,6 +22,7 @@ def settled(uploader):
     return uploader.error
 
 
+@pytest.mark.nightly
 def test_a_write_that_hung_does_not_come_late(s3_server, tmp_path, caplog):
     remote = Remote(f"{s3_server.make_bucket('late')}/run", HASTY)
     remote.put("environment.json", json.dumps({"start": "this"}).encode())
