@@ -1,10 +1,10 @@
-import pytest
-
 """The benchmark for accelerators in small shapes, where there is none: all that it would do there, and no figure that means anything."""
 
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 CASES = ("sft-0.6b-4k", "grpo", "generate", "offload", "megatron")
