@@ -26,6 +26,8 @@ MAY_CHANGE = frozenset(
         "steps",
         "epochs",
         "resume",
+        "model.path",
+        "model.tokenizer",
         "model.trust_remote_code",
         "model.lora.publish",
         "engine.kind",
@@ -46,6 +48,7 @@ MAY_CHANGE = frozenset(
         "engine.reshard_after_forward",
         "engine.reduce_each_microbatch",
         "engine.logprob_chunk",
+        "data.train",
         "data.validation",
         "batch.tokens_per_device",
         "rollout.slots",
@@ -63,7 +66,8 @@ MAY_CHANGE = frozenset(
 
 `steps` and `epochs` are among them so that a run can be prolonged; with a decaying learning rate
 the remaining steps then follow the longer schedule. Validation reads the weights and never changes
-them. `name` and `output_dir` say where a run lies, and a directory may be moved."""
+them. `name` and `output_dir` say where a run lies, and a directory may be moved. Model, tokenizer and data may move as well:
+`burnish.train.fingerprints` compares their content."""
 
 
 @dataclass(frozen=True, slots=True)

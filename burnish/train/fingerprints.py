@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import xxhash
@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from burnish.algorithms import ADVANTAGES, POLICY_LOSSES
 from burnish.config.schema import AlgorithmConfig
 from burnish.data.tasks import ExampleDataset, PromptDataset
-from burnish.errors import IncompatibleError
+from burnish.errors import BurnishError, IncompatibleError
+from burnish.files.safetensors import model_digest
 from burnish.functions import Registry, fingerprint
 
 _CRITICS: Registry = {"gae": "burnish.algorithms.gae:gae"}
@@ -41,15 +42,18 @@ class Inputs:
     """Of their tokens and answers, in order."""
     formula: str = ""
     """Of the files of the functions that algorithm.advantage and algorithm.policy_loss name."""
+    model: str = ""
+    """Of the model that training started from; "" where its weights are not on this machine."""
 
     @classmethod
     def of(
         cls,
         tokenizer: PreTrainedTokenizerBase,
         data: ExampleDataset | PromptDataset,
+        model: str | None,
         algorithm: AlgorithmConfig | None = None,
     ) -> Inputs:
-        """Fingerprint these; without `algorithm` the run has no formula of its own."""
+        """Fingerprint these. `model` is a local directory, None without one; only reinforcement learning has an `algorithm`."""
         special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
         vocabulary = [sorted(tokenizer.get_vocab().items()), special]
         rules = [_rules(tokenizer), tokenizer.chat_template]
@@ -63,7 +67,8 @@ class Inputs:
                     fingerprint(algorithm.policy_loss, "algorithm.policy_loss", POLICY_LOSSES),
                 ]
             )
-        return cls(_digest(vocabulary), _digest(rules), len(data), data.digest, formula)
+        digests = _digest(vocabulary), _digest(rules), len(data), data.digest
+        return cls(*digests, formula, _weights_digest(model))
 
     def changed_since(self, recorded: Any, where: PurePath) -> list[str]:
         """What may differ between two attempts at a run and does, in words for a warning.
@@ -100,11 +105,23 @@ class Inputs:
             told.append("the tokenizer's rules or its chat template")
         if self.data != before.data:
             told.append("the content of data.train")
+        if self.model and before.model and self.model != before.model:
+            told.append("the model at model.path")
         return told
 
     def as_state(self) -> dict[str, Any]:
         """As plain JSON."""
         return asdict(self)
+
+
+def _weights_digest(path: str | None) -> str:
+    """Return `model_digest` of a directory; "" if it holds no weights, which resuming does not read."""
+    if path is None:
+        return ""
+    try:
+        return model_digest(Path(path).expanduser())
+    except (BurnishError, OSError):
+        return ""
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:

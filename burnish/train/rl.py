@@ -77,7 +77,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             by_epoch = config.steps is None and not config.algorithm.dynamic_sampling.enabled
             loader = Loader(len(dataset), config.seed, config.data.shuffle, by_epoch=by_epoch)
             total = config.steps or loader.takes(config.batch.prompts, config.epochs)
-            inputs = Inputs.of(foundation.tokenizer, dataset, config.algorithm)
+            inputs = Inputs.of(foundation.tokenizer, dataset, local.model.path, config.algorithm)
             policy, critic, judge, parked = _models(foundation, run, inputs, total)
             bar.advance()
             collector = make_collector(

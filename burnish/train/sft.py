@@ -41,7 +41,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             loader = Loader(len(dataset), config.seed, config.data.shuffle, by_epoch=by_epoch)
             total = config.steps or loader.takes(size, config.epochs)
             engine = make_engine(foundation, config.optim, layout, device)
-            inputs = Inputs.of(foundation.tokenizer, dataset)
+            inputs = Inputs.of(foundation.tokenizer, dataset, local.model.path)
             if run.begin({MAIN: Learner(engine, foundation)}, inputs, total) is None:
                 engine.load(foundation.source, Part.WEIGHTS)
             loader.cursor = run.position.cursor

@@ -154,6 +154,21 @@ def test_the_adapter_of_another_model_is_refused(tmp_path: Path, base: Path, ada
     assert "f00d" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", '{"adapter": [1]}', '{"adapter": {"x": 1}}', "no JSON"]
+)
+def test_a_state_file_of_another_program_beside_it_changes_nothing(
+    tmp_path: Path, base: Path, adapter: Path, content: str
+) -> None:
+    """The model is compared all the same."""
+    (tmp_path / "state.json").write_text(content)
+    assert (adapter.parent / "state.json").is_file()
+    started(base, adapter)
+    tiny_model("qwen3", seed=1).save_pretrained(tmp_path / "other")
+    with pytest.raises(IncompatibleError):
+        started(tmp_path / "other", adapter)
+
+
 def test_where_it_cannot_be_known_that_is_said(
     base: Path, adapter: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

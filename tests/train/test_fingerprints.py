@@ -50,7 +50,7 @@ def test_the_digest_is_of_what_is_trained_on(tmp_path, kind):
 
 def inputs(tmp_path, rows=ROWS, tokenizer=None):
     tokenizer = tokenizer or char_tokenizer()
-    return Inputs.of(tokenizer, dataset(tmp_path, rows, tokenizer=tokenizer))
+    return Inputs.of(tokenizer, dataset(tmp_path, rows, tokenizer=tokenizer), None)
 
 
 def test_what_is_the_same_is_fine(tmp_path):
@@ -119,7 +119,7 @@ def test_another_formula_is_refused_and_the_same_one_elsewhere_is_not(tmp_path):
         (tmp_path / name).write_text(code)
         algorithm = AlgorithmConfig(advantage=f"{tmp_path / name}:mine")
         data = dataset(tmp_path, ROWS, tokenizer=char_tokenizer())
-        return Inputs.of(char_tokenizer(), data, algorithm)
+        return Inputs.of(char_tokenizer(), data, None, algorithm)
 
     before = given("a.py", "def mine(rollouts): return rollouts.rewards")
     assert given("b.py", "def mine(rollouts): return rollouts.rewards") == before

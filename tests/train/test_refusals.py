@@ -165,6 +165,21 @@ def test_a_step_that_still_fits(work, name):
     assert words in output
 
 
+def test_a_run_whose_model_and_data_moved_goes_on(work):
+    """Content is compared, not paths."""
+    (work / "base").rename(work / "elsewhere")
+    (work / "train.jsonl").rename(work / "rows.jsonl")
+    moved = [*RUN, "model.path=elsewhere", "data.train=[rows.jsonl]"]
+    code, output = burnish(work, *moved, "steps=3")
+    assert code == 0, output
+    assert "was saved there changed" not in output
+    file = work / "elsewhere/model.safetensors"
+    flip(file)
+    code, output = burnish(work, *moved, "steps=4")
+    assert code == 0, output
+    assert "the model at model.path" in output
+
+
 @pytest.mark.parametrize(
     ("name", "code", "words"),
     [("pytorch_model.bin", 5, "safetensors"), ("model.safetensors", 3, "model.safetensors")],

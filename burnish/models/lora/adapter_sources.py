@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -68,12 +70,22 @@ def _require_same_base(directory: Path, adapter: AdapterRecord) -> None:
         )
 
 
+def _recorded_digest(state: Path) -> str | None:
+    """Return the digest that a run wrote into `state`; None for a file of any other program."""
+    try:
+        found: Any = json.loads(state.read_bytes())
+    except (OSError, ValueError):
+        return None
+    recorded = found.get(ADAPTER_STATE) if isinstance(found, dict) else None
+    digest = recorded.get("base_digest") if isinstance(recorded, dict) else None
+    return digest if isinstance(digest, str) else None
+
+
 def _base_digest(directory: Path) -> str | None:
     """Of the model that an adapter was trained on: as its run wrote it down, or of where it says that model is."""
-    state = directory.parent / _STATE
-    if state.is_file():
-        recorded = parse_json(state.read_bytes(), str(state)).get(ADAPTER_STATE)
-        return str(recorded["base_digest"]) if recorded else None
+    digest = _recorded_digest(directory.parent / _STATE)
+    if digest is not None:
+        return digest
     described = directory / ADAPTER_CONFIG
     base = parse_json(described.read_bytes(), str(described)).get(BASE_PATH)
     if not base or not (Path(base).expanduser() / "config.json").is_file():
