@@ -71,7 +71,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class BatchOutcome:
     """What was computed of one batch."""
 
     logprobs: Tensors
@@ -258,7 +258,7 @@ def _random_example(prompt: Any, vocabulary: int, seed: int) -> Example:
     )
 
 
-def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfig) -> Outcome:
+def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfig) -> BatchOutcome:
     """One step at the engine's layout, its pieces put together. Collective; the same on every rank.
 
     AdamW's first moment after one step is the gradient, clipped, times 1 - β₁.
@@ -278,7 +278,7 @@ def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfi
         if name.startswith("exp_avg/")
     }
     logprobs = {k: v for part in gather_objects(mine, engine.layout) for k, v in part.items()}
-    return Outcome(
+    return BatchOutcome(
         logprobs,
         stats.get("moe/aux_loss", 0.0),
         stats["loss"],
@@ -315,7 +315,7 @@ def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Differen
 
 def plain_step(
     config: RunConfig, hf_config: PretrainedConfig, examples: Sequence[Example], loss: LossFn
-) -> Outcome:
+) -> BatchOutcome:
     """The same loss by transformers (and PEFT), in this process, one sequence at a time."""
     model = plain_model(hf_config).eval()
     FreshSource(hf_config, config.seed).fill(model_shards(model))
@@ -339,7 +339,7 @@ def plain_step(
     value.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.engine.max_grad_norm)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Outcome(
+    return BatchOutcome(
         _by_sequence(micro, order, torch.cat([joined.logprobs, joined.values]).detach()),
         float(balance.detach()),
         float(value.detach()),
@@ -384,7 +384,7 @@ def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float)
 
 
 def compare(
-    found: Outcome, wanted: Outcome, config: RunConfig, said: str = "log-probs"
+    found: BatchOutcome, wanted: BatchOutcome, config: RunConfig, said: str = "log-probs"
 ) -> list[Difference]:
     """Every tensor, in the order in which a mistake would show.
 
@@ -414,7 +414,7 @@ def compare(
     return [*differences, *found.copies]
 
 
-def _unclipped(outcome: Outcome, max_norm: float) -> dict[str, Tensor]:
+def _unclipped(outcome: BatchOutcome, max_norm: float) -> dict[str, Tensor]:
     """Its gradients before clipping: what they were clipped by follows from their norm."""
     factor = min(1.0, max_norm / (outcome.norm + 1e-6)) if math.isfinite(outcome.norm) else 1.0
     return {name: gradient / factor for name, gradient in outcome.gradients.items()}

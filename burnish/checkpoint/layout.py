@@ -158,7 +158,7 @@ _FAVOURITES = 8  # ranks that are considered for a block before any that has roo
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PartPlace:
     """Where a part lies."""
 
     slot: int
@@ -207,12 +207,12 @@ class Parts:
         pieces = Pieces(boxes, np.zeros_like(numbers), numbers, dtype)
         return cls(tensors, pieces, in_block[order], start[order])
 
-    def places(self, slots: Ints) -> dict[int, Place]:
+    def places(self, slots: Ints) -> dict[int, PartPlace]:
         """Where the parts lie whose block has a slot: its index among a rank's blocks, by block; -1 for none."""
         boxes, found = self.pieces.boxes, {}
         for part in np.flatnonzero(slots[self.block] >= 0).tolist():
             box = boxes.box(part, len(self.tensors.shapes[boxes.tensor[part]]))
-            found[part] = Place(int(slots[self.block[part]]), int(self.start[part]), box)
+            found[part] = PartPlace(int(slots[self.block[part]]), int(self.start[part]), box)
         return found
 
 

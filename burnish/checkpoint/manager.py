@@ -13,7 +13,7 @@ from typing import Self
 from burnish.checkpoint.background import BackgroundSaver, Finished
 from burnish.checkpoint.destinations.disks import find_disks
 from burnish.checkpoint.destinations.mirror import Mirror, clear_unfinished
-from burnish.checkpoint.destinations.uploader import Progress, Uploader
+from burnish.checkpoint.destinations.uploader import SyncProgress, Uploader
 from burnish.checkpoint.resume import (
     Load,
     OnDisk,
@@ -26,7 +26,7 @@ from burnish.checkpoint.resume import (
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents, Saver
 from burnish.checkpoint.steps import clear
-from burnish.checkpoint.writer import Planner
+from burnish.checkpoint.writer import SavePlanner
 from burnish.config.places import CHECKPOINTS, mirror_url, run_directory
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree, any_rank, gather_objects
@@ -75,7 +75,7 @@ class Checkpoints:
         self._root = root
         self._layout = layout
         self._storage = storage or LocalStorage()
-        planner, kept = Planner(layout), retention or Retention()
+        planner, kept = SavePlanner(layout), retention or Retention()
         self._saver = Saver(root, planner, self._storage, kept, reserve_bytes)
         self._background_timeout = background_timeout
         self._background: BackgroundSaver | None = None
@@ -108,7 +108,7 @@ class Checkpoints:
             disks = find_disks(
                 lease, token, lambda: self._take(lease), self._layout, may_differ=meets
             )
-            self._saver = replace(self._saver, planner=Planner(self._layout, disks))
+            self._saver = replace(self._saver, planner=SavePlanner(self._layout, disks))
             with agree(self._layout), naming_failures(f"{self._root} cannot be used"):
                 if self._background_timeout is not None:
                     held = (self._lease.fileno(),) if self._lease is not None else ()
@@ -225,7 +225,7 @@ class Checkpoints:
             self._uploader = Uploader(replace(mirror, disk=disk))
 
     def settle_mirror(
-        self, seconds: float, stopped: Callable[[], bool], show: Callable[[Progress], None]
+        self, seconds: float, stopped: Callable[[], bool], show: Callable[[SyncProgress], None]
     ) -> BurnishError | None:
         """Bring the mirror in line once more and wait for it; says why it is not, when it is not.
 

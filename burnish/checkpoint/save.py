@@ -44,7 +44,7 @@ from burnish.checkpoint.manifest import (
 from burnish.checkpoint.naming import MODEL, RESIDUAL, prefix_of
 from burnish.checkpoint.retention import Retention, require_room
 from burnish.checkpoint.steps import INFLIGHT, PORTION, TRASH, open_step, step_name
-from burnish.checkpoint.writer import BlockHashes, BlockWriter, Planner, WritePlan
+from burnish.checkpoint.writer import BlockHashes, BlockWriter, SavePlanner, WritePlan
 from burnish.distributed.collectives import agree, from_main, gather_objects
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
@@ -218,7 +218,7 @@ def save_step(
     root: Path,
     step: int,
     contents: Contents,
-    planner: Planner,
+    planner: SavePlanner,
     storage: Storage,
     require_room: Callable[[int], None],
     fence: Callable[[], None] | None = None,
@@ -465,7 +465,7 @@ class Saver:
 
     root: Path
     """The run's `checkpoints/`."""
-    planner: Planner = field(compare=False, repr=False)
+    planner: SavePlanner = field(compare=False, repr=False)
     """Who writes what, and where to; it keeps the plan from save to save, in each process that has this."""
     storage: Storage
     """The disk."""

@@ -28,8 +28,8 @@ from burnish.boxes.transfer import Exchange
 from burnish.checkpoint.destinations.disks import Disks
 from burnish.checkpoint.layout import (
     Block,
+    PartPlace,
     Parts,
-    Place,
     PlannedFile,
     Stored,
     block_bytes_for,
@@ -68,7 +68,7 @@ class WritePlan:
     """The disk that each file goes to."""
     share: Sequence[Block]
     """The blocks that this rank writes."""
-    places: dict[int, Place]
+    places: dict[int, PartPlace]
     """Where in them a move's elements go, by `Move.want`."""
     group_blocks: int
     """How many of them at one time."""
@@ -262,7 +262,7 @@ class SavePlan:
     """The index files that belong to them, by path."""
 
 
-class Planner:
+class SavePlanner:
     """Plans the saves of the ranks of a layout, to one disk where no others are named."""
 
     def __init__(self, layout: Layout, disks: Disks | None = None) -> None:

@@ -71,7 +71,7 @@ them. `name` and `output_dir` say where a run lies, and a directory may be moved
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class SettingDifference:
     """A setting in which two configurations differ."""
 
     key: str
@@ -87,11 +87,11 @@ def digest(config: RunConfig) -> str:
     return hashlib.sha256(_canonical(dict(_defining(config))).encode()).hexdigest()
 
 
-def difference(before: RunConfig, after: RunConfig) -> list[Difference]:
+def difference(before: RunConfig, after: RunConfig) -> list[SettingDifference]:
     """The defining settings in which two configurations differ; empty where `digest` agrees."""
     wanted = dict(_defining(after))
     return [
-        Difference(key, value, wanted[key])
+        SettingDifference(key, value, wanted[key])
         for key, value in _defining(before)
         if _canonical(value) != _canonical(wanted[key])
     ]
@@ -128,7 +128,7 @@ def require_may_resume(run_dir: PurePath, steps: Sequence[str], config: RunConfi
         )
 
 
-def _table(found: list[Difference]) -> str:
+def _table(found: list[SettingDifference]) -> str:
     rows = [("setting", "have", "want")]
     rows += [(each.key, _cell(each.before), _cell(each.after)) for each in found]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]

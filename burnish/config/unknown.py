@@ -14,7 +14,7 @@ from burnish.config.elsewhere import ABSENT, DIFFERENT, RENAMED
 from burnish.config.keys import Key, plain_name
 
 
-class Answer(NamedTuple):
+class Suggestion(NamedTuple):
     """The last two lines of the error."""
 
     want: str
@@ -23,25 +23,25 @@ class Answer(NamedTuple):
     """What to do about it."""
 
 
-def answer_unknown(name: str, known: Mapping[str, Key]) -> Answer:
+def answer_unknown(name: str, known: Mapping[str, Key]) -> Suggestion:
     """What to say to someone who wrote `name` (`trainer.save_freq`, `rolout.n`), which is none of the `known` keys."""
     name = plain_name(name)
     for end in _ends(name):
         if key := RENAMED.get(end):
-            return Answer(f"{key}, which is called {end} elsewhere", f"write {key}")
+            return Suggestion(f"{key}, which is called {end} elsewhere", f"write {key}")
         if text := DIFFERENT.get(end):
-            return Answer(text, f"set {text.partition(':')[0]}")
+            return Suggestion(text, f"set {text.partition(':')[0]}")
         if text := ABSENT.get(end):
-            return Answer(f"nothing in its place: {text}", "leave it out")
+            return Suggestion(f"nothing in its place: {text}", "leave it out")
         if "." in end and end in known:
-            return Answer("a known key", f"did you mean {end}?")
+            return Suggestion("a known key", f"did you mean {end}?")
     if near := nearest(name, known):
-        return Answer("a known key", f"did you mean {near}?")
+        return Suggestion("a known key", f"did you mean {near}?")
     section = known.get(name.rpartition(".")[0])
     if section and section.section:
         want = f"one of {', '.join(section.section.model_fields)}"
-        return Answer(want, f"see `burnish config explain {section.name}`")
-    return Answer("a known key", "see `burnish config explain` for all keys")
+        return Suggestion(want, f"see `burnish config explain {section.name}`")
+    return Suggestion("a known key", "see `burnish config explain` for all keys")
 
 
 def nearest(name: str, known: Mapping[str, Key]) -> str | None:

@@ -15,7 +15,7 @@ from burnish.plan.megatron_model import MegatronModel
 from burnish.plan.memory import Needs
 from burnish.plan.model import Model
 from burnish.plan.shape import PlannedModel
-from burnish.plan.share import Layout
+from burnish.plan.share import PlannedLayout
 from burnish.plan.workload import Command, Workload
 
 TABLE = Path(__file__).with_name("accuracy.json")
@@ -67,7 +67,7 @@ def planned(
     config = RunConfig.model_validate(settings)
     shape = PlannedModel.of(config.model.fresh if isinstance(config.model.fresh, dict) else {})
     width = 2 if config.engine.precision == "bf16" else 4
-    layout = Layout.of(config.engine, processes)
+    layout = PlannedLayout.of(config.engine, processes)
     lora = config.model.adapter
     arithmetic = Arithmetic(width, cpu, layout.sequence, layout.tensor, lora, exact_cache)
     work = Workload.of(config, command)

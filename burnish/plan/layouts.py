@@ -20,7 +20,7 @@ from burnish.plan.memory import Needs, Parts
 from burnish.plan.model import Model
 from burnish.plan.operations import Operations
 from burnish.plan.shape import BLOCK, Layer, PlannedModel, adapts
-from burnish.plan.share import Layout
+from burnish.plan.share import PlannedLayout
 from burnish.plan.timing import Clock
 from burnish.plan.workload import Workload
 
@@ -33,7 +33,7 @@ _CHECKPOINTING = get_args(EngineConfig.model_fields["activation_checkpointing"].
 class Plan:
     """One way to run, and what it needs."""
 
-    layout: Layout
+    layout: PlannedLayout
     """How the processes are arranged."""
     engine: EngineConfig
     """The settings that go with it."""
@@ -104,7 +104,7 @@ class Plan:
     def chosen(self) -> bool:
         """Whether a setting of how work is divided is not its default."""
         engine = EngineConfig(kind=self.engine.kind)
-        layout = Layout.of(engine, self.layout.world)
+        layout = PlannedLayout.of(engine, self.layout.world)
         return not self.divides_like(replace(self, layout=layout, engine=engine))
 
     def overrides(self) -> list[str]:
@@ -266,7 +266,7 @@ class Planner:
 
     def _plans(self, engine: EngineConfig, kinds: Sequence[str]) -> Iterator[Plan]:
         """One for each kind of checkpointing; what has nothing to do with that is computed once."""
-        layout, clock = Layout.of(engine, self._devices.count), self._clock
+        layout, clock = PlannedLayout.of(engine, self._devices.count), self._clock
         before, after = clock.before(layout), clock.after(layout, engine)
         needs = self._needs(self._config.model_copy(update={"engine": engine}), layout)
         for kind in kinds:
@@ -285,7 +285,7 @@ class Planner:
                 self.shape.vocabulary,
             )
 
-    def _needs(self, config: RunConfig, layout: Layout) -> Needs | MegatronNeeds:
+    def _needs(self, config: RunConfig, layout: PlannedLayout) -> Needs | MegatronNeeds:
         """Of the model that is trained, and of those that judge; models are made once for all layouts with the same arithmetic."""
         key = layout.sequence, layout.tensor
         arithmetic = self._arithmetic(*key)

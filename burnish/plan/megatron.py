@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from burnish.config.schema import RunConfig
-from burnish.plan.megatron_layer import Cut
+from burnish.plan.megatron_layer import LayerCut
 from burnish.plan.megatron_model import MegatronModel, PerToken
 from burnish.plan.memory import Needs, Parts
 from burnish.plan.model import Model
 from burnish.plan.pipelines import Stage
-from burnish.plan.share import Layout
+from burnish.plan.share import PlannedLayout
 from burnish.plan.slots import WAVE
 from burnish.plan.workload import Workload
 
@@ -34,7 +34,7 @@ class MegatronNeeds:
         model: MegatronModel,
         config: RunConfig,
         work: Workload,
-        layout: Layout,
+        layout: PlannedLayout,
         judges: Sequence[MegatronModel] = (),
     ) -> None:
         """`judges` are the models of `reward.models`."""
@@ -42,7 +42,7 @@ class MegatronNeeds:
         fullest = model.shape.pipelines.fullest(
             layout.pipeline, config.engine.virtual_stages, beside
         )
-        cut, self._cpu = Cut.of(config.engine), model.cpu
+        cut, self._cpu = LayerCut.of(config.engine), model.cpu
         self._stages = [
             _StageNeeds(model, config, work, layout, cut, stage, judges) for stage in fullest
         ]
@@ -99,8 +99,8 @@ class _StageNeeds(Needs):
         model: MegatronModel,
         config: RunConfig,
         work: Workload,
-        layout: Layout,
-        cut: Cut,
+        layout: PlannedLayout,
+        cut: LayerCut,
         stage: Stage,
         judges: Sequence[MegatronModel] = (),
     ) -> None:

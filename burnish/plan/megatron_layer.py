@@ -20,7 +20,7 @@ _INDEX = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LayerCut:
     """How ranks share what is computed of a layer, beside `Arithmetic`."""
 
     scattered: bool
@@ -31,7 +31,7 @@ class Cut:
     """Ranks that share the matrices of an expert."""
 
     @classmethod
-    def of(cls, engine: EngineConfig) -> Cut:
+    def of(cls, engine: EngineConfig) -> LayerCut:
         """As the settings say."""
         tensor = engine.tensor_parallel
         scattered = engine.megatron_sequence_parallel and tensor > 1
@@ -40,7 +40,7 @@ class Cut:
 
 
 def megatron_passes(
-    family: Family, layer: Layer, arithmetic: Arithmetic, cut: Cut, *, attends_again: bool
+    family: Family, layer: Layer, arithmetic: Arithmetic, cut: LayerCut, *, attends_again: bool
 ) -> Passes:
     """The bytes per token of one layer; `attends_again`: attention is computed again in the backward pass."""
     return _MegatronWriter(family, layer, arithmetic, cut, attends_again).written()
@@ -54,7 +54,7 @@ class _MegatronWriter(LayerWriter):
         family: Family,
         layer: Layer,
         arithmetic: Arithmetic,
-        cut: Cut,
+        cut: LayerCut,
         attends_again: bool,
     ) -> None:
         super().__init__(family, layer, arithmetic)

@@ -14,7 +14,7 @@ from functools import cached_property
 from operator import mul
 
 from burnish.plan.activations import Arithmetic
-from burnish.plan.megatron_layer import Cut, megatron_passes
+from burnish.plan.megatron_layer import LayerCut, megatron_passes
 from burnish.plan.model import Model
 from burnish.plan.pipelines import Stage
 from burnish.plan.shape import PlannedModel, Weight
@@ -64,7 +64,7 @@ class MegatronModel(Model):
         self._waiting: dict[tuple[PerToken, Stage, int], float] = {}
         self._holdings: dict[Stage, Holding] = {}
 
-    def per_token(self, cut: Cut, checkpointing: str) -> PerToken:
+    def per_token(self, cut: LayerCut, checkpointing: str) -> PerToken:
         """What its layers hold of a token, with a kind of activation checkpointing."""
         ranks = cut.expert_parallel
         # of the ranks that share experts it matters whether there are others, and whether each has one
@@ -79,7 +79,7 @@ class MegatronModel(Model):
             self._per_token[key] = found
         return self._per_token[key]
 
-    def _measured(self, cut: Cut, *, attends_again: bool) -> PerToken:
+    def _measured(self, cut: LayerCut, *, attends_again: bool) -> PerToken:
         """The same of layers that keep what they compute; `attends_again` as for `megatron_passes`."""
         family, arithmetic = self.shape.family, self.arithmetic
         passes = [

@@ -19,7 +19,7 @@ from burnish.plan.logits import Logits
 from burnish.plan.model import Model
 from burnish.plan.saving import buffers
 from burnish.plan.shape import Layer
-from burnish.plan.share import Layout, Share
+from burnish.plan.share import PlannedLayout, Share
 from burnish.plan.slots import Slots
 from burnish.plan.tape import Moment
 from burnish.plan.workload import Workload
@@ -46,7 +46,7 @@ class Needs:
         model: Model,
         config: RunConfig,
         work: Workload,
-        layout: Layout,
+        layout: PlannedLayout,
         judges: Sequence[Model] = (),
     ) -> None:
         """`judges` are the models of `reward.models`."""

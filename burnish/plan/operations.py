@@ -13,7 +13,7 @@ from functools import cached_property
 from burnish.config.schema import EngineConfig
 from burnish.models.flops import Passed
 from burnish.plan.shape import PlannedModel
-from burnish.plan.share import Layout
+from burnish.plan.share import PlannedLayout
 from burnish.plan.workload import Workload
 
 _RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1.0}
@@ -33,7 +33,7 @@ class Operations:
         """`adapter`: whether one is trained in the model's place, which spares the products that are the gradients of matrices."""
         self._shape, self._work, self._adapter, self._judges = shape, work, adapter, judges
 
-    def phases(self, layout: Layout, engine: EngineConfig) -> dict[str, float]:
+    def phases(self, layout: PlannedLayout, engine: EngineConfig) -> dict[str, float]:
         """Of the device with most sequences, by phase; publishing and saving compute nothing."""
         found, forward = dict[str, float](), self.forward(layout)
         if self._work.slots:
@@ -49,11 +49,11 @@ class Operations:
         """Forward passes between generating and learning."""
         return self._work.scorings + int(self._work.critic)
 
-    def forward(self, layout: Layout) -> float:
+    def forward(self, layout: PlannedLayout) -> float:
         """Of one forward pass over its sequences."""
         return self._share(layout) * self._sequence
 
-    def judging(self, layout: Layout) -> float:
+    def judging(self, layout: PlannedLayout) -> float:
         """Of the passes of reward models over its sequences."""
         return self._share(layout) * self._judged
 
@@ -71,12 +71,12 @@ class Operations:
         known = self._work.replayed and not critic
         return int(engine.router_aux_loss > 0 and not known)
 
-    def _share(self, layout: Layout) -> float:
+    def _share(self, layout: PlannedLayout) -> float:
         """Sequences of a device, as parts of those that several share."""
         sharing = layout.sequence * layout.tensor * layout.pipeline
         return -(-self._work.sequences // (layout.world // sharing)) / sharing
 
-    def _generating(self, layout: Layout) -> float:
+    def _generating(self, layout: PlannedLayout) -> float:
         """Of completions, and of prompts once for all their samples."""
         mine = -(-self._work.sequences // layout.world)
         prompts = -(-mine // self._work.samples)

@@ -6,7 +6,7 @@ send each other what the writer of a block does not have. Left out: files of so 
 
 from __future__ import annotations
 
-from burnish.plan.share import Layout
+from burnish.plan.share import PlannedLayout
 
 _BLOCK = 4 << 20
 """Bytes of a block."""
@@ -16,7 +16,7 @@ _STORED = (2, 2, 4, 4)
 """Bytes of a weight in each of a step's files: of the model, of what that lacks of fp32, of AdamW's moments."""
 
 
-def buffers(elements: int, layout: Layout) -> float:
+def buffers(elements: int, layout: PlannedLayout) -> float:
     """Bytes for so many trained elements, of which all processes write as many; at most where the optimizer keeps less."""
     world = layout.world
     blocks = sum(-(-width * elements // _BLOCK) for width in _STORED)

@@ -11,7 +11,7 @@ from burnish.plan.shape import Layer, PlannedModel, Weight
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PlannedLayout:
     """How the processes of a run are arranged."""
 
     replicas: int
@@ -26,7 +26,7 @@ class Layout:
     """Groups of processes that share the layers of the model."""
 
     @classmethod
-    def of(cls, engine: EngineConfig, processes: int) -> Layout:
+    def of(cls, engine: EngineConfig, processes: int) -> PlannedLayout:
         """So many processes, as the settings arrange them."""
         tensor, pipeline = engine.tensor_parallel, engine.pipeline_parallel
         shards = processes // (engine.replicas * tensor * pipeline)
@@ -46,7 +46,9 @@ class Layout:
 class Share:
     """What the process that holds most has of a model and its adapter, in elements."""
 
-    def __init__(self, shape: PlannedModel, layout: Layout, lora: LoraConfig | None = None) -> None:
+    def __init__(
+        self, shape: PlannedModel, layout: PlannedLayout, lora: LoraConfig | None = None
+    ) -> None:
         """`lora`: the adapter that is trained in the model's place."""
         self.shape, self.layout, self.lora = shape, layout, lora
 

@@ -13,7 +13,7 @@ from burnish.config.schema import EngineConfig
 from burnish.plan.devices import NETWORK, PER_MACHINE, Devices
 from burnish.plan.operations import Operations
 from burnish.plan.shape import PlannedModel
-from burnish.plan.share import Layout
+from burnish.plan.share import PlannedLayout
 from burnish.plan.workload import ASSUMED_PROMPT, Workload
 
 _FP32 = 4
@@ -53,7 +53,7 @@ class Clock:
     beside: int = 0
     """Those of it that generators hold beside the model; 0: all of the model is published."""
 
-    def before(self, layout: Layout) -> dict[str, float]:
+    def before(self, layout: PlannedLayout) -> dict[str, float]:
         """Seconds of the phases before the update."""
         found, operations = dict[str, float](), self.operations
         if self.work.slots:
@@ -64,7 +64,7 @@ class Clock:
             found["log-probs"] = scoring / self._speed
         return found
 
-    def update(self, layout: Layout, engine: EngineConfig, microbatches: int) -> float:
+    def update(self, layout: PlannedLayout, engine: EngineConfig, microbatches: int) -> float:
         """Seconds of the update."""
         update = self._megatron_update if engine.kind == "megatron" else self._update
         found = update(layout, engine, microbatches)
@@ -72,7 +72,7 @@ class Clock:
             found += update(layout, engine, microbatches, critic=True)
         return found * self.work.epochs
 
-    def after(self, layout: Layout, engine: EngineConfig) -> dict[str, float]:
+    def after(self, layout: PlannedLayout, engine: EngineConfig) -> dict[str, float]:
         """Seconds of the phases after the update, whatever is checkpointed in it."""
         found = dict[str, float]()
         if self.work.slots:
@@ -86,7 +86,12 @@ class Clock:
         return found
 
     def _update(
-        self, layout: Layout, engine: EngineConfig, microbatches: int, *, critic: bool = False
+        self,
+        layout: PlannedLayout,
+        engine: EngineConfig,
+        microbatches: int,
+        *,
+        critic: bool = False,
     ) -> float:
         """Of the policy, or of its critic, all of which is trained."""
         operations, updates = self.operations, self.work.updates
@@ -105,7 +110,12 @@ class Clock:
         return max(passes * operations.forward(layout) / self._speed, moved) + told
 
     def _megatron_update(
-        self, layout: Layout, engine: EngineConfig, microbatches: int, *, critic: bool = False
+        self,
+        layout: PlannedLayout,
+        engine: EngineConfig,
+        microbatches: int,
+        *,
+        critic: bool = False,
     ) -> float:
         """Of Megatron's engine: weights are gathered and gradients added up once a step; stages wait for each other at its ends."""
         passes = self.operations.passes(engine, critic=critic)
@@ -120,7 +130,7 @@ class Clock:
         told += self._travel(between, layout.pipeline)
         return max(arithmetic, moved) + told
 
-    def _exchanged(self, layout: Layout, passes: float) -> float:
+    def _exchanged(self, layout: PlannedLayout, passes: float) -> float:
         """What ranks that share a micro-batch tell each other in every layer, which nothing hides.
 
         Ulysses exchanges queries, keys, values and outputs; tensor parallelism gathers the hidden state
@@ -146,7 +156,7 @@ class Clock:
         """Operations of matrix products per second."""
         return self.devices.flops * _EFFICIENCY
 
-    def _rollout(self, layout: Layout) -> float:
+    def _rollout(self, layout: PlannedLayout) -> float:
         """Reading the prompts, then one pass over weights and cache for every token."""
         work, bandwidth = self.work, self.devices.bandwidth * _BANDWIDTH
         mine = -(-work.sequences // layout.world)

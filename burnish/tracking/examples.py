@@ -52,7 +52,7 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ExampleChange:
     """The same prompt, early and late in the run."""
 
     early: Shown
@@ -75,7 +75,7 @@ class Examples:
     """Highest reward first."""
     worst: list[Shown]
     """Lowest reward first."""
-    changed: list[Change]
+    changed: list[ExampleChange]
     """Largest change of the mean reward first, in either direction."""
 
 
@@ -120,14 +120,14 @@ def _within_budget(paths: list[Path]) -> list[Path]:
     return chosen
 
 
-def _changes(groups: Iterable[dict[int, list[Shown]]], count: int) -> list[Change]:
+def _changes(groups: Iterable[dict[int, list[Shown]]], count: int) -> list[ExampleChange]:
     changes = []
     for by_step in groups:
         early, late = by_step[min(by_step)], by_step[max(by_step)]
         means = [fmean(_finite(shown.reward) for shown in group) for group in (early, late)]
         if means[0] != means[1]:
             pair = (_typical(early, means[0]), _typical(late, means[1]))
-            changes.append(Change(*pair, *means))
+            changes.append(ExampleChange(*pair, *means))
     changes.sort(
         key=lambda change: (-abs(change.late_mean - change.early_mean), change.early.prompt_index)
     )

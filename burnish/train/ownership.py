@@ -15,7 +15,7 @@ from typing import Any
 
 from burnish.checkpoint.destinations.mirror import ENVIRONMENT, ENVIRONMENT_LIMIT, Mirror
 from burnish.checkpoint.destinations.remote_steps import RemotePath
-from burnish.checkpoint.destinations.uploader import Progress
+from burnish.checkpoint.destinations.uploader import SyncProgress
 from burnish.checkpoint.resume import Resumed
 from burnish.checkpoint.retention import PINS, PINS_LIMIT, Retention
 from burnish.checkpoint.steps import step_name, step_paths
@@ -166,11 +166,11 @@ def behind(
     )
 
 
-def percent_on(bar: Bar) -> Callable[[Progress], None]:
+def percent_on(bar: Bar) -> Callable[[SyncProgress], None]:
     """Draws a sync on a bar of a hundred, and one that is begun again not backwards."""
     shown = 0.0
 
-    def show(progress: Progress) -> None:
+    def show(progress: SyncProgress) -> None:
         nonlocal shown
         percent = 100 * progress.done / (progress.total or 1)
         bar.advance(max(0.0, percent - shown))

@@ -15,7 +15,7 @@ from burnish.boxes.shards import Piece
 from burnish.checkpoint import writer as planner
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.writer import Planner
+from burnish.checkpoint.writer import SavePlanner
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 
@@ -25,7 +25,7 @@ def pieces(*names, dtype=torch.float32):
 
 
 def test_the_same_pieces_have_the_same_plan():
-    found = Planner(Layout())
+    found = SavePlanner(Layout())
     assert found.digest(pieces("a")) == ""
     plan = found.plan(pieces("a"), [""], [""])
     assert found.digest(pieces("a")) == plan.writing.digest
@@ -34,7 +34,7 @@ def test_the_same_pieces_have_the_same_plan():
 
 @pytest.mark.parametrize("other", [pieces("b"), pieces("a", "b"), pieces("a", dtype=torch.int32)])
 def test_other_pieces_have_another(other):
-    found = Planner(Layout())
+    found = SavePlanner(Layout())
     plan = found.plan(pieces("a"), [""], [""])
     assert found.digest(other) == ""
     another = found.plan(other, [""], [""])
@@ -43,7 +43,7 @@ def test_other_pieces_have_another(other):
 
 
 def test_a_rank_that_has_forgotten_has_all_plan_again():
-    found = Planner(Layout())
+    found = SavePlanner(Layout())
     plan = found.plan(pieces("a"), [""], [""])
     again = found.plan(pieces("a"), [""], [plan.writing.digest, ""])
     assert again is not plan
@@ -82,7 +82,7 @@ def test_ranks_that_planned_differently_are_stopped():
 
 
 def plan_differently(layout):
-    found = Planner(layout)
+    found = SavePlanner(layout)
     half = Piece("model/w", (4, 2), Box((2 * layout.rank, 0), (2, 2)), torch.float32)
     roles = ["", "model"] if layout.rank else [""]  # "model" is a role on one rank only
     with pytest.raises(BurnishError, match="the plan of the save is not the same on all ranks"):

@@ -6,7 +6,13 @@ import pytest
 from configurations import sections
 from hypothesis import given, settings
 
-from burnish.config.identity import MAY_CHANGE, Difference, difference, digest, require_same_run
+from burnish.config.identity import (
+    MAY_CHANGE,
+    SettingDifference,
+    difference,
+    digest,
+    require_same_run,
+)
 from burnish.config.keys import known_keys
 from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
@@ -75,7 +81,7 @@ def test_what_makes_another_run(override: str, after: object) -> None:
     other = with_(override)
     (only,) = difference(RunConfig(), other)
     assert (only.key, only.after) == (override.partition("=")[0], after)
-    assert difference(other, RunConfig()) == [Difference(only.key, only.after, only.before)]
+    assert difference(other, RunConfig()) == [SettingDifference(only.key, only.after, only.before)]
     assert digest(RunConfig()) != digest(other)
 
 

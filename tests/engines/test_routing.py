@@ -22,7 +22,7 @@ from routers_for_tests import (
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 
-from burnish.check.check import Outcome, step_of_engine
+from burnish.check.check import BatchOutcome, step_of_engine
 from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
@@ -81,7 +81,7 @@ def counted_by(engine: Engine) -> dict[str, float]:
     return found
 
 
-def compiled_rank(layout: Layout, path: Path) -> Outcome:
+def compiled_rank(layout: Layout, path: Path) -> BatchOutcome:
     engine = make_engine(layout, path, compile=True)
     told = with_experts(cut(examples_that_begin_alike(VOCAB), layout, 3), experts_of_others())
     return step_of_engine(engine, told, loss, OPTIM)
@@ -124,7 +124,7 @@ def test_every_layout_routes_like_one_plain_model(
             require_like(found[kind], numbers, f"{kind} {settings}")
 
 
-def require_like(found: Outcome, wanted: Mapping[str, Any], case: str) -> None:
+def require_like(found: BatchOutcome, wanted: Mapping[str, Any], case: str) -> None:
     assert found.loss == pytest.approx(wanted["loss"], rel=1e-5), case
     assert found.norm == pytest.approx(wanted["norm"], rel=1e-5), case
     for number, logprobs in enumerate(wanted["logprobs"]):

@@ -11,7 +11,7 @@ from burnish.plan.advice import advice
 from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner
 from burnish.plan.shape import PlannedModel, Weight
-from burnish.plan.share import Layout, Share
+from burnish.plan.share import PlannedLayout, Share
 from burnish.plan.slots import Slots
 from burnish.plan.workload import Workload
 
@@ -50,7 +50,7 @@ def configured(*args, **kwargs):
 def slots(kind, *, offload=False, model=MODEL, shards=1, lora=None, moments="fp32"):
     optim = {"kind": kind, "moments": moments}
     values = {"optim": optim, "engine": {"optimizer_offload": offload}}
-    share = Share(PlannedModel.of(model), Layout(1, shards))
+    share = Share(PlannedModel.of(model), PlannedLayout(1, shards))
     return Slots(share, RunConfig.model_validate(values), lora)
 
 

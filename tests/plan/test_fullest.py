@@ -8,7 +8,7 @@ from burnish.plan.logits import Logits
 from burnish.plan.memory import Needs
 from burnish.plan.model import Model
 from burnish.plan.shape import PlannedModel
-from burnish.plan.share import Layout
+from burnish.plan.share import PlannedLayout
 from burnish.plan.workload import Workload
 
 WIDTH, WORDS = 64, 65536
@@ -48,18 +48,18 @@ def needs(layout, *, cpu, tokens=8, command="rl", **sections):
 @pytest.mark.parametrize(("shards", "cpu"), [(2, True), (2, False), (4, True)])
 def test_what_the_root_came_in_is_there_when_the_first_layer_comes(shards, cpu):
     """The root twice, and that layer, which gloo has twice."""
-    parts = needs(Layout(1, shards), cpu=cpu).phases("none")["log-probs"]
+    parts = needs(PlannedLayout(1, shards), cpu=cpu).phases("none")["log-probs"]
     assert parts["gathered"] == 4 * (2 * ROOT + (1 + cpu) * LAYER)
 
 
 def test_one_process_gathers_nothing_twice():
-    parts = needs(Layout(1, 1), cpu=True).phases("none")["log-probs"]
+    parts = needs(PlannedLayout(1, 1), cpu=True).phases("none")["log-probs"]
     assert parts["gathered"] == 4 * (ROOT + 2 * LAYER)
 
 
 def test_gloo_has_what_it_reduces_twice():
     """And half of it as what comes out, beside the gradient that FSDP2 keeps until then, of the output layer."""
-    parts = needs(Layout(1, 2), cpu=True, command="sft").phases("none")["update"]
+    parts = needs(PlannedLayout(1, 2), cpu=True, command="sft").phases("none")["update"]
     assert parts["gradients"] == 4 * (2 * LAYER / 2 + 2.5 * ROOT + HEAD)
 
 
@@ -78,7 +78,7 @@ def test_the_gradient_of_the_output_layer_is_added_up_some_rows_at_a_time(cpu, p
     ("layout", "sent"), [((1, 1), 0), ((2, 1), 0), ((1, 2), 8), ((2, 2), 8), ((1, 4), 12)]
 )
 def test_a_save_has_blocks_twice_and_what_others_have_of_them(layout, sent):
-    parts = needs(Layout(*layout), cpu=True).phases("none")["save"]
+    parts = needs(PlannedLayout(*layout), cpu=True).phases("none")["save"]
     assert parts["buffers"] == (2 * 16 + 2 * sent) * MIB
 
 
@@ -87,5 +87,5 @@ def test_a_small_save_takes_whole_blocks():
     lora = {"model": {"fresh": MODEL, "lora": {"rank": 4}}, "engine": {"precision": "fp32"}}
     config = RunConfig.model_validate(lora)
     model = Model(PlannedModel.of(MODEL), Arithmetic(4, True, lora=config.model.adapter))
-    alone = Needs(model, config, Workload.of(config, "sft"), Layout(1, 1))
+    alone = Needs(model, config, Workload.of(config, "sft"), PlannedLayout(1, 1))
     assert alone.phases("none")["save"]["buffers"] == 2 * 4 * 4 * MIB

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SyncProgress:
     """How far a sync is."""
 
     done: int
@@ -68,7 +68,9 @@ def serve(pipe: int, parent: int) -> None:
             connection.send(replace(synced, may_change_late=mirror.remote.may_change_late))
 
 
-def _synced(mirror: Mirror, seen: Seen, tell: Callable[[Progress], None], pause: Pause) -> Synced:
+def _synced(
+    mirror: Mirror, seen: Seen, tell: Callable[[SyncProgress], None], pause: Pause
+) -> Synced:
     try:
         meter = _Meter(tell)
         sync = None if mirror.disk else Sync(mirror, meter.moved, seen)
@@ -99,7 +101,7 @@ def _retain(sync: Sync, pause: Pause) -> None:
 class _Meter:
     """Tells of every hundredth part; from several threads, of which the last word wins."""
 
-    def __init__(self, tell: Callable[[Progress], None]) -> None:
+    def __init__(self, tell: Callable[[SyncProgress], None]) -> None:
         self.total = 0
         self._tell = tell
         self._done = self._told = 0
@@ -111,7 +113,7 @@ class _Meter:
             self._done = min(self._done + count, self.total)
             if self._done - self._told > self.total // _REPORTS:
                 self._told = self._done
-                self._tell(Progress(self._done, self.total))
+                self._tell(SyncProgress(self._done, self.total))
 
 
 class Uploader:
@@ -120,7 +122,7 @@ class Uploader:
     def __init__(self, mirror: Mirror) -> None:
         self.mirror = mirror
         """What is mirrored."""
-        self.progress = Progress(0, 0)
+        self.progress = SyncProgress(0, 0)
         """Of the sync under way."""
         self.error: BurnishError | None = None
         """Why the last sync that ended did not do all."""
@@ -139,7 +141,7 @@ class Uploader:
             return
         if companion is None or not companion.is_alive():
             companion = self._start()
-        self.progress = Progress(0, 0)
+        self.progress = SyncProgress(0, 0)
         self._busy = companion.send(_SYNC)
         if not self._busy:
             self._note(Synced((), companion.died()))
@@ -151,7 +153,7 @@ class Uploader:
             seconds = 0.0
             if answer is None:
                 break
-            if isinstance(answer, Progress):
+            if isinstance(answer, SyncProgress):
                 self.progress = answer
                 continue
             self._busy = False

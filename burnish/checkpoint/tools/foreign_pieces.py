@@ -16,7 +16,7 @@ from burnish.models.names import Region
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ForeignPiece:
     """A part of a tensor of the source."""
 
     name: str

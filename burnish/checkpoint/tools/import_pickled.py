@@ -22,7 +22,7 @@ from torch import Tensor
 from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.checkpoint.tools.assets import read_assets
-from burnish.checkpoint.tools.foreign_pieces import Piece
+from burnish.checkpoint.tools.foreign_pieces import ForeignPiece
 from burnish.checkpoint.tools.importing import mapped_tensors
 from burnish.checkpoint.tools.torch_dist import is_torch_dist, shards_of, tensor_names
 from burnish.checkpoint.tools.unpickle import PIECES, known_part
@@ -144,18 +144,18 @@ class Pickled:
             )
         return shards
 
-    def _below_one_prefix(self, pieces: list[Piece]) -> list[Piece]:
+    def _below_one_prefix(self, pieces: list[ForeignPiece]) -> list[ForeignPiece]:
         """The pieces below the prefix that most of the model's names have, less the prefix."""
         known = {piece.name: known_part(piece.name, self._names) for piece in pieces}
         counts = Counter(key.removesuffix(known[key]) for key in known)
         prefix = min(counts, key=lambda each: (-counts[each], len(each)), default="")
         return [
-            Piece(known[p.name], p.shape, p.box, p.tensor)
+            ForeignPiece(known[p.name], p.shape, p.box, p.tensor)
             for p in pieces
             if p.name == prefix + known[p.name]
         ]
 
-    def _shards(self, piece: Piece, present: set[str]) -> Iterator[Shard]:
+    def _shards(self, piece: ForeignPiece, present: set[str]) -> Iterator[Shard]:
         """The canonical tensors' parts that a piece is made of."""
         if self._naming is not None:
             shapes = {each: region.shape for each, region in self._canonical.items()}
@@ -260,7 +260,7 @@ def _unpickle(task: _Task, scratch: Path) -> None:
         )
 
 
-def _pieces(scratch: Path, source: Path) -> Iterator[Piece]:
+def _pieces(scratch: Path, source: Path) -> Iterator[ForeignPiece]:
     """What the child left, read as if a stranger had written it."""
     wrong = CorruptError(
         f"what was unpickled from {source} is not in order",
@@ -287,7 +287,7 @@ def _pieces(scratch: Path, source: Path) -> Iterator[Piece]:
         box = Box(tuple(offsets), tuple(tensor.shape))
         if not box.fits(tuple(shape)):
             raise wrong
-        yield Piece(each["name"], tuple(shape), box, tensor)
+        yield ForeignPiece(each["name"], tuple(shape), box, tensor)
 
 
 def _counts(value: Any) -> TypeGuard[list[int]]:

@@ -32,7 +32,7 @@ from burnish.checkpoint.save import (
 )
 from burnish.checkpoint.steps import INFLIGHT, require_outside_steps
 from burnish.checkpoint.tools.assets import CONFIG, read_assets, with_dtype
-from burnish.checkpoint.writer import Planner
+from burnish.checkpoint.writer import SavePlanner
 from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError, IncompatibleError, MissingError, few
 from burnish.files.durable import make_dirs_durably, naming_failures
@@ -114,7 +114,7 @@ def save_foreign(foreign: Foreign, root: Path, step: int, storage: Storage | Non
             storage.remove(scratch)  # what is mapped stays until it is let go
         room = partial(require_room, root, step, reserve=0, storage=storage)
         contents = _contents(foreign, weights, step)
-        return save_step(root, step, contents, Planner(Layout()), storage, room)
+        return save_step(root, step, contents, SavePlanner(Layout()), storage, room)
 
 
 def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard
-from burnish.checkpoint.tools.foreign_pieces import Piece
+from burnish.checkpoint.tools.foreign_pieces import ForeignPiece
 from burnish.errors import IncompatibleError
 from burnish.files.durable import read_whole
 from burnish.files.storage import LocalStorage
@@ -67,7 +67,7 @@ def tensor_names(canonical: Mapping[str, object]) -> frozenset[str]:
 
 
 def shards_of(
-    piece: Piece, naming: Naming, canonical: Mapping[str, tuple[int, ...]]
+    piece: ForeignPiece, naming: Naming, canonical: Mapping[str, tuple[int, ...]]
 ) -> list[Shard]:
     """The checkpoint tensors' parts in a piece; `canonical` says which there are, and their shapes.
 
@@ -87,7 +87,7 @@ def shards_of(
     return found
 
 
-def _unstacked(piece: Piece) -> Iterator[Piece]:
+def _unstacked(piece: ForeignPiece) -> Iterator[ForeignPiece]:
     """A piece as those of single parameters, by the names of `regions_of`."""
     layer = _LAYER.fullmatch(piece.name)
     if layer is None:
@@ -103,7 +103,7 @@ def _unstacked(piece: Piece) -> Iterator[Piece]:
             yield _both_halves(replace(of_expert, name=name))
 
 
-def _along(piece: Piece, number: str | None) -> Iterator[tuple[int, Piece]]:
+def _along(piece: ForeignPiece, number: str | None) -> Iterator[tuple[int, ForeignPiece]]:
     """The numbers that the piece has, each with what belongs to it: the one in its name, or those along its first dim."""
     if number is not None:
         yield int(number), piece
@@ -111,20 +111,22 @@ def _along(piece: Piece, number: str | None) -> Iterator[tuple[int, Piece]]:
     first = piece.box.offsets[0] if piece.shape else 0
     box = Box(piece.box.offsets[1:], piece.box.sizes[1:])
     for at, tensor in enumerate(piece.tensor if piece.shape else ()):
-        yield first + at, Piece(piece.name, piece.shape[1:], box, tensor)
+        yield first + at, ForeignPiece(piece.name, piece.shape[1:], box, tensor)
 
 
-def _both_halves(piece: Piece) -> Piece:
+def _both_halves(piece: ForeignPiece) -> ForeignPiece:
     """Gate or up that are apart, as a part of the parameter that has both."""
     stem, _, kind = piece.name.rpartition(".")
     if kind not in _HALVES or not piece.shape:
         return piece
     rows = piece.shape[0]
     moved = piece.box.shift((_HALVES[kind] * rows, *(0 for _ in piece.shape[1:])))
-    return Piece(f"{stem}.weight", (2 * rows, *piece.shape[1:]), moved, piece.tensor)
+    return ForeignPiece(f"{stem}.weight", (2 * rows, *piece.shape[1:]), moved, piece.tensor)
 
 
-def _is_whole(piece: Piece, naming: Naming, canonical: Mapping[str, tuple[int, ...]]) -> bool:
+def _is_whole(
+    piece: ForeignPiece, naming: Naming, canonical: Mapping[str, tuple[int, ...]]
+) -> bool:
     """Whether the parameter has the dims of its kind and is made of whole tensors of the model, and of padding at most."""
     name, shape = piece.name, piece.shape
     is_vector = "norm" in name or name.endswith(".bias")
