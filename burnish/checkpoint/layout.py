@@ -21,7 +21,7 @@ from burnish.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCK_BYTES
 from burnish.checkpoint.naming import MODEL, path_of
 from burnish.files.safetensors import DTYPE_BITS, TensorEntry, build_header
 from burnish.files.strict_json import encode_json
-from burnish.models.lora.adapter_names import ADAPTER_WEIGHTS, is_adapter
+from burnish.models.lora.adapter_config import ADAPTER_WEIGHTS, is_adapter
 
 MAX_FILE_BYTES = 4 << 30
 """A set of tensors is divided into files of about this size; a larger tensor has one to itself."""

@@ -20,8 +20,7 @@ from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.files.remote import Remote
 from burnish.files.urls import is_url
-from burnish.models.lora.adapter_names import ADAPTER_CONFIG
-from burnish.models.lora.start import with_adapter
+from burnish.models.lora.adapter_config import ADAPTER_CONFIG, with_adapter
 
 if TYPE_CHECKING:
     from burnish.plan.devices import Devices

@@ -13,7 +13,7 @@ from typing import Any
 from burnish.config.schema import LoraConfig
 from burnish.families import Family, LayerShape, ModelShape
 from burnish.models.flops import AttentionCost, ModelFlops
-from burnish.models.lora.adapter_names import are_parameters, require_targets
+from burnish.models.lora.adapter_config import are_parameters, require_targets
 from burnish.plan.pipelines import Pipelines
 
 BLOCK = 256

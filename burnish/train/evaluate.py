@@ -28,8 +28,8 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.engines.base import Engine, Part
 from burnish.errors import MissingError, StoppedError
-from burnish.models.lora.adapter_names import ADAPTER_STATE
-from burnish.models.lora.record import require_same_adapter
+from burnish.models.lora.adapter_checkpoint import require_same_adapter
+from burnish.models.lora.adapter_config import ADAPTER_STATE
 from burnish.records import Rollout
 from burnish.records.seeds import derive_seed
 from burnish.rewards.builtin import extract_answer

@@ -20,8 +20,7 @@ from burnish.errors import MissingError
 from burnish.files.cache import Watch, copied, select, select_directory, select_file
 from burnish.files.remote import Remote
 from burnish.files.urls import is_url
-from burnish.models.lora.adapter_names import ADAPTER_CONFIG
-from burnish.models.lora.start import with_adapter
+from burnish.models.lora.adapter_config import ADAPTER_CONFIG, with_adapter
 from burnish.tracking.progress import Progress
 
 _MODEL_SUFFIXES = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja", ".py"})

@@ -26,7 +26,7 @@ from burnish.files.remote import Remote
 from burnish.files.retry import RetryPolicy
 from burnish.files.storage import LocalStorage
 from burnish.files.urls import is_url
-from burnish.models.lora.adapter_names import ADAPTER_CONFIG
+from burnish.models.lora.adapter_config import ADAPTER_CONFIG
 from burnish.tracking.rundir import RunDirectory
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

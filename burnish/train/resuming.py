@@ -16,8 +16,8 @@ from burnish.checkpoint.steps import Committed
 from burnish.config.identity import digest
 from burnish.config.schema import RunConfig
 from burnish.engines.base import Part
-from burnish.models.lora.adapter_names import ADAPTER_STATE
-from burnish.models.lora.record import require_same_adapter
+from burnish.models.lora.adapter_checkpoint import require_same_adapter
+from burnish.models.lora.adapter_config import ADAPTER_STATE
 from burnish.train.fingerprints import INPUTS, Inputs
 from burnish.train.setup import Learner
 from burnish.train.trainer_state import (

@@ -31,8 +31,7 @@ from burnish.models.loading import (
     save_model_assets,
     weights_source,
 )
-from burnish.models.lora.adapter_sources import first_adapter
-from burnish.models.lora.record import AdapterRecord
+from burnish.models.lora.adapter_checkpoint import AdapterRecord, first_adapter
 from burnish.models.meta_init import count_flops, kept_in_fp32
 from burnish.models.routing import require_routers
 from burnish.models.value_head import has_value_head

@@ -14,7 +14,7 @@ from burnish.config.schema import RunConfig
 from burnish.engines.base import Engine
 from burnish.errors import IncompatibleError
 from burnish.files.strict_json import clipped, shortened
-from burnish.models.lora.adapter_names import ADAPTER_STATE
+from burnish.models.lora.adapter_config import ADAPTER_STATE
 from burnish.train.fingerprints import INPUTS
 
 CONFIG_DIGEST, WEIGHTS_VERSION = "config_digest", "weights_version"

@@ -21,8 +21,8 @@ from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, UsageError, install
 from burnish.files.safetensors import model_digest
 from burnish.models.lora.adapter import Adapter, FreshAdapter
-from burnish.models.lora.adapter_names import PREFIX, is_adapter
-from burnish.models.lora.record import AdapterRecord, require_same_adapter
+from burnish.models.lora.adapter_checkpoint import AdapterRecord, require_same_adapter
+from burnish.models.lora.adapter_config import PREFIX, is_adapter
 from burnish.models.meta_init import build_on_meta
 from burnish.models.names import model_shards, regions
 

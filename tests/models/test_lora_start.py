@@ -19,10 +19,8 @@ from burnish.boxes.shards import Shard, ShardSource, TensorSpec
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import CorruptError, IncompatibleError, MissingError
 from burnish.models.lora.adapter import Adapter
-from burnish.models.lora.adapter_names import ADAPTER_CONFIG
-from burnish.models.lora.adapter_sources import first_adapter
-from burnish.models.lora.record import AdapterRecord
-from burnish.models.lora.start import with_adapter
+from burnish.models.lora.adapter_checkpoint import AdapterRecord, first_adapter
+from burnish.models.lora.adapter_config import ADAPTER_CONFIG, with_adapter
 from burnish.models.meta_init import build_on_meta
 
 CONFIG = tiny_config("qwen3")

@@ -23,7 +23,7 @@ from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.layout import Layout
-from burnish.models.lora.adapter_names import PREFIX
+from burnish.models.lora.adapter_config import PREFIX
 from burnish.records import Example
 from burnish.tracking.jsonl import read_metrics
 from burnish.train.setup import example_dataset, lay_foundation

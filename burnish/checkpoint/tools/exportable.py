@@ -28,7 +28,7 @@ from burnish.files.safetensors import SUFFIX, model_digest
 from burnish.files.storage import Closing, LocalStorage, Source
 from burnish.models.loading import read_model_config
 from burnish.models.lora.adapter import Adapter
-from burnish.models.lora.adapter_names import (
+from burnish.models.lora.adapter_config import (
     ADAPTER_CONFIG,
     ADAPTER_STATE,
     adapted_weights,

@@ -26,7 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from burnish.distributed.autograd import gather_rows, scatter_sums
 from burnish.errors import IncompatibleError, UsageError
 from burnish.models.logprobs import VocabularyPart
-from burnish.models.lora.adapter_names import adapted_parameters, plain_parameter
+from burnish.models.lora.adapter_config import adapted_parameters, plain_parameter
 from burnish.models.names import Cut
 from burnish.models.scorer import Scorer
 

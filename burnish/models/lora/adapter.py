@@ -29,7 +29,7 @@ from burnish.boxes.transfer import Transfer
 from burnish.config.schema import LoraConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, UsageError, install
-from burnish.models.lora.adapter_names import (
+from burnish.models.lora.adapter_config import (
     PREFIX,
     adapted_parameters,
     are_parameters,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
-from burnish.models.lora.adapter_names import factor_name
+from burnish.models.lora.adapter_config import factor_name
 from burnish.models.names import Region
 
 _BLOCK_ELEMENTS = 1 << 20

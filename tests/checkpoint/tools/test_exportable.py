@@ -28,7 +28,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, MissingError
 from burnish.files.storage import LocalStorage
 from burnish.models.lora.adapter import Adapter
-from burnish.models.lora.record import AdapterRecord
+from burnish.models.lora.adapter_checkpoint import AdapterRecord
 from burnish.models.meta_init import build_on_meta
 
 BIG = 1 << 40

@@ -1,11 +1,17 @@
-"""How PEFT names what is in an adapter's directory, and where a run describes one. Without torch, for those who only look at names."""
+"""PEFT's adapter_config.json and the names of an adapter's tensors, without torch.
+
+A directory of PEFT's that training starts from gives rank, alpha and layers in place of the configuration. Whatever PEFT can
+do and Burnish does not is refused by its name there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError
+from burnish.files.strict_json import parse_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 """Describes the adapter: rank, layers, the model that it belongs to."""
@@ -87,3 +93,70 @@ def is_adapter(names: Iterable[str]) -> bool:
     """Whether tensors with these names, one at least, are an adapter's."""
     found = list(names)
     return bool(found) and all(name.startswith(PREFIX) for name in found)
+
+
+_UNDERSTOOD = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "target_modules": "targets",
+    "use_rslora": "rslora",
+}
+"""What of PEFT's configuration is which setting of `model.lora`."""
+
+_PARAMETERS = "target_parameters"
+"""What else of it is among the targets: the experts' parameters."""
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("task_type", "auto_mapping", "peft_version", BASE_PATH, "revision", "inference_mode"),
+        *("lora_dropout", "megatron_core", "qalora_group_size"),
+    }
+)
+"""What of it changes nothing of an adapter that is trained here."""
+
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian"),
+}
+"""What of it has to have one of these values; all else has to be left out, or off."""
+
+
+def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
+    """The settings with rank, alpha and layers of the adapter at `model.lora.path`; `content` is its adapter_config.json.
+
+    Raises `CorruptError` for what is not JSON, and `IncompatibleError` for an adapter of another kind.
+    """
+    where = f"{model.lora.path}/{ADAPTER_CONFIG}"
+    values = parse_json(content, where)
+    try:
+        _require_plain(dict(values), where)
+        found = {ours: values[theirs] for theirs, ours in _UNDERSTOOD.items()}
+        if values.get(_PARAMETERS):  # beside which there may be no layers
+            found["targets"] = found["targets"] or []
+        kept = {"path": model.lora.path, "publish": model.lora.publish}
+        lora = LoraConfig.model_validate(kept | found)
+        fused = LoraConfig.model_validate({"targets": values.get(_PARAMETERS) or []}).targets
+        # PEFT writes the whole names of layers that were asked for as all-linear.
+        targets = [*layer_kinds(lora.targets), *parameter_kinds(fused)]
+        lora = lora.model_copy(update={"targets": targets})
+    except (KeyError, TypeError, ValueError) as error:
+        raise IncompatibleError(
+            f"{where} describes no adapter that can be trained here",
+            have=" ".join(str(error).split())[:300],
+            want=f"{', '.join(_UNDERSTOOD)}, the layers as a list of names",
+            do="correct model.lora.path",
+        ) from error
+    return model.model_copy(update={"lora": lora})
+
+
+def _require_plain(values: dict[str, Any], where: str) -> None:
+    for key, value in values.items():
+        known = key in {*_UNDERSTOOD, _PARAMETERS, *_WITHOUT_EFFECT} or not value or value == "none"
+        if not (value in _PLAIN[key] if key in _PLAIN else known):
+            raise IncompatibleError(
+                f"{where} describes an adapter that is not trained here",
+                have=f"{key}: {value}",
+                want=f"{key}: {_PLAIN[key][0]}" if key in _PLAIN else f"no {key}",
+                do="start from another adapter, or merge this one into its model and set model.path to that",
+            )
