@@ -51,7 +51,7 @@ from burnish.rollout.builtin.inference_weights import InferenceModel
 from burnish.rollout.builtin.stopping import StopRule
 from burnish.tracking.progress import Progress
 from burnish.train.collect import Collector
-from burnish.train.policy_update import Policy, assign_credit, minibatches, with_logprobs
+from burnish.train.policy_update import Policy, PolicyUpdate
 from burnish.train.rl import collect_groups
 from burnish.train.setup import lay_foundation, make_engine, prompt_dataset
 from burnish.train.signals import Stopper
@@ -140,9 +140,9 @@ class Ours:
             self.dataset, self.loader, self.collector, config, self.step_number
         )
         marks.append(self.clock())
-        credit = assign_credit(groups, policy, None, config)
-        batches = minibatches(groups, credit, policy, config)
-        for batch in with_logprobs(batches, policy, config, 0):
+        update = PolicyUpdate(policy, None, config)
+        batches = update.minibatches(groups, update.assign_credit(groups))
+        for batch in update.with_logprobs(batches, self.step_number):
             self.engine.forward_backward(batch, self.loss).values()
             self.engine.optim_step(config.optim.lr)
         marks.append(self.clock())

@@ -18,7 +18,7 @@ from burnish.algorithms.gae import gae, value_stats
 from burnish.algorithms.kl import kl_penalty
 from burnish.algorithms.token_selection import select_tokens, selects_tokens
 from burnish.config.parts import part_names
-from burnish.config.schema import AlgorithmConfig, RewardConfig, RunConfig
+from burnish.config.schema import RewardConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.loader import order
 from burnish.distributed.collectives import gather_objects
@@ -85,42 +85,238 @@ class Credit:
         return {name: each for name, each in arrays.items() if each is not None}
 
 
-def assign_credit(
-    groups: Groups,
-    policy: Policy,
-    critic: Critic | None,
-    config: RunConfig,
-    kl_coef: float | None = None,
-) -> Credit:
-    """Return the advantages of every completion token, and the critic's targets where there is one. Collective.
+@dataclass(frozen=True, slots=True)
+class PolicyUpdate:
+    """Turns the scored groups of a step into the batches of its updates."""
 
-    `kl_coef` is the weight of KL in the reward where it adapts; else `algorithm.kl.coef`.
-    """
-    rollouts = [rollout for group in groups for rollout in group]
-    rewards = [rollout.reward for rollout in rollouts]
-    kind, kl = config.algorithm.advantage, config.algorithm.kl
-    penalties = logprobs = None
-    measured = 0.0
-    if kl.coef > 0 and kl.place == "reward":
-        weight = kl.coef if kl_coef is None else kl_coef
-        estimates, logprobs = _kl_estimates(rollouts, policy, config)
-        penalties = [np.float32(weight) * each for each in estimates]
-        measured = float(np.concatenate([np.zeros(0), *estimates]).sum())
-        measured /= max(sum(map(len, estimates)), 1)
-    if kind == "gae":
-        values = _values(rollouts, policy, critic, config)
-        found = gae(rewards, values, penalties, config.critic.gamma, config.critic.lam)
-        return Credit(found.advantages, found.returns, values, logprobs, measured)
-    scored = ScoredRollouts.of(
-        rewards,
-        [number for number, group in enumerate(groups) for _ in group],
-        [len(rollout.completion.token_ids) for rollout in rollouts],
-        penalties,
-        **_reward_parts(rollouts, config.reward),
-        greedy_rewards=_greedy_rewards(rollouts),
-    )
-    found_advantages = advantages(load_advantage(kind), scored)
-    return Credit(found_advantages, logprobs=logprobs, kl=measured)
+    policy: Policy
+    """The model that learns."""
+    critic: Critic | None
+    """PPO's critic."""
+    config: RunConfig
+    """The run's settings."""
+
+    def assign_credit(self, groups: Groups, kl_coef: float | None = None) -> Credit:
+        """Return the advantages of every completion token, and the critic's targets where there is one. Collective.
+
+        `kl_coef` is the weight of KL in the reward where it adapts; else `algorithm.kl.coef`.
+        """
+        rollouts = [rollout for group in groups for rollout in group]
+        rewards = [rollout.reward for rollout in rollouts]
+        kind, kl = self.config.algorithm.advantage, self.config.algorithm.kl
+        penalties = logprobs = None
+        measured = 0.0
+        if kl.coef > 0 and kl.place == "reward":
+            weight = kl.coef if kl_coef is None else kl_coef
+            estimates, logprobs = self._kl_estimates(rollouts)
+            penalties = [np.float32(weight) * each for each in estimates]
+            measured = float(np.concatenate([np.zeros(0), *estimates]).sum())
+            measured /= max(sum(map(len, estimates)), 1)
+        if kind == "gae":
+            values = self._values(rollouts)
+            found = gae(
+                rewards, values, penalties, self.config.critic.gamma, self.config.critic.lam
+            )
+            return Credit(found.advantages, found.returns, values, logprobs, measured)
+        scored = ScoredRollouts.of(
+            rewards,
+            [number for number, group in enumerate(groups) for _ in group],
+            [len(rollout.completion.token_ids) for rollout in rollouts],
+            penalties,
+            **_reward_parts(rollouts, self.config.reward),
+            greedy_rewards=_greedy_rewards(rollouts),
+        )
+        found_advantages = advantages(load_advantage(kind), scored)
+        return Credit(found_advantages, logprobs=logprobs, kl=measured)
+
+    def minibatches(self, groups: Groups, credit: Credit) -> list[Batch]:
+        """The batches of the step's updates, whole groups divided evenly among them.
+
+        Rollouts without a completion token are left out, and a mini-batch of nothing else as well.
+        """
+        arrays = credit.by_name()
+        completions = [rollout.completion for group in groups for rollout in group]
+        if self.config.algorithm.old_logprobs == "rollout":
+            arrays["old_logprobs"] = [each.logprobs for each in completions]
+        else:
+            arrays["sampled_logprobs"] = [each.sampled_logprobs for each in completions]
+            if (
+                credit.logprobs is not None
+                and self.config.batch.minibatches * self.config.batch.epochs > 1
+            ):
+                arrays["old_logprobs"] = credit.logprobs
+        rows = iter(zip(*arrays.values(), strict=True))
+        examples = [
+            [
+                self._example(rollout, dict(zip(arrays, next(rows), strict=True)))
+                for rollout in group
+            ]
+            for group in groups
+        ]
+        batches = []
+        for part in np.array_split(np.arange(len(groups)), self.config.batch.minibatches):
+            chosen = [e for number in part for e in examples[number] if e.loss_mask.any()]
+            if chosen:
+                batches.append(self._batch(chosen))
+        return batches
+
+    def with_logprobs(self, batches: Sequence[Batch], step: int) -> list[Batch]:
+        """The batches with what the policy's updates are measured against. Collective.
+
+        Where several updates follow each other, in mini-batches or `batch.epochs`, the policy's log-probs are computed here, before any of
+        them, and so are the experts that tokens go to where routers are replayed
+        (`algorithm.router_replay`: recompute). A single update is measured against itself. With KL in the loss
+        the reference's log-probs come from here too. A critic needs none of this.
+        """
+        algorithm, batches = self.config.algorithm, list(batches)
+        kept = all(m.old_logprobs is not None for batch in batches for m in batch.microbatches)
+        replayed = algorithm.router_replay == "recompute"
+        several = len(batches) * self.config.batch.epochs > 1
+        selecting = selects_tokens(algorithm)
+        if selecting or (several and (replayed or not kept)):
+            for number, batch in enumerate(batches):
+                outputs = self.policy.engine.forward(batch, experts=replayed and several)
+                if several and not kept:
+                    batch = batch.with_old_logprobs(outputs)
+                if several and replayed:
+                    batch = batch.with_experts(outputs)
+                if selecting:
+                    seed = derive_seed(self.config.seed, "selected tokens", step, number)
+                    batch = self._with_selected(batch, outputs, seed)
+                batches[number] = batch
+        if self.policy.reference is not None and algorithm.kl.place == "loss":
+            batches = [
+                batch.with_ref_logprobs(self.policy.reference(batch.without_experts()))
+                for batch in batches
+            ]
+        return batches
+
+    def in_epochs(self, batches: Sequence[Batch], step: int) -> list[Batch]:
+        """The mini-batches in the order of a step's updates: as they are in the first of `batch.epochs`, in an order drawn from (seed, step, epoch) in each further one."""
+        ordered = list(batches)
+        for epoch in range(1, self.config.batch.epochs):
+            seed = derive_seed(self.config.seed, "mini-batches", step)
+            ordered += [batches[i] for i in order(seed, epoch, len(batches))]
+        return ordered
+
+    def _with_selected(self, batch: Batch, outputs: Sequence[TokenOutputs], seed: int) -> Batch:
+        """Add the tokens that the policy loss treats apart, chosen over the batches of all ranks. Collective."""
+        columns = [
+            np.stack(
+                [
+                    _numbers(output.logprobs),
+                    _numbers(output.entropy),
+                    _numbers(micro.advantages),
+                    _numbers(micro.loss_mask),
+                ],
+                axis=-1,
+            )
+            for micro, output in zip(batch.microbatches, outputs, strict=True)
+        ]
+        shares = gather_objects(batch.by_example(columns), self.policy.engine.layout)
+        rows = dict(
+            sorted({number: row for share in shares for number, row in share.items()}.items())
+        )
+        table = np.concatenate([np.zeros((0, 4), np.float32), *rows.values()])
+        trained = table[:, 3] > 0
+        chosen = np.zeros(len(table), dtype=bool)
+        logprobs, entropies, advantages_of = table[trained, :3].T
+        chosen[trained] = select_tokens(
+            logprobs, entropies, advantages_of, self.config.algorithm, seed
+        )
+        ends = np.cumsum([len(row) for row in rows.values()])
+        by_number = dict(zip(rows, np.split(chosen, ends[:-1]), strict=True)) if rows else {}
+        microbatches = []
+        for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
+            sizes = micro.cu_seqlens.diff().tolist()
+            parts = [
+                by_number.get(number, np.zeros(size, dtype=bool))
+                for number, size in zip(numbers, sizes, strict=True)
+            ]
+            selected = torch.from_numpy(np.concatenate(parts)).to(micro.loss_mask.device)
+            microbatches.append(replace(micro, selected=selected))
+        return replace(batch, microbatches=tuple(microbatches))
+
+    def _example(self, rollout: Rollout, arrays: Mapping[str, Floats]) -> Example:
+        """The sequence of a rollout with `arrays`, which have an entry per completion token."""
+        zeros = np.zeros(len(rollout.prompt.token_ids), dtype=np.float32)
+        whole: dict[str, Any] = {name: np.concatenate([zeros, a]) for name, a in arrays.items()}
+        example = replace(self._to_example(rollout), **whole)
+        if self.config.algorithm.mask_truncated and rollout.completion.stop_reason == "length":
+            return replace(example, loss_mask=np.zeros_like(example.loss_mask))
+        return example
+
+    def _to_example(self, rollout: Rollout) -> Example:
+        """The sequence of a rollout; its completion is what is trained on.
+
+        Raises `BurnishError` where its tokens are to go to the generator's experts and that has not said which they were.
+        """
+        replayed = self.config.algorithm.router_replay == "rollout"
+        prompt, completion = rollout.prompt.token_ids, rollout.completion.token_ids
+        return Example(
+            token_ids=np.concatenate([prompt, completion]),
+            loss_mask=np.arange(len(prompt) + len(completion)) >= len(prompt),
+            experts=_experts(rollout) if replayed and len(completion) else None,
+        )
+
+    def _kl_estimates(self, rollouts: Sequence[Rollout]) -> tuple[list[Floats], list[Floats]]:
+        """Return the KL estimate of each completion token, and the policy's log-probs that it was computed from."""
+        if self.policy.reference is None:
+            raise ValueError("KL in the reward needs a reference model")
+        reference, kl = self.policy.reference, self.config.algorithm.kl
+
+        def both(batch: Batch) -> list[Floats]:
+            mine, theirs = self.policy.engine.forward(batch), reference(batch.without_experts())
+            return [
+                np.stack([_numbers(own.logprobs), _numbers(other.logprobs)], axis=-1)
+                for own, other in zip(mine, theirs, strict=True)
+            ]
+
+        found = [pair.reshape(-1, 2) for pair in self._of_completions(rollouts, both)]
+        logprobs = [np.ascontiguousarray(pair[:, 0]) for pair in found]
+        estimates = [
+            kl_penalty(kl.estimator, 1.0, own, np.ascontiguousarray(pair[:, 1]))
+            for own, pair in zip(logprobs, found, strict=True)
+        ]
+        return estimates, logprobs
+
+    def _values(self, rollouts: Sequence[Rollout]) -> list[Floats]:
+        if self.critic is None:
+            raise ValueError("generalized advantage estimation needs a critic")
+        engine = self.critic.learner.engine
+
+        def values(batch: Batch) -> list[Floats]:
+            return [_numbers(output.values) for output in engine.forward(batch.without_experts())]
+
+        return self._of_completions(rollouts, values)
+
+    def _of_completions(
+        self, rollouts: Sequence[Rollout], compute: Callable[[Batch], list[Floats]]
+    ) -> list[Floats]:
+        """Return one row per completion token, by rollout, the same on every rank. Collective.
+
+        `compute` returns them for the tokens of each micro-batch of this rank.
+        """
+        answered = [i for i, rollout in enumerate(rollouts) if len(rollout.completion.token_ids)]
+        found: list[Floats] = [np.zeros(0, dtype=np.float32) for _ in rollouts]
+        if not answered:
+            return found
+        batch = self._batch([self._to_example(rollouts[i]) for i in answered])
+        mine = batch.by_example(compute(batch))
+        for share in gather_objects(mine, self.policy.engine.layout):
+            for number, values in share.items():
+                rollout = rollouts[answered[number]]
+                found[answered[number]] = values[len(rollout.prompt.token_ids) :]
+        return found
+
+    def _batch(self, examples: Sequence[Example]) -> Batch:
+        return make_batch(
+            examples,
+            self.policy.engine.layout,
+            self.config.microbatch_tokens,
+            self.policy.costs,
+            temperature=self.config.rollout.temperature,
+        )
 
 
 def _reward_parts(rollouts: Sequence[Rollout], config: RewardConfig) -> dict[str, Any]:
@@ -139,143 +335,10 @@ def _greedy_rewards(rollouts: Sequence[Rollout]) -> Any:
     return None if None in found else np.array(found, dtype=np.float64)
 
 
-def minibatches(groups: Groups, credit: Credit, policy: Policy, config: RunConfig) -> list[Batch]:
-    """The batches of the step's updates, whole groups divided evenly among them.
-
-    Rollouts without a completion token are left out, and a mini-batch of nothing else as well.
-    """
-    arrays = credit.by_name()
-    completions = [rollout.completion for group in groups for rollout in group]
-    if config.algorithm.old_logprobs == "rollout":
-        arrays["old_logprobs"] = [each.logprobs for each in completions]
-    else:
-        arrays["sampled_logprobs"] = [each.sampled_logprobs for each in completions]
-        if credit.logprobs is not None and config.batch.minibatches * config.batch.epochs > 1:
-            arrays["old_logprobs"] = credit.logprobs
-    rows = iter(zip(*arrays.values(), strict=True))
-    examples = [
-        [_example(rollout, dict(zip(arrays, next(rows), strict=True)), config) for rollout in group]
-        for group in groups
-    ]
-    batches = []
-    for part in np.array_split(np.arange(len(groups)), config.batch.minibatches):
-        chosen = [e for number in part for e in examples[number] if e.loss_mask.any()]
-        if chosen:
-            batches.append(_batch(chosen, policy, config))
-    return batches
-
-
-def with_logprobs(
-    batches: Sequence[Batch], policy: Policy, config: RunConfig, step: int
-) -> list[Batch]:
-    """The batches with what the policy's updates are measured against. Collective.
-
-    Where several updates follow each other, in mini-batches or `batch.epochs`, the policy's log-probs are computed here, before any of
-    them, and so are the experts that tokens go to where routers are replayed
-    (`algorithm.router_replay`: recompute). A single update is measured against itself. With KL in the loss
-    the reference's log-probs come from here too. A critic needs none of this.
-    """
-    algorithm, batches = config.algorithm, list(batches)
-    kept = all(m.old_logprobs is not None for batch in batches for m in batch.microbatches)
-    replayed = algorithm.router_replay == "recompute"
-    several = len(batches) * config.batch.epochs > 1
-    selecting = selects_tokens(algorithm)
-    if selecting or (several and (replayed or not kept)):
-        for number, batch in enumerate(batches):
-            outputs = policy.engine.forward(batch, experts=replayed and several)
-            if several and not kept:
-                batch = batch.with_old_logprobs(outputs)
-            if several and replayed:
-                batch = batch.with_experts(outputs)
-            if selecting:
-                seed = derive_seed(config.seed, "selected tokens", step, number)
-                batch = _with_selected(batch, outputs, policy, algorithm, seed)
-            batches[number] = batch
-    if policy.reference is not None and algorithm.kl.place == "loss":
-        batches = [
-            batch.with_ref_logprobs(policy.reference(batch.without_experts())) for batch in batches
-        ]
-    return batches
-
-
-def in_epochs(batches: Sequence[Batch], config: RunConfig, step: int) -> list[Batch]:
-    """The mini-batches in the order of a step's updates: as they are in the first of `batch.epochs`, in an order drawn from (seed, step, epoch) in each further one."""
-    ordered = list(batches)
-    for epoch in range(1, config.batch.epochs):
-        seed = derive_seed(config.seed, "mini-batches", step)
-        ordered += [batches[i] for i in order(seed, epoch, len(batches))]
-    return ordered
-
-
 def policy_stats(learned: Stats) -> Stats:
     """What updates of the policy said, by its names in a step's line: `rollout/mismatch_...` of the generator, the rest as `actor/...`."""
     names = {name: "rollout/" if name.startswith("mismatch_") else "actor/" for name in learned}
     return Stats({names[name] + name: metric for name, metric in learned.items()})
-
-
-def _with_selected(
-    batch: Batch,
-    outputs: Sequence[TokenOutputs],
-    policy: Policy,
-    config: AlgorithmConfig,
-    seed: int,
-) -> Batch:
-    """Add the tokens that the policy loss treats apart, chosen over the batches of all ranks. Collective."""
-    columns = [
-        np.stack(
-            [
-                _numbers(output.logprobs),
-                _numbers(output.entropy),
-                _numbers(micro.advantages),
-                _numbers(micro.loss_mask),
-            ],
-            axis=-1,
-        )
-        for micro, output in zip(batch.microbatches, outputs, strict=True)
-    ]
-    shares = gather_objects(batch.by_example(columns), policy.engine.layout)
-    rows = dict(sorted({number: row for share in shares for number, row in share.items()}.items()))
-    table = np.concatenate([np.zeros((0, 4), np.float32), *rows.values()])
-    trained = table[:, 3] > 0
-    chosen = np.zeros(len(table), dtype=bool)
-    logprobs, entropies, advantages_of = table[trained, :3].T
-    chosen[trained] = select_tokens(logprobs, entropies, advantages_of, config, seed)
-    ends = np.cumsum([len(row) for row in rows.values()])
-    by_number = dict(zip(rows, np.split(chosen, ends[:-1]), strict=True)) if rows else {}
-    microbatches = []
-    for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
-        sizes = micro.cu_seqlens.diff().tolist()
-        parts = [
-            by_number.get(number, np.zeros(size, dtype=bool))
-            for number, size in zip(numbers, sizes, strict=True)
-        ]
-        selected = torch.from_numpy(np.concatenate(parts)).to(micro.loss_mask.device)
-        microbatches.append(replace(micro, selected=selected))
-    return replace(batch, microbatches=tuple(microbatches))
-
-
-def _example(rollout: Rollout, arrays: Mapping[str, Floats], config: RunConfig) -> Example:
-    """The sequence of a rollout with `arrays`, which have an entry per completion token."""
-    zeros = np.zeros(len(rollout.prompt.token_ids), dtype=np.float32)
-    whole: dict[str, Any] = {name: np.concatenate([zeros, a]) for name, a in arrays.items()}
-    example = replace(to_example(rollout, config), **whole)
-    if config.algorithm.mask_truncated and rollout.completion.stop_reason == "length":
-        return replace(example, loss_mask=np.zeros_like(example.loss_mask))
-    return example
-
-
-def to_example(rollout: Rollout, config: RunConfig) -> Example:
-    """The sequence of a rollout; its completion is what is trained on.
-
-    Raises `BurnishError` where its tokens are to go to the generator's experts and that has not said which they were.
-    """
-    replayed = config.algorithm.router_replay == "rollout"
-    prompt, completion = rollout.prompt.token_ids, rollout.completion.token_ids
-    return Example(
-        token_ids=np.concatenate([prompt, completion]),
-        loss_mask=np.arange(len(prompt) + len(completion)) >= len(prompt),
-        experts=_experts(rollout) if replayed and len(completion) else None,
-    )
 
 
 def _experts(rollout: Rollout) -> Experts:
@@ -293,78 +356,8 @@ def _experts(rollout: Rollout) -> Experts:
     return whole
 
 
-def _kl_estimates(
-    rollouts: Sequence[Rollout], policy: Policy, config: RunConfig
-) -> tuple[list[Floats], list[Floats]]:
-    """Return the KL estimate of each completion token, and the policy's log-probs that it was computed from."""
-    if policy.reference is None:
-        raise ValueError("KL in the reward needs a reference model")
-    reference, kl = policy.reference, config.algorithm.kl
-
-    def both(batch: Batch) -> list[Floats]:
-        mine, theirs = policy.engine.forward(batch), reference(batch.without_experts())
-        return [
-            np.stack([_numbers(own.logprobs), _numbers(other.logprobs)], axis=-1)
-            for own, other in zip(mine, theirs, strict=True)
-        ]
-
-    found = [pair.reshape(-1, 2) for pair in _of_completions(rollouts, both, policy, config)]
-    logprobs = [np.ascontiguousarray(pair[:, 0]) for pair in found]
-    estimates = [
-        kl_penalty(kl.estimator, 1.0, own, np.ascontiguousarray(pair[:, 1]))
-        for own, pair in zip(logprobs, found, strict=True)
-    ]
-    return estimates, logprobs
-
-
-def _values(
-    rollouts: Sequence[Rollout], policy: Policy, critic: Critic | None, config: RunConfig
-) -> list[Floats]:
-    if critic is None:
-        raise ValueError("generalized advantage estimation needs a critic")
-    engine = critic.learner.engine
-
-    def values(batch: Batch) -> list[Floats]:
-        return [_numbers(output.values) for output in engine.forward(batch.without_experts())]
-
-    return _of_completions(rollouts, values, policy, config)
-
-
-def _of_completions(
-    rollouts: Sequence[Rollout],
-    compute: Callable[[Batch], list[Floats]],
-    policy: Policy,
-    config: RunConfig,
-) -> list[Floats]:
-    """Return one row per completion token, by rollout, the same on every rank. Collective.
-
-    `compute` returns them for the tokens of each micro-batch of this rank.
-    """
-    answered = [i for i, rollout in enumerate(rollouts) if len(rollout.completion.token_ids)]
-    found: list[Floats] = [np.zeros(0, dtype=np.float32) for _ in rollouts]
-    if not answered:
-        return found
-    batch = _batch([to_example(rollouts[i], config) for i in answered], policy, config)
-    mine = batch.by_example(compute(batch))
-    for share in gather_objects(mine, policy.engine.layout):
-        for number, values in share.items():
-            rollout = rollouts[answered[number]]
-            found[answered[number]] = values[len(rollout.prompt.token_ids) :]
-    return found
-
-
 def _numbers(tensor: Tensor | None) -> Floats:
     if tensor is None:
         raise ValueError("a micro-batch of reinforcement learning has advantages")
     found: Floats = tensor.float().cpu().numpy()
     return found
-
-
-def _batch(examples: Sequence[Example], policy: Policy, config: RunConfig) -> Batch:
-    return make_batch(
-        examples,
-        policy.engine.layout,
-        config.microbatch_tokens,
-        policy.costs,
-        temperature=config.rollout.temperature,
-    )

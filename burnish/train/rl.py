@@ -39,11 +39,8 @@ from burnish.train.localize import with_local_inputs
 from burnish.train.offload import Parking
 from burnish.train.policy_update import (
     Policy,
-    assign_credit,
-    in_epochs,
-    minibatches,
+    PolicyUpdate,
     policy_stats,
-    with_logprobs,
 )
 from burnish.train.reward_models import Judge, load_judge
 from burnish.train.run import Run, Work, open_run
@@ -86,6 +83,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             version = weights_version(run.position.step, config)
             collector.generator.load_weights(policy.engine.published(), version)
             loader.cursor = run.position.cursor
+            update = PolicyUpdate(policy, critic, config)
             kl = config.algorithm.kl
             kl_coef = kl.coef if run.position.kl_coef is None else run.position.kl_coef
             waiting = config.critic.warmup_steps
@@ -99,12 +97,12 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             with run.spans("rollout"), parked():
                 groups, left_out = collect_groups(dataset, loader, collector, config, step)
             with run.spans("advantages"):
-                credit = assign_credit(groups, policy, critic, config, kl_coef)
-                batches = minibatches(groups, credit, policy, config)
+                credit = update.assign_credit(groups, kl_coef)
+                batches = update.minibatches(groups, credit)
                 if learning:
-                    batches = with_logprobs(batches, policy, config, step)
+                    batches = update.with_logprobs(batches, step)
             run.check_stop()
-            stats, updates = credit.stats, in_epochs(batches, config, step)
+            stats, updates = credit.stats, update.in_epochs(batches, step)
             with run.spans("update"), run.progress.phase("update", len(updates)) as bar:
                 for batch in updates:
                     if critic is not None:

@@ -20,10 +20,7 @@ from burnish.records import Batch, Completion, Prompt, Rollout, TokenOutputs
 from burnish.records.samples import StopReason
 from burnish.train.policy_update import (
     Policy,
-    assign_credit,
-    in_epochs,
-    minibatches,
-    with_logprobs,
+    PolicyUpdate,
 )
 from burnish.train.rl import collect_groups, compared
 
@@ -163,8 +160,9 @@ def test_a_completion_cut_at_its_limit_is_learned_from_like_any_other(advantage:
     cut = [[_cut(each) for each in group] for group in ended]
     found = []
     for groups in (ended, cut):
-        credit = assign_credit(groups, POLICY, None, config)
-        (batch,) = minibatches(groups, credit, POLICY, config)
+        update = PolicyUpdate(POLICY, None, config)
+        credit = update.assign_credit(groups)
+        (batch,) = update.minibatches(groups, credit)
         found.append((credit.advantages, batch))
     (first, one), (second, other) = found
     assert any(array.any() for array in first)
@@ -196,8 +194,9 @@ def test_the_policy_is_scored_before_the_first_of_several_updates(
     engine = SimpleNamespace(layout=Layout(), forward=forward)
     config = configured(batch={"prompts": 2, **updates}, algorithm={"old_logprobs": kept})
     groups = [[rollout(0, 1, 3), rollout(0, 0, 4)], [rollout(1, 0, 2), rollout(1, 1, 4)]]
-    batches = minibatches(groups, assign_credit(groups, POLICY, None, config), POLICY, config)
-    measured = with_logprobs(batches, replace(POLICY, engine=engine), config, 0)
+    update = PolicyUpdate(replace(POLICY, engine=engine), None, config)
+    batches = update.minibatches(groups, update.assign_credit(groups))
+    measured = update.with_logprobs(batches, 0)
     assert asked == batches[:scored]
     for micro in measured[0].microbatches:
         assert (micro.old_logprobs is None) == (kept == "recompute" and not scored)
@@ -220,8 +219,9 @@ def test_selected_tokens_are_those_of_the_whole_mini_batch_in_any_cut() -> None:
             ]
 
         policy = replace(POLICY, engine=SimpleNamespace(layout=Layout(), forward=forward))
-        batches = minibatches(groups, assign_credit(groups, policy, None, config), policy, config)
-        (batch,) = with_logprobs(batches, policy, config, 0)
+        update = PolicyUpdate(policy, None, config)
+        batches = update.minibatches(groups, update.assign_credit(groups))
+        (batch,) = update.with_logprobs(batches, 0)
         assert (len(batch.microbatches) > 1) == (tokens == 8)
         found.append(batch.by_example([micro.selected.numpy() for micro in batch.microbatches]))
         for micro in batch.microbatches:
@@ -234,15 +234,17 @@ def test_selected_tokens_are_those_of_the_whole_mini_batch_in_any_cut() -> None:
 def test_each_epoch_has_all_mini_batches_in_an_order_of_its_own() -> None:
     config = configured(batch={"prompts": 8, "minibatches": 8, "epochs": 4}, seed=3)
     batches = list("abcdefgh")  # which ones is all that matters
-    found = in_epochs(batches, config, 5)
+    found = PolicyUpdate(POLICY, None, config).in_epochs(batches, 5)
     epochs = [found[i : i + 8] for i in range(0, 32, 8)]
     assert epochs[0] == batches
     assert all(sorted(each) == batches for each in epochs)
     assert len({tuple(each) for each in epochs}) == 4
-    assert in_epochs(batches, config, 5) == found
+    assert PolicyUpdate(POLICY, None, config).in_epochs(batches, 5) == found
     for other in (
-        in_epochs(batches, config, 6),
-        in_epochs(batches, configured(**{**config.model_dump(), "seed": 4}), 5),
+        PolicyUpdate(POLICY, None, config).in_epochs(batches, 6),
+        PolicyUpdate(POLICY, None, configured(**{**config.model_dump(), "seed": 4})).in_epochs(
+            batches, 5
+        ),
     ):
         assert other[:8] == batches
         assert other[8:] != found[8:]

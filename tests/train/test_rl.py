@@ -27,7 +27,7 @@ from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.tracking.stats import Stats
 from burnish.train import rl
-from burnish.train.policy_update import Credit
+from burnish.train.policy_update import Credit, PolicyUpdate
 from burnish.train.setup import lay_foundation
 
 
@@ -303,13 +303,13 @@ def test_a_signal_after_the_rollouts_stops_before_the_update(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(work)
-    assigned = rl.assign_credit
+    assigned = PolicyUpdate.assign_credit
 
     def interrupted(*args: Any) -> Credit:
         signal.raise_signal(signal.SIGTERM)
         return assigned(*args)
 
-    monkeypatch.setattr(rl, "assign_credit", interrupted)
+    monkeypatch.setattr(PolicyUpdate, "assign_credit", interrupted)
     monkeypatch.setattr(TorchEngine, "forward_backward", None)
     with pytest.raises(StoppedError, match="stopped by SIGTERM: step 0 is committed"):
         rl.train(RunConfig.model_validate({**RL, "name": "before_the_update"}))
