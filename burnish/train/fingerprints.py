@@ -16,14 +16,12 @@ from typing import Any
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from burnish.algorithms import ADVANTAGES, POLICY_LOSSES
 from burnish.config.schema import AlgorithmConfig
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.files.safetensors import model_digest
-from burnish.functions import Registry, fingerprint
+from burnish.functions import fingerprint
 
-_CRITICS: Registry = {"gae": "burnish.algorithms.gae:gae"}
 INPUTS = "inputs"
 """The key of state.json under which they are."""
 
@@ -57,16 +55,7 @@ class Inputs:
         special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
         vocabulary = [sorted(tokenizer.get_vocab().items()), special]
         rules = [_rules(tokenizer), tokenizer.chat_template]
-        formula = ""
-        if algorithm is not None:
-            formula = _digest(
-                [
-                    fingerprint(
-                        algorithm.advantage, "algorithm.advantage", {**ADVANTAGES, **_CRITICS}
-                    ),
-                    fingerprint(algorithm.policy_loss, "algorithm.policy_loss", POLICY_LOSSES),
-                ]
-            )
+        formula = "" if algorithm is None else _formula_digest(algorithm)
         digests = _digest(vocabulary), _digest(rules), len(data), data.digest
         return cls(*digests, formula, _weights_digest(model))
 
@@ -112,6 +101,16 @@ class Inputs:
     def as_state(self) -> dict[str, Any]:
         """As plain JSON."""
         return asdict(self)
+
+
+def _formula_digest(algorithm: AlgorithmConfig) -> str:
+    """Return a digest of the files of the user's functions; "" if all are built-ins, which the configuration names."""
+    names = {
+        "algorithm.advantage": algorithm.advantage,
+        "algorithm.policy_loss": algorithm.policy_loss,
+    }
+    found = {s: fingerprint(name, s) for s, name in names.items() if ":" in name}
+    return _digest(found) if found else ""
 
 
 def _weights_digest(path: str | None) -> str:
