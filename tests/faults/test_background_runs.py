@@ -43,7 +43,10 @@ def children(pid):
     return []
 
 
-@pytest.mark.parametrize(("kind", "world"), RUNS)
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [RUNS[0], *(pytest.param(*run, marks=pytest.mark.nightly) for run in RUNS[1:])],
+)
 def test_killed_at_random_moments(work, in_peace, kind, world):
     run = killed(work, kind, world, 3 - world, f"random_{kind}_{world}")
     assert outcome(run) == in_peace[kind, world]

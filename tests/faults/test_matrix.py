@@ -41,7 +41,15 @@ def test_the_sample_has_some_of_everything():
     assert set(chosen) <= set(cells())
 
 
-@pytest.mark.parametrize("cell", sample(), ids=str)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(
+            cell, id=str(cell), **({"marks": pytest.mark.nightly} if cell.fault == "hang" else {})
+        )
+        for cell in sample()
+    ],
+)
 def test_nothing_committed_is_lost(tmp_path, cell):
     verdict = try_cell(cell, tmp_path / "cell")
     assert verdict.is_good, verdict

@@ -96,7 +96,9 @@ class WithoutSyncDir(WithoutSync):
     forgotten = "sync_dir"
 
 
-@pytest.mark.parametrize("storage_type", [WithoutSync, WithoutSyncDir])
+@pytest.mark.parametrize(
+    "storage_type", [WithoutSync, pytest.param(WithoutSyncDir, marks=pytest.mark.nightly)]
+)
 def test_a_protocol_without_its_syncs_is_found_out(tmp_path, storage_type):
     rng = random.Random(3)
     history = record_saving(tmp_path / "disk", storage_type)

@@ -50,7 +50,9 @@ def test_the_runs_have_something_to_lose(work, in_peace):
     assert len([name for name in in_peace["rl"] if name.startswith("rollouts/")]) == 6 + 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["sft", pytest.param("rl", marks=pytest.mark.nightly), "rl_everything"]
+)
 def test_killed_at_random_moments(work, in_peace, kind):
     moments, codes = random.Random(kind), set()
     argv = [*KINDS[kind], SAVING]
@@ -112,7 +114,11 @@ STOPS = {
 
 @pytest.mark.parametrize(
     ("kind", "number"),
-    [("sft", signal.SIGINT), ("sft", signal.SIGTERM), ("rl", signal.SIGTERM)],
+    [
+        ("sft", signal.SIGINT),
+        pytest.param("sft", signal.SIGTERM, marks=pytest.mark.nightly),
+        ("rl", signal.SIGTERM),
+    ],
 )
 def test_stopped_by_a_signal(work, in_peace, kind, number):
     argv = [*KINDS[kind], f"name=stopped_{kind}_{number}", SAVING]

@@ -333,6 +333,7 @@ def test_the_deadline_of_an_async_call_counts_from_its_own_begin(make_pool, text
     assert errors == [None, "async_temper: no answer within 0.5 s"] * 2
 
 
+@pytest.mark.nightly
 def test_a_blocked_event_loop_costs_only_the_calls_that_had_begun(
     make_pool, texts, monkeypatch
 ) -> None:

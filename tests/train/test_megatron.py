@@ -101,6 +101,7 @@ def test_supervised_fine_tuning_is_that_of_the_torch_engine(work):
     assert_same(run, done(work, *argv, "name=sft_torch"))
 
 
+@pytest.mark.nightly
 def test_a_killed_mixture_goes_on_as_if_nothing_had_happened(work):
     argv = ["sft", "sft.yaml", f"model.fresh={json.dumps(MIXTURE)}"]
     require_unharmed(work, "sft", [*argv, "engine.expert_parallel=2"], update=4)

@@ -86,7 +86,13 @@ def test_the_critic_on_disk_is_one_of_transformers_and_another_run_starts_from_i
         assert torch.equal(again[name], tensor), name
 
 
-@pytest.mark.parametrize("saving", [[], SAVING], ids=["in place", "in the background"])
+@pytest.mark.parametrize(
+    "saving",
+    [
+        pytest.param([], id="in place"),
+        pytest.param(SAVING, id="in the background", marks=pytest.mark.nightly),
+    ],
+)
 def test_interrupted_equals_uninterrupted(work: Path, in_peace: Path, saving: list[str]) -> None:
     name = f"cut_{len(saving)}"
     argv = [*PPO, f"name={name}", *(saving or ["checkpoint.save_every=2"])]

@@ -151,6 +151,7 @@ def test_a_step_of_several_disks_is_that_of_one(tmp_path):
     assert not list((tmp_path / "far" / "checkpoints" / "portions").rglob("*.?"))
 
 
+@pytest.mark.nightly
 def test_any_number_of_empty_disks_goes_on(tmp_path, s3_server):
     """Over S3: three disks after two, then one."""
     url, environ = f"{s3_server.make_bucket('disks')}/run", dict(s3_server.environ)
