@@ -1,13 +1,9 @@
-"""`burnish check`: one step of a shrunken model at the user's layout and in one plain process, compared.
+"""`burnish check`: compare one step of a shrunken model at the user's layout with plain PyTorch in one process.
 
-A layout that silently computes something else is the most expensive mistake in training. So the
-user's own data, loss, optimizer settings and layout are run on a small model of the same family (fp32,
-fresh weights), and beside it transformers and plain PyTorch run the same sequences one by one. What is
-compared comes in the order in which a mistake would show: log-probs, the load-balancing loss of experts
-where there is one, loss, the gradients' norm, every gradient as it was before clipping, every weight
-after the step; then what several ranks have of the same tensors with each other. PPO's critic is compared
-after the policy. Left out: the generator, whose log-probs the tests hold to the engine's, Muon, in whose
-place AdamW steps, and speed.
+The user's data, loss, optimizer settings and layout run on a small model of the same family (fp32, fresh weights). Beside it
+transformers and plain PyTorch run the same sequences one by one. Compared are, in the order in which a mistake would show:
+log-probs, the load-balancing loss, loss, the gradients' norm, every gradient before clipping, every weight after the step, and
+copies of a tensor on several ranks. PPO's critic comes after the policy. Left out: the generator, Muon (AdamW steps), speed.
 """
 
 from __future__ import annotations
@@ -62,7 +58,7 @@ Material = tuple[list[Example], LossFn, PretrainedConfig]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far one tensor of the layout is from the plain one, or from its copy on another rank."""
+    """The distance of one tensor of the layout from the plain one, or from its copy on another rank."""
 
     what: str
     """As "gradient of model.norm.weight"."""
@@ -91,7 +87,7 @@ class BatchOutcome:
 
 
 def run_check(config: RunConfig) -> None:
-    """Compare, and print how far apart they are; raises `BurnishError` naming the first thing that differs."""
+    """Compare and print the distances. Raises `BurnishError` naming the first tensor that differs."""
     local = with_local_inputs(config)
     launch(lambda layout, device: _check(local, layout, device), config.distributed)
 
@@ -132,7 +128,7 @@ def _said(hf_config: PretrainedConfig) -> str:
 
 
 def critic_config(config: RunConfig, hf_config: PretrainedConfig) -> RunConfig:
-    """The configuration of a critic's engine: all of it is trained, and experts are evened out and divided where it has some."""
+    """Return the configuration of a critic's engine: all of it is trained."""
     model = config.model.model_copy(update={"lora": LoraConfig()})
     engine = settings_beside(hf_config, config.engine)
     return config.model_copy(update={"model": model, "engine": engine})
@@ -146,7 +142,7 @@ def fill(engine: Engine, config: RunConfig, hf_config: PretrainedConfig) -> None
 
 
 class RandomAdapter:
-    """A `ShardSource` of small random values: of an adapter that is fresh, half of the gradients are 0."""
+    """A `ShardSource` of small random values: with a fresh adapter half of the gradients would be 0."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -167,7 +163,7 @@ def compared(
     loss: LossFn,
     hf_config: PretrainedConfig,
 ) -> list[Difference]:
-    """How far one step of an engine, filled by `fill`, is from plain PyTorch, at the worst of the ranks. Collective; the same on every rank."""
+    """Compare one step of an engine, filled by `fill`, with plain PyTorch, at the worst rank. Collective; the same on every rank."""
     tokens = sum(len(example.token_ids) for example in examples)
     budget = max(LONGEST, tokens // (2 * engine.layout.data_size))
     flops = count_flops(hf_config)
@@ -185,9 +181,9 @@ def _temperature(config: RunConfig) -> float:
 
 
 def material(config: RunConfig) -> Material:
-    """The first sequences of the data, cut short; the run's loss; a small model of the family.
+    """Return the first sequences of the data, cut short, the run's loss, and a small model of the family.
 
-    A configuration with rewards is one for RL: its prompts get random completions and advantages.
+    With rewards the prompts get random completions and advantages.
     """
     foundation = lay_foundation(config)
     hf_config = _shrunk(foundation)
@@ -200,7 +196,7 @@ def material(config: RunConfig) -> Material:
 
 
 def critic_material(config: RunConfig) -> Material:
-    """The same for the critic: its loss, and a small model of its family."""
+    """Return the same for the critic: its loss, and a small model of its family."""
     policy = lay_foundation(config)
     hf_config = _shrunk(critic_foundation(policy))
     loss = value_loss_fn(config.algorithm.aggregation, config.critic.clip, LONGEST)
@@ -233,7 +229,7 @@ def _random_examples(foundation: Foundation, hf_config: PretrainedConfig) -> lis
 
 
 def _cut(example: Example) -> Example:
-    """At most `LONGEST` tokens of an example, around the first that is trained on."""
+    """Return at most `LONGEST` tokens of an example, around the first trained one."""
     start = max(0, int(example.loss_mask.argmax()) - LONGEST // 2)
     window = slice(start, start + LONGEST)
     mask = example.loss_mask[window].copy()
@@ -259,9 +255,9 @@ def _random_example(prompt: Any, vocabulary: int, seed: int) -> Example:
 
 
 def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfig) -> BatchOutcome:
-    """One step at the engine's layout, its pieces put together. Collective; the same on every rank.
+    """Run one step at the engine's layout and put its pieces together. Collective; the same on every rank.
 
-    AdamW's first moment after one step is the gradient, clipped, times 1 - β₁.
+    After one step AdamW's first moment is the clipped gradient times 1 - β₁.
     """
     outputs = engine.forward(batch)
     mine: dict[str, Tensor] = {}
@@ -295,7 +291,7 @@ def _by_sequence(micro: MicroBatch, numbers: Sequence[int], values: Tensor) -> d
 
 
 def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Difference]]:
-    """The tensors of a part, and how far elements are apart that several ranks hold. Collective."""
+    """Return the tensors of a part, and the distances between copies on several ranks. Collective."""
     pieces = [(s.spec, s.box, s.tensor.detach().float().cpu()) for s in engine.shards(part)]
     built: dict[str, tuple[Tensor, Tensor]] = {}
     copies: dict[str, Difference] = {}
@@ -316,7 +312,7 @@ def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Differen
 def plain_step(
     config: RunConfig, hf_config: PretrainedConfig, examples: Sequence[Example], loss: LossFn
 ) -> BatchOutcome:
-    """The same loss by transformers (and PEFT), in this process, one sequence at a time."""
+    """Compute the same loss by transformers (and PEFT), in this process, one sequence at a time."""
     model = plain_model(hf_config).eval()
     FreshSource(hf_config, config.seed).fill(model_shards(model))
     parts = regions(model)
@@ -350,7 +346,7 @@ def plain_step(
 
 
 def _router_logits(model: PreTrainedModel) -> list[list[Tensor]]:
-    """By router, the logits [T, E] of every sequence that the model is given after this call."""
+    """Return, by router, the logits [T, E] of every sequence that the model is given from now on."""
     found: list[list[Tensor]] = []
     for name, module in model.named_modules():
         if name.endswith(".mlp.gate"):
@@ -368,7 +364,7 @@ def _balance(hf_config: PretrainedConfig, routed: Sequence[Sequence[Tensor]]) ->
 
 
 def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float) -> TokenOutputs:
-    """Log-probs and entropies [T] of one sequence, or values, 0 where it is not trained on."""
+    """Return log-probs and entropies [T] of one sequence, or values; 0 where it is not trained on."""
     ids, mask = torch.from_numpy(example.token_ids), torch.from_numpy(example.loss_mask)
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
     zero = logits.new_zeros(1)
@@ -386,11 +382,10 @@ def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float)
 def compare(
     found: BatchOutcome, wanted: BatchOutcome, config: RunConfig, said: str = "log-probs"
 ) -> list[Difference]:
-    """Every tensor, in the order in which a mistake would show.
+    """Compare every tensor, in the order in which a mistake would show.
 
-    The gradients are those before clipping, which would spread a mistake in one to all. The weights are
-    held to AdamW's first step from the gradients that the layout had, clipped, because the sign of a
-    gradient of nearly 0 decides a whole step of that weight.
+    Gradients are compared before clipping, which would spread a mistake to all. Weights are compared with AdamW's first step from
+    the layout's own clipped gradients, since the sign of a gradient near 0 decides a whole step.
     """
     differences = [
         _difference(f"{said} of {n}", found.logprobs, n, t) for n, t in wanted.logprobs.items()
@@ -430,7 +425,7 @@ def _difference(what: str, found: Tensors, name: str, wanted: Tensor) -> Differe
 
 
 def require_equal(differences: Sequence[Difference], layout: Layout) -> None:
-    """Raise `BurnishError` that names the first difference and the first of a parameter, and says how many there are."""
+    """Raise `BurnishError` naming the first difference, the first of a parameter, and their number."""
     wrong = [each for each in differences if not each.error <= TOLERANCE]
     if wrong:
         first, of_parameters = wrong[0], [d for d in wrong if d.what.startswith(_OF_PARAMETERS)]

@@ -1,8 +1,7 @@
-"""A small model of the same kind: every field that says how wide or deep a model is, made small.
+"""A small model of the same kind: every width and depth made small.
 
-What is kept is what makes layouts differ: the family, tied embeddings, biases, how many query heads
-share a key head, which layers have windows, whether all layers, some or none have experts. Left out: the vocabulary,
-which the tokenizer decides.
+Kept is everything that makes layouts differ: family, tied embeddings, biases, query heads per key head, windows, experts by
+layer. The vocabulary is the tokenizer's.
 """
 
 from __future__ import annotations
@@ -37,11 +36,9 @@ def shrunk(
     stages: int = 1,
     experts: int = 1,
 ) -> PretrainedConfig:
-    """A copy of 16-wide heads, as small as so many ranks can share.
+    """Return a copy with 16-wide heads, as small as so many ranks can share.
 
-    It has two key heads, or as many as `tensor` and `sequence` ranks need, or all where the model has fewer, two layers, or one for each of
-    `stages`, and four experts, or the next multiple of the `experts` ranks that divide them. Widths are
-    multiples of `tensor`.
+    It has at least two key heads, two layers (or one per stage) and four experts, each a multiple of the ranks that divide it.
     """
     config = copy.deepcopy(hf_config)
     heads = config.num_attention_heads
@@ -69,7 +66,7 @@ def shrunk(
 
 
 def _mixed(config: PretrainedConfig) -> bool:
-    """Whether some layers have experts and others none, as configurations with `mlp_only_layers` can say."""
+    """Return whether some layers have experts and others none."""
     if not hasattr(config, "mlp_only_layers"):
         return False
     layers: int = config.num_hidden_layers

@@ -1,7 +1,4 @@
-"""From prompts to scored rollouts: every rank generates and scores its share, then all know all.
-
-Left out: what becomes of the rollouts (`burnish.train.rl`, `burnish.train.evaluate`).
-"""
+"""From prompts to scored rollouts. Every rank generates and scores its share; all ranks get all rollouts."""
 
 from __future__ import annotations
 
@@ -48,10 +45,10 @@ class Collector:
     def collect(
         self, prompts: Sequence[Prompt], first_key: int, samples: int, sampling: Sampling
     ) -> list[list[Rollout]]:
-        """`samples` rollouts of each prompt, grouped, in the order of the prompts, on every rank alike.
+        """Return `samples` scored rollouts of each prompt, in the order of the prompts, the same on every rank. Collective.
 
-        Prompt i is drawn with key `first_key` + i. Collective. A signal that reached any rank
-        raises `StopRequested` on all of them, and `BurnishError` reward functions that fail for all, round after round.
+        Prompt i is drawn with key `first_key` + i. Raises `StopRequested` on all ranks if a signal reached any, and `BurnishError`
+        if reward functions fail for all rollouts, round after round.
         """
         shared = share_evenly(
             np.array([len(prompt.token_ids) for prompt in prompts]), self.layout.data_size

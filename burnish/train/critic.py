@@ -1,4 +1,4 @@
-"""PPO's critic: a second trained model, with a scalar head, that learns what the policy's states are worth."""
+"""PPO's critic: a second trained model with a scalar head that learns the values of states."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ CRITIC = "critic"
 
 
 def critic_foundation(policy: Foundation) -> Foundation:
-    """What a critic starts from: `critic.path`, or the policy's backbone with a fresh head.
+    """Return the critic's start: `critic.path`, or the policy's backbone with a fresh head.
 
-    All of it is trained, also where the policy trains an adapter. Experts are evened out and divided where it
-    has some. Raises as `lay_foundation` does.
+    All of it is trained, even if the policy trains an adapter. Raises as `lay_foundation` does.
     """
     config = policy.config
     model = config.model
@@ -66,7 +65,7 @@ class Critic:
         device: torch.device,
         beside: Engine | None = None,
     ) -> Critic:
-        """A critic for a run, its weights not loaded yet; `beside` is the policy's engine."""
+        """Make a critic without weights; `beside` is the policy's engine."""
         foundation = critic_foundation(policy)
         config = foundation.config
         optim = config.optim.model_copy(update={"lr": config.critic.lr})
@@ -74,7 +73,7 @@ class Critic:
         return cls(Learner(engine, foundation), total_steps)
 
     def update(self, batch: Batch, step: int) -> Stats:
-        """Learn from one mini-batch, which has returns and old values; its `critic/...` numbers. Collective."""
+        """Learn from a mini-batch with returns and old values; return the `critic/...` numbers. Collective."""
         config, engine = self.learner.foundation.config, self.learner.engine
         loss = value_loss_fn(
             config.algorithm.aggregation, config.critic.clip, config.rollout.max_response_length

@@ -1,8 +1,8 @@
 """Validation on held-out data, during training and by itself.
 
-Prompts are answered n times and scored by the first reward function (mean@n, pass@n, maj@n; 0 where it
-does not apply; the weighted sum of all is `val/reward`), whole and by source; examples are scored by their loss. Draws do not depend on the step, so that two validations differ by the weights alone.
-Left out: benchmarks with harnesses of their own.
+Prompts are answered n times and scored by the first reward function (mean@n, pass@n, maj@n), whole and by source. `val/reward`
+is the weighted sum of all functions. Examples are scored by their loss. Draws do not depend on the step, so two validations
+differ by the weights alone. Left out: benchmarks with harnesses of their own.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ log = logging.getLogger("burnish")
 
 
 def held_out_prompts(foundation: Foundation, pool: RewardPool) -> PromptDataset | None:
-    """The held-out prompts; None where the configuration names none.
+    """Return the held-out prompts; None if the configuration names none.
 
-    Raises `MissingError` when they lack a column that a reward function needs.
+    Raises `MissingError` if they lack a column that a reward function needs.
     """
     paths = foundation.config.data.validation
     if not paths:
@@ -78,7 +78,7 @@ def prompt_validation(
     dataset: PromptDataset | None,
     keep: Callable[[Sequence[Rollout]], None] | None = None,
 ) -> Validation | None:
-    """Answers held-out prompts with the generator's current weights and scores the answers; None without such data.
+    """Return a function that answers held-out prompts and scores the answers; None without such data.
 
     `keep` gets the rollouts of each validation, on every rank.
     """
@@ -102,7 +102,7 @@ def prompt_validation(
 def _by_source(
     groups: Sequence[Sequence[Rollout]], judged_by: str, solved: float
 ) -> dict[str, float]:
-    """`val/NAME` of all prompts, and `val/SOURCE/NAME` of those of each source that has a name."""
+    """Return `val/NAME` of all prompts, and `val/SOURCE/NAME` of each named source."""
     sources: defaultdict[str, list[Sequence[Rollout]]] = defaultdict(list)
     for group in groups:
         sources[group[0].prompt.source].append(group)
@@ -117,7 +117,7 @@ def _by_source(
 def _numbers(
     groups: Sequence[Sequence[Rollout]], judged_by: str, solved: float
 ) -> dict[str, float]:
-    """What answers are worth, by the part `judged_by`, the reward and its parts where it has several, and how long they are."""
+    """Return scores by the part `judged_by`, the reward with its parts, and lengths."""
     # Where the first function says by None that it does not apply, no other one stands in for it.
     scores = [[r.reward_parts.get(judged_by, 0.0) for r in group] for group in groups]
     answers = [[extract_answer(rollout.text) for rollout in group] for group in groups]
@@ -135,9 +135,9 @@ def _numbers(
 def example_validation(
     foundation: Foundation, engine: Engine, device: torch.device, check: Callable[[], None]
 ) -> Validation | None:
-    """The mean loss per token of held-out examples, as `val/loss`; None without such data.
+    """Return a function that measures `val/loss`, the mean loss per token of held-out examples; None without such data.
 
-    `check` is called on every rank between batches; what it raises ends the validation.
+    `check` is called on every rank between batches. An exception that it raises ends the validation.
     """
     config, layout = foundation.config, engine.layout
     if not config.data.validation:
@@ -162,11 +162,10 @@ def example_validation(
 
 
 def evaluate(config: RunConfig, run_directory: Path | None = None) -> dict[str, float]:
-    """Validate the model of `config`, or the newest committed one of a run; returns the numbers.
+    """Validate the model of `config`, or the newest committed model of a run, and return the numbers.
 
-    A run's weights are those that it trains: `model/` with the residual that makes fp32 of it.
-    With reward functions the held-out data are prompts, without them examples. Raises
-    `MissingError` when the run has no committed step.
+    A run's model is evaluated in fp32, from `model/` and its residual. With reward functions the held-out data are prompts,
+    without them examples. Raises `MissingError` if the run has no committed step.
     """
     step = None
     if run_directory is not None:
@@ -230,10 +229,7 @@ def _loaded(foundation: Foundation, layout: Layout, device: torch.device) -> Eng
 
 
 def _model_of(step: Committed, model: ModelConfig) -> ModelConfig:
-    """Where the model of a step is: in `model/`, with the tokenizer and its chat template; an adapter's stays where it was.
-
-    An adapter that went on from another one describes itself, so that the other need not be there.
-    """
+    """Return the settings of a step's model: in `model/`, with its tokenizer and chat template; an adapter's base stays where it was."""
     own = str(step.path / "model")
     if model.adapter:
         described = LoraConfig(path=own, publish=model.lora.publish)

@@ -1,8 +1,7 @@
-"""What a run was given beside its configuration: whether it is still the same when the run goes on.
+"""Fingerprints of a run's inputs: a resumed run compares the content of data, tokenizer, model and formula, not their paths.
 
-A configuration names files; here is what was in them. The position in the data is a number of samples
-in an order that follows from how many there are, and the weights are about token ids, so a run that
-went on with other data or another tokenizer would go wrong without a sign.
+The position in the data is a count of samples in an order that follows from their number, and weights belong to token ids.
+Other data or another tokenizer would make a run go wrong without a sign.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Inputs:
         model: str | None,
         algorithm: AlgorithmConfig | None = None,
     ) -> Inputs:
-        """Fingerprint these. `model` is a local directory, None without one; only reinforcement learning has an `algorithm`."""
+        """Fingerprint the inputs. `model` is a local directory, None without one; only RL has an `algorithm`."""
         special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
         vocabulary = [sorted(tokenizer.get_vocab().items()), special]
         rules = [_rules(tokenizer), tokenizer.chat_template]
@@ -60,9 +59,9 @@ class Inputs:
         return cls(*digests, formula, _weights_digest(model))
 
     def changed_since(self, recorded: Any, where: PurePath) -> list[str]:
-        """What may differ between two attempts at a run and does, in words for a warning.
+        """Return the inputs that changed and may, in words for a warning.
 
-        Raises `IncompatibleError` for what may not: the vocabulary, the formula, and how many samples there are.
+        Raises `IncompatibleError` if the vocabulary, the formula or the number of samples changed.
         """
         names = {field.name: type(getattr(self, field.name)) for field in fields(self)}
         if not isinstance(recorded, Mapping) or {k: type(v) for k, v in recorded.items()} != names:
@@ -104,7 +103,7 @@ class Inputs:
 
 
 def _formula_digest(algorithm: AlgorithmConfig) -> str:
-    """Return a digest of the files of the user's functions; "" if all are built-ins, which the configuration names."""
+    """Return a digest of the files of the user's functions; "" without any."""
     names = {
         "algorithm.advantage": algorithm.advantage,
         "algorithm.policy_loss": algorithm.policy_loss,
@@ -114,7 +113,7 @@ def _formula_digest(algorithm: AlgorithmConfig) -> str:
 
 
 def _weights_digest(path: str | None) -> str:
-    """Return `model_digest` of a directory; "" if it holds no weights, which resuming does not read."""
+    """Return `model_digest` of a directory; "" if it holds no weights."""
     if path is None:
         return ""
     try:
@@ -124,7 +123,7 @@ def _weights_digest(path: str | None) -> str:
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """How a fast tokenizer cuts text, without what calls leave in it; None where there is no such description."""
+    """Return a fast tokenizer's rules without the traces of calls; None if it has no such description."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

@@ -1,7 +1,7 @@
-"""Whether the weights that a run reads are what was committed, where they lie in a step of another run.
+"""Check the weights that a run reads from another run's step against the hashes in its manifest.
 
-A Hugging Face directory has no hashes; the `model/` of a step has them in the manifest beside it. Left
-out: copies of what is behind a URL, of which only the model is here, and the step that a run resumes from, which is checked as it is read.
+A plain Hugging Face directory has no hashes. Left out: copies from a URL, and the step that a run resumes from, which is
+checked while it is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MEGA = 1e6
 
 
 class Intact:
-    """The models that this process has seen to be what was committed: each is read once, whoever needs it."""
+    """Checks each model once in this process."""
 
     def __init__(self, layout: Layout, progress: Progress) -> None:
         self._layout = layout
@@ -29,11 +29,10 @@ class Intact:
         self._seen: set[str] = set()
 
     def require(self, *places: str | None) -> None:
-        """Read the files of each model that lies in a committed step, whole on each machine; any other place passes. Collective.
+        """Read the files of each model that lies in a committed step, and compare their hashes; pass any other place. Collective.
 
-        Links are followed. What lies beside the model, or in it without having been committed, is not
-        looked at. Raises `CorruptError` naming file and tensors where one is not what was committed, and where the
-        step is unhealthy, and `BurnishError` where the machines do not have the same step there.
+        The processes of a machine share the files. Links are followed. Raises `CorruptError` naming file and tensors if one differs or
+        the step is unhealthy, and `BurnishError` if machines hold different steps there.
         """
         for place in places:
             if place is not None and place not in self._seen:
@@ -52,7 +51,7 @@ class Intact:
 
 
 def _step_of(directory: Path) -> Committed | None:
-    """The step that this is the `model/` of, or the `ROLE/model/`, with the files of that; None for any other place."""
+    """Return the step whose `model/` or `ROLE/model/` this is, with those files alone; None for any other place."""
     for path in directory.parents[:2]:
         if step_number(path.name) is not None and (path / COMMIT).is_file():
             below = f"{directory.relative_to(path).as_posix()}/"
@@ -63,7 +62,7 @@ def _step_of(directory: Path) -> Committed | None:
 
 
 def _read_share(step: Committed, layout: Layout, progress: Progress) -> None:
-    """Check what falls to this rank; those of one machine have all files together, for others may have other disks."""
+    """Check this rank's share of the files; the ranks of one machine check all."""
     names = sorted(step.manifest.files)[layout.local_rank :: layout.local_world]
     sizes = {name: step.manifest.files[name].size / _MEGA for name in names}
     with progress.phase("check the model", sum(sizes.values())) as bar:

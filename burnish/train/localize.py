@@ -1,8 +1,7 @@
-"""Inputs of a run that lie behind URLs: copied to this machine before anything else is begun.
+"""Copy a run's inputs from URLs to this machine before anything else begins.
 
-What a run records is its configuration with the URLs; what it works with is one with paths of this
-machine, and with what an adapter to go on from says of itself, which nothing else has to know apart. Every process asks for its copies, and those of one
-machine get the same. Left out: where a run writes to.
+The run records the configuration with the URLs and works with the paths of the copies. All processes of a machine get the
+same copies.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _MODEL_SUFFIXES = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja"
 
 
 def with_local_inputs(config: RunConfig, *, trains: bool = True) -> RunConfig:
-    """The configuration with paths of copies in the place of URLs, and rank and layers of the adapter that it starts from.
+    """Return the configuration with paths instead of URLs, and with rank and layers of the adapter that it starts from.
 
-    Training data and a critic are copied only where it `trains`. Raises `MissingError` for what is not there,
-    and `BurnishError` for what cannot be copied.
+    Training data and a critic are copied only if it `trains`. Raises `MissingError` for missing files, and `BurnishError` if
+    copying fails.
     """
     progress = Progress(config.tracking.progress and place_of(os.environ).layout.is_main)
     watch: Watch = progress.phase
@@ -48,7 +47,7 @@ def with_local_inputs(config: RunConfig, *, trains: bool = True) -> RunConfig:
 
 
 def local_directory(url: str, watch: Watch | None = None) -> Path:
-    """A copy of the files of a Hugging Face directory, those of its own code included. Raises `MissingError` where there are none."""
+    """Copy a Hugging Face directory, its own code included. Raises `MissingError` if it has no files."""
     return copied(select_directory(Remote(url), _is_of_model), watch)
 
 

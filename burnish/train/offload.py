@@ -1,4 +1,4 @@
-"""While completions are generated the device is the generator's: what trains is parked on the host (`engine.park`)."""
+"""Move the trained models to the host while completions are generated (`engine.park`)."""
 
 from __future__ import annotations
 

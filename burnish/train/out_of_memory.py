@@ -1,4 +1,4 @@
-"""Explain that a device has no memory left, and name the settings that take less."""
+"""Explain that a device has no memory left, and name settings that need less."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class OutOfMemory:
 
     @contextmanager
     def explained(self, directory: Path) -> Iterator[None]:
-        """Raise `BurnishError` with what would have helped where the block runs out of memory.
+        """Raise `BurnishError` with helpful settings if the block runs out of memory.
 
-        Where the device's backend can, a snapshot of its allocator is left in `directory`, for
-        https://pytorch.org/memory_viz; with `tracking.allocations` it names the lines of the program.
+        If the backend can, leave a snapshot of its allocator in `directory`, for https://pytorch.org/memory_viz. With
+        `tracking.allocations` it names lines of the program.
         """
         records = self.config.tracking.allocations
         with recording_allocations(self.device) if records else nullcontext():
@@ -81,7 +81,7 @@ class OutOfMemory:
         return f"; what was allocated{lines} is in {path}"
 
     def _remedies(self, phase: str) -> Iterator[str]:
-        """Yield the settings that take less memory in this part of a step, the most helpful first."""
+        """Yield settings that need less memory in this part of a step, the most helpful first."""
         config, engine, rollout = self.config, self.config.engine, self.config.rollout
         apart = self.device.type != "cpu"  # else there is no host to move anything to
         trains = phase in ("update", "advantages", "setting up", "save")

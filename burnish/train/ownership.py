@@ -1,7 +1,6 @@
-"""Whose a run's directory is, and whose its mirror: both are this run's, or are refused as they are.
+"""Ownership of a run's directory and of its mirror: both belong to this run, or are refused unchanged.
 
-Which run that is says environment.json, on either side: `run` names the run, for as long as it lives,
-`start` this start of it. Left out: what is copied, and when (`burnish.checkpoint.destinations.mirror`).
+environment.json names the owner on either side: `run` is the run's id for life, `start` the id of one start.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _CONFIG_LIMIT, _METRICS_LIMIT = 16 << 20, 4 << 30
 
 
 def mirror_of(config: RunConfig, directory: Path, layout: Layout) -> Mirror | None:
-    """The mirror that a configuration asks for. Raises where its URL, or this installation, cannot do it. Collective."""
+    """Return the configured mirror. Raises if its URL is wrong or its client is not installed. Collective."""
     url = mirror_url(config)
     if url is None:
         return None
@@ -53,9 +52,9 @@ def mirror_of(config: RunConfig, directory: Path, layout: Layout) -> Mirror | No
 
 
 def require_own_directory(directory: RunDirectory, config: RunConfig, trainer: str) -> None:
-    """Refuse the directory of another command or configuration, and one with steps where `resume` is never.
+    """Refuse the directory of another command or configuration, or one with steps if `resume` is never.
 
-    What a start has left that failed before it did anything is no run yet: another configuration may take it.
+    A start that failed before it did anything leaves a directory that another configuration may take.
     """
     steps = [path.name for path in step_paths(directory.checkpoints, LocalStorage()).values()]
     if steps or directory.begun:
@@ -72,10 +71,10 @@ def claim(
     config: RunConfig,
     environment: Mapping[str, Any],
 ) -> None:
-    """Make the directory, whose lease is ours, this run's, and its mirror with it. On rank 0.
+    """Make the directory, whose lease this process holds, and its mirror this run's. Call it on rank 0.
 
-    The mirror is written to before anything expensive begins. Raises `IncompatibleError` for the
-    mirror of another run, `UsageError` where it holds steps and `resume` is never; both stay as they are.
+    Writes to the mirror before anything expensive begins. Raises `IncompatibleError` for another run's mirror, and `UsageError`
+    if it holds steps and `resume` is never. Both stay unchanged.
     """
     identity = {RUN: directory.read_environment().get(RUN) or _new_id()}
     if mirror is not None:
@@ -92,7 +91,7 @@ def claim(
 def _require_own_mirror(
     mirror: Mirror, directory: RunDirectory, config: RunConfig, trainer: str
 ) -> str | None:
-    """The id of the run that a mirror belongs to, which is this one or has no directory here; None for an empty mirror."""
+    """Return the id of the run that owns a mirror, which must be this one or have no directory here; None for an empty mirror."""
     steps = mirror.steps()
     names = [path.name for path in step_paths(steps.root, steps).values()]
     theirs = _identity(mirror.remote)
@@ -127,7 +126,7 @@ def _new_id() -> str:
 def bring_back(
     mirror: Mirror | None, directory: RunDirectory, resumed: Resumed | None, layout: Layout
 ) -> None:
-    """After resuming from the mirror: what a run goes on writing, its metrics, and pins that are not here. Collective."""
+    """After resuming from the mirror, fetch metrics and pins that are not here. Collective."""
     if mirror is None or resumed is None or not isinstance(resumed.step.path, RemotePath):
         return
     with agree(layout), naming_failures(f"{directory.root} cannot be written"):
@@ -147,7 +146,7 @@ def _copy_back(mirror: Mirror, directory: RunDirectory) -> None:
 
 
 def step_place(step: int, directory: RunDirectory, mirror: Mirror | None) -> PurePath:
-    """The directory of a committed step: here, or on the mirror when a run was resumed from there and had ended."""
+    """Return the directory of a committed step, here or on the mirror."""
     path = directory.checkpoints / step_name(step)
     return path if mirror is None or path.is_dir() else mirror.steps().root / step_name(step)
 
@@ -155,7 +154,7 @@ def step_place(step: int, directory: RunDirectory, mirror: Mirror | None) -> Pur
 def behind(
     mirror: Mirror | None, directory: RunDirectory, why: BurnishError, *, meets: bool
 ) -> BurnishError:
-    """What a run that is done ends with when its mirror has not all of it; where disks meet there, no other place has it."""
+    """Return the error of a finished run whose mirror lacks some of it."""
     again = f"keep {directory.root}; the same command again copies the rest"
     return BurnishError(
         f"the run is done, but {mirror and mirror.remote} has not all of it",
@@ -167,7 +166,7 @@ def behind(
 
 
 def percent_on(bar: Bar) -> Callable[[SyncProgress], None]:
-    """Draws a sync on a bar of a hundred, and one that is begun again not backwards."""
+    """Draw a sync on a bar of a hundred; a sync that begins again does not move it back."""
     shown = 0.0
 
     def show(progress: SyncProgress) -> None:

@@ -1,7 +1,4 @@
-"""From scored groups to the batches of a step's updates: KL penalties, values, advantages, mini-batches.
-
-Left out: the loss (`burnish.algorithms.loss`) and the updates themselves (`burnish.train.rl`).
-"""
+"""From scored groups to the batches of a step's updates: KL penalties, values, advantages, mini-batches."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What every completion token is held to: one fp32 array per rollout, groups end to end."""
+    """What each completion token is trained towards: one fp32 array per rollout, groups end to end."""
 
     advantages: list[Floats]
     """How much better it was than expected."""
@@ -130,9 +127,9 @@ class PolicyUpdate:
         return Credit(found_advantages, logprobs=logprobs, kl=measured)
 
     def minibatches(self, groups: Groups, credit: Credit) -> list[Batch]:
-        """The batches of the step's updates, whole groups divided evenly among them.
+        """Return the batches of the step's updates, with whole groups divided evenly among them.
 
-        Rollouts without a completion token are left out, and a mini-batch of nothing else as well.
+        Rollouts without a trained token are left out, and so is a mini-batch of nothing else.
         """
         arrays = credit.by_name()
         completions = [rollout.completion for group in groups for rollout in group]
@@ -161,12 +158,10 @@ class PolicyUpdate:
         return batches
 
     def with_logprobs(self, batches: Sequence[Batch], step: int) -> list[Batch]:
-        """The batches with what the policy's updates are measured against. Collective.
+        """Add the log-probs that the policy's updates are measured against. Collective.
 
-        Where several updates follow each other, in mini-batches or `batch.epochs`, the policy's log-probs are computed here, before any of
-        them, and so are the experts that tokens go to where routers are replayed
-        (`algorithm.router_replay`: recompute). A single update is measured against itself. With KL in the loss
-        the reference's log-probs come from here too. A critic needs none of this.
+        A single update is measured against itself. Before several updates the policy's log-probs are computed here, and with
+        `algorithm.router_replay` recompute the experts of each token. With KL in the loss the reference's log-probs are added too.
         """
         algorithm, batches = self.config.algorithm, list(batches)
         kept = all(m.old_logprobs is not None for batch in batches for m in batch.microbatches)
@@ -192,7 +187,7 @@ class PolicyUpdate:
         return batches
 
     def in_epochs(self, batches: Sequence[Batch], step: int) -> list[Batch]:
-        """The mini-batches in the order of a step's updates: as they are in the first of `batch.epochs`, in an order drawn from (seed, step, epoch) in each further one."""
+        """Return the mini-batches in the order of the updates; each epoch after the first has an order drawn from (seed, step, epoch)."""
         ordered = list(batches)
         for epoch in range(1, self.config.batch.epochs):
             seed = derive_seed(self.config.seed, "mini-batches", step)
@@ -238,7 +233,7 @@ class PolicyUpdate:
         return replace(batch, microbatches=tuple(microbatches))
 
     def _example(self, rollout: Rollout, arrays: Mapping[str, Floats]) -> Example:
-        """The sequence of a rollout with `arrays`, which have an entry per completion token."""
+        """Return a rollout's sequence with `arrays`, which have one entry per completion token."""
         zeros = np.zeros(len(rollout.prompt.token_ids), dtype=np.float32)
         whole: dict[str, Any] = {name: np.concatenate([zeros, a]) for name, a in arrays.items()}
         example = replace(self._to_example(rollout), **whole)
@@ -247,9 +242,9 @@ class PolicyUpdate:
         return example
 
     def _to_example(self, rollout: Rollout) -> Example:
-        """The sequence of a rollout; its completion is what is trained on.
+        """Return a rollout's sequence, whose completion is trained on.
 
-        Raises `BurnishError` where its tokens are to go to the generator's experts and that has not said which they were.
+        Raises `BurnishError` if routers are to be replayed and the generator did not record experts.
         """
         replayed = self.config.algorithm.router_replay == "rollout"
         prompt, completion = rollout.prompt.token_ids, rollout.completion.token_ids
@@ -295,7 +290,7 @@ class PolicyUpdate:
     ) -> list[Floats]:
         """Return one row per completion token, by rollout, the same on every rank. Collective.
 
-        `compute` returns them for the tokens of each micro-batch of this rank.
+        `compute` returns the rows of all tokens of this rank's micro-batches.
         """
         answered = [i for i, rollout in enumerate(rollouts) if len(rollout.completion.token_ids)]
         found: list[Floats] = [np.zeros(0, dtype=np.float32) for _ in rollouts]
@@ -336,13 +331,13 @@ def _greedy_rewards(rollouts: Sequence[Rollout]) -> Any:
 
 
 def policy_stats(learned: Stats) -> Stats:
-    """What updates of the policy said, by its names in a step's line: `rollout/mismatch_...` of the generator, the rest as `actor/...`."""
+    """Name the statistics of the policy's updates: `rollout/mismatch_...` for the generator's, `actor/...` for the rest."""
     names = {name: "rollout/" if name.startswith("mismatch_") else "actor/" for name in learned}
     return Stats({names[name] + name: metric for name, metric in learned.items()})
 
 
 def _experts(rollout: Rollout) -> Experts:
-    """Of all tokens. The last one's, which predicts nothing, are those of the one before it."""
+    """Return the experts of all tokens; the last token, which predicts nothing, repeats those before it."""
     experts = rollout.completion.experts
     tokens = len(rollout.prompt.token_ids) + len(rollout.completion.token_ids)
     if experts is None or len(experts) != tokens - 1:

@@ -1,7 +1,6 @@
-"""Whether the files and directories that a configuration names are there, before torch is loaded.
+"""Check that the files and directories that a configuration names exist, before torch is loaded.
 
-They lie on this machine, or behind URLs, of which nothing is copied yet. Left out: what they hold, of which a dry run looks at the
-beginnings (`burnish.cli.contents`) and the data, model and reward layers find out the rest.
+URLs are listed and not copied. A dry run also looks into the files (`burnish.cli.contents`).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _PATIENCE = RetryPolicy(seconds=20)
 
 
 def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = None) -> None:
-    """Raise `MissingError` naming every input of `command` that is not there.
+    """Raise `MissingError` naming every input of `command` that does not exist.
 
     With `run_dir` the model and tokenizer come from that run's checkpoint and are not looked for.
     """
@@ -66,14 +65,14 @@ def recorded_config(run_dir: Path) -> Path:
 
 
 def data_sizes(path: str) -> list[int]:
-    """The sizes of the files that an entry of `data.train` stands for: itself, a directory's, or a pattern's."""
+    """Return the sizes of the files of an entry of `data.train`: a file, a directory or a pattern."""
     if is_url(path):
         return [file.size for file in select(Remote(path, _PATIENCE), is_data).files]
     return [file.stat().st_size for file in data_files(path)]
 
 
 def data_files(path: str) -> list[Path]:
-    """The files on this machine that an entry of `data.train` stands for, in no order."""
+    """Return the local files of an entry of `data.train`, in no order."""
     plain = Path(path).expanduser()
     if plain.is_dir():
         return [each for each in plain.iterdir() if is_data(each.name)]
@@ -83,10 +82,7 @@ def data_files(path: str) -> list[Path]:
 
 
 def committed_steps(directory: Path) -> list[Path]:
-    """The checkpoints in a run's directory, oldest first; a name like this is whole by the format.
-
-    Raises `UsageError` where a file is in the way of the directory.
-    """
+    """Return the checkpoints in a run's directory, oldest first. Raises `UsageError` if a file stands in its place."""
     for parent in (directory, *directory.parents):
         if parent.is_file():
             raise UsageError(
@@ -243,11 +239,7 @@ def _rewards(config: RunConfig) -> Iterator[Problem]:
 
 
 def _importable(package: str) -> bool:
-    """Whether a top-level module can be found, installed or in the working directory, without importing it.
-
-    The process that will import it has the working directory on its path, which the `burnish`
-    script has not.
-    """
+    """Return whether a top-level module is installed or in the working directory, without importing it."""
     try:
         found = importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
     except ValueError:
@@ -256,7 +248,7 @@ def _importable(package: str) -> bool:
 
 
 def _neighbours(path: Path) -> str:
-    """What lies where the path should be, so that a typing error shows itself."""
+    """Return the names beside a missing path, so that a typing error shows itself."""
     if path.exists():
         return "a directory without data" if path.is_dir() else "a file"
     if not path.parent.is_dir():

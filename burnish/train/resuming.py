@@ -1,7 +1,4 @@
-"""What a step says of a run in state.json, and making what is trained that of a step, once all of it is known to fit.
-
-Left out: which step, and what becomes of those that are damaged (`burnish.checkpoint.manager`).
-"""
+"""Read a run's state from a step's state.json, and fill the trained models once all of it fits."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ _log = logging.getLogger(__name__)
 def state_of(
     position: Position, main: Learner, inputs: Inputs, config: RunConfig
 ) -> dict[str, Any]:
-    """What state.json says of a run at this position, whose own model is `main`."""
+    """Return the content of state.json for a run at this position, whose own model is `main`."""
     adapter = main.foundation.adapter
     written = {} if adapter is None else {ADAPTER_STATE: adapter.as_state()}
     return (
@@ -55,11 +52,10 @@ def take_up(
     inputs: Inputs,
     config: RunConfig,
 ) -> Position:
-    """Fill the models, by role, from a step; where it stands. Collective.
+    """Fill the models, by role, from a step, and return its position. Collective.
 
-    With `checkpoint.fresh_optimizer` a model of which the step holds no optimizer state begins with a fresh one.
-    Raises, before anything is filled, where state, tokenizer, data, adapter or tensors are not those
-    that are wanted.
+    With `checkpoint.fresh_optimizer` a model without optimizer state in the step begins with a fresh one. Raises before anything
+    is filled if state, tokenizer, data, adapter or tensors do not fit.
     """
     main = learners[MAIN]
     position = position_of(step)

@@ -1,10 +1,8 @@
-"""Trained models that judge completions, beside the reward functions.
+"""Reward models: trained models that judge completions, beside the reward functions.
 
-A reward model is a classifier with one label, of sequences or of tokens, and the reward is what its
-head says at the last token. It reads a conversation as its own tokenizer and chat template write
-it, so it need not share a vocabulary with the policy; a prompt without messages is read as plain
-text. It lies frozen on the policy's layout. Left out: training one, several labels, and scores of
-the steps on the way.
+A reward model is a classifier with one label, of sequences or tokens; its reward is the output at the last token. It reads a
+conversation with its own tokenizer and chat template, so it need not share the policy's vocabulary. It is frozen, on the
+policy's layout. Left out: training one, several labels, and process rewards.
 """
 
 from __future__ import annotations
@@ -58,10 +56,7 @@ class RewardModel:
     """Places for tokens that it has. The longest text takes one less: the token after it (`_examples`) is computed as well."""
 
     def values(self, rollouts: Sequence[Rollout], tokens_per_device: int) -> list[float | None]:
-        """What it says of each rollout, None where that is too long for it. Collective; the same on every rank.
-
-        A text that is longer than a micro-batch is read all the same, in a larger one.
-        """
+        """Return its value of each rollout, None for a text longer than its positions. Collective; the same on every rank."""
         found: list[float | None] = [None] * len(rollouts)
         examples = list(_examples(_read(self.encoder, rollouts), rollouts))
         short = [i for i, each in enumerate(examples) if len(each.token_ids) <= self.positions]
@@ -81,9 +76,9 @@ class RewardModel:
 def load_judge(
     config: RunConfig, layout: Layout, device: torch.device, policy: Engine | None
 ) -> Judge:
-    """The models of `reward.models`, with their weights, in the policy's process groups where there is one. Collective.
+    """Load the models of `reward.models`, in the policy's process groups. Collective.
 
-    Raises `IncompatibleError` for one that is no classifier with one label, and what reading a model raises.
+    Raises `IncompatibleError` for a model that is no classifier with one label.
     """
     names = part_names(config.reward)[len(config.reward.functions) :]
     models, beside = [], policy
@@ -158,10 +153,7 @@ def _text(encoder: ChatEncoder, rollout: Rollout) -> str:
 
 
 def _examples(texts: Sequence[TokenIds], rollouts: Sequence[Rollout]) -> Iterator[Example]:
-    """Each text and a token more, because a value is one of the state before a token.
-
-    Values are asked for from where the texts of a prompt part, so that they are seen to have one.
-    """
+    """Return each text with one more token, since a value belongs to the state before a token."""
     ids = iter(texts)
     for _, group in groupby(rollouts, key=lambda rollout: rollout.prompt.index):
         same = [next(ids) for _ in group]

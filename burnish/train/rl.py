@@ -1,8 +1,7 @@
 """Reinforcement learning with verifiable rewards: GRPO and kin, and PPO.
 
-One step: generate a group of completions for each prompt, score them, turn rewards into advantages,
-update the critic (PPO's) and the policy, publish its weights to the generator. The same function
-runs in every process. Left out: generation ahead of training, environments of several turns.
+One step: generate a group of completions for each prompt, score them, turn rewards into advantages, update critic and policy,
+and publish the weights to the generator. Every process runs the same function. Left out: generation ahead of training, turns.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
 def _models(
     foundation: Foundation, run: Run, inputs: Inputs, total_steps: int
 ) -> tuple[Policy, Critic | None, Judge, Parking]:
-    """The trained models, their weights resumed or initial, what the policy is held to, the reward models, and what is parked."""
+    """Return the policy, the critic, the reward models, and the models to park; weights are resumed or initial."""
     config = foundation.config
     engine = make_engine(foundation, config.optim, run.layout, run.device)
     learners = {MAIN: Learner(engine, foundation)}
@@ -156,7 +155,7 @@ def _models(
 
 
 def _reference(foundation: Foundation, engine: Engine, run: Run) -> Engine | None:
-    """The model that training started from, where KL wants it; that of a fresh adapter is `engine`, with the adapter off."""
+    """Return the frozen initial model if KL needs it; with a fresh adapter it is `engine`, with the adapter off."""
     config, adapter = foundation.config, foundation.config.model.adapter
     if config.algorithm.kl.coef == 0:
         return None
@@ -181,11 +180,10 @@ def _reference(foundation: Foundation, engine: Engine, run: Run) -> Engine | Non
 def collect_groups(
     dataset: PromptDataset, loader: Loader, collector: Collector, config: RunConfig, step: int
 ) -> tuple[list[list[Rollout]], list[list[Rollout]]]:
-    """The scored groups that a step trains on, and those left out. Collective; the same on every rank.
+    """Return the scored groups of a step, and those left out. Collective; the same on every rank.
 
-    With dynamic sampling, groups whose rewards, or a part of them, are all equal are replaced by those of the next
-    prompts, in a bounded number of rounds. Compared are the rewards before the penalty for length,
-    so that unequal lengths alone keep no group.
+    Dynamic sampling replaces groups of equal rewards by groups of the next prompts, in a bounded number of rounds. It compares
+    rewards before the penalty for length.
     """
     how = replace(
         sampling(config, config.rollout, config.seed, step),
@@ -229,9 +227,9 @@ def _with_greedy_rewards(
 
 
 def compared(groups: Sequence[Sequence[Rollout]], config: RunConfig) -> list[list[float]]:
-    """What dynamic sampling compares the completions of each prompt by: the reward, or its part `algorithm.dynamic_sampling.part` where it has it.
+    """Return the numbers that dynamic sampling compares: the reward, or its part `algorithm.dynamic_sampling.part`.
 
-    Raises `UsageError` for a part that no completion has though its function answered for some.
+    Raises `UsageError` if no completion has this part.
     """
     part = config.algorithm.dynamic_sampling.part
     if part is None:

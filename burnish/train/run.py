@@ -1,8 +1,7 @@
-"""A run: its directory, its step counter, what it logs, when it saves, how it stops and resumes.
+"""A run: its directory, step counter, logs, saves, stops and resumes: everything that is not the algorithm.
 
-Trainers ask it for steps and tell it when one is finished; everything that is not the algorithm is
-here. What a run must remember is one frozen `Position`, replaced when a step is finished, so that a
-signal in the middle of a step saves the state after the step before it.
+Trainers ask it for steps and tell it when one is finished. Its state is one frozen `Position`, replaced after each step, so a
+signal in the middle of a step saves the state after the step before.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class Work:
 
 
 class Run:
-    """One training run on this rank. Made by `open_run`; a trainer calls `begin`, `start`, `steps`, `finish`, `complete`."""
+    """One training run on this rank. `open_run` makes it; a trainer calls `begin`, `start`, `steps`, `finish`, `complete`."""
 
     def __init__(
         self, config: RunConfig, layout: Layout, device: torch.device, stopper: Stopper
@@ -129,11 +128,10 @@ class Run:
     def begin(
         self, learners: Mapping[str, Learner], inputs: Inputs, total_steps: int
     ) -> Resumed | None:
-        """Take up the models that are trained, by role (`MAIN` among them), and resume them where a committed step exists. Collective.
+        """Take the trained models, by role (`MAIN` among them), and resume them from a committed step if there is one. Collective.
 
-        Returns what was resumed from. What is trained is not touched when there is none; what is frozen
-        is loaded. Raises `CorruptError` where a model to begin from, one under an adapter, or one that judges, lies in a step and is damaged, and
-        `BurnishError` when the ranks were not given the same data and tokenizer.
+        Returns the step it resumed from. Raises `CorruptError` if a model to begin from lies in a damaged step, and `BurnishError` if
+        ranks have different data or tokenizers.
         """
         given = json.dumps(inputs.as_state())
         same_on_all_ranks(given, "what data.train and the tokenizer hold", self.layout)
@@ -155,9 +153,9 @@ class Run:
         return resumed
 
     def start(self) -> None:
-        """Open the sinks, and validate before the first step where that is asked for. Collective.
+        """Open the trackers, and validate before the first step if configured. Collective.
 
-        Resuming logs the last step where a kill came before that, and again what was logged of it already.
+        After a kill between a save and its log line, log that line.
         """
         logged: dict[str, float] = {}
         with agree(self.layout), self._writing():
@@ -178,7 +176,7 @@ class Run:
         self.spans.take()
 
     def steps(self) -> Iterator[int]:
-        """The 0-based steps that are left. A signal on any rank ends them. Collective."""
+        """Yield the remaining steps, 0-based. A signal on any rank ends them. Collective."""
         for step in range(self.position.step, self._total_steps):
             self.check_stop()
             yield step
@@ -211,7 +209,7 @@ class Run:
             self._report("running")
 
     def _counts_beside_main(self) -> dict[str, dict[str, int]]:
-        """What the position holds of the models that are trained beside the run's own."""
+        """Return the update counts of the models beside the run's own."""
         learners = self._learners.items()
         return {role: counts(learner.engine) for role, learner in learners if role != MAIN}
 
@@ -230,7 +228,7 @@ class Run:
             raise behind(self.mirror, self.directory, left, meets=meets)
 
     def write_rollouts(self, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> None:
-        """Keep the rollouts of the step under way where the configuration asks for it, the first and the last always."""
+        """Write the current step's rollouts if configured, and always those of the first and last step."""
         every = self.config.tracking.rollouts_every
         step = self.position.step + 1
         with agree(self.layout), self._writing():
@@ -242,16 +240,16 @@ class Run:
                 write_rollouts(self.directory.rollouts, step, rollouts, advantages)
 
     def write_validation(self, rollouts: Sequence[Rollout]) -> None:
-        """Keep the completions of a validation of the current position, where rollouts are kept at all. Collective."""
+        """Write the completions of a validation, if rollouts are written at all. Collective."""
         with agree(self.layout), self._writing():
             if self.layout.is_main and self.config.tracking.rollouts_every:
                 directory, nothing = self.directory.rollouts, [None] * len(rollouts)
                 write_rollouts(directory, self.position.step, rollouts, nothing, "validation")
 
     def save(self, *, background: bool = False) -> None:
-        """Commit the current position, unless it is committed already; in the background, only begin to. Collective.
+        """Commit the current position unless it is committed; with `background`, only begin to. Collective.
 
-        A save in the background that fails, now or later, is said loudly and stops nothing.
+        A save in the background that fails warns loudly and stops nothing.
         """
         with self.spans("save"):
             self._hear_of_saving(wait=True)
@@ -295,10 +293,7 @@ class Run:
         )
 
     def stopped(self, request: StopRequested) -> StoppedError:
-        """Commit what there is, and what to raise then. Collective.
-
-        Where a step is committed on the mirror alone, that is waited for as at the end.
-        """
+        """Commit the current position and return the error to raise. Collective."""
         self.save()
         self._report("stopped")
         meets = self.checkpoints.meets_on_mirror
@@ -318,7 +313,7 @@ class Run:
         return StoppedError(f"{request}: {said}", signal_number=request.signal_number)
 
     def _settle_mirror(self, seconds: float) -> BurnishError | None:
-        """Wait so long for the mirror, or until a signal comes; says why it has not all of the run. Collective."""
+        """Wait this long for the mirror, or until a signal; return why it lacks some of the run. Collective."""
         if self.mirror is None:
             return None
         self._trackers.close()
@@ -333,7 +328,7 @@ class Run:
         self._trackers.close()
 
     def _load(self, step: Committed, source: CheckpointSource) -> None:
-        """Make the models and the position those of a committed step, once all of it is known to fit."""
+        """Fill models and position from a committed step, once all of it fits."""
         self.position = take_up(step, source, self._learners, self._inputs, self.config)
         self._saved_step = self.position.step
 
@@ -352,10 +347,9 @@ class Run:
         return every > 0 and (step % every == 0 or step == self._total_steps)
 
     def _record(self, values: Mapping[str, float], *, validate: bool, save: bool = False) -> None:
-        """Validate and save where that is due; then log what the step measured, the time of both included.
+        """Validate and save where due, then log the step.
 
-        Until it is logged, the line is in the position: a signal before the validation is done, or a kill
-        after the save, loses nothing, for resuming begins here again.
+        Until it is logged, the line is in the position, so neither a signal nor a kill loses it.
         """
         validation = self.validate if validate else None
         self._leave(values)
@@ -373,7 +367,7 @@ class Run:
         self._log({**added(values, self.spans.take()), **self.peaks.take()})
 
     def _keep_measured(self, measured: Mapping[str, float | str]) -> None:
-        """Keep what the validation measured in the position; where its step is committed already, for the steps to come."""
+        """Keep the validation's numbers in the position; if its step is committed already, for later steps."""
         if self._saved_step == self.position.step:
             later = {**self.position.measured_later, str(self.position.step): measured}
             self.position = replace(self.position, measured_later=later)
@@ -399,7 +393,7 @@ class Run:
             yield load_function(name, "tracking.trackers")(self.directory.root)
 
     def _throughput(self, work: Work, timing: Mapping[str, float]) -> dict[str, float]:
-        """Tokens per second of the update, over all ranks, how evenly it was shared out, and this rank's MFU."""
+        """Return tokens per second of the update over all ranks, the imbalance, and this rank's MFU."""
         return throughput(
             tokens=work.tokens,
             seconds=timing.get("timing_s/update", 0.0),
@@ -413,12 +407,10 @@ class Run:
 def open_run(
     config: RunConfig, trainer: Literal["sft", "rl"], layout: Layout, device: torch.device
 ) -> Iterator[Run]:
-    """The run that `config` names, inside the block; a signal in it commits a checkpoint and raises `StoppedError`.
+    """Open the run that `config` names. A signal in the block commits a checkpoint and raises `StoppedError`.
 
-    Running out of memory becomes an error that says what would have helped. Refuses, before anything
-    is loaded, a run directory that is in use, that belongs to another configuration or `trainer`, or
-    that holds steps where `resume` is never, and ranks that were given different configurations. A
-    directory that is refused stays as it is.
+    Explains an out-of-memory error. Before anything is loaded, refuses a run directory that is in use, belongs to another
+    configuration or `trainer`, or holds steps if `resume` is never, and ranks with different configurations.
     """
     with catch_signals(silent=not layout.is_main) as stopper:
         run = Run(config, layout, device, stopper)

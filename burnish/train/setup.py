@@ -1,4 +1,4 @@
-"""What SFT, RL and evaluation set up alike: tokenizer, model, data, engine, generator, rewards."""
+"""The setup that SFT, RL and evaluation share: tokenizer, model, data, engine, generator, rewards."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Foundation:
         return tuple(judge.path for judge in self.config.reward.models)
 
     def write_assets(self, directory: Path) -> None:
-        """Write what makes a directory of the trained weights a Hugging Face model, or an adapter of PEFT's."""
+        """Write the files that make the trained weights a Hugging Face model, or PEFT's adapter."""
         if self.adapter is None:
             is_fp32 = self.config.checkpoint.model_dtype == "fp32"
             dtype = torch.float32 if is_fp32 else torch.bfloat16
@@ -126,9 +126,9 @@ class Learner:
 
 
 def lay_foundation(config: RunConfig, given: RunConfig | None = None) -> Foundation:
-    """Read configuration, tokenizer and the headers of the weights; raises when they do not fit each other.
+    """Read configuration, tokenizer and weight headers. Raises if they do not fit each other.
 
-    `given` is the configuration as it was before copies took the place of its URLs.
+    `given` is the configuration before copies replaced its URLs.
     """
     hf_config = read_model_config(config.model)
     if has_value_head(hf_config):
@@ -176,7 +176,7 @@ def _require_stop_tokens(config: RunConfig, hf_config: PretrainedConfig) -> None
 
 
 def prompt_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -> PromptDataset:
-    """The prompts in `paths`, those that leave room for a completion; `setting` names them in errors."""
+    """Read the prompts in `paths` that leave room for a completion; `setting` names them in errors."""
     config = foundation.config
     positions = getattr(foundation.hf_config, "max_position_embeddings", None)
     limits = room_for_prompts(config, positions)
@@ -198,10 +198,9 @@ def make_engine(
     device: torch.device,
     beside: Engine | None = None,
 ) -> Engine:
-    """The engine that the configuration names, its weights not loaded yet; frozen when `optim` is None.
+    """Make the configured engine without weights; frozen if `optim` is None.
 
-    `beside` is another engine of the configuration, whose process groups it then shares. Warns of a
-    precision that the device has no matrix products for.
+    `beside` is an engine whose process groups it shares. Warns if the device is slow at the configured precision.
     """
     in_bf16 = foundation.config.engine.precision == "bf16"
     if beside is None and in_bf16 and not has_bf16_products(device):
@@ -229,7 +228,7 @@ def make_collector(
     progress: Progress,
     judge: Judge,
 ) -> Collector:
-    """Generator and rewards as the configuration says; the generator's weights are not loaded yet."""
+    """Make the generator, without weights, and the rewards."""
     config, tokenizer = foundation.config, foundation.tokenizer
     model = InferenceModel(
         foundation.hf_config,
@@ -253,7 +252,7 @@ def make_collector(
 
 
 def sampling(config: RunConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:
-    """What a generator is asked for: `how` to draw, within the run's length limit, stop texts and stop tokens."""
+    """Return sampling parameters from `how`, with the run's length limit, stop texts and stop tokens."""
     return Sampling(
         max_tokens=config.rollout.max_response_length,
         temperature=how.temperature,

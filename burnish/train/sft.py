@@ -1,7 +1,4 @@
-"""Supervised fine-tuning: make the examples' tokens likelier.
-
-The same function runs in every process. Left out: preference losses and distillation.
-"""
+"""Supervised fine-tuning: make the examples' tokens likelier. Every process runs the same function."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""SIGINT and SIGTERM become a flag that training looks at where it can stop cleanly.
+"""Turn SIGINT and SIGTERM into a flag that training checks where it can stop cleanly.
 
-A handler only records the signal; `Stopper.check` raises at a safe point, and the run then commits
-a checkpoint. A second signal ends the process at once, for a person who means it; the first one says
-so, because a step's update may take a while to end.
+`Stopper.check` raises at a safe point, and the run commits a checkpoint. A second signal ends the process at once; the first
+one says so.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _HEARD = "{name}: stopping as soon as nothing is lost by it; a second signal sto
 
 
 class StopRequested(Exception):
-    """A signal asked for an end; raised only where the trained state is consistent."""
+    """A signal asked for an end. Raised only where the trained state is consistent."""
 
     def __init__(self, signal_number: int) -> None:
         self.signal_number = signal_number
@@ -29,7 +28,7 @@ class StopRequested(Exception):
 
 
 class Stopper:
-    """Remembers the first signal that arrived, and says on standard error that it was heard unless `silent`."""
+    """Remembers the first signal and, unless `silent`, confirms it on standard error."""
 
     def __init__(self, *, silent: bool = False) -> None:
         self.received: int | None = None
@@ -57,7 +56,7 @@ class Stopper:
 
 
 def check_stop(stopper: Stopper, layout: Layout) -> None:
-    """Raise `StopRequested` on every rank, for the same signal, when one has reached any of them. Collective."""
+    """Raise `StopRequested` on every rank if a signal has reached any. Collective."""
     if any_rank(stopper.received is not None, layout):
         heard = gather_objects(stopper.received, layout)
         raise StopRequested(next(number for number in heard if number is not None))
@@ -65,10 +64,7 @@ def check_stop(stopper: Stopper, layout: Layout) -> None:
 
 @contextmanager
 def catch_signals(*, silent: bool = False) -> Iterator[Stopper]:
-    """Inside the block SIGINT and SIGTERM set the yielded flag; the former handlers return after it.
-
-    The first signal is answered with a line on standard error, unless `silent`.
-    """
+    """Let SIGINT and SIGTERM set the yielded flag inside the block; unless `silent`, answer the first with a line."""
     stopper = Stopper(silent=silent)
     former = {number: signal.signal(number, stopper._handle) for number in _SIGNALS}
     try:

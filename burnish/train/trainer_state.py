@@ -56,7 +56,7 @@ class Position:
     """The weight of KL in the reward for the next step, where it adapts."""
 
     def counts(self, role: str) -> tuple[int, int]:
-        """`optimizer_steps` and `skipped_in_a_row` of the model of a role, the run's own included. Raises `IncompatibleError` for an unknown one."""
+        """Return `optimizer_steps` and `skipped_in_a_row` of a role's model. Raises `IncompatibleError` for an unknown role."""
         if role == MAIN:
             return self.optimizer_steps, self.skipped_in_a_row
         if role not in self.roles:
@@ -71,7 +71,7 @@ class Position:
 
 
 def weights_version(steps: int, config: RunConfig) -> int:
-    """Which version of the policy's weights there is after so many steps: the last step in which it learned; 0: none yet."""
+    """Return the version of the policy's weights after so many steps: the last step in which it learned, or 0."""
     return steps if steps > config.critic.warmup_steps else 0
 
 
@@ -81,7 +81,7 @@ def counts(engine: Engine) -> dict[str, int]:
 
 
 def position_of(step: Committed) -> Position:
-    """The position in a step's state.json. Raises `IncompatibleError` for anything that a trainer does not write there."""
+    """Return the position in a step's state.json. Raises `IncompatibleError` for anything that no trainer writes there."""
     if IMPORTED in step.state:
         raise IncompatibleError(
             f"{step.path} was imported and has no training state to continue",
@@ -108,7 +108,7 @@ def position_of(step: Committed) -> Position:
 
 
 def _is(kind: str, value: Any) -> bool:
-    """Whether JSON's value is one of the kinds of fields that a position has."""
+    """Return whether a JSON value is of this kind of field."""
     if kind == "int":
         return _is_count(value)
     if kind == "float | None":
