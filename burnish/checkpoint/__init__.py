@@ -1,7 +1,5 @@
-"""Checkpoints, format 1: a Hugging Face model, a resumable training state, and something to trust after a crash.
+"""Checkpoints, format 1: a Hugging Face model and a resumable training state, safe across crashes.
 
-`directory.Checkpoints` is a run's `checkpoints/`, opened for saving and resuming;
-`committed.newest` finds what is on disk; `load.CheckpointSource` fills shards from it;
-`verify.verify` checks every byte; `mirror.Sync` copies steps to a URL, from which `resuming.Resuming`
-takes them as well. `committed`, `manifest`, `verify` and `mirror` load no torch.
+`manager.Checkpoints` opens a run's `checkpoints/` for saving and resuming. `steps.newest` finds committed steps,
+`load.CheckpointSource` fills shards from one, `verify.verify` checks every byte. `steps`, `manifest` and `verify` load no torch.
 """

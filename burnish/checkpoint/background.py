@@ -1,9 +1,7 @@
 """Saving while training goes on: the training process's side.
 
-`begin` copies the step's contents and hands them to the writer (`burnish.checkpoint.background`), a
-process that is started again when it has died. One save is in flight at most. How it went is the
-same news on every rank: one that failed anywhere has failed, is cleared away, and leaves the step
-before as it was.
+`begin` copies the step's contents and hands them to a writer process, which is started again if it died. At most one save is
+in flight. All ranks get the same outcome: a save that failed on any rank is cleared away and leaves the step before unchanged.
 """
 
 from __future__ import annotations
@@ -142,11 +140,10 @@ class Finished:
 
 
 class BackgroundSaver:
-    """One rank's writer and the memory it reads from. All methods but `close` are collective.
+    """One rank's writer process and the memory it reads from. All methods but `close` are collective.
 
-    `timeout_seconds` bounds how long the writers wait for each other, and how long a writer may read
-    and write nothing before it is killed and its save has failed. `keep_open` are descriptors
-    that the writer holds as long as it lives.
+    `timeout_seconds` bounds how long writers wait for each other, and how long a writer may make no progress before it is
+    killed. The writer holds the descriptors `keep_open` as long as it lives.
     """
 
     def __init__(
@@ -166,10 +163,10 @@ class BackgroundSaver:
         self._writer = self._start_writer()
 
     def begin(self, step: int, contents: Contents) -> None:
-        """Copy the contents and have them written; returns when they may change.
+        """Copy the contents and start writing them; they may change when this returns.
 
-        Raises on every rank when copying fails on any, or when the step exists. There must be no save in flight. The files
-        that `write_assets` of a model writes are taken to be the same for every step.
+        Raises on every rank if copying fails on any, or if the step exists. No save may be in flight. Assets that `write_assets`
+        writes are taken to be the same for every step.
         """
         if self._step is not None:
             raise ValueError(f"step {self._step} is still being saved")
@@ -186,7 +183,7 @@ class BackgroundSaver:
         self._step, self._moved_at = step, time.monotonic()
 
     def finished(self, *, wait: bool) -> Finished | None:
-        """How the save in flight went, once; None while it is under way, or when there is none."""
+        """Return the outcome of the save in flight, once; None while it is under way or if there is none."""
         if self._step is None:
             return None
         while True:
@@ -206,7 +203,7 @@ class BackgroundSaver:
         return Finished(step, None, next(iter(warnings), None))
 
     def _look(self, seconds: float) -> Answer | None:
-        """What the writer says within so long; of one that has not moved for too long, that it hangs."""
+        """Return the writer's next message within this time; a writer without progress for too long counts as hung."""
         answer: Answer | None = self._writer.answer(seconds)
         if answer is not None:
             return answer
@@ -243,9 +240,9 @@ class BackgroundSaver:
         return writer
 
     def _survived(self, step: int, told: list[Answer | None]) -> bool:
-        """Put an end to a save that failed somewhere; whether the step has been committed all the same.
+        """Clear away a save that failed somewhere; return whether the step was committed all the same.
 
-        A writer that waits for one that is dead, or hangs, is killed, and is started again.
+        Kills and restarts writers that wait for a dead or hung one.
         """
         layout, saver = self._saver.layout, self._saver
         if told[layout.rank] is None or not self._writer.is_alive():

@@ -1,7 +1,7 @@
 """How tensors lie in files, and files in blocks.
 
-All of it is a pure function of the tensors' names, dtypes and shapes, so every rank computes the
-same, and the files are the same bytes whatever number of ranks writes them.
+Everything is a pure function of the tensors' names, dtypes and shapes. So every rank computes the same, and files are the same
+bytes for any number of ranks.
 """
 
 from __future__ import annotations
@@ -86,12 +86,10 @@ class Block:
 def plan_files(
     tensors: Iterable[Stored], max_file_bytes: int = MAX_FILE_BYTES
 ) -> tuple[list[PlannedFile], dict[str, bytes]]:
-    """The safetensors files for these tensors, and the index files that belong to them by path.
+    """Return the safetensors files for these tensors, and their index files by path.
 
-    Sets follow each other by path, tensors within a set by name; names follow Hugging Face's
-    (`model.safetensors`, or `model-00001-of-0000N.safetensors` with an index; the weights of an
-    adapter are in the one file that PEFT looks for). Within a file the
-    wider dtypes come first, so that no element lies across two blocks.
+    Names are Hugging Face's: `model.safetensors`, or shards with an index; an adapter's weights are in PEFT's one file. Tensors are
+    sorted by name. Wider dtypes come first in a file, so no element lies across two blocks.
     """
     sets: dict[str, list[Stored]] = {}
     for tensor in sorted(tensors, key=lambda t: (path_of(t.tensor_set), t.name)):
@@ -117,7 +115,7 @@ def plan_files(
 
 
 def block_bytes_for(files: Iterable[PlannedFile], most: int = MOST_BLOCKS) -> int:
-    """The size of a step's blocks: `BLOCK_BYTES` up to 2 TiB, then doubled as often as it takes, up to `MAX_BLOCK_BYTES`."""
+    """Return the block size of a step: `BLOCK_BYTES` up to 2 TiB, then doubled as needed, up to `MAX_BLOCK_BYTES`."""
     total, size = sum(file.size for file in files), BLOCK_BYTES
     while total > most * size and size < MAX_BLOCK_BYTES:
         size *= 2
@@ -171,7 +169,7 @@ class PartPlace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """Boxes of tensors that lie in one block each and are contiguous there, by block and place in it."""
+    """Boxes of tensors, each contiguous in one block, by block and position."""
 
     tensors: TensorIndex
     """What the numbers of tensors and dtypes mean."""
@@ -208,7 +206,7 @@ class Parts:
         return cls(tensors, pieces, in_block[order], start[order])
 
     def places(self, slots: Ints) -> dict[int, PartPlace]:
-        """Where the parts lie whose block has a slot: its index among a rank's blocks, by block; -1 for none."""
+        """Return the positions of parts whose block has a slot, its index among a rank's blocks; -1 for none."""
         boxes, found = self.pieces.boxes, {}
         for part in np.flatnonzero(slots[self.block] >= 0).tolist():
             box = boxes.box(part, len(self.tensors.shapes[boxes.tensor[part]]))
@@ -249,10 +247,10 @@ def _spans(file: Ints, begin: Ints, end: Ints) -> BoxTable:
 
 
 def owners(block: Ints, rank: Ints, size: Ints, blocks: int, world: int) -> Ints:
-    """Which rank has the care of each of so many blocks: one with the most bytes of it, and all with as many blocks.
+    """Assign each block to a rank that holds most of its bytes, with equally many blocks for all.
 
-    A row says that so many bytes of a block are at a rank, or wanted there. Blocks without a row go
-    to whoever has room; so do those whose favourites have none left.
+    Each row says how many bytes of a block a rank holds or wants. Blocks without rows, or whose favourites are full, go to any rank
+    with room.
     """
     pair, place = np.unique(block * world + rank, return_inverse=True)
     total = np.bincount(place, size).astype(np.int64) if len(pair) else np.zeros(0, np.int64)
@@ -277,7 +275,7 @@ def owners(block: Ints, rank: Ints, size: Ints, blocks: int, world: int) -> Ints
 def owners_by_disk(
     block: Ints, rank: Ints, size: Ints, disk_of_block: Ints, disk_of_rank: Ints
 ) -> Ints:
-    """The same where a block may be a rank's only that has its disk, by disk."""
+    """Do the same if a block's rank must have the block's disk."""
     if not disk_of_rank.any():  # there is one
         return owners(block, rank, size, len(disk_of_block), len(disk_of_rank))
     found = np.empty_like(disk_of_block)
@@ -302,24 +300,24 @@ _CHUNK = 1 << 16  # elements that a processor's cache holds between two operatio
 
 
 def rounded(x: Tensor, into: Tensor) -> None:
-    """Write B, the bf16 that the model directory holds, of fp32 weights into memory of the same shape."""
+    """Write B, fp32 weights rounded to bf16, into memory of the same shape."""
     for bits, upper in _chunks(x.detach().view(torch.int32), into.view(torch.int16)):
         upper.copy_(torch.add(bits, 0x8000).bitwise_right_shift_(16))
 
 
 def residual(x: Tensor, into: Tensor) -> None:
-    """Write R, the lower half of x's bits, which is what B lacks, into int16 memory of the same shape."""
+    """Write R, the lower half of x's bits that B lacks, into int16 memory of the same shape."""
     into.copy_(x.detach().view(torch.int32))
 
 
 def add_residual(x: Tensor, rest: Tensor) -> None:
-    """Make x, fp32 that was filled from B, exact by adding R to its bits, in place."""
+    """Make fp32 x, filled from B, exact by adding R to its bits in place."""
     for bits, lower in _chunks(x.detach().view(torch.int32), rest.to(x.device)):
         bits.add_(lower)
 
 
 def _chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The two side by side, in chunks where both lie in a processor's memory without gaps."""
+    """Yield both side by side, in chunks if both are contiguous in host memory."""
     if a.is_cpu and b.is_cpu and a.is_contiguous() and b.is_contiguous():
         flat = (torch.split(each.view(-1), _CHUNK) for each in (a, b))
         yield from zip(*flat, strict=True)

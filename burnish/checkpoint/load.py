@@ -1,7 +1,7 @@
-"""Filling shards from a committed step, at whatever layout they are wanted.
+"""Fill shards from a committed step, at any layout.
 
-Each rank reads the blocks that its own shards lie in, and checks them; ranks of one machine that want the
-same block find it in the page cache. What fits is found out from headers, before anything is filled.
+Each rank reads and checks the blocks of its own shards. Ranks of one machine find shared blocks in the page cache. Headers are
+compared before anything is filled.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ _NOTHING = "-"
 
 
 class CheckpointSource:
-    """The tensors of a committed step's model; a `ShardSource` for weights and optimizer slots alike.
+    """The tensors of one model of a committed step; a `ShardSource` for weights and optimizer slots.
 
-    The model is the run's own; `of` gives any other. A shard's name is that of a weight, or
-    `slot/weight`. Every rank makes one and calls `fill` together. fp32 weights that were split come
-    back bit for bit; other dtypes are converted from what `model/` holds. Takes 32 MiB beside the
-    tensors, or four blocks where these are larger.
+    The model is the run's own; `of` returns another. A shard is named by its weight, or `slot/weight`. Every rank makes a source and
+    calls `fill` together. Split fp32 weights come back bit for bit; other dtypes are converted from `model/`. Takes 32 MiB beside
+    the tensors, or four blocks if these are larger.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class CheckpointSource:
         self._prefix = prefix_of(MAIN)
 
     def of(self, role: str) -> CheckpointSource:
-        """Return the same step's tensors of another trained model. Raises `MissingError` where it has none of that role."""
+        """Return the tensors of the same step's model with this role. Raises `MissingError` if there is none."""
         roles = roles_in(self._step.manifest.files)
         if role not in roles:
             raise MissingError(
@@ -71,10 +70,10 @@ class CheckpointSource:
         return other
 
     def require(self, weights: Iterable[Shard], training: Iterable[Shard]) -> None:
-        """Raise unless the step holds what all ranks' shards are pieces of, in the same dtypes, and no more. Collective.
+        """Require that the step holds exactly the tensors of all ranks' shards, in the same dtypes. Collective.
 
-        Raises `MissingError` for optimizer slots that are not there. Otherwise the error has a table of
-        have and want: `MissingError` where the step only lacks tensors, or `IncompatibleError`.
+        Raises `MissingError` for absent optimizer slots. Otherwise the error has a table of have and want: `MissingError` if the step
+        only lacks tensors, else `IncompatibleError`.
         """
         mine = {f"{MODEL}/{shard.spec.name}": _info(shard) for shard in weights}
         mine |= {shard.spec.name: _info(shard) for shard in training}
@@ -102,10 +101,10 @@ class CheckpointSource:
         return found
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Write each shard's tensor in place, converting to its dtype. Collective, errors included.
+        """Fill each shard's tensor in place, converted to its dtype. Collective, errors included.
 
-        Raises `MissingError` for a tensor that the step lacks, `IncompatibleError` for one of
-        another shape or an unknown dtype, `CorruptError` naming file and tensor for a damaged block.
+        Raises `MissingError` for an absent tensor, `IncompatibleError` for another shape or an unknown dtype, `CorruptError` naming file
+        and tensor for a damaged block.
         """
         shards = list(shards)
         with agree(self._layout):
@@ -173,10 +172,7 @@ def _require_slots(where: PurePath, stored: set[str], wanted: set[str]) -> None:
 def _require_same(
     where: PurePath, have: Mapping[str, TensorInfo], want: Mapping[str, TensorInfo]
 ) -> None:
-    """Raise with a table unless both have the same tensors, with the same dtypes and shapes.
-
-    Slots follow their weights, so they are shown only where the weights agree.
-    """
+    """Raise with a table unless both have the same tensors, dtypes and shapes; slots are shown only if weights agree."""
     keys = sorted(key for key in {**want, **have} if have.get(key) != want.get(key))
     if not keys:
         return

@@ -51,15 +51,12 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The directory, held exclusively from entering to leaving the block. All methods are collective.
+    """The directory, held exclusively inside the block. All methods are collective.
 
-    `retention` says which steps are kept; `reserve_bytes` of the disk stay free. Entering clears
-    what a killed run left half written, as far as the disk lets go of it; raises `BurnishError` when
-    another run holds the directory, and when it is not one for all ranks and no mirror is to be
-    where their disks meet. Where it is, each disk gets a portion of a step, and a step is committed
-    when the mirror has all of it; see `meets_on_mirror`.
-    With `background_timeout`, in seconds, every rank has a process beside it for `begin_save`, and
-    these wait so long for each other.
+    `retention` decides which steps stay; `reserve_bytes` of the disk stay free. Entering clears what a killed run left half
+    written. Raises `BurnishError` if another run holds the directory, or if ranks see different directories and no mirror joins
+    them. With a mirror, each disk gets a part of a step, which is committed on the mirror; see `meets_on_mirror`. With
+    `background_timeout`, in seconds, every rank has a writer process for `begin_save`, and these wait so long for each other.
     """
 
     def __init__(
@@ -129,7 +126,7 @@ class Checkpoints:
 
     @property
     def meets_on_mirror(self) -> bool:
-        """Whether the ranks have several disks, so that a step is committed on the mirror, and nowhere before."""
+        """Whether ranks have several disks, so that only the mirror holds whole steps."""
         return self._saver.disks.are_several
 
     def _clear(self) -> None:
@@ -152,11 +149,10 @@ class Checkpoints:
         self._held.close()
 
     def save(self, step: int, contents: Contents) -> Path:
-        """Commit a step and remove those that need no longer be kept; returns its directory, or this rank's portion's.
+        """Commit a step, remove those that retention no longer keeps, and return its directory or this rank's part.
 
-        An error on any rank is raised on every rank and leaves earlier steps untouched; where an
-        older step could not be removed, the log has an error and nothing is raised. Whoever uses
-        `begin_save` asks `finished(wait=True)` first.
+        An error on any rank is raised on all and leaves earlier steps unchanged. A step that cannot be removed is logged. If
+        `begin_save` is used, call `finished(wait=True)` first.
         """
         saved = self._saver.save(step, contents)
         if saved.warning is not None:
@@ -165,17 +161,17 @@ class Checkpoints:
         return saved.path
 
     def begin_save(self, step: int, contents: Contents) -> None:
-        """Have a step committed while training goes on; returns when the contents may change.
+        """Start committing a step while training goes on; the contents may change when this returns.
 
-        An error in copying is raised on every rank; how the rest went is told by `finished`, which
-        has to be asked before the next save. Raises `ValueError` without a `background_timeout`.
+        An error in copying is raised on every rank. `finished` returns the rest, and must be called before the next save. Raises
+        `ValueError` without a `background_timeout`.
         """
         if self._background is None:
             raise ValueError("these checkpoints have no process to save in the background")
         self._background.begin(step, contents)
 
     def finished(self, *, wait: bool) -> Finished | None:
-        """How the save in the background went, the same on every rank, once; None while it is under way, or when there is none."""
+        """Return the outcome of the save in the background, once, the same on every rank; None while it is under way or if there is none."""
         finished = None if self._background is None else self._background.finished(wait=wait)
         if finished is not None and finished.error is None:
             self._begin_upload()
@@ -194,7 +190,7 @@ class Checkpoints:
             self._uploader.begin()
 
     def resume(self, load: Load, arena: Arena | None = None) -> Resumed | None:
-        """Load the newest step that can be, of this directory and its mirror, by way of `arena`; see `Resuming.resume`."""
+        """Load the newest usable step of this directory and its mirror, through `arena`; see `Resuming.resume`."""
         here = OnDisk(self._root, self._storage)
         there = None if self._mirror is None else OnMirror(self._mirror)
         sides: list[Side] = [here] if there is None else [here, there]
@@ -205,7 +201,7 @@ class Checkpoints:
         return Resuming(sides, self._layout, arena).resume(load)
 
     def _clear_mirror(self, there: OnMirror) -> None:
-        """Remove what was never committed, as long as no disk sends anything; what would come late is not begun with."""
+        """Remove what was never committed, while no disk sends anything."""
         with agree(self._layout):
             if self._layout.is_main and self._mirror is not None:
                 clear_unfinished(self._mirror, there.source)
@@ -217,7 +213,7 @@ class Checkpoints:
                     )
 
     def mirror_to(self, mirror: Mirror | None) -> None:
-        """From here on, resume from this mirror as well, and bring it in line after every save."""
+        """Resume from this mirror too, and sync it after every save."""
         self._mirror = mirror
         disks = self._saver.disks
         if mirror is not None and self._saver.leads:
@@ -227,10 +223,9 @@ class Checkpoints:
     def settle_mirror(
         self, seconds: float, stopped: Callable[[], bool], show: Callable[[SyncProgress], None]
     ) -> BurnishError | None:
-        """Bring the mirror in line once more and wait for it; says why it is not, when it is not.
+        """Sync the mirror once more, wait for it, and return why it is not in sync; None if it is, or without a mirror.
 
-        It is tried again while the time lasts and `stopped` is false on every rank; rank 0 shows how
-        far it is. The same on every rank; None as well where there is no mirror.
+        Retries while the time lasts and `stopped` is false on every rank; rank 0 shows progress. The same on every rank.
         """
         if self._mirror is None:
             return None

@@ -1,9 +1,7 @@
-"""What a committed step says of itself: the manifest of its files and the COMMIT that seals it.
+"""What a committed step says of itself: the manifest of its files, and the COMMIT that seals it.
 
-Both are canonical JSON, and COMMIT carries its own digest and the manifest's, so that any changed
-byte of either is found. A manifest may be long, so it is read file by file, as the one text that it can
-be, and refused at the first byte that is another: what a stranger's JSON becomes in memory can be
-twenty times as much. No torch here: verifying a checkpoint needs none.
+Both are canonical JSON, and COMMIT has digests of itself and the manifest, so any changed byte is found. A manifest may be long.
+It is read file by file and refused at the first unexpected byte, so a hostile one cannot fill memory. No torch here.
 """
 
 from __future__ import annotations
@@ -100,7 +98,7 @@ class Manifest:
         return encode_json({"format": FORMAT, **fields})
 
     def encoded_bytes(self) -> int:
-        """The length of `encode()` once all blocks have their hashes, which none needs to have yet."""
+        """Return the length of `encode()` with hashes, which need not be known yet."""
         bare = {path: replace(record, blocks=()) for path, record in self.files.items()}
         counts = (-(-record.size // record.block_bytes) for record in self.files.values())
         return len(replace(self, files=bare).encode()) + sum(_LINE * n + 3 for n in counts if n)
@@ -130,7 +128,7 @@ class Commit:
 
 
 def block_hash(data: Bytes) -> str:
-    """xxh3_128 of a block: fast, and finds any accidental change (it is no protection against forgery)."""
+    """Return xxh3_128 of a block: fast, finds any accidental change, no protection against forgery."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -161,9 +159,9 @@ def parse_commit(data: bytes, what: str) -> Commit:
 
 
 def parse_manifest(data: bytes, commit: Commit, what: str) -> Manifest:
-    """Read the manifest that `commit` seals. Raises `CorruptError` where it is not that one or not sound.
+    """Read the manifest that `commit` seals. Raises `CorruptError` if it is another one or not sound.
 
-    Takes a few times the memory of the text, and nothing that is refused takes more.
+    Takes a few times the memory of the text.
     """
     if sha256(data) != commit.manifest_sha256:
         raise CorruptError(

@@ -1,9 +1,8 @@
-"""How the tensors of a step are named, and which files they lie in.
+"""Names of a step's tensors and files.
 
-A step holds one or more trained models, told apart by role. The tensors of a model come in sets: the
-weights ("model"), what the bf16 weights lack ("residual"), and each of the optimizer's slots
-("exp_avg"). The run's own model has the role `MAIN` and its sets no prefix; those of any other
-model begin with its role ("critic/model"). A tensor's key is its set, a slash and its weight's name.
+A step holds one or more trained models, told apart by role. A model's tensors come in sets: weights ("model"), what bf16 lacks
+("residual"), and one per optimizer slot ("exp_avg"). The role `MAIN` has no prefix; other sets begin with their role
+("critic/model"). A tensor's key is set/weight.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _ROLE = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def prefix_of(role: str) -> str:
-    """What the sets and the directories of a role begin with. Raises `ValueError` for what cannot name one."""
+    """Return the prefix of a role's sets and directories. Raises `ValueError` for an impossible name."""
     if role == MAIN:
         return ""
     if not _ROLE.fullmatch(role) or role in (MODEL, RESIDUAL, TRAINING):
@@ -45,7 +44,7 @@ def path_of(tensor_set: str) -> str:
 
 
 def set_of(path: str) -> str | None:
-    """The set that a file of a step belongs to; None for a file that holds no tensors."""
+    """Return the set of a file of a step; None for a file without tensors."""
     match = _FILE.fullmatch(path)
     return None if match is None else match[1] + (match[2] or match[3])
 

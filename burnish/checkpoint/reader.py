@@ -1,6 +1,6 @@
-"""The tensors of a committed step: `burnish.boxes.tensor_reader` with every block checked that is read.
+"""Read tensors of a committed step: `burnish.boxes.tensor_reader` that checks every block it reads.
 
-Weights that are stored as a bf16 model and a residual are given exact, as fp32.
+Weights stored as bf16 and residual are returned exact, as fp32.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ _HELD_BYTES = 8 << 20
 class StepReader(TensorReader):
     """All tensors of a committed step, by key (`model/NAME`, `exp_avg/NAME`, `critic/model/NAME`).
 
-    `read` into fp32 memory gives weights that were split bit for bit; into any other dtype it converts
-    what `model/` holds. Reading raises `DamagedBlock` for a block that is not what was written. Opening
-    raises as `verify.checked_header` does, unless the `headers` of all files are given. Buffers come from
-    `arena` where there is one.
+    `read` into fp32 memory returns split weights bit for bit; other dtypes are converted from `model/`. Raises `DamagedBlock` for a
+    damaged block. Opening raises as `verify.checked_header` does, unless the `headers` of all files are given. Buffers come from
+    `arena` if there is one.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class StepReader(TensorReader):
             into, offset = into[count:], offset + count
 
     def _read_part(self, file: str, number: int, into: memoryview, start: int) -> None:
-        """Fill memory from byte `start` of a block; keep the block, as the next tensor often needs it."""
+        """Fill memory from byte `start` of a block, and keep the block for the next tensor."""
         with self._lock:
             data = self._blocks.pop((file, number), None)
             if data is not None:

@@ -1,8 +1,7 @@
-"""Which step a run continues from: the newest that can be, on this disk or on the mirror.
+"""Find the step to continue from: the newest usable one, on this disk or the mirror.
 
-A step is opened by every rank, and what one of them finds wrong is wrong for all: it is set aside
-where it lies, and the next older one is taken, whichever side has it. Of a step that both sides
-have, the disk's is tried first. Left out: reading its tensors (`burnish.checkpoint.load`).
+Every rank opens a step. If any finds it damaged, it is set aside for all, and the next older one on either side is tried. Of a
+step that both sides have, the disk's comes first.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class OnMirror:
         return f"{path / DAMAGED}"
 
     def check_seen(self, rank: int) -> None:
-        """Raise `UsageError` where this rank does not see there what rank 0 wrote when it began."""
+        """Raise `UsageError` if this rank does not see what rank 0 wrote there at the start."""
         try:
             self._check()
         except IncompatibleError as error:
@@ -132,9 +131,9 @@ class OnMirror:
 
 
 def require_meeting(here: OnDisk, there: OnMirror, layout: Layout, *, leads: bool) -> None:
-    """Refuse a mirror that not all disks see, and a step that one disk alone has and that is newer than all of the mirror's. Collective.
+    """Refuse a mirror that some disk does not see, and a whole step on one disk that is newer than all of the mirror's. Collective.
 
-    Such a step would be passed over. `leads` where the disk is this rank's to speak for.
+    `leads` is true on the rank that speaks for its disk.
     """
     found = -1
     with agree(layout), naming_failures(f"{there.root} cannot be read"):
@@ -155,7 +154,7 @@ def require_meeting(here: OnDisk, there: OnMirror, layout: Layout, *, leads: boo
 
 
 class Resuming:
-    """One search for a step to continue from, read to memory carved from `arena` where there is one. Collective."""
+    """One search for a step to continue from, with memory from `arena` if there is one. Collective."""
 
     def __init__(self, sides: Sequence[Side], layout: Layout, arena: Arena | None = None) -> None:
         self._sides = sides
@@ -163,11 +162,10 @@ class Resuming:
         self._arena = arena
 
     def resume(self, load: Load) -> Resumed | None:
-        """Load the newest step that can be; None when nothing was ever committed.
+        """Load the newest usable step; return None if nothing was ever committed.
 
-        A damaged step is set aside, and so is an unhealthy one, which is not loaded. Raises
-        `CorruptError` when there are steps and none of them can be used; other errors of `load`, and
-        a side that cannot be reached, pass through and leave the step where it is.
+        Damaged and unhealthy steps are set aside. Raises `CorruptError` if there are steps and none is usable. Other errors of `load`,
+        and a side that cannot be reached, pass through and leave the step in place.
         """
         skipped: list[str] = []
         while (found := self._newest()) is not None:
@@ -193,7 +191,7 @@ class Resuming:
         return None
 
     def _say(self, step: Committed, skipped: Sequence[str]) -> None:
-        """Before loading, which may take long: what it is of, and what was newer and is not."""
+        """Say before loading which step it is, and which newer ones are not used."""
         if self._layout.is_main:
             reasons = "; ".join(each.partition("\n")[0] for each in skipped)
             _log.log(
@@ -216,7 +214,7 @@ class Resuming:
         return gather_objects(mine, self._layout)[0]
 
     def _open(self, side: Side, path: PurePath) -> Committed:
-        """The step at `path`, the same on every rank. Raises `CorruptError` when any rank cannot use it."""
+        """Open the step at `path` on every rank. Raises `CorruptError` if any rank cannot use it."""
         with agree(self._layout), naming_failures(f"{path} cannot be read"):
             self._check_shared(side, path)
             step = open_step(path, side.source)
@@ -225,7 +223,7 @@ class Resuming:
         return step
 
     def _check_shared(self, side: Side, path: PurePath) -> None:
-        """A step that rank 0 has found and this rank does not see is not damaged: it lies on another machine."""
+        """Raise if rank 0 found a step that this rank does not see: it lies on another machine and is not damaged."""
         if side.source.kind(path) is None:
             raise BurnishError(
                 f"{path} is not there for every rank",

@@ -1,8 +1,7 @@
-"""Which committed steps stay: predicates over what is on disk, and the removal of the others.
+"""Which committed steps stay, and the removal of the others.
 
-Nothing is remembered between saves, so a resumed run, a prolonged one and a person with a tool decide alike.
-A predicate is a pure function from the steps to those that it keeps; a step goes when none keeps it.
-The newest healthy step and everything after it stay whatever the settings say. No torch here.
+Nothing is remembered between saves: predicates look at what is on disk, so a resumed run and a command decide alike. A step goes
+if no predicate keeps it. The newest healthy step and everything after it always stay. No torch here.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 def read_pins(root: PurePath, storage: Source) -> dict[int, str]:
-    """Why each pinned step below `root` is pinned, oldest first; {} where nothing ever was.
+    """Return why each pinned step below `root` is pinned, oldest first; {} without pins.
 
-    Raises `CorruptError` for a file that is not one of these: then every step counts as pinned.
+    Raises `CorruptError` for a broken file: then every step counts as pinned.
     """
     path = root / PINS
     try:
@@ -68,11 +67,9 @@ def read_pins(root: PurePath, storage: Source) -> dict[int, str]:
 
 @contextmanager
 def holding_pins(root: Path, storage: Storage) -> Iterator[dict[int, str]]:
-    """The pins, with everybody else kept from changing them, or from removing steps by them, in the block.
+    """Hold the pins exclusively in the block, against changes and against removals by them.
 
-    Changes that the block makes to the dictionary are on disk when it ends without an error. Waits
-    for the other holder, who has them for moments only; the system lets go for one who dies.
-    Raises as `read_pins` does.
+    Changes to the dictionary are on disk when the block ends without an error. Raises as `read_pins` does.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(root / _LOCK, flags, 0o644)
@@ -115,9 +112,9 @@ def require_room(
     storage: Storage,
     waiting: Callable[[], Waiting | None] = lambda: None,
 ) -> None:
-    """Raise `BurnishError` where less than `needed` + `reserve` bytes are free below `root`.
+    """Raise `BurnishError` if less than `needed` + `reserve` bytes are free below `root`.
 
-    It names what is `waiting`, which is asked for then alone: such steps exist only here, and make no room.
+    The error names the steps `waiting` for the mirror, which exist only here.
     """
     storage.make_dirs(root)
     free = storage.free_bytes(root)
@@ -192,7 +189,7 @@ def every(steps: Collection[Facts], interval: int) -> set[int]:
 
 
 def best(steps: Collection[Facts], which: Best) -> set[int]:
-    """The healthy steps with the best values of a metric; of equals, the newer. Those without a value do not count."""
+    """Return the healthy steps with the best values of a metric, the newer of equals; steps without a value do not count."""
     sign = 1 if which.mode == "max" else -1
     values = [
         (sign * each.measured[which.metric], each.step)
@@ -229,10 +226,9 @@ class Retention:
         return replace(cls.of(config), keep_last=count) if count else None
 
     def outlived(self, steps: Collection[Facts], pins: Iterable[int] = ()) -> list[int]:
-        """The steps that may go, oldest first. Pure.
+        """Return the steps that may go, oldest first. Pure.
 
-        An unhealthy step displaces no other, and goes when it is older than all that `keep_last`
-        keeps. With fewer healthy steps than that nothing goes.
+        An unhealthy step displaces no other, and goes when it is older than all that `keep_last` keeps.
         """
         kept = latest(steps, self.keep_last) | every(steps, self.keep_every) | set(pins)
         if self.keep_best:
@@ -241,16 +237,13 @@ class Retention:
         return sorted(each.step for each in steps if each.step not in kept and each.step < newest)
 
     def removable(self, root: Path, storage: Storage, pins: Iterable[int]) -> list[int]:
-        """The steps below `root` that may go: outlived, and on the mirror where there is one."""
+        """Return the steps below `root` that may go: outlived, and on the mirror if there is one."""
         awaited = self._awaited(root, storage)
         gone = self.outlived(self.facts(root, storage), pins)
         return [step for step in gone if step not in awaited]
 
     def waiting(self, root: Path, storage: Storage) -> Waiting | None:
-        """The steps below `root` that have outlived their use and stay for the mirror's sake, and those of portions; None without a mirror.
-
-        Nobody's pins are asked for: it is for a message.
-        """
+        """Return the outlived steps below `root` that wait for the mirror; None without a mirror. For messages: pins are not read."""
         if self.mirror is None:
             return None
         awaited = self._awaited(root, storage)
@@ -259,11 +252,10 @@ class Retention:
         return Waiting(self.mirror, sorted({*portions, *awaited.intersection(outlived)}))
 
     def apply(self, root: Path, storage: Storage) -> list[int]:
-        """Remove what has outlived its use below `root`; returns those steps.
+        """Remove outlived steps below `root` and return them.
 
-        Each goes into the trash by one rename before it is removed. Steps that cannot be read are
-        left alone; while `pins.json` cannot be read nothing goes. Where the disk does not let go of
-        one the others go all the same, and then `NotRemovedError` is raised.
+        Each is renamed into the trash before it is removed. Unreadable steps stay; if `pins.json` is unreadable, all stay. Raises
+        `NotRemovedError` after the others are gone if the disk keeps one.
         """
         removals = Removals(root)
         gone: list[int] = []
@@ -296,12 +288,12 @@ class Retention:
         return found
 
     def facts(self, root: PurePath, storage: Source) -> list[Facts]:
-        """What the predicates ask of the steps below `root`; those that cannot be read are named in the log."""
+        """Return what the predicates need of the steps below `root`; unreadable ones are logged."""
         found = [self.fact(path, storage) for path in step_paths(root, storage).values()]
         return completed([each for each in found if each is not None])
 
     def fact(self, path: PurePath, storage: Source) -> Facts | None:
-        """What one step says of itself and earlier ones; None where it cannot be read, which is said in the log."""
+        """Return what the predicates need of one step; None, and a log line, if it cannot be read."""
         try:
             commit = read_commit(path, storage)
         except (CorruptError, IncompatibleError) as error:

@@ -1,9 +1,7 @@
-"""Writing one step: what goes into it, and the moment at which it exists.
+"""Write one step: its contents, and the moment at which it exists.
 
-Everything is written into a directory that has not the name of a step; manifest and COMMIT come
-last, then one rename. Where there are several disks the same is done on each with the files that it
-gets, and what is named is a portion, no step. Left out: how tensors become blocks (`burnish.checkpoint.writer`), when to
-save and what to keep (`burnish.checkpoint.manager`).
+Everything goes into a directory without a step's name. Manifest and COMMIT come last, then one rename. With several disks each
+gets the same with its own files: a partial checkpoint, no step.
 """
 
 from __future__ import annotations
@@ -223,13 +221,11 @@ def save_step(
     require_room: Callable[[int], None],
     fence: Callable[[], None] | None = None,
 ) -> Path:
-    """Write and commit a step below `root`; returns its directory. Collective, among the planner's ranks.
+    """Write and commit a step below `root`; return its directory, or this rank's partial checkpoint. Collective.
 
-    Where these have several disks, this rank's portion is what is written, and is returned. On the leader of
-    a disk `require_room` is called with the bytes that are needed there, before anything is written, and
-    `fence` before the step is sealed. An error on any rank, what these raise included, is raised on
-    every rank, and leaves what was committed before untouched. Raises `BurnishError` when the step
-    exists or writing fails.
+    On the leader of each disk `require_room` is called with the needed bytes before anything is written, and `fence` before the
+    step is sealed. An error on any rank, theirs included, is raised on all and leaves committed steps unchanged. Raises
+    `BurnishError` if the step exists or writing fails.
     """
     layout, disks = planner.layout, planner.disks
     with agree(layout):
@@ -343,10 +339,7 @@ def _small_files(contents: Contents) -> dict[str, bytes]:
 
 
 def all_finite(shards: Sequence[Shard]) -> bool:
-    """Whether none of these holds a NaN or an infinity; one wait for the device.
-
-    What torch finds no extremes in as numbers (integers, 8-bit floats) counts as finite.
-    """
+    """Return whether no tensor holds a NaN or infinity, with one wait for the device; integers and 8-bit floats count as finite."""
     tensors = [shard.tensor.detach() for shard in shards if shard.tensor.numel()]
     extremes = [
         extreme.float()
@@ -402,7 +395,7 @@ def _together(plan: WritePlan, hashes: Iterable[BlockHashes]) -> BlockHashes:
 def _records(
     plan: WritePlan, hashes: BlockHashes, small: Mapping[str, bytes]
 ) -> dict[str, FileRecord]:
-    """What the manifest says of the files; where there are no hashes yet, without those of tensor files."""
+    """Return the manifest's records of the files; tensor files may lack hashes yet."""
     records = {path: record_of(data) for path, data in small.items()}
     for index, file in enumerate(plan.files):
         numbers = range(-(-file.size // plan.block_bytes) if hashes else 0)
@@ -412,7 +405,7 @@ def _records(
 
 
 def _check_manifest(manifest: Manifest) -> None:
-    """Raise `BurnishError` where a manifest, which may lack its hashes, would be too long to be read again."""
+    """Raise `BurnishError` if the manifest would be too long to be read again."""
     size, files = manifest.encoded_bytes(), len(manifest.files)
     if size > MANIFEST_LIMIT or files > MAX_FILES:
         raise BurnishError(
@@ -432,7 +425,7 @@ def _misplanned(file: PlannedFile, number: int, what: str) -> BurnishError:
 
 
 def _commit(place: _Place, sealed: _Sealed, storage: Storage) -> None:
-    """Seal the directory and give it its name. Before the rename the step does not exist; after it, it is whole."""
+    """Seal the directory and rename it. Before the rename the step does not exist; after it, it is whole."""
     for path in _directories(place.inflight, storage):
         storage.sync_dir(path)
     write_durably(storage, place.inflight / MANIFEST, sealed.manifest)
@@ -487,10 +480,10 @@ class Saver:
         return self.planner.disks
 
     def save(self, step: int, contents: Contents, fence: Callable[[], None] | None = None) -> Saved:
-        """Commit a step and remove those that need no longer be kept. Collective.
+        """Commit a step and remove those that retention no longer keeps. Collective.
 
-        An error on any rank is raised on every rank and leaves earlier steps untouched. `fence`
-        is called on the leader of each disk before the step is sealed; what it raises keeps the step from existing.
+        An error on any rank is raised on all and leaves earlier steps unchanged. `fence` is called on the leader of each disk before the
+        step is sealed; if it raises, the step does not come to exist.
         """
 
         def check() -> None:
@@ -521,7 +514,7 @@ class Saver:
         return False
 
     def discard(self, step: int, *, portion: bool) -> NotRemovedError | None:
-        """Remove what a save that ended has left of a step, and its `portion` too; says what could not be removed. For leaders."""
+        """Remove the remains of a failed save, its partial checkpoint too; log what could not be removed. For leaders."""
         starts = (INFLIGHT, PORTION) if portion else (INFLIGHT,)
         removals = Removals(self.root)
         with removals.trying():
@@ -531,7 +524,7 @@ class Saver:
         return removals.error()
 
     def let_go(self) -> NotRemovedError | None:
-        """Remove the steps that need no longer be kept; says what could not be removed. For rank 0."""
+        """Remove steps that retention no longer keeps; log what could not be removed. For rank 0."""
         try:
             self.retention.apply(self.root, self.storage)
         except NotRemovedError as error:

@@ -1,9 +1,7 @@
-"""A copy of what a step holds, in host memory that another process sees too.
+"""Copy a step's contents to host memory that the writer process maps.
 
-Copying is the only time that training waits for a save in the background. The memory is kept
-between saves, so that from the second save on copying is all there is: no page is taken from the
-system again. It is a file without a name that the other process maps by its descriptor. Left out:
-who writes it to a disk (`burnish.checkpoint.background`).
+Training waits only for this copy. The memory is an unnamed file, shared by its descriptor and kept between saves, so later
+copies take no new pages.
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ class StagedModel:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The contents of a step without its tensors, which lie in a `Memory`: small, and sent as it is."""
+    """The contents of a step without its tensors, which are in a `Memory`: small enough for a message."""
 
     models: Mapping[str, StagedModel]
     """By role, as in `Contents`."""
@@ -120,9 +118,9 @@ class Memory:
             return cls(os.dup(file.fileno()))
 
     def take(self, size: int, *, pin: bool = False) -> Tensor:
-        """The first `size` bytes, in the same place as before where they were enough. Raises `OSError` when there is no room.
+        """Return the first `size` bytes, at the same address as before if they were enough. Raises `OSError` without room.
 
-        `pin` has the system keep them in place for the accelerator to copy into.
+        `pin` keeps them in place for the accelerator to copy into.
         """
         if size > self._bytes.numel():
             self._release()
@@ -149,9 +147,9 @@ class Memory:
 def stage(
     contents: Contents, memory: Memory, assets: Mapping[str, Callable[[Path], None]]
 ) -> Staged:
-    """Copy the shards into the memory; when this returns, they may change.
+    """Copy the shards into the memory; they may change when this returns. Raises `OSError` without room.
 
-    `assets`, by role, take the place of the contents' own `write_assets`. Raises `OSError` when there is not enough memory.
+    `assets`, by role, replace the contents' own `write_assets`.
     """
     models, end = {}, 0
     for role, model in contents.models.items():

@@ -1,8 +1,7 @@
-"""Which steps a directory holds, and whether each is what was once committed.
+"""Which steps a directory holds, and whether each is still what was committed.
 
-Reading only, without torch and without looking into tensors (`burnish.checkpoint.verify` does).
-What has the name of a step came there by one rename and was whole; this finds out whether it still
-is.
+Reads only, without torch and without looking into tensors (`burnish.checkpoint.verify` does). A step's name appears by one
+rename of a whole directory.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A step that is on disk whole, as far as names, sizes and the digests of its small files tell."""
+    """A step that is whole as far as names, sizes and digests of its small files tell."""
 
     path: PurePath
     """Its directory; `path / "model"` is a Hugging Face model directory."""
@@ -93,7 +92,7 @@ def require_outside_steps(target: Path, storage: Source) -> None:
 
 
 def step_paths(root: P, storage: Source) -> dict[int, P]:
-    """What has a step's name below `root`, whole or not, oldest first; a link or a file as well, which no reader takes."""
+    """Return everything with a step's name below `root`, whole or not, oldest first."""
     found: dict[int, P] = {}
     for entry in storage.entries(root):
         step = step_number(entry.name)
@@ -109,10 +108,9 @@ def read_commit(path: PurePath, storage: Source) -> Commit:
 
 
 def open_step(path: PurePath, storage: Source) -> Committed:
-    """The step at `path`: COMMIT, manifest and state read and checked, and every file's size.
+    """Open the step at `path`: check COMMIT, manifest, state and every file's size.
 
-    Raises `CorruptError` naming the file for anything damaged, missing, or there without being in
-    the manifest, and `IncompatibleError` for another format.
+    Raises `CorruptError` naming a file that is damaged, missing, or not in the manifest, and `IncompatibleError` for another format.
     """
     _check_directory(path, storage)
     sizes = dict(files_below(path, "", storage))
@@ -132,10 +130,9 @@ def open_step(path: PurePath, storage: Source) -> Committed:
 
 
 def open_part(path: PurePath, below: str, storage: Source) -> Committed:
-    """The step at `path` with those files alone whose names begin with `below`, and with no state.
+    """Open only the files of a step whose names begin with `below`, without its state.
 
-    The rest may be missing, as a copy may leave it out, and there may be files that were not committed. Raises as
-    `open_step` does for COMMIT, the manifest and the files that it returns.
+    Other files may be missing, and uncommitted ones may be there. Raises as `open_step` does for the rest.
     """
     _check_directory(path, storage)
     commit = _commit(path, storage)
@@ -174,10 +171,9 @@ def committed(root: PurePath, storage: Source | None = None) -> list[Committed]:
 
 
 def newest(root: PurePath, storage: Source | None = None) -> Committed | None:
-    """The newest healthy step below `root`, or None when no step was ever committed there.
+    """Return the newest healthy step below `root`, or None if no step was ever committed.
 
-    Raises `CorruptError` when there are steps and none can be used, `IncompatibleError` when all of
-    them are of another format.
+    Raises `CorruptError` if there are steps and none is usable, `IncompatibleError` if all have another format.
     """
     opened, errors = _opened(root, storage or LocalStorage())
     usable = [step for step in opened if step.healthy]
@@ -196,7 +192,7 @@ def newest(root: PurePath, storage: Source | None = None) -> Committed | None:
 
 
 def _opened(root: PurePath, storage: Source) -> tuple[list[Committed], dict[str, BurnishError]]:
-    """The steps that open, oldest first, and why the others do not, by name; these are in the log too."""
+    """Return the steps that open, oldest first, and the errors of the others by name; errors are logged."""
     found: list[Committed] = []
     errors: dict[str, BurnishError] = {}
     for path in step_paths(root, storage).values():
@@ -209,7 +205,7 @@ def _opened(root: PurePath, storage: Source) -> tuple[list[Committed], dict[str,
 
 
 def read_small(path: PurePath, name: str, limit: int, storage: Source) -> bytes:
-    """One of the small files of the step at `path`. Raises `CorruptError` where it is missing or longer than `limit` bytes."""
+    """Read a small file of the step at `path`. Raises `CorruptError` if it is missing or longer than `limit` bytes."""
     try:
         return read_whole(storage, path / name, limit)
     except FileNotFoundError as error:
@@ -250,7 +246,7 @@ def _check_size(file: PurePath, size: int, record: FileRecord) -> None:
 
 
 def _check_directory(path: PurePath, storage: Source) -> None:
-    """A step lies where its name is: what a link leads to may change, and may be another run's."""
+    """Refuse a link: its target may change, or be another run's."""
     if storage.kind(path) not in ("directory", None):
         raise CorruptError(
             f"{path} is no directory",
@@ -260,7 +256,7 @@ def _check_directory(path: PurePath, storage: Source) -> None:
 
 
 def files_below(path: PurePath, prefix: str, storage: Source) -> Iterator[tuple[str, int]]:
-    """All files below a directory with their sizes, by path, which begins with `prefix`. Raises `CorruptError` for anything else."""
+    """Return the sizes of all files below a directory, by path with `prefix`. Raises `CorruptError` for anything else there."""
     for entry in storage.entries(path):
         name = f"{prefix}{entry.name}"
         if entry.kind == "directory":
@@ -289,14 +285,14 @@ def _state(path: PurePath, manifest: Manifest, storage: Source) -> Mapping[str, 
 
 
 def leftovers(root: Path, storage: Storage) -> list[Path]:
-    """What lies below `root` that no step is made of; being written or removed, where somebody holds its lease."""
+    """Return what lies below `root` and is no step; if somebody holds its lease, it is being written or removed."""
     trash = [root / TRASH / entry.name for entry in storage.entries(root / TRASH)]
     names = [entry.name for entry in storage.entries(root)]
     return trash + [root / name for name in names if name.startswith((INFLIGHT, PORTION))]
 
 
 def clear(root: Path, storage: Storage, removals: Removals) -> None:
-    """Remove them, for one who holds the lease; `removals` has what the disk did not let go of."""
+    """Remove them, for the holder of the lease; `removals` collects what the disk kept."""
     for path in leftovers(root, storage):
         with removals.trying():
             if path.parent.name == TRASH:

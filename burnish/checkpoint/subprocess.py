@@ -1,9 +1,7 @@
-"""A process beside a training process that does its slow work: the training process's end of it.
+"""A process beside a training process that does slow work: the training process's end.
 
-A process and not a thread: what it computes would take the interpreter from training, and what
-kills it must not kill a run. It is sent messages and answers them, through a pipe; it ends when
-the pipe is closed, and at once when the training process dies. Left out: what it does
-(`burnish.checkpoint.background`, `burnish.checkpoint.destinations.uploader`).
+A thread would take the interpreter from training, and what kills the process must not kill the run. It answers messages through
+a pipe, ends when the pipe closes, and dies with the training process.
 """
 
 from __future__ import annotations
@@ -36,9 +34,8 @@ _log = logging.getLogger(__name__)
 class Companion:
     """The process, and this end of its pipe.
 
-    It runs `module.serve(pipe, parent, *descriptors)` with numbers: its end of the pipe, the id of
-    this process, and those of our `descriptors` that it is for. `keep_open` are further ones that
-    it holds as long as it lives. `what` names it in messages: "the process that ...".
+    It runs `module.serve(pipe, parent, *descriptors)` with numbers: its end of the pipe, this process's id, and its copies of
+    `descriptors`. It holds `keep_open` as long as it lives. `what` names it in messages.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class Companion:
         return True
 
     def answer(self, seconds: float) -> Any:
-        """What it says next, waiting so long; None while it says nothing, a `BurnishError` when it died or cannot be understood."""
+        """Return its next message within this time; None without one, a `BurnishError` if it died or cannot be understood."""
         try:
             return self._pipe.recv() if self._pipe.poll(seconds) else None
         except (EOFError, OSError):
@@ -91,7 +88,7 @@ class Companion:
             )
 
     def moved(self) -> str | None:
-        """What the system counts of the bytes that it has read and written: it changes while it does; None where nobody counts."""
+        """Return the system's count of bytes it has read and written, which changes while it works; None if nobody counts."""
         with suppress(OSError):
             return Path(f"/proc/{self._process.pid}/io").read_text()
         return None
@@ -113,7 +110,7 @@ class Companion:
             _log.warning("%s hangs in the system: pid %d", self._what, self._process.pid)
 
     def _status(self) -> int | None:
-        """Its exit status, minus the number of the signal that killed it; None when it does not end."""
+        """Return its exit status, negative for a signal; None if it does not end."""
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(_KILL_SECONDS)
         return None
@@ -121,7 +118,7 @@ class Companion:
 
 @contextmanager
 def _held_back() -> Iterator[None]:
-    """A process that is started inside the block gets the run's signals only after `accompany`, which is after its imports."""
+    """Keep the run's signals from a process started in the block until `accompany`, after its imports."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RUN)
     try:
         yield
@@ -130,10 +127,7 @@ def _held_back() -> Iterator[None]:
 
 
 def accompany(parent: int) -> None:
-    """Called by the process itself: leave signals to the parent, and die with it.
-
-    Where the system cannot end it with its parent, the end of the pipe tells it to.
-    """
+    """Leave signals to the parent, and die with it. Called by the process itself."""
     for number in _LEFT_TO_THE_RUN:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_RUN)

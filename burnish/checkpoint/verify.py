@@ -1,6 +1,6 @@
-"""Whether the bytes on disk are those that were committed: every block against its hash. No torch here.
+"""Check that the bytes on disk are those that were committed: every block against its hash. No torch here.
 
-Readers of tensors check the blocks that they read with the same functions.
+Readers of tensors check their blocks with the same functions.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _rebuild(
 def verify(path: PurePath, storage: Source | None = None) -> Iterator[CorruptError]:
     """Read all of the step at `path`; yield an error for each damaged block, naming file and tensors.
 
-    A header that was committed and yet describes what cannot be is an error too. Raises
-    `CorruptError` when COMMIT, manifest, state or the list of files is not in order.
+    A committed header that describes the impossible is an error too. Raises `CorruptError` if COMMIT, manifest, state or the list of
+    files is damaged.
     """
     storage = storage or LocalStorage()
     step = open_step(path, storage)
@@ -73,7 +73,7 @@ def verify(path: PurePath, storage: Source | None = None) -> Iterator[CorruptErr
 def verify_files(
     step: Committed, names: Iterable[str], storage: Source | None = None
 ) -> Iterator[CorruptError]:
-    """Do the same for some files of a step that was opened. Reads ahead while it hashes."""
+    """Do the same for some files of an open step. Reads ahead while it hashes."""
     storage = storage or LocalStorage()
     largest = max((_run(record) for record in step.manifest.files.values()), default=0)
     largest = min(largest, MAX_BLOCK_BYTES, step.manifest.total_bytes)
@@ -121,7 +121,7 @@ def _damaged(
     data: memoryview,
     read: Future[None],
 ) -> Iterator[CorruptError]:
-    """Yield what is wrong with blocks once they have been read; where the disk could not, each is read again."""
+    """Yield the errors of blocks once they were read; after a read error each block is read again."""
     size = step.manifest.files[name].block_bytes
     failed = isinstance(read.exception(), (OSError, EOFError))
     if not failed:
@@ -140,10 +140,7 @@ def _damaged(
 
 
 def verify_quickly(path: PurePath, storage: Source | None = None) -> Iterator[CorruptError]:
-    """Check what needs no reading of tensors: COMMIT, manifest, names, sizes, small files and headers.
-
-    Yields and raises as `verify` does.
-    """
+    """Check everything but tensors: COMMIT, manifest, names, sizes, small files and headers. Yields and raises as `verify` does."""
     storage = storage or LocalStorage()
     step = open_step(path, storage)
     for name in step.manifest.files:
@@ -205,10 +202,9 @@ def read_blocks(
     into: memoryview,
     at_once: int = _HASHED_AT_ONCE,
 ) -> None:
-    """Fill memory with whole blocks of a step's file, the `first` and those behind it, and check each against its hash.
+    """Fill memory with whole blocks of a file, from `first` on, and check each against its hash.
 
-    At most `at_once` bytes are read at a time. Raises `DamagedBlock` naming the file and the tensors
-    that lie in the block; the memory then holds what was read.
+    Reads at most `at_once` bytes at a time. Raises `DamagedBlock` naming file and tensors; the memory then holds what was read.
     """
     size = step.manifest.files[name].block_bytes
     run = max(1, at_once // size) * size
@@ -264,7 +260,7 @@ def _damage(
 def _tensors(
     file: ReadableFile, step: Committed, name: str, start: int, stop: int
 ) -> tuple[str, ...]:
-    """The tensors in a range of a file, as far as its header, which may be damaged itself, can tell."""
+    """Return the tensors in a range of a file, as far as its header, perhaps damaged, can tell."""
     if not name.endswith(SUFFIX):
         return ()
     path, file_size = step.path / name, step.manifest.files[name].size

@@ -1,9 +1,7 @@
-"""The blocks of a step's tensor files, from the ranks' memory to the disk.
+"""Write the blocks of a step's tensor files from the ranks' memory to the disk.
 
-Each rank writes the blocks of which it has the most, and all as many. A few at a time are put
-together, from tensors where they lie and from what other ranks send; while the next ones come, a
-thread hashes and writes them and another has the disk begin. Left out: what files there are
-(`burnish.checkpoint.layout`), and what makes a step of them (`burnish.checkpoint.save`).
+Each rank writes the blocks of which it holds most; ties are broken so that all write equally much. A few blocks at a time are put
+together from local tensors and other ranks' messages, while one thread hashes and writes and another syncs.
 """
 
 from __future__ import annotations
@@ -85,7 +83,7 @@ class WritePlan:
         layout: Layout,
         disks: Disks,
     ) -> WritePlan:
-        """Plan for pieces that are named by the keys under which tensors are stored, and the ranks' disks. Raises `MissingError` for a tensor that nobody has all of."""
+        """Plan for pieces named by their storage keys, and the ranks' disks. Raises `MissingError` for an incomplete tensor."""
         tensors = TensorIndex()
         [held] = tensors.merge(have)
         block_bytes = block_bytes_for(files)
@@ -128,7 +126,7 @@ class Elements(Protocol):
     """What this rank has, by the moves of a plan."""
 
     def read(self, move: Move, into: Tensor) -> None:
-        """Write the elements of a move, as they are stored, into memory of their dtype and shape."""
+        """Write a move's elements, as stored, into memory of their dtype and shape."""
 
     def as_stored(self, move: Move) -> Tensor | None:
         """The memory that already holds them as they are stored; None when there is none."""
@@ -137,7 +135,7 @@ class Elements(Protocol):
 class BlockWriter:
     """Writes this rank's blocks of the plan's files, which lie in `directory` at their final size.
 
-    Blocks are put together in `arena`; what ranks send each other meets on `device`.
+    Blocks are put together in `arena`; messages between ranks meet on `device`.
     """
 
     def __init__(
@@ -155,9 +153,9 @@ class BlockWriter:
         self._exchange = Exchange(layout, device, arena)
 
     def write(self, elements: Elements, storage: Storage, what: str) -> BlockHashes:
-        """Write and sync all blocks; the hashes of this rank's. Collective, errors included.
+        """Write and sync all blocks, and return the hashes of this rank's. Collective, errors included.
 
-        `what` starts the message when the disk fails.
+        `what` starts the message if the disk fails.
         """
         size = min(len(self._plan.share), self._plan.group_blocks) * self._plan.block_bytes
         hashes: BlockHashes = {}
@@ -210,7 +208,7 @@ class BlockWriter:
 
 
 class _Disk(Closing):
-    """Two threads: one hashes and writes blocks in the order given, one syncs what was written so far."""
+    """Two threads: one hashes and writes blocks in order, one syncs what was written."""
 
     def __init__(self, files: dict[int, File]) -> None:
         self._files = files
@@ -263,7 +261,7 @@ class SavePlan:
 
 
 class SavePlanner:
-    """Plans the saves of the ranks of a layout, to one disk where no others are named."""
+    """Plans the saves of a layout's ranks, to one disk unless others are named."""
 
     def __init__(self, layout: Layout, disks: Disks | None = None) -> None:
         self.layout = layout
@@ -280,10 +278,10 @@ class SavePlanner:
         return self._plan.writing.digest
 
     def plan(self, pieces: PieceTable, roles: Iterable[str], known: Sequence[str]) -> SavePlan:
-        """The plan for every rank's pieces, by the keys under which they are stored. Collective.
+        """Return the plan for every rank's pieces, by storage key. Collective.
 
-        `known` has every rank's `digest`; where all have the same plan, it is taken. Raises
-        `MissingError` for a tensor that nobody has all of, and `BurnishError` where ranks disagree about one.
+        If `known` has the same `digest` for all ranks, that plan is taken. Raises `MissingError` for an incomplete tensor, and
+        `BurnishError` if ranks disagree about one.
         """
         if self._plan is None or set(known) != {self._plan.writing.digest}:
             have = gather_pieces(pieces, self.layout)
@@ -318,7 +316,7 @@ DIRECT_BYTES = 64 << 10
 
 
 class BlockMemory:
-    """One block in memory: a part of a buffer, in which tensors that lie elsewhere take the place of its bytes."""
+    """One block in memory: part of a buffer, in which tensors elsewhere may stand for their bytes."""
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer = buffer
@@ -346,7 +344,7 @@ class BlockMemory:
 
 
 def buffers(sizes: Iterable[int], memory: Tensor) -> list[BlockMemory]:
-    """Blocks of these sizes in a memory that has room for them, each at a multiple of 64 bytes."""
+    """Return blocks of these sizes in one memory, each at a multiple of 64 bytes."""
     found, start = [], 0
     for size in sizes:
         found.append(BlockMemory(memory[start : start + size]))
@@ -355,7 +353,7 @@ def buffers(sizes: Iterable[int], memory: Tensor) -> list[BlockMemory]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether its elements lie in this machine's memory as they would in a file, and are worth a system call."""
+    """Return whether elements lie in host memory as in a file, and are worth a system call."""
     on_cpu = tensor.device.type == "cpu"
     return on_cpu and tensor.is_contiguous() and tensor.nbytes >= DIRECT_BYTES
 
