@@ -1,7 +1,7 @@
-"""The training verbs: what every engine does, and all that trainers know of it.
+"""The engine protocol: everything that trainers know of an engine.
 
-The engine iterates micro-batches itself, which keeps pipeline parallelism invisible above it, and
-computes log-probs, because only it knows how the vocabulary is cut.
+The engine iterates micro-batches itself, which hides pipeline parallelism. It computes log-probs, because only it knows how the
+vocabulary is cut.
 """
 
 from __future__ import annotations
@@ -75,40 +75,39 @@ class Engine(Protocol):
     """What `forward_backward` has put through the model, on the ranks together that share tokens with this one. Settable, for counting anew."""
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
-        """Run every micro-batch, add up gradients, return statistics reduced over all ranks.
+        """Run every micro-batch, accumulate gradients, and return statistics reduced over all ranks.
 
-        `loss` is the loss of the step. Gradients are added up over all processes once, in `optim_step` or with the last
-        micro-batch; with `engine.reduce_each_microbatch` over those that share the model's shards after each.
-        Calling it again before `optim_step` adds to the gradients.
+        `loss` is the loss of the step. Gradients are reduced over all processes once, in `optim_step` or with the last micro-batch;
+        with `engine.reduce_each_microbatch` after each. Another call before `optim_step` adds to the gradients.
         """
 
     def forward(
         self, batch: Batch, *, adapter: bool = True, experts: bool = False
     ) -> list[TokenOutputs]:
-        """Log-probs and entropies without gradients: one entry per micro-batch of this rank, in order, on its device.
+        """Return log-probs and entropies without gradients: one entry per micro-batch of this rank, on its device.
 
-        With `adapter` False a model that has an adapter computes as if it had none. With `experts` the outputs
-        say where the tokens went; where the batch says where they go, they go there in any case.
+        With `adapter` False an adapter is off. With `experts` the outputs record where tokens went. Experts in the batch are used in
+        any case.
         """
 
     def optim_step(self, lr: float) -> Stats:
         """Clip, step at this learning rate, zero the gradients.
 
-        Returns `grad_norm` (before clipping), `lr`, `skipped`. A non-finite norm
-        skips the step on every rank alike; too many in a row raise `BurnishError`.
+        Returns `grad_norm` (before clipping), `lr`, `skipped`. A non-finite norm skips the step on every rank; too many in a row raise
+        `BurnishError`.
         """
 
     def shards(self, what: Part) -> Iterator[Shard]:
         """This rank's pieces, in the same order of names on every rank."""
 
     def published(self) -> Publication:
-        """This rank's pieces of the model as others may use it: an adapter is merged in, or beside it (`model.lora.publish`). Collective."""
+        """Return this rank's pieces of the model for a generator; an adapter is merged or beside it (`model.lora.publish`). Collective."""
 
     def load(self, source: ShardSource, what: Part) -> None:
         """Fill this rank's pieces from a source. Collective."""
 
     def parked(self) -> AbstractContextManager[None]:
-        """Inside the block weights, gradients and slots are off the device, and nothing else may be asked of the engine. Collective."""
+        """Keep weights, gradients and slots off the device inside the block; the engine must not be used there. Collective."""
 
     def close(self) -> None:
         """Free what the engine holds. It cannot be used afterwards."""

@@ -1,8 +1,7 @@
-"""How evenly the experts of a step are used: what the load-balancing loss has to know of all its tokens before the first gradient.
+"""How evenly a step uses its experts: the means of the load-balancing loss over all tokens.
 
-The families' loss (`burnish.models.routing`) is a product of two means over tokens. Taken of each micro-batch by
-itself, as transformers does, it would depend on how a step is cut; here both means are over all tokens of a step, on
-all ranks, so that one micro-batch gives what transformers gives, and any other cut the same.
+The loss (`burnish.models.routing`) is a product of two means over tokens. Per micro-batch, as in transformers, it would depend on
+the cut. Here both means are over all tokens of a step on all ranks, so every cut gives the value of one micro-batch.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class ExpertLoad:
     def of(
         cls, batch: Batch, routers: int, experts: int, layout: Layout, device: torch.device
     ) -> ExpertLoad:
-        """Count a batch whose micro-batches have their experts, of so many routers and experts each; filler does not count. Collective."""
+        """Count the experts of a batch's tokens, filler left out. Collective."""
         counts = torch.zeros(routers * experts, dtype=torch.int64, device=device)
         starts = torch.arange(routers, device=device)[:, None] * experts
         for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
@@ -49,7 +48,7 @@ class ExpertLoad:
         return coefficient * len(choices) * choices / rows.square()
 
     def stats(self) -> Stats:
-        """`moe/load_imbalance`: choices of a router's busiest expert over the mean of its experts, mean of the routers; 1 is even."""
+        """Return `moe/load_imbalance`: a router's busiest expert over the mean of its experts, averaged over routers; 1 is even."""
         busiest, mean = self.counts.amax(dim=1), self.counts.float().mean(dim=1)
         return Stats({"moe/load_imbalance": Mean((busiest / mean).mean(), 1.0)})
 
@@ -63,10 +62,10 @@ def routing_of(
     factors: Tensor | None,
     tensor: int,
 ) -> Routing | None:
-    """What the routers are to do with a micro-batch; None: nothing out of the ordinary.
+    """Return the routers' instructions for a micro-batch; None if there are none.
 
-    They send tokens to its experts where it has any. `record`: they write down where tokens go. `factors`: they add
-    the load-balancing loss of this rank's rows, of which `tensor` ranks compute each.
+    They send tokens to the batch's experts, if any. `record`: note where tokens go. `factors`: add the load-balancing loss of this
+    rank's rows, which `tensor` ranks compute each.
     """
     if micro.experts is None and factors is None and not record:
         return None

@@ -1,4 +1,4 @@
-"""Make the engine that the settings name. Megatron's is imported by name, when it is asked for: it needs an extra."""
+"""Make the engine that the settings name. Megatron's is imported by name, since it needs an extra."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
 
 
 def settings_beside(hf_config: PretrainedConfig, config: EngineConfig) -> EngineConfig:
-    """The policy's settings for a model beside it: one without experts has none to even out, or to divide."""
+    """Return the policy's settings for a model beside it; without experts, expert settings are dropped."""
     if has_routers(hf_config):
         return config
     none = {"router_aux_loss": 0.0, "expert_parallel": 1, "expert_tensor_parallel": None}
@@ -45,10 +45,10 @@ def make_engine(
     lora: LoraConfig | None = None,
     beside: Engine | None = None,
 ) -> Engine:
-    """An engine, its weights not loaded yet; without `optim` it cannot be trained. Collective.
+    """Make an engine without weights; without `optim` it cannot be trained. Collective.
 
-    `beside` is another engine of the same settings, whose process groups it then shares. Raises `UsageError` for
-    what Megatron does not train: adapters, and by optimizers other than AdamW.
+    `beside` is an engine of the same settings whose process groups it shares. Raises `UsageError` for adapters and other optimizers
+    than AdamW on Megatron.
     """
     if config.kind == "megatron":
         make = import_module(f"{_MEGATRON}.megatron_engine").MegatronEngine
@@ -61,7 +61,7 @@ def make_engine(
 
 
 def _require_of_megatron(optim: OptimConfig | None, lora: LoraConfig | None) -> None:
-    """Megatron would train the whole model where an adapter is asked for, and by AdamW whatever `optim.kind` says."""
+    """Refuse an adapter and other optimizers, which Megatron would silently ignore."""
     given = {"model.lora": lora, "optim.kind": optim and optim.kind}
     for setting, value in given.items():
         if value not in (None, "adamw"):
@@ -81,7 +81,7 @@ def make_frozen(
     device: torch.device,
     beside: Engine | None = None,
 ) -> Engine:
-    """An engine whose weights are in the dtype of computing, for a model that is only asked; see `make_engine`."""
+    """Make an engine for inference alone, with weights in the compute dtype; see `make_engine`."""
     if config.kind == "megatron":
         asked = settings_beside(hf_config, config).model_copy(update={"router_aux_loss": 0.0})
         return make_engine(hf_config, asked, None, layout=layout, device=device, beside=beside)

@@ -1,4 +1,4 @@
-"""Tensors that are not needed for a while leave the device: their memory is freed, they stay what they are."""
+"""Free the device memory of tensors for a while and restore them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from burnish.distributed.layout import Layout
 def parked(
     tensors: Iterable[Tensor], arena: Arena, device: torch.device, layout: Layout
 ) -> Iterator[None]:
-    """Inside the block what these hold on `device` is in the arena, and they must not be used; after it they hold it again, bit for bit.
+    """Move these tensors' data from `device` to the arena inside the block, and restore it bit for bit.
 
-    Whole storages are freed, so whatever shares one with these is gone as well meanwhile. What numpy
-    has seen cannot be freed, and stays: that is so of memory on a CPU alone. Beginning is collective:
-    where a rank of `layout` has no room, every rank raises.
+    Whole storages are freed, so tensors that share one are unusable meanwhile. Memory that numpy has seen cannot be freed. Beginning
+    is collective: if a rank of `layout` has no room, every rank raises.
     """
     found = {tensor.untyped_storage()._cdata: storage_bytes(tensor) for tensor in tensors}
     here = [

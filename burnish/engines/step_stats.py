@@ -1,6 +1,6 @@
-"""What an engine says of a step, whatever computes it: its loss, its gradients' norm, and whether it was skipped.
+"""An engine's statistics of a step: loss, gradient norm, and whether it was skipped.
 
-A step whose gradients are not finite is skipped; too many in a row end the run.
+A step with non-finite gradients is skipped; too many in a row end the run.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from burnish.tracking.stats import Mean, Stats, Sum
 def loss_stats(
     stats: Stats, loss: Tensor, aux_loss: Tensor | None, layout: Layout, device: torch.device
 ) -> Stats:
-    """The statistics of all ranks' micro-batches, with `loss`, and `aux_loss` as `moe/aux_loss` where there is one. Collective.
+    """Return the statistics of all ranks with `loss`, and `moe/aux_loss` if there is one. Collective.
 
-    Both are 0-d, this rank's parts of sums that global counts divide.
+    Both are 0-d, this rank's parts of sums over the global batch.
     """
     sums = {"loss": Sum(loss)}
     if aux_loss is not None:
@@ -40,7 +40,7 @@ def optimizer_stats(norm: float, lr: float) -> Stats:
 
 
 def skipped_in_a_row(before: int, norm: float, most: int) -> int:
-    """How many steps in a row were skipped, where it was `before` ahead of one with this gradient norm. Raises `BurnishError` at `most`."""
+    """Return the number of skipped steps in a row after one with this gradient norm. Raises `BurnishError` at `most`."""
     skipped = 0 if math.isfinite(norm) else before + 1
     if skipped >= most:
         raise BurnishError(

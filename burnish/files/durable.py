@@ -17,9 +17,9 @@ from burnish.files.storage import Bytes, Source, Storage
 
 
 def write_durably(storage: Storage, path: Path, data: Bytes) -> None:
-    """Write a file so that, after a crash, it is there whole or not at all.
+    """Write a file so that after a crash it is there whole or not at all.
 
-    A file of that name is replaced. When this returns, the new content survives a power loss.
+    Replaces a file of that name. When this returns, the content survives a power loss.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -35,10 +35,9 @@ def write_durably(storage: Storage, path: Path, data: Bytes) -> None:
 
 
 def make_dirs_durably(storage: Storage, path: Path, *, above: int) -> None:
-    """Make a directory, and let its name and those of the `above` - 1 directories over it survive a power loss.
+    """Make a directory, and let its name and the `above` - 1 directories over it survive a power loss, whoever made them.
 
-    Whoever made them: a directory that is lost takes all in it along. One that this user may not
-    open was not made by this program, and is passed over.
+    Directories that this user may not open are passed over.
     """
     storage.make_dirs(path)
     for parent in path.absolute().parents[:above]:
@@ -61,9 +60,9 @@ def read_whole(storage: Source, path: PurePath, limit: int) -> bytes:
 
 
 def move_aside(storage: Storage, path: Path, directory: Path) -> Path:
-    """Take something out of sight at once by renaming it into `directory`; returns where it is.
+    """Rename something into `directory` and return its new path.
 
-    The move survives a power loss. A name that is taken there gets a number behind it.
+    The move survives a power loss. If the name is taken, it gets a number.
     """
     storage.make_dirs(directory)
     taken = {entry.name for entry in storage.entries(directory)}
@@ -78,7 +77,7 @@ def move_aside(storage: Storage, path: Path, directory: Path) -> Path:
 
 
 def discard(storage: Storage, path: Path, trash: Path) -> None:
-    """Remove a file or directory by renaming it into `trash` first, so that it is never seen half there."""
+    """Rename a file or directory into `trash`, then remove it, so that it is never seen half there."""
     storage.remove(move_aside(storage, path, trash))
 
 
@@ -135,9 +134,9 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def partial_directory(target: Path, storage: Storage) -> Iterator[Path]:
-    """A new directory beside `target`, to be renamed by the end of the block; an error in the block removes it.
+    """Make a directory beside `target` that the block renames; an error in the block removes it.
 
-    What killed processes left of the same target goes first. Raises `OSError`.
+    Removes what killed processes left of the same target. Raises `OSError`.
     """
     _clear(target, storage)
     path = target.with_name(f".{target.name}.{uuid.uuid4().hex}")

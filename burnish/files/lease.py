@@ -1,8 +1,7 @@
-"""One writer per directory: a lock that the system takes away when its holder dies, and a number that grows.
+"""One writer per directory: a lock that ends with its holder, and a number that grows.
 
-The lock keeps a second run out. The number is for what a lock cannot do: a file system may lose
-locks (some network mounts), and a holder that was cut off may come back after another has begun. So
-whoever is about to make something final looks whether the file still carries its own number.
+The lock keeps a second run out. Some network mounts lose locks, and a holder that was cut off may return after another has begun.
+So before anything final the holder checks that the file still carries its number.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _JOB = {"slurm_job": "SLURM_JOB_ID"}
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """The right to write that one holder of a lease has, for as long as no other has taken it."""
+    """The right of one holder to write, until another holder takes it."""
 
     path: Path
     """The lease's file."""
@@ -35,7 +34,7 @@ class Token:
     """Greater than that of every holder before."""
 
     def current(self) -> object:
-        """The number that the file carries, or what is wrong with it: whoever sees another number, or none, has another disk or is too late."""
+        """Return the number in the file, or why it cannot be read."""
         try:
             return _parse(self.path.read_bytes()[:_LIMIT]).get("token")
         except OSError as error:
@@ -53,12 +52,10 @@ class Token:
 
 
 class Lease:
-    """Exclusive use of a directory, held from entering to leaving the block.
+    """Exclusive use of a directory inside the block.
 
-    A `flock` on a file in the directory: the lock is the file system's, so a killed process leaves
-    nothing behind that has to be cleared. The holder may hand the descriptor on to a process that
-    works for it; then the lock lasts until that one has ended too, and whoever comes after a holder
-    that died waits `patience_seconds` for it.
+    A `flock` on a file: the system releases it if the process dies. The holder may hand the descriptor to a process that works for
+    it; the lock then lasts until that one ends too, and the next holder waits `patience_seconds` for it.
     """
 
     def __init__(self, path: Path, patience_seconds: float = 60.0) -> None:
@@ -136,7 +133,7 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 def _is_dead(said: dict[str, Any]) -> bool:
-    """Whether the holder was a process of this machine that is gone: one that works for it has the lock still."""
+    """Return whether the holder was a process of this machine that is gone."""
     if said.get("host") != socket.gethostname() or type(said.get("pid")) is not int:
         return False
     try:
@@ -149,7 +146,7 @@ def _is_dead(said: dict[str, Any]) -> bool:
 
 
 def _is_unreaped(pid: int) -> bool:
-    """Whether a process has ended, and only its parent has not taken note; False where the system cannot tell."""
+    """Return whether a process has ended but its parent has not waited for it; False if the system cannot tell."""
     with suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
         return state.split()[0] in ("Z", "X")

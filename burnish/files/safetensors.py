@@ -1,10 +1,7 @@
-"""Headers of safetensors files, read strictly and built.
+"""Headers of safetensors files: read strictly, and built.
 
-A file is 8 bytes of header length (little endian), a JSON header of that length, and the tensors'
-bytes (https://github.com/huggingface/safetensors, "Format"). What a header claims is checked
-against the file before a byte of data is believed. No torch here, so that verifying needs none.
-
-Left out: reading and writing data.
+A file is 8 bytes of header length (little endian), a JSON header, and the tensors' bytes
+(https://github.com/huggingface/safetensors, "Format"). A header's claims are checked against the file. No torch here.
 """
 
 from __future__ import annotations
@@ -72,9 +69,8 @@ class Header:
 def read_header(path: str | os.PathLike[str]) -> Header:
     """Read and check a file's header.
 
-    Raises `MissingError` when there is no such file and `CorruptError`, naming file and tensor, for
-    one that is truncated, too long or not JSON, has duplicate keys, unknown dtypes, overlaps or
-    holes, or whose sizes do not agree with its shapes or with the file.
+    Raises `MissingError` if there is no such file, and `CorruptError` naming file and tensor if it is truncated, too long, not JSON,
+    has duplicate keys, unknown dtypes, overlaps or holes, or sizes that disagree with shapes or file.
     """
     path = Path(path)
     if not path.is_file():
@@ -99,7 +95,7 @@ def header_size(path: PurePath, prefix: bytes | bytearray, file_size: int) -> in
 
 
 def parse_header(path: PurePath, data: bytes, file_size: int) -> Header:
-    """The header of a file that begins with `data`, which is all of it. Raises as `read_header` does."""
+    """Return the header of a file that begins with `data`. Raises as `read_header` does."""
     start = len(data)
     found, metadata = _parse(path, data[8:], start)
     entries = sorted(found.values(), key=attrgetter("begin", "end"))
@@ -110,11 +106,10 @@ def parse_header(path: PurePath, data: bytes, file_size: int) -> Header:
 def build_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, TensorEntry]]:
-    """The bytes that start a file of these (name, dtype, shape), and where each tensor lies in it.
+    """Return the first bytes of a file of these (name, dtype, shape), and each tensor's range in it.
 
-    Tensors follow each other in the order given, without gaps. The text is padded with blanks so
-    that the data starts at a multiple of 8 bytes. Raises `ValueError` for a duplicate name,
-    `IncompatibleError` for more than are read.
+    Tensors follow each other without gaps; data starts at a multiple of 8 bytes. Raises `ValueError` for a duplicate name,
+    `IncompatibleError` for too many tensors.
     """
     table: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     position = 0
@@ -165,7 +160,7 @@ def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
 def _parse(
     path: PurePath, data: bytes, start: int
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Tensors and metadata of a header's JSON, read one by one, up to the first that is wrong."""
+    """Return tensors and metadata of a header's JSON, read one by one up to the first error."""
     entries: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
 
@@ -258,10 +253,9 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that make up a model or an adapter: those of the index, `model.safetensors`, or all there are.
+    """Return the safetensors files of a model or adapter: the index's, `model.safetensors`, or all there are.
 
-    Raises `MissingError` where there are none or one is missing, `CorruptError` for an index that is
-    none, or that names what lies elsewhere.
+    Raises `MissingError` if there are none or one is missing, and `CorruptError` for a broken index.
     """
     index = directory / INDEX
     if index.is_file():
@@ -297,7 +291,7 @@ def _indexed(index: Path) -> list[str]:
 
 
 def indexed_tensors(directory: Path) -> set[str]:
-    """The tensors that a model's index names; none without one. Raises `CorruptError` for an index that is none."""
+    """Return the tensors of a model's index; none without one. Raises `CorruptError` for a broken index."""
     index = directory / INDEX
     return set(_weight_map(index)) if index.is_file() else set()
 
@@ -328,10 +322,9 @@ def _of_all_parts(names: set[str]) -> list[str]:
 
 
 def model_digest(directory: Path) -> str:
-    """sha256, in hex, of config.json and of each file of weights: its name, size and header, and a sample of its bytes.
+    """Return the sha256 of config.json and each weight file's name, size, header and a sample of its bytes.
 
-    Models of one family have the same headers, and differ in their bytes nearly everywhere. Reads
-    256 KiB of each file. Raises as `weight_files` does.
+    Models of one family have equal headers and differ nearly everywhere else. Reads 256 KiB of each file. Raises as `weight_files`.
     """
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in weight_files(directory):

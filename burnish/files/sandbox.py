@@ -1,8 +1,7 @@
-"""A process that gives up, for good, what it does not need: for reading files that could run code.
+"""Give up rights for good in a process that reads files which could run code.
 
-With Linux's Landlock (https://docs.kernel.org/userspace-api/landlock.html) it can no longer write
-outside one directory, start programs, or use TCP. That needs no privileges. Left out: reading,
-which a process has to do to import libraries; what else than files and TCP a process can reach.
+With Linux's Landlock (https://docs.kernel.org/userspace-api/landlock.html) it cannot write outside one directory, start programs,
+or use TCP. It needs no privileges. Left out: reading, which imports need.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ def landlock_version() -> int:
 
 
 def keep_writes_to(directory: Path, version: int | None = None) -> None:
-    """From here on this process writes below `directory` (and to nowhere, /dev/null) only, starts no program and opens no TCP connection.
+    """Allow this process writes below `directory` and to /dev/null only, no programs and no TCP connections.
 
-    To be called before there is a second thread. `version` is what `landlock_version` says, which is
-    asked where it is None. Raises `OSError` where the kernel has no Landlock, or has it and refuses.
+    Call it before there is a second thread. `version` is `landlock_version`'s answer, asked if None. Raises `OSError` without
+    Landlock.
     """
     version = landlock_version() if version is None else version
     if not version:

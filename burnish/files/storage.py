@@ -1,9 +1,7 @@
-"""The few operations on files that durability rests on, behind a seam that tests can break.
+"""The few file operations that durability rests on, behind a seam that tests can break.
 
-Everything a checkpoint does to a disk goes through a `Storage`, so a test can put one in its place
-that fails, fills up or forgets what was not synced. `LocalStorage` is the real one. What only reads
-asks for a `Source`, which a remote directory is as well. Left out: writing to object stores, which
-have no writes in place and get whole files instead.
+Everything a checkpoint does to a disk goes through a `Storage`: tests use one that fails, fills up or forgets unsynced writes.
+`LocalStorage` is the real one. Readers need only a `Source`, which remote directories are too.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ class File(ReadableFile, Protocol):
 
 
 class Source(Protocol):
-    """A place whose files can be read. Every method raises `OSError` when it cannot do what it says."""
+    """A place whose files can be read. Methods raise `OSError` if they fail."""
 
     @property
     def reads_at_once(self) -> int:
@@ -105,7 +103,7 @@ class Storage(Source, Protocol):
         """Return when the names in this directory survive a power loss."""
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file or directory another name at once; a file of that name is replaced, a filled directory is not."""
+        """Rename a file or directory at once; replaces a file, but no filled directory."""
 
     def remove(self, path: Path) -> None:
         """Remove a file, or a directory with all in it."""

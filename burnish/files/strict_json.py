@@ -1,8 +1,7 @@
-"""JSON read with suspicion: without duplicate keys, NaN, numbers that become infinite, or surprises of depth.
+"""Strict JSON: without duplicate keys, NaN, infinities, or deep nesting.
 
-For files that something depends on (manifests, states), where Python's reader would silently take
-the last of two keys, a NaN, or an infinity for 1e999. Large objects of strangers are read member by
-member: what a few bytes of JSON become in memory can be fifty times as much.
+For files that something depends on. Python's reader silently takes the last of two keys, and a few bytes of hostile JSON may need
+fifty times as much memory, so large objects are read member by member.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ def parse_json(data: bytes, what: str) -> Any:
 
 
 def each_member(text: str, at: int, take: Callable[[str, int], int]) -> int:
-    """Walk over the object at character `at` of a JSON text; returns where it and the blanks behind it end.
+    """Walk over the object at character `at`; return where it and the blanks after it end.
 
-    `take` is called with each name and where its value begins, and says where that ends. Raises
-    `ValueError` for what is no object, as far as it was walked over.
+    `take` gets each name and the start of its value, and returns the value's end. Raises `ValueError` if it is no object.
     """
     _, at = _mark(text, at, "{")
     if text[at : at + 1] == "}":
@@ -51,7 +49,7 @@ def each_member(text: str, at: int, take: Callable[[str, int], int]) -> int:
 
 
 def text_at(text: str, at: int) -> tuple[str, int]:
-    """The string at a character of a JSON text, and where it ends. Raises `ValueError` for anything else."""
+    """Return the string at a character, and where it ends. Raises `ValueError` for anything else."""
     if text[at : at + 1] != '"':
         raise ValueError(f"no string at character {at}")
     found: tuple[str, int] = _DECODER.raw_decode(text, at)
@@ -59,10 +57,7 @@ def text_at(text: str, at: int) -> tuple[str, int]:
 
 
 def flat_at(text: str, at: int) -> tuple[dict[str, Any], int]:
-    """The object at a character of a JSON text, and where it ends.
-
-    Raises `ValueError` for a long one, for one that holds others, and for one with a key twice or a colon in a word.
-    """
+    """Return the object at a character, and where it ends. Raises `ValueError` if it is long, nested, or has a key twice."""
     end = text.find("}", at, at + _LONGEST_FLAT) + 1
     if not end or text[at] != "{" or text.find("{", at + 1, end) >= 0:
         raise ValueError(f"no object of a few numbers and words at character {at}")
@@ -79,7 +74,7 @@ def encode_json(value: object) -> bytes:
 
 
 def shortened(value: object, limit: int = 200) -> str:
-    """What was read, as a message shows it: a hostile file must not fill the screen, nor take long to be shown."""
+    """Return a value's text cut to a message's length, quickly for hostile values too."""
     return clipped(repr(value) if isinstance(value, str) else _SHOWN.repr(value), limit)
 
 
@@ -107,7 +102,7 @@ def _finite(digits: str) -> float:
 
 
 def _mark(text: str, at: int, wanted: str) -> tuple[str, int]:
-    """The next character, which has to be one of these, and where it and the blanks around it end."""
+    """Return the next character, which must be one of these, and the position after it and its blanks."""
     found = _PUNCTUATION.match(text, at)
     if found is None or found[1] not in wanted:
         raise ValueError(f"none of {wanted} at character {at}")

@@ -1,7 +1,4 @@
-"""How well a step used the machine, from plain numbers.
-
-Left out: counting flops (`burnish.models`), measuring peaks (`burnish.distributed.device`), and memory (`burnish.tracking.peaks`).
-"""
+"""How well a step used the machine, from plain numbers."""
 
 from __future__ import annotations
 
@@ -14,12 +11,10 @@ def throughput(
     peak_flops_per_s: float | None = None,
     imbalance: float | None = None,
 ) -> dict[str, float]:
-    """`perf/tokens_per_s`, and `perf/mfu` and `perf/imbalance` where what they need is known.
+    """Return `perf/tokens_per_s`, and `perf/mfu` and `perf/imbalance` if their inputs are known.
 
-    `tokens` is the total over all ranks for work that took `seconds`. `flops` and
-    `peak_flops_per_s` are of the same devices, one rank's or those of all ranks together: model FLOPs
-    utilisation is flops / (seconds · peak) (PaLM, arXiv 2204.02311, appendix B).
-    `imbalance` is what the costliest rank takes over what the mean of the ranks takes. No rate is given for 0 seconds.
+    `tokens` is the total over all ranks in `seconds`. `flops` and `peak_flops_per_s` belong to the same devices; MFU is
+    flops / (seconds · peak) (PaLM, arXiv 2204.02311, appendix B). `imbalance` is the costliest rank over the mean.
     """
     values: dict[str, float] = {}
     if seconds > 0:

@@ -1,8 +1,7 @@
-"""The one verb of every sink of metrics, and several sinks as one.
+"""The tracker protocol, and several trackers as one.
 
-Sinks: `jsonl` (the record of a run), `console` (a line for people) and `tensorboard`. Only the
-main rank logs; every other rank holds an empty `Trackers`, so that no caller asks which rank it
-is. Left out: what the numbers mean (`metrics`), and reduction over ranks, which happens before.
+Trackers: `jsonl` (the record of a run), `console`, `tensorboard`, and the user's own. Only the main rank logs; others hold an empty
+`Trackers`. Numbers are reduced over ranks before.
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ class Tracker(Protocol):
     """Something that takes the numbers of each step."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take one step's numbers, by name (`actor/pg_loss`); values may be NaN or infinite.
+        """Take one step's numbers by name (`actor/pg_loss`), NaN and infinity included.
 
-        Called once per step, with steps ascending, and never after `close`. `values` is only read,
-        and not kept. What was taken survives a kill of the process right after the call returns.
-        Raises `OSError` when the sink cannot be written.
+        Called once per step, in ascending order, never after `close`. `values` is only read. What was taken must survive a kill right
+        after the call. Raises `OSError` if writing fails.
         """
 
     def sync(self) -> None:
-        """Let what was taken survive a power loss, if it is a record that others are made from. Raises `OSError`."""
+        """Make what was taken survive a power loss, if others depend on the record. Raises `OSError`."""
 
     def close(self) -> None:
         """Write out what is held and free it. A second call does nothing."""

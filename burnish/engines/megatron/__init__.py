@@ -1,7 +1,4 @@
-"""The Megatron-Core engine. Importing this brings Megatron in, whose own imports warn of every optional package that is missing.
-
-Left out of this place: everything else (`burnish.engines.megatron.megatron_engine` is the engine).
-"""
+"""The Megatron-Core engine (`megatron_engine`). Importing this imports Megatron, without its warnings of missing packages."""
 
 import warnings
 

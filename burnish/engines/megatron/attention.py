@@ -1,9 +1,7 @@
-"""Attention over packed sequences as a module of Megatron's layer spec, and the norm beside it.
+"""Attention over packed sequences for Megatron's layer spec, and the norm beside it.
 
-Megatron's own core attention refuses packed sequences unless TransformerEngine is there. This one
-is the torch engine's: rotary positions and attention of `burnish.models`, with flash attention's
-variable-length kernel on CUDA, and Ulysses where several ranks share the tokens (what Megatron
-calls context parallelism by all-to-all). Left out: dropout.
+Megatron's core attention needs TransformerEngine for packed sequences. This one is the torch engine's, with Ulysses if ranks
+share tokens (Megatron's context parallelism by all-to-all). Left out: dropout.
 """
 
 from __future__ import annotations
@@ -23,10 +21,7 @@ from burnish.models.routing import Routing
 
 @dataclass
 class Packing(PackedSeqParams):
-    """What travels through Megatron's layers beside the hidden states of a micro-batch.
-
-    Megatron's own fields stay empty, so that nothing but `PackedAttention` does anything with it.
-    """
+    """Travels through Megatron's layers beside a micro-batch's hidden states; only `PackedAttention` reads it."""
 
     attends: Attends | None = None
     """Which tokens see each other."""
@@ -46,7 +41,7 @@ class PackedAttention(nn.Module):
         sliding_window: int | None = None,
         **others: Any,
     ) -> None:
-        """`sliding_window`: tokens that a token sees, itself included; None: all before it. `others` are Megatron's, of no use here."""
+        """`sliding_window`: tokens that a token sees, itself included; None: all before it. `others` are Megatron's and unused."""
         super().__init__()
         self.layer_number = layer_number
         self.sliding_window = sliding_window
@@ -63,7 +58,7 @@ class PackedAttention(nn.Module):
         packed_seq_params: Packing,
         **others: Any,
     ) -> Tensor:
-        """Output [T, 1, heads · d] of queries [T, 1, heads, d], keys and values [T, 1, key heads, d]."""
+        """Attend: queries [T, 1, heads, d], keys and values [T, 1, key heads, d] to [T, 1, heads · d]."""
         packing, rotation = packed_seq_params.attends, packed_seq_params.rotation
         assert packing is not None
         assert rotation is not None
@@ -74,10 +69,9 @@ class PackedAttention(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm of whatever part of the tokens this rank has.
+    """RMSNorm of this rank's tokens.
 
-    Under sequence parallelism each rank of a tensor group sees other tokens, so that the gradient of
-    the weight has to be summed over the group; the mark on the weight tells Megatron.
+    Under sequence parallelism the weight's gradient is summed over the tensor group; a mark on the weight tells Megatron.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:

@@ -1,8 +1,4 @@
-"""How Megatron is called: through the host layer where there is no CUDA, and without its warnings.
-
-It warns of each optional package that is missing, of its own old names, and of settings that are
-chosen here on purpose; none of that is for the person who trains.
-"""
+"""Call Megatron: through the host layer without CUDA, and without warnings about its own packages, names and settings."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""What a Megatron engine steps: AdamW by Megatron's distributed optimizer, over gradients that its DDP adds up.
+"""AdamW by Megatron's distributed optimizer, over gradients that its DDP accumulates.
 
-Main weights and moments are fp32, each data-parallel rank having a flat range of them; gradients
-are reduced in fp32, as sums. Moments that rest on the host (`engine.optimizer_offload`) or in bf16 (`optim.moments`) come
-to the device in fp32 for their step, some at a time. Left out: Megatron's other optimizers, and its settings for
-narrower state: those have TransformerEngine's FusedAdam do the same arithmetic, on fp32 copies of all moments at a time.
+Main weights and moments are fp32; each data-parallel rank has a flat range of them. Gradients are summed in fp32. Moments on the
+host (`engine.optimizer_offload`) or in bf16 (`optim.moments`) come to the device in fp32 for their step, some at a time.
 """
 
 from __future__ import annotations
@@ -122,10 +120,7 @@ def _wrapped(stage: PackedGPT, mesh: MegatronMesh) -> DistributedDataParallel:
 
 
 def _empty(stage: PackedGPT) -> None:
-    """Free the memory of weights that are not loaded yet: Megatron copies them to a buffer of its own, beside one for gradients, and both would be there at a time.
-
-    They stay what they are but for their strides, which are 0.
-    """
+    """Free unloaded weights, which Megatron copies to its own buffer; they keep their shapes, with strides of 0."""
     for parameter in stage.parameters():
         element = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
         strides = [0] * parameter.dim()

@@ -1,10 +1,8 @@
-"""The experts of a mixture as two grouped products, a module of Megatron's layer spec.
+"""The experts of a mixture as two grouped products, for Megatron's layer spec.
 
-Megatron's own grouped experts need packages that exist for CUDA alone; without them it runs one expert
-after the other. Here the matrices of all experts that a rank has lie in one parameter each, every
-expert's rows are multiplied in one call of torch, and gradients of weights are added up where Megatron wants them: on
-a host one expert's after the other, on CUDA those of a matrix at once. Ranks that share an expert's matrices exchange rows in Megatron's
-token dispatcher, before and behind this module. Left out: biases, activations other than SiLU, quantized experts.
+Megatron's grouped experts need CUDA packages; else it runs one expert at a time. Here a rank's experts are one parameter each,
+and every expert's rows are multiplied in one call. Ranks that share an expert exchange rows in Megatron's token dispatcher. Left
+out: biases, activations other than SiLU, quantized experts.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ _ALIGNED_BYTES = 16
 
 
 class GroupedExperts(MegatronModule):
-    """The experts [E] of a layer that this rank has, each a gated MLP, or this rank's part of each."""
+    """This rank's experts [E] of a layer, each a gated MLP or this rank's part of one."""
 
     def __init__(
         self,
@@ -40,9 +38,9 @@ class GroupedExperts(MegatronModule):
         self.linear_fc2 = GroupedLinear((experts, hidden, width), dtype)
 
     def forward(self, rows: Tensor, counts: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
-        """Output [R, H] of rows [R, H], sorted by expert, times the router's probabilities [R]; and no bias.
+        """Return [R, H] of rows [R, H], sorted by expert and multiplied by the router's probabilities [R]; no bias.
 
-        `counts` [E]: rows of each expert, int64, on the host or the device.
+        `counts` [E] int64: rows of each expert.
         """
         gate, up = self.linear_fc1(rows, counts).chunk(2, dim=-1)
         inner = functional.silu(gate) * up * probabilities[:, None]
@@ -58,7 +56,7 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """[R, O] of rows [R, I], of which the first `counts[0]` are the first expert's, and so on."""
+        """Return [R, O] of rows [R, I]: the first `counts[0]` belong to the first expert, and so on."""
         product: Tensor = _GroupedProduct.apply(rows, self.weight, counts)  # type: ignore[no-untyped-call]
         return product
 
@@ -87,7 +85,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """[R, O] of rows [R, I] and matrices [E, I, O]: the first `counts[0]` rows times the first matrix, and so on."""
+    """Return [R, O] of rows [R, I] and matrices [E, I, O]: the first `counts[0]` rows times the first matrix, and so on."""
     if _is_aligned(rows, matrices[0]):
         return functional.grouped_mm(rows, matrices, offs=_ends(counts, rows.device))
     each = zip(torch.split(rows, counts.tolist()), matrices, strict=True)
@@ -95,10 +93,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
 
 
 def add_outer_products(sums: Tensor, left: Tensor, right: Tensor, counts: Tensor) -> None:
-    """Add leftᵀ · right of each expert's rows, of [R, O] and [R, I], to sums [E, O, I].
-
-    On a host torch would do one after the other too, and want room for all of them.
-    """
+    """Add leftᵀ · right of each expert's rows, [R, O] and [R, I], to sums [E, O, I]; on a host one expert after the other."""
     if left.is_cuda and _is_aligned(left, right):
         sums.add_(functional.grouped_mm(left.t(), right, offs=_ends(counts, left.device)))
         return

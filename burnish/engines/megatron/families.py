@@ -1,8 +1,4 @@
-"""What Megatron has to be told of a Hugging Face model: families as data, and what of a model is not computed.
-
-Left out: the degrees of parallelism (`burnish.engines.megatron.megatron_compatibility`), Megatron's own objects
-(`burnish.engines.megatron.meta_init`).
-"""
+"""What Megatron must be told of a Hugging Face model: families as data, and what is not computed."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
 """Flat ranges of parameters as boxes of checkpoint tensors.
 
-Megatron's distributed optimizer lays all parameters end to end and gives each data-parallel rank an
-equal run of that, regardless of where parameters begin. What a rank has of a parameter is so a run of
-its elements in C order. Here such a run is decomposed, through whatever the parameter fuses, into
-boxes of checkpoint tensors, each of which is contiguous in the run: nothing is gathered, and every
-piece is a view. A run of one tensor is at most three boxes of a matrix: the end of a row, whole
-rows, the beginning of a row. Pure arithmetic.
+Megatron's distributed optimizer lays parameters end to end and gives each rank an equal run. A rank's part of a parameter is a run
+of elements in C order. It is decomposed into boxes of checkpoint tensors, each contiguous in the run, so every piece is a view. A
+run of a matrix is at most three boxes: the end of a row, whole rows, the beginning of a row.
 """
 
 from __future__ import annotations
@@ -19,10 +16,9 @@ from burnish.models.names import Region
 def boxes_in_range(
     region: Region, shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[int, Box]]:
-    """The elements of a region that lie in the flat range `start:stop` of its parameter.
+    """Yield the boxes of a region in the flat range `start:stop` of its parameter of this `shape`.
 
-    `shape` is the parameter's. Yields where in the *range* a box's elements begin, and the box in the
-    checkpoint tensor's coordinates; its elements follow each other in C order.
+    Each comes with the offset of its elements in the range; they are contiguous, in C order.
     """
     passed = 0  # elements of the region before the run
     for first, count in flat_runs(shape, region.box):

@@ -1,9 +1,7 @@
-"""Lets Megatron-Core 0.16 run on a CPU with gloo, where there is no CUDA at all.
+"""Let Megatron-Core 0.16 run on a CPU with gloo, without CUDA.
 
-Megatron names CUDA in a few dozen places: as the device of new tensors, as the current device, in
-the names of tensor types, for streams and for the state of random generators. `on_host` answers all
-of these for the CPU while its block runs, and does nothing where CUDA is available. Every
-substitution says which lines need it. None changes what is computed. Left out: other accelerators than CUDA.
+Megatron names CUDA for new tensors, the current device, tensor types, streams and random states. `on_host` answers for the CPU
+inside its block, and does nothing with CUDA. Every substitution says which lines need it; none changes a result.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def on_host() -> AbstractContextManager[None]:
-    """Inside the block Megatron may be called on a machine without CUDA; it may be entered again inside itself."""
+    """Allow calls of Megatron without CUDA inside the block, which may be nested."""
     return nullcontext() if torch.cuda.is_available() else _cuda_is_cpu()
 
 
@@ -78,7 +76,7 @@ def _substitutions() -> list[tuple[ModuleType | type, str, Any]]:
 
 
 class _CudaTensorsAreHostTensors(TorchFunctionMode):
-    """Tensors that are asked for on CUDA are made on the CPU, and what is there says that it is on CUDA."""
+    """Makes tensors for CUDA on the CPU, and lets them say that they are on CUDA."""
 
     def __torch_function__(
         self,

@@ -1,10 +1,8 @@
-"""What Megatron's layers are built of: torch's modules, or TransformerEngine's where it is installed and can be used.
+"""The modules of Megatron's layers: torch's, or TransformerEngine's where it is installed and can be used.
 
-TransformerEngine has kernels for CUDA that compute a norm and the matrix behind it in one step, and the experts of
-a layer in one product. It multiplies fp32 matrices in tf32 (its common/gemm/cublaslt_gemm.cu), so it serves bf16 only.
-Attention is ours with both (`burnish.engines.megatron.attention`): TransformerEngine's does not know shared prefixes.
-Apex has a kernel that adds the gradient of a matrix to that of the micro-batches before, in fp32. Left out: TransformerEngine's fp8
-and fp4; Apex's layers, among which Megatron finds no RMSNorm.
+TransformerEngine fuses a norm with the matrix behind it, and the experts of a layer. It multiplies fp32 in tf32, so it serves
+bf16 only. Attention is ours with both, since TransformerEngine's does not know shared prefixes. Apex has a kernel that
+accumulates a matrix's gradient in fp32. Left out: TransformerEngine's fp8 and fp4, Apex's layers.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from burnish.models.routing import require_routers
 
 
 def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
-    """Raise `UsageError` for an unknown family, settings that cannot divide the model, and a loss of routers where there are none."""
+    """Raise `UsageError` for an unknown family, settings that cannot divide the model, or a router loss without routers."""
     Architecture.of(hf_config)
     if config.router_aux_loss:
         require_routers(hf_config, "engine.router_aux_loss")

@@ -1,8 +1,7 @@
-"""The Megatron engine: tensor, pipeline, expert and data parallelism of Megatron-Core behind the engine's verbs.
+"""The Megatron engine: tensor, pipeline, expert and data parallelism of Megatron-Core.
 
-Main weights, optimizer state and gradient reduction are fp32, compute is bf16 or fp32. On a machine
-without CUDA the same code runs over gloo (`burnish.engines.megatron.host`). Left out: adapters,
-activation offloading, compilation.
+Main weights, optimizer state and gradient reduction are fp32, compute is bf16 or fp32. Without CUDA the same code runs over gloo
+(`burnish.engines.megatron.host`). Left out: adapters, activation offloading, compilation.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from burnish.tracking.stats import Stats
 class MegatronEngine:
     """A causal language model, or one with a value head, trained with Megatron-Core; implements `burnish.engines.base.Engine`.
 
-    Without `optim` the engine is a frozen model in the dtype of computing: `forward`, `published` and
-    `load(source, Part.WEIGHTS)` only. The weights are undefined until `load(source, Part.WEIGHTS)`.
+    Without `optim` it is frozen, in the compute dtype: `forward`, `published` and `load(source, Part.WEIGHTS)` only. Weights are
+    undefined until loaded.
     """
 
     def __init__(
@@ -190,7 +189,7 @@ class MegatronEngine:
             yield
 
     def _evened(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
-        """The batch with its experts, what a probability of each costs and how evenly they are used; the batch alone where no loss evens them."""
+        """Return the batch with experts, the cost of their probabilities and their load; the batch alone without a router loss."""
         weight, experts, known = self._config.router_aux_loss, self._experts, batch.is_routed
         if weight == 0 or experts is None:
             return batch, None, Stats()

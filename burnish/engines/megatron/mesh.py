@@ -1,9 +1,7 @@
-"""Megatron's process groups: made here, in one place, and taken down here.
+"""Megatron's process groups, made and destroyed here.
 
-Megatron keeps its groups in module variables, so there is one set of them in a process, which all
-models of a run share. Ranks are a grid of pipeline × data × sequence × tensor, the last running
-fastest, as `burnish.distributed.layout.Layout` has it; within pipeline × data, experts have a grid
-of their own. Left out: groups for gloo beside those for NCCL.
+Megatron keeps its groups in module variables, so all models of a run share one set. Ranks are a grid of pipeline × data ×
+sequence × tensor, the last fastest, as in `burnish.distributed.layout.Layout`; experts have their own grid in pipeline × data.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ def _forget() -> None:
 
 
 def _forget_ended_run() -> None:
-    """Have Megatron forget groups that went with the group of all ranks of an earlier run of this process."""
+    """Make Megatron forget the groups of an earlier run of this process."""
     try:
         for group in _made():
             dist.get_process_group_ranks(group)

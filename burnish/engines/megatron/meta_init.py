@@ -1,7 +1,6 @@
-"""From a Hugging Face configuration to Megatron's model: its configuration, its layers, this rank's stages.
+"""From a Hugging Face configuration to Megatron's model: its configuration, layers, and this rank's stages.
 
-Layers are Megatron's own, from a spec whose attention and router are ours (`burnish.engines.megatron.attention`,
-`.routers`) and whose matrices, norms and experts are those of `.layers`. Weights are left undefined: they come from a source.
+Layers are Megatron's, from a spec with our attention and router and the modules of `.layers`. Weights are undefined until loaded.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 def build_stages(
     hf_config: PretrainedConfig, config: EngineConfig, mesh: MegatronMesh, device: torch.device
 ) -> list[PackedGPT]:
-    """This rank's stages of the model, one for each virtual stage, in the dtype of computing, with undefined weights. Collective.
+    """Build this rank's stages, one per virtual stage, in the compute dtype with undefined weights. Collective.
 
-    To be called inside `burnish.engines.megatron.calls.megatron_called`.
+    Call it inside `burnish.engines.megatron.calls.megatron_called`.
     """
     shape = Architecture.of(hf_config)
     modules = layer_modules(config, device)
@@ -139,10 +138,9 @@ def _of_experts(experts: Experts, config: EngineConfig) -> dict[str, Any]:
 
 
 def pipeline_layout(layers: int, config: EngineConfig) -> list[list[str]] | None:
-    """What each stage has, in the order of the model; None for a single stage.
+    """Return the layers of each stage, in the order of the model; None for a single stage.
 
-    Layers are dealt out evenly; where that leaves some over, the last stages, which also have the
-    output layer to compute, get the fewer.
+    Layers are dealt out evenly; the last stages, which also compute the output layer, get fewer.
     """
     stages = config.pipeline_parallel * config.virtual_stages
     if stages == 1:
@@ -186,10 +184,7 @@ def _stage(
 
 
 def _mark_cut(stage: PackedGPT) -> None:
-    """Say which weights differ between tensor ranks; Megatron's own linear layers do so only where they initialize them themselves, and it counts the others once.
-
-    Experts' are reduced over the experts' own groups, which Megatron thinks are the others' where no expert is divided.
-    """
+    """Mark the weights that differ between tensor ranks; Megatron counts the others once."""
     linear = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding
     for module in stage.modules():
         if isinstance(module, linear) and module.weight is not None:
