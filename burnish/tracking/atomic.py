@@ -1,8 +1,4 @@
-"""Files of a run directory that are whole or not there.
-
-A reader (a person, a plot, a run that resumes) never meets half a file, whenever the writer is
-killed. Left out: checkpoints, which have a commit protocol of their own (`burnish.checkpoint`).
-"""
+"""Files of a run directory that are whole or not there, whenever the writer is killed."""
 
 from __future__ import annotations
 
@@ -14,10 +10,9 @@ from burnish.files.storage import LocalStorage
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Put `content` at `path`, replacing what is there; text is written as UTF-8.
+    r"""Put `content` at `path`, replacing what is there; text is UTF-8, lone surrogates become `\udXXX`.
 
-    The directory is made when missing. Lone surrogates in text, which UTF-8 cannot hold, are
-    written as `\\udXXX`. Raises `OSError` (no space, no permission) and leaves the old file then.
+    Makes the directory. Raises `OSError` and leaves the old file if it fails.
     """
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,6 @@
 """Geometry of the report's plots: numbers in, SVG paths and tick marks out.
 
-Pure functions on lists, quick for tens of thousands of steps: a plot keeps at most `MAX_POINTS`
-points a line, among them the least and the largest value of every stretch. Left out: colours and
-markup, which are the template's.
+Pure functions, quick for tens of thousands of steps: a line keeps at most `MAX_POINTS` points, with the extremes of every stretch.
 """
 
 from __future__ import annotations
@@ -105,10 +103,7 @@ def line_chart(title: str, series: Mapping[str, Sequence[Point]]) -> Chart | Non
 
 
 def stacked_chart(title: str, series: Mapping[str, Sequence[Point]]) -> Chart | None:
-    """Series of equal steps as areas on top of each other, the first at the bottom.
-
-    Long series are averaged in buckets. None where there is nothing to show.
-    """
+    """Stack series of equal steps as areas, the first at the bottom; None if there is nothing to show."""
     means = {name: _bucket_means(points) for name, points in series.items() if points}
     if not means:
         return None
@@ -196,9 +191,9 @@ def _is_calm(values: Sequence[float]) -> bool:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Averages over about a 15th of the values, without lag: s_t = Σ_i β^|t−i| v_i / Σ_i β^|t−i|.
+    """Average over about a 15th of the values, without lag: s_t = Σ_i β^|t−i| v_i / Σ_i β^|t−i|.
 
-    Only finite values count; NaN where there is none at all.
+    Only finite values count; NaN without any.
     """
     span = max(1.0, min(len(values) / 15, 100.0))
     keep = 1 - 2 / (span + 1)
@@ -248,7 +243,7 @@ def _bucket_means(points: Sequence[Point]) -> list[Point]:
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers (1, 2, 5 times a power of ten apart) between `low` and `high`, some `about` of them."""
+    """Return about `about` round numbers (1, 2, 5 times a power of ten apart) between `low` and `high`."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     bounds = ((1.5, 1), (3.5, 2), (7.5, 5), (math.inf, 10))

@@ -1,7 +1,6 @@
-"""One line per step for the person in front of the terminal, or behind a log file.
+"""One line per step on the terminal or in a log file.
 
-Only what is watched, by short names, in at most `width` columns: where a line grows too long, the
-least watched goes first. Everything is in `metrics.jsonl`. Left out: progress bars (`progress`).
+Short names, at most `width` columns; the least watched numbers go first. `metrics.jsonl` has everything.
 """
 
 from __future__ import annotations
@@ -89,10 +88,9 @@ def duration(seconds: float) -> str:
 
 
 class ConsoleTracker:
-    """Prints a line per step, in colour where the stream is a terminal.
+    """Prints a line per step, in colour on a terminal.
 
-    `total_steps` gives `step/total` and the time left; without it both are left out. `stream` is
-    standard output when not given.
+    `total_steps` adds `step/total` and the time left. `stream` is standard output by default.
     """
 
     def __init__(

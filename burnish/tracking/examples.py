@@ -1,8 +1,7 @@
-"""Which rollouts a report shows: the best, the worst, and the prompts whose reward changed most.
+"""Choose the rollouts of a report: the best, the worst, and the prompts whose reward changed most.
 
-Best and worst are of the newest file of rollouts, one per prompt; changes compare the earliest and
-the latest answers to the same prompt. Files are read from both ends of the run up to a budget of
-bytes, so that a long run's report takes no longer. Left out: markup.
+Best and worst come from the newest file, one per prompt; changes compare the earliest and latest answers. Files are read from both
+ends up to a budget of bytes.
 """
 
 from __future__ import annotations
@@ -80,9 +79,9 @@ class Examples:
 
 
 def choose_examples(directory: Path, count: int = 3) -> Examples | None:
-    """Up to `count` of each kind from a directory of rollouts; None where there are none.
+    """Return up to `count` of each kind from a directory of rollouts; None without rollouts.
 
-    Raises `CorruptError` for a file that does not hold rollouts.
+    Raises `CorruptError` for a file that holds none.
     """
     files = rollout_files(directory)
     groups: dict[int, dict[int, list[Shown]]] = {}

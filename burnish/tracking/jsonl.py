@@ -1,8 +1,7 @@
-"""`metrics.jsonl`: one JSON object per step, the record that everything else is drawn from.
+"""`metrics.jsonl`: one JSON object per step, the record of a run.
 
-JSON has no NaN and no infinities; they are written as the strings "NaN", "Infinity" and
-"-Infinity" (as in protobuf's JSON mapping), which `float()` reads back in most languages. Left
-out: rotation and compression; 10,000 steps of 40 numbers are about 10 MB.
+NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", as in protobuf's JSON; `float()` reads them. 10,000 steps of
+40 numbers are about 10 MB.
 """
 
 from __future__ import annotations
@@ -31,20 +30,15 @@ def json_numbers(values: Mapping[str, float]) -> dict[str, float | str]:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """`record` as one line of JSON with its newline.
-
-    Its numbers have to be finite (see `json_number`). Characters are written as they are, so that
-    the file reads well.
-    """
+    """Return `record`, whose numbers must be finite (see `json_number`), as one line of JSON."""
     return json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(", ", ": ")) + "\n"
 
 
 class JsonlTracker:
     """Appends to `path`, flushed after every step.
 
-    On resuming from step N, the lines of later steps are cut first, atomically, so that the file
-    of an interrupted run becomes that of an uninterrupted one. A run from the start (N = None)
-    begins with an empty file. A last line that a kill left half written is cut too.
+    Resuming from step N first cuts later lines, and a half-written one, atomically; so an interrupted run's file becomes that of an
+    uninterrupted one. N = None begins an empty file.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
@@ -96,10 +90,9 @@ def _corrupt(path: Path, line: bytes) -> CorruptError:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The steps of a `metrics.jsonl`, each with `step`, in the order of the file.
+    """Return the steps of a `metrics.jsonl`, each with `step`, in the file's order; [] without a file.
 
-    Empty when there is no file. A last line without its newline is still being written, and is
-    left out. Raises `CorruptError` for any other line that is not a step's metrics.
+    A last line without its newline is still being written, and left out. Raises `CorruptError` for any other broken line.
     """
     if not path.exists():
         return []

@@ -1,7 +1,4 @@
-"""How much memory each part of a step took at its fullest.
-
-Left out: asking a device for its memory (`burnish.distributed.device`), which whoever makes this hands in.
-"""
+"""The highest memory of each part of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ _GIGABYTE = 1e9
 class Peaks:
     """The highest memory in use within each outermost part, in bytes. For one thread.
 
-    `peak` gives the most bytes since the last `reset`, or since the process began.
+    `peak` returns the most bytes since the last `reset`, or since the process began.
     """
 
     def __init__(self, reset: Callable[[], None], peak: Callable[[], int]) -> None:

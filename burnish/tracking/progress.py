@@ -1,9 +1,7 @@
 """Progress bars for the phases of a run: setup, rollout, update.
 
-On a terminal, bars that vanish when their phase ends. Anywhere else (a log file, a scheduler's
-output) a plain line, only for a phase that takes long, so that a run that hangs shows where. Bars
-are drawn by `advance` itself, at most ten times a second: there is no thread. Left out: what a
-step was worth (`console`).
+On a terminal, bars that vanish when their phase ends. Elsewhere a plain line, only for a long phase, so that a hang shows where.
+`advance` draws, at most ten times a second; there is no thread.
 """
 
 from __future__ import annotations
@@ -79,10 +77,7 @@ class _Plain:
 
 
 class Progress:
-    """Shows phases on `stream` (standard error when not given); nothing at all unless `enabled`.
-
-    Every rank makes one; only the main rank's is enabled. Phases may nest.
-    """
+    """Shows phases on `stream` (default: standard error) if `enabled`, which only the main rank's is. Phases may nest."""
 
     def __init__(
         self,
@@ -109,7 +104,7 @@ class Progress:
     def phase(self, name: str, total: float | None = None) -> Iterator[Bar]:
         """Show `name` with a bar up to `total` (unknown: None) while the block runs.
 
-        `bar.advance(k)` may be called from the block's thread only.
+        Call `bar.advance(k)` from the block's thread only.
         """
         if not self._enabled:
             yield _Silent()

@@ -1,8 +1,7 @@
-"""`report.html`: a whole run on one page that needs nothing but a browser.
+"""`report.html`: a whole run on one page that needs only a browser.
 
-Reads what the run directory holds and no more, so that it can be made again at any time, on any
-machine, without torch. Plots are SVG; a few lines of script show values under the pointer; nothing
-is fetched from anywhere. Left out: comparing runs.
+Reads only the run directory, so it can be made again at any time, without torch. Plots are SVG; a short script shows values under
+the pointer; nothing is fetched.
 """
 
 from __future__ import annotations
@@ -115,8 +114,7 @@ class Validation:
 def write_report(run_dir: Path, state: State = "unknown") -> Path:
     """Write `report.html` for a run directory, atomically, and return its path.
 
-    Whatever is missing (rollouts, validation, the configuration, even metrics) is left out of the
-    page. Raises `CorruptError` where a file is there and not what it should be.
+    Whatever is missing is left out. Raises `CorruptError` for a broken file.
     """
     run = RunDirectory(run_dir)
     series = _series(read_metrics(run.metrics))

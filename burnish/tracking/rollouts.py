@@ -1,7 +1,6 @@
-"""`rollouts/step-XXXXXXXX.jsonl`: every prompt, completion and reward of a step, to read afterwards; `validation-XXXXXXXX.jsonl`: of a validation.
+"""Files of rollouts: `step-XXXXXXXX.jsonl` with every prompt, completion and reward of a step, `validation-XXXXXXXX.jsonl` of a validation.
 
-The file is a function of the rollouts alone: the same step writes the same bytes, whatever the
-order or the rank that made them. Left out: token ids and log-probs, which nobody reads.
+The same rollouts give the same bytes, in any order and on any rank. Left out: token ids and log-probs.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ def write_rollouts(
 ) -> Path:
     """Write a step's rollouts atomically, one JSON object a line, by prompt index and sample.
 
-    `advantages` has one number per rollout, in the same order; for advantages per token, their mean
-    over the completion; None where there are none. Numbers that are not finite become strings (see `burnish.tracking.jsonl`).
+    `advantages` has one number per rollout, the mean over tokens, or None. Numbers that are not finite become strings (see
+    `burnish.tracking.jsonl`).
     """
     rows = [_row(step, *pair) for pair in zip(rollouts, advantages, strict=True)]
     rows.sort(key=lambda row: (row["prompt_index"], row["sample"]))

@@ -1,13 +1,10 @@
-"""The directory of a run: what lies where, and which machine and versions it ran with.
+"""The directory of a run: the paths in it, and the machine and versions that it ran with.
 
 ```
 runs/NAME/
   config.yaml        environment.json        metrics.jsonl        tensorboard/
   rollouts/{step,validation}-00000010.jsonl  checkpoints/         report.html
 ```
-
-Left out: what the files hold (each has its own writer), and whether a directory's configuration
-fits another one (`burnish.config`).
 """
 
 from __future__ import annotations
@@ -74,7 +71,7 @@ class RunDirectory:
 
     @property
     def begun(self) -> bool:
-        """Whether a run has come as far as its first line of metrics. One that failed before has left nothing to protect."""
+        """Whether a run has logged its first metrics. One that failed before has nothing to protect."""
         return self.metrics.exists()
 
     def create(self) -> None:
@@ -109,10 +106,10 @@ class RunDirectory:
 
 
 def environment(device: str, world: int = 1) -> dict[str, Any]:
-    """This process's surroundings, for `environment.json`: enough to say what a run ran with.
+    """Return this process's surroundings for `environment.json`.
 
-    `device` is the device's name for people, `world` the number of processes. Versions are those
-    installed, None for what is not. No environment variable is read: they may hold secrets.
+    `device` is the device's name, `world` the number of processes. Versions are those installed, or None. No environment variable is
+    read: they may hold secrets.
     """
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,8 +1,4 @@
-"""How long each part of a step took.
-
-Host seconds: work still queued on an accelerator counts where the host waits for it. Left out:
-traces of single events.
-"""
+"""How long each part of a step took, in host seconds. Work queued on an accelerator counts where the host waits for it."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ class Spans:
         around: Callable[[str], AbstractContextManager[None]] | None = None,
         settle: Callable[[], None] | None = None,
     ) -> None:
-        """`around` is entered with the name of every span, to measure more of it; `settle` waits for what a span has begun."""
+        """Enter `around` with the name of every span; call `settle` to wait for the work that a span began."""
         self._clock, self._around, self._settle = clock, around, settle
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
@@ -49,10 +45,10 @@ class Spans:
             self._open.pop()
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last take (or the beginning), and start again from nothing.
+        """Return the seconds since the last take, and start again.
 
-        `timing_s/NAME` for every span that ended, and `timing_s/step` for all the time in between,
-        covered by a span or not. A span still open counts, whole, for the step in which it ends.
+        `timing_s/NAME` for every span that ended, and `timing_s/step` for all the time between. A span still open counts, whole, for the
+        step in which it ends.
         """
         now = self._clock()
         taken = {f"timing_s/{path}": seconds for path, seconds in self._seconds.items()}

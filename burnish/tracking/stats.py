@@ -1,9 +1,7 @@
 """Numbers that merge correctly over ranks and micro-batches.
 
-A mean is kept as (total, count), so that the mean of a step is the mean over all its tokens or
-sequences however they were cut. Values may be 0-d tensors until `Stats.values` asks for floats, so
-collecting them never waits for the device. Left out: reduction over ranks
-(`burnish.distributed.collectives`) and sinks.
+A mean is kept as (total, count), so a step's mean is over all its tokens or sequences for any cut. Values may be 0-d tensors until
+`Stats.values` asks for floats, so collecting never waits for the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""TensorBoard event files, for those who watch their runs there.
-
-Left out: anything but scalars; rollouts and plots of their own are in the run's report.
-"""
+"""TensorBoard event files: scalars only."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 class TensorBoardTracker:
     """Writes scalars under `directory`.
 
-    TensorBoard is told to forget what earlier files there hold of later steps: of those after N when
-    a run resumes from step N, of all of them when it starts from the beginning (N = None).
+    Resuming from step N tells TensorBoard to forget later steps of earlier files; N = None forgets all.
     """
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:

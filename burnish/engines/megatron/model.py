@@ -1,8 +1,7 @@
-"""Megatron's GPT model, made to run a scoring plan: packed tokens in, hidden states out, or a log-prob and an entropy per token, or a value.
+"""Megatron's GPT model with packed tokens in; hidden states, log-probs and entropies, or values out.
 
-The output layer's logits are computed in chunks by `burnish.models.logprobs`, of each rank's part of the
-vocabulary, so Megatron's own loss is not used. A model with a value head has that in the output layer's place,
-whole on every tensor rank.
+`burnish.models.logprobs` computes logits in chunks from each rank's part of the vocabulary, so Megatron's own loss is not used. A
+value head replaces the output layer, whole on every tensor rank.
 """
 
 from __future__ import annotations
@@ -37,7 +36,9 @@ class PackedGPT(GPTModel):
         value_bias: bool | None = None,
         **options: Any,
     ) -> None:
-        """`rotary`: transformers' module of rotary positions; `tokens`: the real size of the vocabulary; `padding`: the token whose embedding is not trained; `chunk`: tokens whose logits exist at one time; `value_bias`: whether the value head has a bias, None where the model has a vocabulary."""
+        """Take transformers' module `rotary`, the vocabulary's real size `tokens`, the token `padding` whose embedding is not trained, the
+        `chunk` of tokens per logits, and `value_bias`: whether a value head has a bias, None for a language model.
+        """
         super().__init__(*args, position_embedding_type="none", **options)
         self.padding, self.chunk = padding, chunk
         self._rotary = [rotary]  # in a list, so that it is no part of this module
@@ -56,10 +57,9 @@ class PackedGPT(GPTModel):
     def forward(
         self, plan: ScoringPlan, temperature: float = 1.0, routing: Routing | None = None
     ) -> Tensor | TokenOutputs:
-        """Hidden states [C, 1, H] of this stage's tokens; in the last stage what the model says of each token of the plan.
+        """Return hidden states [C, 1, H] of this stage's tokens; the last stage returns the outputs of each token.
 
-        All but the first stage take their input from `set_input_tensor`. `routing` says what the
-        routers do, where they are not left alone.
+        Later stages take their input from `set_input_tensor`. `routing` instructs the routers, if given.
         """
         cos, sin = self._rotary[0](plan.positions.float(), plan.positions[None])
         packing = Packing(attends=plan.packing, rotation=rotation_of(cos, sin), routing=routing)

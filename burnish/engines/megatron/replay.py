@@ -1,10 +1,8 @@
-"""Which experts tokens go to, prescribed and written down by Megatron's own RouterReplay, and evened out.
+"""Prescribe, record and even out the experts of tokens, through Megatron's RouterReplay.
 
-What a micro-batch's routers are to do travels through the layers beside its packing, as in
-`burnish.models.routing`, so a layer that is computed again in the backward pass does the same again, however
-micro-batches of several stages alternate. Records are those of the torch engine: every router of
-the model for every token, the same on all ranks that share a micro-batch. Left out: how many tokens of a
-step go to each expert (`burnish.engines.expert_load`).
+Instructions travel through the layers beside a micro-batch's packing, as in `burnish.models.routing`, so a layer that is computed
+again does the same. Records are those of the torch engine: every router for every token, the same on all ranks that share a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -85,10 +83,10 @@ class Replay:
     def routing_of(
         self, micro: MicroBatch, rows: TokenRows, *, record: bool, factors: Tensor | None = None
     ) -> Routing | None:
-        """What this rank's routers do with a micro-batch; None: nothing out of the ordinary.
+        """Return the routers' instructions for a micro-batch; None if there are none.
 
-        They send tokens to its experts where it has any; with `record` they write down where tokens go; with
-        `factors` (`ExpertLoad.factors`) they add the load-balancing loss of this rank's rows.
+        They send tokens to its experts, if any. `record`: note where tokens go. `factors` (`ExpertLoad.factors`): add the load-balancing
+        loss of this rank's rows.
         """
         if micro.experts is None and factors is None and not record:
             return None
@@ -106,7 +104,7 @@ class Replay:
         return rows.narrow(0, self.groups.tp.rank() * own, own)
 
     def record(self, chosen: Mapping[int, Tensor], rows: TokenRows) -> Tensor:
-        """The experts [T, L, k] of all tokens and routers, from what this rank's routers chose, as `Routing.record` gives them. Collective among those that share the micro-batch."""
+        """Return the experts [T, L, k] of all tokens and routers. Collective among the ranks that share the micro-batch."""
         experts, tensor = self._experts(), self.groups.tp
         own = rows.deal.rows // tensor.size()
         kind = index_dtype(experts.count)

@@ -1,8 +1,7 @@
-"""The router of a mixture of experts, as a module of Megatron's layer spec.
+"""The router of a mixture of experts for Megatron's layer spec.
 
-Megatron's own asks for a function of TransformerEngine even where that is not installed. The
-product of hidden states and weight is replaced, and the load-balancing loss, which Megatron takes of
-each micro-batch by itself and multiplies by its tokens; choosing experts is Megatron's.
+Megatron's needs a function of TransformerEngine. This one replaces the product of hidden states and weight, and the
+load-balancing loss, which Megatron takes per micro-batch. Choosing experts is Megatron's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Micro-batches through the pipeline, by Megatron's own schedules.
+"""Micro-batches through the pipeline, by Megatron's schedules.
 
-Every rank that shares a micro-batch calls this with the same micro-batches. Each is planned when this rank's first
-stage comes to it, so those that nothing has begun with take no memory on the device. Losses are computed in the last
-stage alone, which is where log-probs are. Left out: what is done with gradients
-(`burnish.engines.megatron.distributed_optimizer`).
+All ranks that share a micro-batch pass the same ones. A micro-batch is planned when this rank's first stage needs it, so others
+take no device memory. The last stage computes log-probs and losses.
 """
 
 from __future__ import annotations
@@ -58,10 +56,10 @@ class Schedule:
     def forward_backward(
         self, batch: Batch, loss: LossOf, factors: Tensor | None = None
     ) -> tuple[Tensor, Passed]:
-        """Add the gradients of every micro-batch's loss to what is there. `loss` is called in the last stage, in order.
+        """Add the gradients of every micro-batch's loss, which the last stage computes in order.
 
-        With `factors` (`ExpertLoad.factors`) also those of the load-balancing loss, filler left out. Returns what
-        this rank's routers have of that, for the rows of this rank: a scalar fp32. And what went through the model.
+        With `factors` (`ExpertLoad.factors`) add those of the load-balancing loss too, filler left out. Returns this rank's part of that
+        loss, a scalar fp32, and the micro-batches that went through.
         """
         self.replay.require(batch.microbatches)
         passed: list[Passed] = []
@@ -83,9 +81,9 @@ class Schedule:
     def forward(
         self, micros: Sequence[MicroBatch], *, record: bool = False
     ) -> tuple[list[TokenOutputs], list[Tensor]]:
-        """The outputs of all micro-batches without gradients, in the last stage; nothing in the others.
+        """Return the outputs of all micro-batches without gradients in the last stage; nothing in the others.
 
-        With `record` also where tokens went, in all stages alike: the experts [T, L, k] of each micro-batch.
+        With `record` every stage also returns the experts [T, L, k] of each micro-batch.
         """
         self.replay.require(micros, record=record)
         found: list[TokenOutputs] = []
@@ -146,10 +144,7 @@ class Schedule:
 
 
 def _dealt(planned: Iterable[_Planned], readers: int) -> list[Iterator[_Planned]]:
-    """Iterators that each give all of these: one is made for whoever asks first, and forgotten when the last has it.
-
-    `itertools.tee` does the same, but forgets in blocks of 57.
-    """
+    """Return iterators over all of these that drop an item once all have it; `itertools.tee` drops them in blocks of 57."""
     source, waiting = iter(planned), [deque[_Planned]() for _ in range(readers)]
 
     def of(own: deque[_Planned]) -> Iterator[_Planned]:

@@ -1,12 +1,8 @@
-"""A Megatron model and its distributed optimizer on this rank, described as shards.
+"""A Megatron model and its distributed optimizer on this rank, as shards.
 
-What is trained are the optimizer's fp32 weights: flat ranges of parameters, one per data-parallel rank.
-They and the moments beside them are decomposed into boxes of the checkpoint's tensors, each a
-view of Megatron's own memory. Nothing is gathered to save, and after filling Megatron's own
-all-gather carries the weights to the model, as after a step.
-
-Left out: what saves and loads (`burnish.checkpoint`, `burnish.models.loading`), optimizers that keep
-their fp32 weights to themselves.
+The optimizer's fp32 weights are flat ranges of parameters, one per data-parallel rank. They and the moments are decomposed into
+boxes of checkpoint tensors, each a view of Megatron's memory. Saving gathers nothing; after filling, Megatron's all-gather carries
+the weights to the model.
 """
 
 from __future__ import annotations
@@ -57,9 +53,9 @@ class MegatronShards:
         hf_config: PretrainedConfig,
         optimizers: Sequence[DistributedOptimizer],
     ) -> None:
-        """`chunks` are this rank's stages, wrapped for data parallelism where there are `optimizers`.
+        """Take this rank's stages as `chunks`, wrapped for data parallelism if there are `optimizers`.
 
-        Raises `IncompatibleError` for parameters that a checkpoint has no name for.
+        Raises `IncompatibleError` for parameters without a checkpoint name.
         """
         naming = Naming.of(hf_config)
         self._chunks = list(chunks)
@@ -87,7 +83,7 @@ class MegatronShards:
                 yield from self._pieces(part, state[slot], f"{slot}/")
 
     def model(self) -> Iterator[Shard]:
-        """The weights that the model computes with, in their dtype: all that this rank has, which others may have as well."""
+        """Return this rank's compute weights, in their dtype; others may hold the same."""
         for name, parameter in self._parameters.items():
             held, box = parameter.detach(), whole(tuple(parameter.shape))
             shards = (region.shard_of(held, box) for region in self._regions[name])

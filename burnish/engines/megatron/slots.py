@@ -1,8 +1,6 @@
-"""The state of Megatron's inner optimizers: moments that exist from the start and may rest on the host or in bf16, and how many steps were taken.
+"""State of Megatron's inner optimizers: moments that exist from the start, may be offloaded or in bf16, and one step count.
 
-torch's AdamW counts steps beside each weight, the fused ones of TransformerEngine and Apex in each
-group of weights; here that is one number. Left out: fp32 weights that rest on the host, for Megatron wants
-the gradients beside them from the reduction on.
+torch's AdamW counts steps per weight, the fused ones of TransformerEngine and Apex per group. Left out: fp32 weights on the host.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from burnish.engines.optim.state_offload import on_device, resting_zeros, waves
 def prepare_slots(
     optimizers: Sequence[DistributedOptimizer], arena: Arena | None, dtype: torch.dtype
 ) -> None:
-    """Make moments of zeros, so that they can be loaded and saved before the first step; in the arena where there is one."""
+    """Make zero moments, so that they can be loaded and saved before the first step; in the arena if there is one."""
     for inner in (optimizer.optimizer for optimizer in optimizers):
         for group in inner.param_groups:
             for weight in group["params"]:
@@ -31,9 +29,9 @@ def prepare_slots(
 
 
 def step_in_waves(optimizers: Sequence[DistributedOptimizer], steps: int) -> None:
-    """Step every weight, whose moments rest, after so many `steps`; no weight has a gradient any more.
+    """Step every weight, with offloaded moments, after `steps` steps; gradients are gone afterwards.
 
-    One weight's step does not depend on the others', so the result is that of a single step of all.
+    Weights are independent, so the result is that of one step of all.
     """
     for inner in (optimizer.optimizer for optimizer in optimizers):
         weights = [weight for group in inner.param_groups for weight in group["params"]]

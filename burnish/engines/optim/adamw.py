@@ -23,10 +23,7 @@ def moments_dtype(config: OptimConfig) -> torch.dtype:
 
 
 class ShardedAdamW:
-    """AdamW (arXiv 1711.05101, algorithm 2) on this rank's parts of weights.
-
-    Slots exist, as zeros, from the start, so that they can be loaded before the first step.
-    """
+    """AdamW (arXiv 1711.05101, algorithm 2) on this rank's parts of weights. Slots are zeros from the start, so they can be loaded."""
 
     def __init__(
         self,
@@ -35,9 +32,9 @@ class ShardedAdamW:
         config: OptimConfig,
         arena: Arena | None = None,
     ) -> None:
-        """`weights` are local fp32 tensors by name; weight decay applies to those in `decayed`.
+        """Take local fp32 tensors by name; weight decay applies to those in `decayed`.
 
-        Slots that rest in `arena` or in bf16 come to the device in fp32 for a step, some at a time.
+        Slots in `arena` or in bf16 come to the device in fp32 for a step, some at a time.
         """
         self._weights = dict(weights)
         held = {name: tensor for name, tensor in weights.items() if tensor.numel() > 0}

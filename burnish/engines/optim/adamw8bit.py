@@ -1,10 +1,7 @@
-"""AdamW whose moments are bytes: a fourth of the memory (Dettmers et al., arXiv 2110.02861), quantized by torchao's functions.
+"""AdamW with moments of 8 bits (Dettmers et al., arXiv 2110.02861), quantized by torchao's functions.
 
-Every row of a matrix is quantized in blocks of 256 of its own elements, each with a scale, by
-torchao's dynamic map. So a block is part of one row of the checkpoint's tensor, whatever shards
-the rows: codes and scales are saved as they are, and come back bit for bit at any other such layout.
-(torchao's own optimizer quantizes what a rank has as one long row; and its values do not survive
-being made floats and quantized again.) What is narrower than a matrix is left to plain AdamW.
+Every row of a matrix is quantized in blocks of 256 of its own elements, each with a scale, by torchao's dynamic map. So a block is
+part of one row of the checkpoint's tensor, and comes back bit for bit at any layout. Vectors are left to plain AdamW.
 """
 
 from __future__ import annotations
@@ -33,14 +30,14 @@ _CHUNK_ELEMENTS = 1 << 22
 
 
 class AdamW8bit:
-    """AdamW (arXiv 1711.05101, algorithm 2) on this rank's parts of matrices, its moments in 8 bits.
+    """AdamW (arXiv 1711.05101, algorithm 2) on this rank's parts of matrices, with moments of 8 bits.
 
-    For a weight W [..., n] the codes are [..., n] uint8, and the scales [..., ⌈n / 256⌉] fp32. A step
-    uses the moments before they are quantized, as torchao's does.
+    For a weight W [..., n] codes are [..., n] uint8, scales [..., ⌈n / 256⌉] fp32. A step uses the moments before quantization, as
+    torchao's does.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], config: OptimConfig) -> None:
-        """`weights` are local tensors by name, one at least, of two dims and more. Raises `UsageError` where torchao is not installed."""
+        """Take at least one local tensor by name, of two or more dims. Raises `UsageError` without torchao."""
         self._weights, self._config = dict(weights), config
         self._moments = {name: _Moments.of(tensor) for name, tensor in weights.items()}
         arithmetic, device = _torchao(), next(iter(weights.values())).device
@@ -134,9 +131,9 @@ class _Quantizer:
 
 
 def scale_regions(regions: Iterable[Region], ranks: int) -> tuple[Region, ...]:
-    """What `AdamW8bit.scales` hold of each checkpoint tensor, with one element for every block of a row.
+    """Return the regions of `AdamW8bit.scales`, one element per block of a row.
 
-    Raises `UsageError` where the columns of one of so many tensor `ranks` are not whole blocks, on all of them.
+    Raises `UsageError` if a tensor rank's columns are not whole blocks, on all of them.
     """
     return tuple(_of_blocks(region, ranks) for region in regions)
 

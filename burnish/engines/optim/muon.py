@@ -1,10 +1,7 @@
-"""Muon: the momentum of a matrix, made orthogonal, is its update (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+"""Muon: update a matrix by its orthogonalized momentum (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-Orthogonalizing needs whole matrices, as the checkpoint has them: query and key apart, each expert by
-itself. So every matrix has one rank that makes it whole, through the same plan that saves and
-publishes weights; whatever cuts the model, one process or many compute the same, up to the rounding of
-bf16, in which it is made orthogonal. All momentum lies where the weights lie. Left out: everything that
-is no matrix of a decoder layer, which is AdamW's.
+Orthogonalizing needs whole matrices, as in the checkpoint: query and key apart, each expert by itself. One rank makes each matrix
+whole, so any layout computes the same, up to the rounding of bf16. Momentum is sharded like weights. AdamW steps everything else.
 """
 
 from __future__ import annotations
@@ -36,15 +33,15 @@ _TINY = 1e-7
 
 
 class Muon:
-    """Muon on this rank's parts of `weights`, every one made of matrices.
+    """Muon on this rank's parts of `weights`, all of matrices.
 
-    One step, for a matrix W [m, n] with gradient G (all but the orthogonalizing in fp32):
+    One step, for a matrix W [m, n] with gradient G (fp32 but for the orthogonalizing):
 
         B ← μ B + (1 - μ) G        U = (1 - μ) G + μ B        O = orthogonalized(U)
         W ← (1 - lr λ) W - 0.2 √max(m, n) lr O
 
-    The factor gives an update the size of AdamW's, so that one learning rate serves both (Liu et al.,
-    arXiv 2502.16982, equation 4). Momentum exists, as zeros, from the start. Making it is collective.
+    The factor makes updates as large as AdamW's, so one learning rate serves both (Liu et al., arXiv 2502.16982, equation 4). Momentum
+    is zeros from the start. Making it is collective.
     """
 
     def __init__(
@@ -112,7 +109,7 @@ class Muon:
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """About U Vᵀ of `matrix` = U S Vᵀ [m, n] bf16: singular values between 0.7 and 1.2, by five Newton-Schulz iterations."""
+    """Return about U Vᵀ of `matrix` = U S Vᵀ [m, n] bf16: singular values in 0.7 to 1.2, by five Newton-Schulz iterations."""
     a, b, c = _COEFFICIENTS
     x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     x = x / x.norm().clamp(min=_TINY)

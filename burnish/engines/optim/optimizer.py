@@ -1,7 +1,6 @@
-"""What an engine steps: AdamW, and where that is asked for Muon or AdamW in 8 bits for the matrices.
+"""The engine's optimizer: AdamW, and for matrices Muon or AdamW with 8 bits if configured.
 
-Parameters may be DTensors; both work on the plain local tensors inside them, so their slots lie on
-the very boxes of the weights. Left out: learning-rate schedules (`burnish.algorithms.schedule`).
+Parameters may be DTensors; all work on their local tensors, so slots lie on the weights' boxes.
 """
 
 from __future__ import annotations

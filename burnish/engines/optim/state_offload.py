@@ -1,7 +1,6 @@
-"""Optimizer slots that rest on the host, in bf16, or both: for a step they come to the device in fp32, some at a time.
+"""Optimizer slots on the host, in bf16, or both; for a step they come to the device in fp32, some at a time.
 
-So the kernels are those of slots that are always there, and the bits too where fp32 rests. What bf16 costs is one
-rounding, to nearest, after each step. Where slots rest on the host is `burnish.distributed.host_memory`. Left out: what steps them.
+Kernels and bits are those of slots on the device; bf16 costs one rounding to nearest after each step.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def resting_zeros(
 
 
 def waves(weights: Iterable[tuple[Weight, int]]) -> list[list[Weight]]:
-    """Weights, given with the bytes of their slots in fp32, in order: as many together as have these in a wave."""
+    """Group weights, given with their slots' bytes in fp32, in order, into waves."""
     found: list[list[Weight]] = []
     size = WAVE
     for weight, own in weights:
@@ -47,9 +46,9 @@ def waves(weights: Iterable[tuple[Weight, int]]) -> list[list[Weight]]:
 def on_device(
     states: Iterable[dict[str, Tensor]], slots: Sequence[str], device: torch.device
 ) -> Iterator[None]:
-    """These slots of some weights' states are on `device` in fp32 inside the block, and rest again after it.
+    """Keep these slots on `device` in fp32 inside the block, and store them again after it.
 
-    Copies are asynchronous on CUDA: `burnish.distributed.device.synchronize` before the host looks at them.
+    Copies are asynchronous on CUDA: call `burnish.distributed.device.synchronize` before the host looks at them.
     """
     resting = [(state, slot, state[slot]) for state in states for slot in slots]
     for state, slot, rested in resting:

@@ -1,10 +1,8 @@
-"""What decoder layers save for their backward pass waits on the host (vDNN, arXiv 1602.08124).
+"""Keep activations of decoder layers on the host until the backward pass (vDNN, arXiv 1602.08124).
 
-Whole storages are moved, once each, and what was saved comes back as the same views of them: with
-the same strides, and sharing memory where it did. On an accelerator copies run on a stream of their
-own, one layer behind the forward pass and one ahead of the backward pass, so the device holds two layers.
-Left out: parameters, which FSDP2 gathers and frees by itself; what is too small; what selective
-checkpointing keeps, which torch does not hand out.
+Whole storages are moved once each, and restored as the same views. On an accelerator, copies run on their own stream, one layer
+behind the forward pass and one ahead of the backward pass, so the device holds two layers. Left out: parameters, small tensors,
+and what selective checkpointing keeps.
 """
 
 from __future__ import annotations
@@ -182,7 +180,7 @@ class _Pass:
 
 
 class _Copies:
-    """Copies between a device and its arena: on a CPU at once, elsewhere on one stream, so that places in the arena are used in turn."""
+    """Copies between a device and its arena: at once on a CPU, else on one stream."""
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
         self._arena, self._device = arena, device
@@ -199,7 +197,7 @@ class _Copies:
         )
 
     def out(self, each: Iterable[_Stored]) -> torch.Event | None:
-        """Begin to copy to the host what has not been yet, and has not been changed since it was saved."""
+        """Begin copying to the host what has not been copied, nor changed since it was saved."""
         moving = [s for s in each if not (s.on_host or s.copy is not None or s.changed)]
         for stored in moving:
             stored.copy = self._arena.take(stored.held.untyped_storage().nbytes())

@@ -1,9 +1,7 @@
-"""Compiled decoder layers: few large kernels in place of many small ones (torch.compile, doi 10.1145/3620665.3640366).
+"""Compile decoder layers (torch.compile, doi 10.1145/3620665.3640366).
 
-A layer is compiled for micro-batches of any length, and layers that are alike share what is
-compiled, so a run compiles each kind of layer once or twice. What depends on lengths or talks to
-other ranks stays as it is: attention, collectives, FSDP2's gathers, and experts, whose grouped products torch
-does not compile everywhere. Left out: the embedding, the output layer, the optimizer.
+A layer is compiled for any length, and equal layers share the result, so a run compiles each kind once or twice. Attention,
+collectives, FSDP2's gathers and experts stay eager. Left out: embedding, output layer, optimizer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model that is only asked, never trained: on the layout of the trained ones, in the dtype of computing."""
+"""A frozen model for inference, on the trained models' layout, in the compute dtype."""
 
 from __future__ import annotations
 

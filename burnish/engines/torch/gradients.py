@@ -1,7 +1,4 @@
-"""Gradients that lie on several ranks: their sum over ranks that saw different work, and their norm.
-
-Left out: the sum over data-parallel ranks, which FSDP2 makes in the backward pass.
-"""
+"""Gradients on several ranks: their sum over tensor ranks, and their norm. FSDP2 sums over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -37,6 +34,6 @@ def norm_over(
 
 
 def _square(gradient: Tensor) -> Tensor:
-    """The sum of squares, fp32, without a copy of them: by rows, for the norm of a whole matrix is less exact on a CPU."""
+    """Return the sum of squares, fp32, without a copy; by rows, since a whole matrix's norm is less exact on a CPU."""
     rows: Tensor = torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32)
     return rows.square_().sum()

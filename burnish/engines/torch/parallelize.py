@@ -1,7 +1,6 @@
-"""Parallelism applied from outside, in one function and a fixed order, to a model that knows nothing of ranks.
+"""Apply parallelism to a model that knows nothing of ranks, in one fixed order.
 
-Sequence parallelism changes no module: it is in the attention that travels with each micro-batch
-(`burnish.models.kernels.ulysses`).
+Sequence parallelism changes no module: it is in the attention of each micro-batch (`burnish.models.kernels.ulysses`).
 """
 
 from __future__ import annotations
@@ -65,11 +64,10 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def keep_activations(
     model: PreTrainedModel, kind: CheckpointKind, offload: ActivationOffload | None
 ) -> None:
-    """Keep less for the backward pass, which computes it again (Chen et al., arXiv 1604.06174), and keep it on the host.
+    """Recompute activations in the backward pass (Chen et al., arXiv 1604.06174), and keep the rest on the host with `offload`.
 
-    full keeps the input of each decoder layer. selective keeps also what matrix products and
-    attention gave, so that only cheap operations run twice. Nothing random is in a layer, so no
-    random state is kept. With `offload` what autograd keeps of the layers leaves the device.
+    full keeps the input of each decoder layer. selective also keeps the results of matrix products and attention. No random state is
+    kept, since layers have none.
     """
     if kind == "none" and offload is None:
         return
@@ -94,11 +92,10 @@ def _keep_products(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: 
 def parallelize(
     scorer: Scorer, config: EngineConfig, mesh: Mesh, offload: ActivationOffload | None
 ) -> dict[str, Cut]:
-    """Cut the matrices of `scorer` (still on meta) among the tensor ranks, and shard it with FSDP2, one group per decoder layer.
+    """Cut the matrices of `scorer` (on meta) for tensor parallelism, shard it with FSDP2, one group per decoder layer, and return the cuts.
 
-    Returns what tensor parallelism cut, by parameter. Every copy of the model is sharded over neighbouring ranks (with several copies this is HSDP).
-    Main weights stay in the dtype they have; compute happens in bf16 where `config.precision` says
-    so; gradients are summed (not averaged) over all ranks in fp32.
+    Each copy of the model is sharded over neighbouring ranks; several copies are HSDP. Main weights keep their dtype, compute is
+    bf16 if `config.precision` says so, gradients are summed over all ranks in fp32.
     """
     cuts = {} if mesh.tensor is None else share_matrices(scorer, mesh.tensor)
     keep_activations(scorer.model, config.activation_checkpointing, offload)

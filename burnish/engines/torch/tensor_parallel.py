@@ -1,15 +1,11 @@
 """Tensor parallelism: several ranks share the matrices of every layer (Shoeybi et al., arXiv 1909.08053).
 
-A block (attention, or a layer's other half) computes on some heads, or some of the inner width, on
-each rank; the sum over ranks is its output. Between the blocks, where norms and residuals are, each
-rank has some of the tokens (Korthikanti et al., arXiv 2205.05198): a block begins by gathering the
-tokens of all ranks and ends by summing and handing each rank its own. So a rank sees in every
-parameter that is not cut the gradient of its own work only, and the sum over ranks is the gradient.
+A block (attention, or a layer's other half) computes some heads, or some of the inner width, on each rank, and sums outputs. Between
+blocks each rank has some of the tokens (Korthikanti et al., arXiv 2205.05198): a block gathers them first and scatters at its end.
+So the gradient of a parameter that is not cut is the sum over ranks.
 
-Which parameters are cut, and how, is transformers' own plan of the family (`base_model_tp_plan`). An
-adapter's B is cut with the rows of its weight, A with the columns; the other of the two is whole on every rank.
-Left out: families whose plan asks for more than that or leaves a part of a layer whole, and experts on ranks of
-their own.
+Cuts follow transformers' plan of the family (`base_model_tp_plan`). An adapter's B is cut with its weight's rows, A with the
+columns. Left out: families without such a plan, and experts on ranks of their own.
 """
 
 from __future__ import annotations
@@ -48,11 +44,10 @@ _BLOCK = re.compile(r"^.*?\.\d+\.[^.]+")
 
 
 def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
-    """Leave in `scorer` (still on meta) this rank's part of every matrix; returns what was cut, by parameter.
+    """Leave this rank's part of every matrix in `scorer` (on meta), and return the cuts by parameter.
 
-    Parameters keep their names, tied ones stay one, and those that are not cut stay what they are.
-    Raises `UsageError` for a plan that is not understood, and `IncompatibleError` for a bias that would be added once
-    per rank, and matrices of a layer that the plan leaves whole.
+    Names and ties stay. Raises `UsageError` for an unknown plan, and `IncompatibleError` for a bias that would be added per rank or a
+    matrix that the plan leaves whole.
     """
     model, rank, ranks = scorer.model, group.rank(), group.size()
     cuts = dict(_layer_cuts(model, layer_plan(model.config), rank, ranks))
@@ -72,9 +67,9 @@ def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
 
 
 def layer_plan(hf_config: PretrainedConfig) -> Mapping[str, str]:
-    """The style of each module or parameter of a layer, by its name in the base model with * for the layer's number.
+    """Return the style of each module or parameter of a layer, with * for its number.
 
-    Raises `UsageError` where transformers has no plan of the family, or one with styles that are not known here.
+    Raises `UsageError` if transformers has no plan of the family, or one with unknown styles.
     """
     text = hf_config.get_text_config()
     whole: Mapping[str, str] = text.base_model_tp_plan or {}
@@ -92,7 +87,7 @@ def layer_plan(hf_config: PretrainedConfig) -> Mapping[str, str]:
 
 
 def _require_all_in(blocks: Sequence[str], model: PreTrainedModel) -> None:
-    """Raise `IncompatibleError` for matrices of decoder layers that are in no block, and so would see some of the tokens only."""
+    """Raise `IncompatibleError` for matrices outside any block, which would see some of the tokens only."""
     lists = {block.rsplit(".", 2)[0] for block in blocks}
     for name, parameter in model.named_parameters():
         child = match[0] if (match := _BLOCK.match(name)) else ""
@@ -109,7 +104,7 @@ def _require_all_in(blocks: Sequence[str], model: PreTrainedModel) -> None:
 def _require_no_whole_sums(
     blocks: Sequence[str], model: PreTrainedModel, cuts: Collection[str]
 ) -> None:
-    """Raise `IncompatibleError` for a matrix of a block that is left whole and adds to its output, which is summed over ranks."""
+    """Raise `IncompatibleError` for a whole matrix that adds to a block's output, which is summed over ranks."""
     adapted = adapted_parameters(model.named_modules())
     hidden = model.config.get_text_config().hidden_size
     for name, parameter in model.named_parameters():
@@ -160,7 +155,7 @@ def _vocabulary_weights(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _keep_parts(model: PreTrainedModel, cuts: Mapping[str, Cut]) -> None:
-    """Put a smaller parameter in the place of each that is cut; one in the place of several that are tied."""
+    """Replace each cut parameter by a smaller one, tied ones by the same."""
     made: dict[int, nn.Parameter] = {}
     for name, whole in list(model.named_parameters(remove_duplicate=False)):
         if name not in cuts:

@@ -1,7 +1,6 @@
-"""The PyTorch engine: FSDP2 (HSDP with several copies), Ulysses and tensor parallelism on any number of processes, one included.
+"""The PyTorch engine: FSDP2 (HSDP with several copies), Ulysses and tensor parallelism on one or more processes.
 
-Main weights and optimizer slots are fp32; compute is bf16 or fp32. One process runs the very same
-code over a mesh of one. Left out so far: context parallelism.
+Main weights and optimizer slots are fp32; compute is bf16 or fp32. One process runs the same code over a mesh of one.
 """
 
 from __future__ import annotations
@@ -44,10 +43,8 @@ from burnish.tracking.stats import Stats
 class TorchEngine:
     """A causal language model trained with FSDP2; implements `burnish.engines.base.Engine`.
 
-    Without `optim` the engine is a frozen model: `forward` and `shards(WEIGHTS)` only. With `lora` an
-    adapter is trained, and the model itself is kept in the dtype of computing, without gradients
-    and optimizer state. The weights are undefined until `load(source, Part.WEIGHTS)`, and
-    `Part.FROZEN` where there is an adapter.
+    Without `optim` it is frozen: `forward` and `shards(WEIGHTS)` only. With `lora` an adapter is trained, and the model stays frozen
+    in the compute dtype. Weights are undefined until `load(source, Part.WEIGHTS)`, and `Part.FROZEN` with an adapter.
     """
 
     def __init__(
@@ -207,7 +204,7 @@ class TorchEngine:
         del self._scorer, self._optimizer, self._adapter, self._offload
 
     def _planned(self, micro: MicroBatch) -> ScoringPlan:
-        """What is computed of a micro-batch that lies on the host, where its plan is made without a wait."""
+        """Return the scoring plan of a micro-batch that is on the host, where planning needs no wait."""
         return ScoringPlan.of(
             micro.input_ids, micro.cu_seqlens, micro.loss_mask, self._device, self._division
         )
@@ -241,7 +238,7 @@ class TorchEngine:
         )
 
     def _reduce_in_next_backward(self, *, last: bool) -> None:
-        """Whether gradients are reduced: in a step's last micro-batch, and where they are to stay sharded in every other, over the copies of the model in the last alone."""
+        """Set whether the next backward pass reduces gradients: in the last micro-batch, or in every one over the shards."""
         root = cast(FSDPModule, self._scorer)
         sharded = self.mesh.weights["shard"].size() > 1
         reduces = last or (sharded and self._config.reduce_each_microbatch)
@@ -250,7 +247,7 @@ class TorchEngine:
         root.set_is_last_backward(reduces)  # frees what was sent
 
     def _evened(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
-        """The batch with its experts, what a probability of each costs and how evenly they are used; the batch alone where no loss evens them."""
+        """Return the batch with experts, the cost of their probabilities and their load; the batch alone without a router loss."""
         weight, routers, known = self._config.router_aux_loss, self._scorer.routers, batch.is_routed
         if weight == 0:
             return batch, None, Stats()
