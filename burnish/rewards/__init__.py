@@ -1,1 +1,1 @@
-"""What completions are worth: reward functions in the signatures of TRL and verl, and the pool that calls them."""
+"""Reward functions with TRL's or verl's signature, and the pool that calls them."""

@@ -14,9 +14,9 @@ _NO_COLUMNS = TRL_ARGUMENTS | {"prompt", "completion"}
 def arguments(
     signature: Signature, kwargs: Mapping[str, Any], rollouts: Sequence[Rollout]
 ) -> dict[str, Any]:
-    """The keyword arguments of one call about `rollouts` (one of them, for a verl function).
+    """Return the keyword arguments of one call about `rollouts` (one of them for a verl function).
 
-    Only those that the function takes; `kwargs`, which come from the configuration, win over others.
+    Only those that the function takes; the configuration's `kwargs` win over others.
     """
     known = _trl(rollouts) if signature.style == "trl" else _verl(*rollouts)
     known |= kwargs
@@ -25,10 +25,10 @@ def arguments(
 
 
 def _trl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Lists with an entry per rollout: prompts, completions and every column of the data.
+    """Return lists with one entry per rollout: prompts, completions and every column of the data.
 
-    Where the prompt was messages, prompt and completion are lists of messages; else they are texts. A column that a
-    row lacks is None there. A column named prompt or completion is left out, as in TRL.
+    If the prompt was messages, prompt and completion are lists of messages, else texts. A missing column is None. As in TRL, columns
+    named prompt or completion are left out.
     """
     names = {name for rollout in rollouts for name in rollout.prompt.columns} - _NO_COLUMNS
     columns: dict[str, Any] = {

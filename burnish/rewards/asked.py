@@ -1,7 +1,4 @@
-"""The calls of reward functions that belong together: which wait, what was answered, which functions hang.
-
-Left out: who makes them (`burnish.rewards.workers`).
-"""
+"""The calls of reward functions that belong together: waiting ones, answers, and functions that hang."""
 
 from __future__ import annotations
 
@@ -77,7 +74,7 @@ class Calls:
             self._answers[i] = [Answer(None, text)] * count
 
     def miss(self, function: int, share: Fraction) -> None:
-        """A deadline has passed without an answer, for this share of the calls that are made of a function at one time."""
+        """Note a missed deadline, as this share of a function's concurrent calls."""
         self._missed[function] += share
 
     def put_back(self, function: int, indices: Collection[int]) -> None:
@@ -97,5 +94,5 @@ class Calls:
 
 
 def _mixed(things: Sequence[Thing]) -> list[Thing]:
-    """In a random order, so that the calls a function hangs on, such as all samples of one prompt, do not come in a row."""
+    """Shuffle, so that calls that hang, such as all samples of one prompt, do not come in a row."""
     return random.Random(0).sample(things, len(things))

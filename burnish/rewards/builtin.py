@@ -1,8 +1,6 @@
-"""Rewards that come with Burnish: exact match, numeric answer, regular expression; and answer extraction for votes.
+"""Built-in rewards: exact match, numeric answer, regular expression; and answer extraction for votes.
 
-In verl's signature, one completion at a time. All but `regex` run in time linear in the completion,
-so they need no deadline. Left out: symbolic comparison (`burnish.rewards.symbolic`), judging by models,
-running code.
+verl's signature, one completion at a time. All but `regex` run in linear time, so they need no deadline.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ _MARK = "####"
 
 
 def exact_match(solution_str: str, ground_truth: Any, *, ignore_case: bool = False) -> float:
-    """1 where the completion is the ground truth, surrounding white space aside; any one of them where it is a list.
+    """Return 1 if the completion is the ground truth, or one of a list, white space at the ends aside.
 
-    Raises `ValueError` when there is no ground truth.
+    Raises `ValueError` without a ground truth.
     """
     said = solution_str.strip()
     wanted = [str(_known(one)).strip() for one in _as_list(ground_truth)]
@@ -37,12 +35,11 @@ def exact_match(solution_str: str, ground_truth: Any, *, ignore_case: bool = Fal
 
 
 def numeric(solution_str: str, ground_truth: Any, *, tolerance: float = 0.0) -> float:
-    """1 where the number the completion ends with is the ground truth's, at most `tolerance` apart.
+    r"""Return 1 if the completion's last number is the ground truth's, at most `tolerance` apart.
 
-    The number is looked for in the last `\\boxed{...}`, else behind the last `####`, else in the whole
-    text, and is the last one there: signed, with thousands' commas, a decimal point, an exponent, as a
-    fraction `3/4` or `\\frac{3}{4}`. The ground truth is a number or a text read the same way (GSM8K's
-    `... #### 42`). Compared exactly, not as floats. Raises `ValueError` when the ground truth holds no number.
+    The number is looked for in the last `\boxed{...}`, else behind the last `####`, else in the whole text, and is the last one there:
+    signed, with thousands' commas, a decimal point, an exponent, or as a fraction `3/4` or `\frac{3}{4}`. The ground truth is a
+    number or a text read the same way. Compared exactly, not as floats. Raises `ValueError` for a ground truth without a number.
     """
     wanted = last_number(_final_part(str(_known(ground_truth)))[0])
     if wanted is None:
@@ -52,21 +49,21 @@ def numeric(solution_str: str, ground_truth: Any, *, tolerance: float = 0.0) -> 
 
 
 def regex(solution_str: str, *, pattern: str, full: bool = True) -> float:
-    """1 where `pattern` matches the whole completion, or with `full` False any part of it. Flags go inside: `(?s)`."""
+    """Return 1 if `pattern` matches the whole completion, or with `full` False any part. Flags go inside: `(?s)`."""
     match = re.fullmatch if full else re.search
     return float(match(pattern, solution_str) is not None)
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in a text, exactly; None where there is none. See `numeric` for what counts as one."""
+    """Return the last number in a text, exactly, as `numeric` reads it; None without one."""
     return next(_values(_NUMBER.findall(_plain(text))), None)
 
 
 def extract_answer(completion: str) -> str | None:
-    """What a completion answers, for a majority vote: equal texts are equal answers; None for no answer.
+    r"""Return a completion's answer for a majority vote: equal texts are equal answers; None for no answer.
 
-    The content of the last `\\boxed{...}` or what follows the last `####`, and where there is
-    neither, the last number or else the whole text. Numbers are written alike, so that 4, 4.0 and 8/2 are one answer.
+    It is the content of the last `\boxed{...}`, or what follows the last `####`, else the last number, else the text. Numbers are
+    normalized: 4, 4.0 and 8/2 are one answer.
     """
     part, marked = _final_part(completion)
     plain = _plain(part).lstrip(" $").rstrip(" $%.")

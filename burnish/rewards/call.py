@@ -1,8 +1,6 @@
-"""One call of a reward function, sync or async, and what its result means for each rollout.
+"""Make one call of a reward function, sync or async, and read its result for each rollout.
 
-Runs where the function runs. Whatever a stranger's code does short of hanging or ending the process
-comes out as an `Answer` with an error: an exception, a result of the wrong type or length, NaN.
-Left out: deadlines (`burnish.rewards.workers`).
+Runs where the function runs. Exceptions, results of the wrong type or length, and NaN become an `Answer` with an error.
 """
 
 from __future__ import annotations
@@ -37,9 +35,9 @@ def call(
     count: int,
     runner: asyncio.Runner | None = None,
 ) -> list[Answer]:
-    """Call `function` for `count` rollouts: `count` answers, all with the same error when the call failed.
+    """Call `function` for `count` rollouts and return `count` answers, all with the same error if the call failed.
 
-    Where it returns something to await, that is run to its end in `runner`, one event loop for all calls.
+    An awaitable result runs to its end in `runner`, one event loop for all calls.
     """
     try:
         result = function(**arguments)
@@ -55,10 +53,7 @@ def call(
 async def call_async(
     function: Callable[..., Awaitable[Any]], style: Style, arguments: Mapping[str, Any], count: int
 ) -> list[Answer]:
-    """As `call`, of a function declared with `async def`, beside others in the same event loop.
-
-    One that cancels itself has failed as one that raises has.
-    """
+    """Do the same for an `async def` function, beside others in one event loop. Cancelling itself counts as failing."""
     try:
         return _answers(await function(**arguments), style, count)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - as above
@@ -84,10 +79,9 @@ def _scores(result: Any, count: int) -> list[Answer]:
 
 
 def _score(result: Any) -> Answer:
-    """verl: a number, or a mapping with one under "score".
+    """Read verl's result: a number, or a mapping with one under "score".
 
-    What else is a number there, truth values included, comes along. Texts, lists, None and NaN are left out: parts
-    of a reward are averaged over completions, and all ranks get those of all rollouts.
+    Other finite numbers and booleans in the mapping come along; everything else is left out.
     """
     if not isinstance(result, Mapping):
         return _number(result)

@@ -1,12 +1,11 @@
-"""See how a reward function wants to be called.
+"""Read a reward function's signature.
 
-Two signatures are in common use, told apart by their parameters' names:
+Two signatures are told apart by their parameters' names:
 
 - TRL's: `(prompts, completions, completion_ids, **columns) -> list[float | None]`, all rollouts in one call
 - verl's: `(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}`, one at a time
 
-A function gets, by keyword, those of these that it names, and all of them when it takes `**kwargs`.
-Sync or async. Left out: calling it (`burnish.rewards.call`).
+A function gets the ones that it names, by keyword, and all of them with `**kwargs`. Sync or async.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ class Signature:
 
 
 def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Signature:
-    """How `function`, called with `kwargs` besides, wants to be called.
+    """Return how to call `function` with `kwargs`.
 
-    Raises `UsageError` when it fits neither TRL's signature nor verl's, or does not take `kwargs`.
+    Raises `UsageError` if it fits neither TRL's signature nor verl's, or does not take `kwargs`.
     """
     try:
         parameters = inspect.signature(function).parameters.values()

@@ -1,4 +1,4 @@
-"""A step's rollouts in numbers, by the names that users of this field chart, and what failed in words."""
+"""A step's rollouts in numbers, by the field's names, and failures in words."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = logging.getLogger("burnish")
 
 
 class Complaints:
-    """Warns of reward functions that fail: of each kind of failure once in a process, with its text.
+    """Warns once of each kind of failure of reward functions.
 
-    Functions that fail for every rollout, again and again, end the run: it would show as a reward that never moves.
+    Functions that fail for every rollout, round after round, end the run.
     """
 
     def __init__(self, most_rounds: int) -> None:
@@ -28,9 +28,9 @@ class Complaints:
         self._lost_in_a_row = 0
 
     def hear(self, rollouts: Sequence[Rollout]) -> None:
-        """Warn of what failed for some rollouts of this round as nothing did before: another function, or with another kind of error.
+        """Warn of new kinds of failures in this round.
 
-        Raises `BurnishError` when it failed for all of them, as in the rounds before.
+        Raises `BurnishError` if all rollouts failed, as in the rounds before.
         """
         failed = [rollout.reward_error for rollout in rollouts if rollout.reward_error is not None]
         for error in failed:
@@ -55,13 +55,12 @@ class Complaints:
 
 
 def rollout_stats(rollouts: Sequence[Rollout]) -> Stats:
-    """Statistics of scored rollouts, which merge over ranks as long as no group is cut.
+    """Return statistics of scored rollouts, which merge over ranks if no group is cut.
 
-    In training they are all that a step generated, also what dynamic sampling then left out. A group is the rollouts of one prompt, each with another sample index; a prompt that a step meets
-    twice, where one epoch ends and the next begins, has two groups.
+    In training they are of all that a step generated, with groups that dynamic sampling left out. A group is the rollouts of one prompt
+    with different sample indices.
 
-    - `reward/mean`; `reward/parts/NAME`, the mean of each function's own value where it has one, and of each
-      number that it gave beside, as NAME/ITS_NAME
+    - `reward/mean`; `reward/parts/NAME`, the mean of each function's own value, and of each further number as NAME/ITS_NAME
     - `reward/std`: mean over groups of the (population) standard deviation within the group
     - `reward/zero_std_frac`: share of groups whose rewards are all equal, which teach nothing
     - `reward/errors`: rollouts with an error in a reward function

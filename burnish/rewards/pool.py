@@ -1,8 +1,7 @@
-"""The reward of rollouts: every configured function called, its values weighted and added up.
+"""The reward of rollouts: call every configured function, weight and add the values.
 
-An error in a function is that rollout's recorded error, not the run's end. `exact_match` and `numeric`
-are called in this process, because they always end; all others in `burnish.rewards.workers`. Left out:
-shaping by length, which is the algorithm's (`burnish.algorithms.dapo`).
+An error in a function is recorded for its rollout and does not end the run. `exact_match` and `numeric` run in this process, all
+others in `burnish.rewards.workers`.
 """
 
 from __future__ import annotations
@@ -80,10 +79,7 @@ class RewardPool:
             self._functions.append(_Function(part, each, known, here, index))
 
     def check_columns(self, columns: Collection[str], setting: str) -> None:
-        """Raise `MissingError` if data with `columns` lack one that a function cannot be called without.
-
-        `setting` names the data (`data.train`) in the error.
-        """
+        """Raise `MissingError` if `columns` lack one that a function requires; `setting` names the data."""
         for function in self._functions:
             for column in sorted(function.signature.columns - set(columns)):
                 raise MissingError(
@@ -94,12 +90,11 @@ class RewardPool:
                 )
 
     def score(self, rollouts: Sequence[Rollout], check: Check = lambda: None) -> list[Rollout]:
-        """The same rollouts, in order, with `reward`, `reward_parts` and `reward_error`.
+        """Return the rollouts, in order, with `reward`, `reward_parts` and `reward_error`.
 
-        A function that fails for a rollout counts as `on_error` there. A TRL function answering None for
-        a rollout has no part in its reward; where nothing else has either, that is a failure. Numbers beside a verl function's score are parts named FUNCTION/NAME, which
-        are shown and not added. The result does not depend on the order of the answers.
-        `check` is called at least each second while functions work in other processes; what it raises is raised here.
+        A failure counts as `on_error`. A TRL function's None takes no part in the reward; None from all is a failure. Further numbers of a
+        verl function are parts named FUNCTION/NAME, shown and not added. The order of answers does not matter. `check` is called at
+        least each second while functions run in other processes; what it raises is raised here.
         """
         said: list[dict[str, Answer]] = [{} for _ in rollouts]
         calls: list[Call] = []
@@ -153,7 +148,7 @@ class RewardPool:
 
 
 def _members(function: _Function, count: int) -> Iterator[Sequence[int]]:
-    """Which rollouts each call is about: one, or for a TRL function all or as many as are set."""
+    """Return the rollouts of each call: one, or for a TRL function all or as many as configured."""
     size = 1 if function.signature.style == "verl" else function.config.per_call or max(count, 1)
     for start in range(0, count, size):
         yield range(start, min(start + size, count))

@@ -1,8 +1,4 @@
-"""Mathematical equivalence by the `math-verify` package (the extra `math`).
-
-A module of its own because importing it needs the package. Expressions can take sympy very long, so
-it runs in a worker process, where it has a deadline.
-"""
+"""Mathematical equivalence by the `math-verify` package (the extra `math`), in a worker process with a deadline."""
 
 from __future__ import annotations
 
@@ -22,10 +18,10 @@ except ImportError as error:
 
 
 def math_verify(solution_str: str, ground_truth: Any) -> float:
-    """1 where the completion's final expression equals the ground truth, as math-verify sees it.
+    """Return 1 if the completion's final expression equals the ground truth, as math-verify sees it.
 
-    Both in LaTeX or plain notation. An expression that math-verify cannot read within its own 5
-    seconds is wrong. Raises `ValueError` for a ground truth that it cannot read.
+    Both are LaTeX or plain notation. An expression that math-verify cannot read within 5 seconds is wrong. Raises `ValueError` for an
+    unreadable ground truth.
     """
     gold = parse(rf"\boxed{{{ground_truth}}}")
     if ground_truth is None or not gold:

@@ -1,10 +1,8 @@
-"""The process that runs reward functions which are not Burnish's own: `python -m burnish.rewards.worker FD PARENT`.
+"""The process that runs the user's reward functions: `python -m burnish.rewards.worker FD PARENT`.
 
-It imports the functions' modules and nothing heavy, says over the inherited connection FD how they want to be
-called, and then makes the calls that come, until the connection closes: those that come together are of one async
-function and wait beside each other, so many at a time, any other comes alone. Each is answered as soon as it has ended.
-Calls of async functions are cancelled here at their deadline; the process that started it kills it for any other that misses its own.
-Left out: everything else (`burnish.rewards.workers`).
+It imports the functions' modules and nothing heavy, reports their signatures over the inherited connection FD, and makes calls
+until the connection closes. Calls of one async function come together and wait beside each other; others come alone. Async calls
+are cancelled here at their deadline. For any other late call the parent kills this process.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ async def _beside_each_other(
     pace: Pace,
     connection: Connection[Any, Any],
 ) -> None:
-    """A call that is late gives up its place to the next one, also where it does not let itself be cancelled."""
+    """Run calls beside each other; a late one gives its place to the next, even if it resists cancelling."""
     places = asyncio.Semaphore(pace.concurrency)
 
     async def answer(ticket: int, arguments: Mapping[str, Any], count: int) -> None:

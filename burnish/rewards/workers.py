@@ -1,10 +1,8 @@
 """Calls with a deadline, in processes that can be killed.
 
-A thread that hangs cannot be stopped and holds its pool forever, so functions that are not known to
-end run in worker processes; one that misses its deadline is killed with all it started, and another takes
-its place. They are started once and then wait, so a call costs a message, not a process. They are
-plain interpreters (`burnish.rewards.worker`) and not children of `multiprocessing`, whose spawn imports
-the main script again, torch and all, and whose fork copies a process that may hold a GPU and threads.
+A thread that hangs cannot be stopped. So functions that may hang run in worker processes, and one that misses its deadline is
+killed with all it started, and replaced. Workers are plain interpreters that stay: `multiprocessing` would import the main script
+and torch again, or fork a process with a GPU and threads.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ class Workers:
     ) -> None:
         """Start one worker and wait until it has loaded `functions` (name and further arguments of each).
 
-        The deadline of `pace` is that of every call. Raises `UsageError` for a function that cannot be loaded.
+        `pace` has the deadline of every call. Raises `UsageError` for a function that cannot be loaded.
         """
         self._functions = functions
         self._limit = limit
@@ -68,19 +66,13 @@ class Workers:
             raise
 
     def run(self, asked: Sequence[Call], check: Check) -> list[list[Answer]]:
-        """The answers to the calls, in their order, whatever the order they were made in.
+        """Return the answers to the calls, in their order.
 
-        What `check` raises is raised here, once the workers that are at a call are killed.
-
-        A call that misses its deadline, or whose worker dies, is answered with that as the error.
-        A function of which `BORNE_TIMEOUTS` more calls than there are workers miss it in a row, without
-        an answer in between, is not called again in this run: its other calls get an error at
-        once. So a function that always hangs costs `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds, rounded
-        up to whole time-outs.
-
-        The calls of an async function are made in one worker, `concurrency` at one time, and each has its deadline from
-        when it begins; that function is taken to hang after as many time-outs on end. A call that blocks the event loop is killed
-        with those that had begun beside it, and another worker makes the others.
+        What `check` raises is raised here, after busy workers are killed. A call that misses its deadline, or whose worker dies, is
+        answered with an error. A function that misses it `BORNE_TIMEOUTS` times more than there are workers, in a row, is not called again:
+        its other calls get an error at once. So a function that always hangs costs `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds.
+        One worker makes an async function's calls, `concurrency` at one time, each with its own deadline. A call that blocks the event
+        loop is killed with those beside it, and another worker makes the rest.
         """
         calls = Calls(asked, self.signatures)
         try:
@@ -171,7 +163,7 @@ class Workers:
         return [worker for worker in self._workers if not worker.idle and worker.deadline <= now]
 
     def _give_up(self, worker: _Worker, calls: Calls, died: str | None) -> None:
-        """Its calls have failed because it `died`, or else because it is late. What it had not begun another one will make."""
+        """Fail the calls of a worker that `died` or is late; another worker makes those it had not begun."""
         self._discard(worker)
         failed = worker.begun or worker.tickets
         calls.fail(failed, died or self._late)

@@ -1,8 +1,7 @@
-"""Which ranks write to one disk, found out before a run does anything that it would lose.
+"""Find out which ranks write to one disk.
 
-Where all do, a step is one directory there. Machines that share none divide a step's files among their
-disks, and the mirror is where these meet (`burnish.checkpoint.destinations.partial_checkpoints`); without one such disks are
-refused. Who sees whom is told by leases: no other holder has the number of one.
+If all do, a step is one directory. Otherwise a step's files are divided among the disks and meet on the mirror
+(`burnish.checkpoint.destinations.partial_checkpoints`); without a mirror several disks are refused. Leases tell who sees whom.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Disks:
         return len(self.leaders) > 1
 
     def divide(self, sizes: Sequence[int]) -> list[int]:
-        """A disk for each file of so many bytes, so that ranks write about as much everywhere. The same on all ranks."""
+        """Assign a disk to each file of these sizes, so that ranks write about equally much. The same on all ranks."""
         writers = [self.of_rank.count(disk) for disk in range(len(self.leaders))]
         filled = [0] * len(writers)
         found = [0] * len(sizes)
@@ -60,11 +59,10 @@ class Disks:
 def find_disks(
     lease: Path, held: Token | None, take: Callable[[], Token], layout: Layout, *, may_differ: bool
 ) -> Disks:
-    """The disks on which `lease` lies. Collective.
+    """Find the disks on which `lease` lies. Collective.
 
-    Rank 0 has `held` it there. A rank that does not see that takes the lease that it does see, with `take`, or
-    finds that another such rank has. Raises `UsageError` on every rank where there are several disks and they
-    may not differ, and `BurnishError` where a disk belongs to another run.
+    Rank 0 has it `held`. A rank that does not see that holds its own with `take`, or finds that another such rank does. Raises
+    `UsageError` on every rank if there are several disks and they may not differ, `BurnishError` if another run holds one.
     """
     pauses = _PAUSES if layout.local_world == layout.world else _PAUSES_BETWEEN_MACHINES
     main = gather_objects(held, layout)[0]
@@ -101,7 +99,7 @@ def _refusal(lease: Path, layout: Layout) -> UsageError:
 
 
 def _number(lease: Path, wanted: Collection[int | None], pauses: Sequence[float]) -> int | None:
-    """Which of these numbers the lease carries here; None where it has none of them for so long."""
+    """Return which of these numbers the lease carries here; None if it shows none in time."""
     for pause in pauses:
         time.sleep(pause)
         for directory in reversed(lease.parents[:3]):

@@ -1,10 +1,7 @@
-"""Bringing a mirror in line with a run's directory: what is missing goes up, what outlived its use goes.
+"""Sync a mirror with a run's directory: upload what is missing, remove what its retention drops.
 
-What has to be done is seen from both sides each time and remembered nowhere, so a machine that dies
-in the middle of it leaves nothing but work for the next. How a step goes up: `burnish.checkpoint.destinations.upload`.
-Left out: steps of which several disks have a portion each (`burnish.checkpoint.destinations.partial_sync`).
-
-No torch here: this runs in a process of its own (`burnish.checkpoint.destinations.uploader`).
+Each sync compares both sides and remembers nothing, so a machine that dies leaves only work for the next. It runs in a process of
+its own (`burnish.checkpoint.destinations.uploader`). No torch here.
 """
 
 from __future__ import annotations
@@ -83,11 +80,9 @@ class Mirror:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one process has seen on a mirror, or put there: it is not asked for again.
+    """What one process has seen or put on a mirror, and need not ask for again.
 
-    The seals of steps that are here are read each time all the same. A start that has lost the mirror
-    changes nothing (`Mirror.check`), but what it had asked for before may come late, and by
-    those seals it is decided what may go from here.
+    Seals of local steps are read each time all the same: they decide what may be removed here.
     """
 
     commits: dict[int, Commit] = field(default_factory=dict)
@@ -105,9 +100,9 @@ class Seen:
 
 
 class Sync:
-    """One comparison of both sides. `run` does what there is to do. Raises `BurnishError`.
+    """One comparison of both sides; `run` acts on it. Raises `BurnishError`.
 
-    `seen` is what earlier ones of this process know of the mirror.
+    `seen` is what earlier syncs of this process know.
     """
 
     def __init__(self, mirror: Mirror, moved: Moved, seen: Seen | None = None) -> None:
@@ -142,11 +137,10 @@ class Sync:
         return 2 * sum(self._local[step].total_bytes for step in self.missing())
 
     def run(self) -> list[int]:
-        """Send the run's small files, then steps, then remove what outlived its use; returns the steps sent.
+        """Send the run's small files, then steps, then apply the mirror's retention; return the steps sent.
 
-        The files go first so that a step never is there without the lines of metrics before it. A
-        step that is damaged here, or that goes from here meanwhile, keeps no other back; damage is
-        raised at the end.
+        Files go first, so a step is never there without its metrics. A step that is damaged or removed meanwhile holds back no other;
+        damage is raised at the end.
         """
         sent, failed = [], None
         send_outputs(self._mirror.directory, self._mirror.remote, self._seen.files)
@@ -218,7 +212,7 @@ class Sync:
             write_mirrored(self._mirror.root, str(self._mirror.remote), settled, self._storage)
 
     def retain(self) -> None:
-        """Remove from the mirror what its retention does not keep, and what was never finished, but nothing that another disk may be at."""
+        """Remove what the mirror's retention drops and what was never finished, but nothing that another disk may be using."""
         there = self._there
         there.refresh()
         alone, outlived = self._mirror.disk is None, self._outlived(self._remote)
@@ -233,9 +227,9 @@ class Sync:
 
 
 def clear_unfinished(mirror: Mirror, there: RemoteSteps) -> None:
-    """Remove from the mirror what earlier starts sent and did not seal; nobody may be sending.
+    """Remove what earlier starts sent and did not seal, while nobody sends.
 
-    Whose seal a listing lacks is asked for: not every store lists at once what it has.
+    A seal that a listing lacks is asked for: stores may list late.
     """
     for path in there.unfinished():
         mirror.check()
@@ -264,11 +258,10 @@ def _pins(root: Path, storage: Source) -> dict[int, str] | None:
 
 
 def send_outputs(directory: Path, remote: Remote, sent: dict[str, tuple[int, int]]) -> None:
-    """Copy a run's files beside its steps: configuration, metrics, report, rollouts, events, pins.
+    """Copy the run's files beside its steps: configuration, metrics, report, rollouts, events, pins.
 
-    Those in directories of their own go when their size is another than there, the others when they
-    are not those of `sent`, size and time by name, in which they are then noted. Training goes on writing to
-    them, so copies are sent. Raises `BurnishError`.
+    Files in subdirectories are sent if their size differs there; others if size and time differ from those in `sent`, which is
+    updated. Copies are sent, since training goes on writing. Raises `BurnishError`.
     """
     there = {file.name: file.size for kept in _KEPT for file in remote.files(kept)}
     changing = [directory / name for name in _CHANGING]

@@ -1,8 +1,7 @@
-"""What one of several disks has of a step: whole files, and with them what all files of the step are.
+"""A partial checkpoint: one disk's files of a step, in a directory `.portion-N.UUID`.
 
-A directory `.portion-N.UUID` that is a step for nobody: the step is not committed before the mirror has
-the portions of all disks. It lies on its disk as long as that takes (`burnish.checkpoint.destinations.partial_sync`), and what a
-killed run leaves of it goes at the next start. No torch here.
+The step is committed when the mirror has the parts of all disks; until then no reader sees it. What a killed run leaves goes at
+the next start. No torch here.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Making one step on the mirror of the portions that several disks have of it.
+"""Make one step on the mirror of the parts on several disks.
 
-The process beside each disk's leader sends the files that lie there, and then says so by a small object
-beside the steps, `portions/step-N/UUID.DISK`, that names them. That of the first disk waits for the others'
-words; when they name all files of the manifest, and these are there, it puts manifest and COMMIT. The
-others wait for that COMMIT. Then each removes its portion and its word, and while there is a word of a step the mirror's
-retention leaves that there, for somebody has yet to see that it is sealed. An object is the word of one writing of the step, by
-its uuid, so none of an earlier attempt counts; it is put after the files were read back, so a kill before it leaves
-work and one after it leaves nothing to do. No process waits for another on the way: what is late is
-waited for only when all else is done, and no longer than until the next request. No torch here.
+The process beside each disk's leader sends its files, reads them back, and then puts a small object that names them,
+`portions/step-N/UUID.DISK`. When the first disk's process finds all files of the manifest named and there, it puts manifest and
+COMMIT. The others wait for COMMIT; then each removes its part and its object. While an object of a step is there, the mirror's
+retention keeps the step. UUIDs tell attempts apart. Nobody waits before all other work is done. No torch here.
 """
 
 from __future__ import annotations
@@ -55,10 +51,9 @@ class PortionSync:
         return 2 * sum(portion.size for portion in self._portions)
 
     def run(self, pause: Pause) -> list[int]:
-        """Send the portions, newest first, and wait for the other disks'; returns the steps that the mirror then has.
+        """Send the parts, newest first, wait for other disks', and return the steps that the mirror then has.
 
-        What is not there when `pause` says so is left for the next time. A portion that is damaged keeps no
-        other back; damage is raised at the end.
+        What is missing when `pause` says so is left for the next time. A damaged part holds back no other; damage is raised at the end.
         """
         waiting = [portion for portion in self._portions if self._is_sent(portion)]
         done: list[int] = []
@@ -74,7 +69,7 @@ class PortionSync:
         return done
 
     def _open(self) -> tuple[list[Portion], CorruptError | None]:
-        """The portions that lie here, newest first, and what is wrong with the first that cannot be used."""
+        """Return the parts here, newest first, and the first error of those that cannot be used."""
         found, failed = [], None
         for path in reversed(portion_paths(self._mirror.root, self._storage)):
             try:
@@ -86,7 +81,7 @@ class PortionSync:
         return found, failed
 
     def _is_sent(self, portion: Portion) -> bool:
-        """Send its files and say so; False where it is damaged, goes from here meanwhile, or is for the next process to look at."""
+        """Send a part's files and say so; return False if it is damaged, removed meanwhile, or the next process's to send."""
         mirror, path = self._mirror, portion.step.path
         word = self._word(portion)
         if self._words.stat(word) is not None:
@@ -116,7 +111,7 @@ class PortionSync:
         return True
 
     def _is_whole(self, portion: Portion) -> bool:
-        """Whether the step is on the mirror; the first disk makes it so, once all its files are there."""
+        """Return whether the step is on the mirror; the first disk commits it once all files are there."""
         there = self._steps.below(portion.name)
         is_sealed = False
         with suppress(MissingError):
@@ -130,7 +125,7 @@ class PortionSync:
         return True
 
     def _require_all(self, portion: Portion, there: Remote) -> None:
-        """Raise `BurnishError` where a file that was sent is there no more; then all are looked at again."""
+        """Raise `BurnishError` if a sent file is gone; then all are looked at again."""
         found = {file.name: file.size for file in there.files()}
         files = portion.step.manifest.files
         gone = [name for name, record in files.items() if found.get(name) != record.size]

@@ -1,8 +1,6 @@
-"""Committed steps behind a URL, read as those on a disk are.
+"""Committed steps behind a URL, read like those on a disk.
 
-A directory of steps on a mirror looks like `checkpoints/` does, with one difference: files arrive
-one by one and cannot be renamed together, so a step is there when its COMMIT is, which comes last
-and goes first. What lacks it is not shown at all. Left out: how steps get there (`burnish.checkpoint.destinations.mirror`).
+Files arrive one by one, so a step exists when its COMMIT does, which comes last and goes first.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _BLOCKS_HELD = 8
 
 
 class RemotePath(PurePosixPath):
-    """A URL with the manners of a path: `/`, `name` and `parent`; shown as the URL that it is. Made by `of`."""
+    """A URL with the methods of a path: `/`, `name` and `parent`. Made by `of`."""
 
     @classmethod
     def of(cls, url: Url) -> Self:
@@ -53,7 +51,7 @@ class RemotePath(PurePosixPath):
 class RemoteSteps:
     """A directory of steps behind a URL; a `Source`.
 
-    What is there is listed once, and again after `refresh`. Raises the `BurnishError`s of `Remote` for faults that do not pass.
+    Listed once, and again after `refresh`. Raises `BurnishError` for faults that stay.
     """
 
     reads_at_once = _READS_AT_ONCE
@@ -107,10 +105,9 @@ class RemoteSteps:
         return found.size
 
     def read_into(self, name: str, buffer: memoryview, offset: int) -> int:
-        """Fill the buffer from a file's byte `offset`, up to where its block ends; how many bytes that were.
+        """Fill the buffer from byte `offset` of a file, up to the end of its block; return the number of bytes.
 
-        A block of which only a part is asked for is fetched whole, for the rest follows: nobody reads
-        less than a block, whose hash is of all of it. Raises `EOFError` where the file ends before.
+        Fetches whole blocks, since a hash is of all of it. Raises `EOFError` if the file ends before.
         """
         block, start = divmod(offset, BLOCK_BYTES)
         part = buffer[: BLOCK_BYTES - start]
@@ -152,7 +149,7 @@ class RemoteSteps:
             raise EOFError(f"the file is too short: {error.have}") from error
 
     def unfinished(self) -> list[RemotePath]:
-        """What has a step's name and was never sealed, as last listed, and what was said of it."""
+        """Return unsealed directories with a step's name, as last listed, and the objects about them."""
         damaged = self.damaged()
         names = [name for name in self._unsealed() if name not in damaged]
         return [self.root / name for name in [*names, *([PORTIONS] if self.told() else [])]]

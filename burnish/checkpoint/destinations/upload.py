@@ -1,11 +1,8 @@
-"""How a step comes to a mirror: its files first, several at a time, then its manifest, then COMMIT, with which it begins to exist.
+"""Upload a step to a mirror: its files, several at a time, then its manifest, then COMMIT, which makes it exist.
 
-**Verifying.** Every file is read back after it was sent, and every block compared with the hash that was
-computed when it left the training processes' memory; the same is done with a file that is already
-there, which is then not sent again. An ETag would cost less and prove less: it is no hash of the
-content for uploads in parts or with encryption by key, other services have others, and HDFS has none
-that a client without Java can ask for. Only then may the local step go, so the price of reading is
-paid once, and while training goes on. Left out: which steps (`burnish.checkpoint.destinations.mirror`). No torch here.
+Every file is read back and every block compared with the hash from the training processes' memory; so are files that are there
+already. ETags prove less: they are no content hash for multipart or encrypted uploads, and HDFS has none. Only after that may the
+local step go. No torch here.
 """
 
 from __future__ import annotations
@@ -36,10 +33,10 @@ _TRIES = 3
 
 
 def upload(step: Committed, there: RemoteSteps, check: Callable[[], None], moved: Moved) -> None:
-    """Make a committed step of this machine one of the mirror; returns when all of it was read back.
+    """Put a local committed step on the mirror, and return when all of it was read back.
 
-    `check` is called before anything that makes or unmakes a step. Raises `CorruptError` for a step
-    that is damaged here, `BurnishError` for faults that do not pass.
+    `check` is called before anything that makes or unmakes a step. Raises `CorruptError` if the step is damaged here, `BurnishError`
+    for faults that stay.
     """
     path = Path(step.path)
     remote = there.remote.below(path.name)
@@ -56,10 +53,10 @@ def send_files(
     check: Callable[[], None],
     moved: Moved,
 ) -> bool:
-    """Bring these files of a step that lies here to `remote`, its directory there; False where its `commit` is there already.
+    """Send these files of a local step to its directory `remote`; return False if its `commit` is there already.
 
-    What an interrupted upload left is compared and kept; another step of this number, and files that
-    are not of this one, go first. Raises as `upload` does.
+    Compares and keeps what an interrupted upload left; first removes another step of this number and foreign files. Raises as
+    `upload` does.
     """
     sizes = {file.name: file.size for file in remote.files()}
     if COMMIT in sizes:
@@ -93,7 +90,7 @@ def seal(remote: Remote, manifest: bytes, commit: bytes, check: Callable[[], Non
 
 
 def _send_file(step: Committed, name: str, remote: Remote, there: int | None, moved: Moved) -> None:
-    """Send a file until what is read back is what was committed; nothing where it is there already."""
+    """Send a file until it reads back as committed; do nothing if it is there already."""
     record = step.manifest.files[name]
     if there == record.size and is_intact(remote, name, record, moved):
         moved(record.size)

@@ -1,9 +1,7 @@
-"""The process that keeps a mirror in line while training goes on, and the training process's end of it: rank 0's, or the leader's of each disk.
+"""The process that syncs a mirror while training goes on, and the training process's end: rank 0's, or each disk's leader's.
 
-It does one `Sync` after the other, and a `PortionSync` with it, whenever it is asked to. What fails is said loudly, stops nothing,
-and is done by the next one: after the next save, and at the end of the run. A sync in which a write hung is
-the last of its process: what that has begun cannot come late, over what was sent since, once it has ended.
-Why it is a process: `burnish.checkpoint.subprocess`.
+It runs one `Sync` and `PortionSync` after the other when asked. A failure is logged loudly, stops nothing, and is retried after the
+next save and at the end. A write that hung ends the process after its sync, so that it cannot come late.
 """
 
 from __future__ import annotations
@@ -92,7 +90,7 @@ def _synced(
 
 
 def _retain(sync: Sync, pause: Pause) -> None:
-    """Let the mirror's retention see a sync's steps, and wait for other disks that have yet to see some of what it removes."""
+    """Apply the mirror's retention after a sync, and wait for other disks that have yet to see what it removes."""
     sync.run()
     while sync.unseen and not pause(LOOK_SECONDS):
         sync.retain()
@@ -117,7 +115,7 @@ class _Meter:
 
 
 class Uploader:
-    """The training process's end: asks for syncs and hears how they went. Started when it is first needed."""
+    """The training process's end: asks for syncs and gets their outcomes. Starts the process when first needed."""
 
     def __init__(self, mirror: Mirror) -> None:
         self.mirror = mirror

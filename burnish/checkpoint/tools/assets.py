@@ -24,9 +24,9 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def read_assets(directory: Path) -> dict[str, bytes]:
-    """The small files of a Hugging Face directory by name: all that is neither weights nor for people.
+    """Return the small files of a Hugging Face directory by name, without weights and documents.
 
-    Raises `MissingError` where it has no config.json, `IncompatibleError` for a file that is too large for one of these.
+    Raises `MissingError` without config.json, `IncompatibleError` for a file that is too large.
     """
     paths = [path for path in directory.glob("*") if path.suffix in _SUFFIXES]
     paths += (directory / _TEMPLATES).glob("*.jinja")
@@ -56,7 +56,7 @@ def read_assets(directory: Path) -> dict[str, bytes]:
 
 
 def with_dtype(data: bytes, dtype: torch.dtype, path: PurePath) -> bytes:
-    """A config.json that names this dtype wherever it names one. Raises `CorruptError` naming `path` where it is none."""
+    """Return config.json with this dtype wherever it names one. Raises `CorruptError` naming `path` if it is not JSON."""
     config = parse_json(data, str(path))
     if not isinstance(config, dict):
         raise CorruptError(

@@ -1,8 +1,7 @@
-"""How far apart two sets of tensors are, tensor by tensor, in a bounded amount of memory.
+"""Compare two sets of tensors, tensor by tensor, in bounded memory.
 
-A ulp is the distance to the next number of the dtype: two numbers are as many ulp apart as there
-are steps from one to the other (+0 and -0 are the same place). Where the dtypes differ, ulp are
-those of the coarser one, and the rest is computed in fp64, which holds both exactly.
+Distances in ulp count the numbers of the dtype between two values (+0 and -0 are one). For different dtypes ulp are those of the
+coarser; the rest is computed in fp64.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class Compared:
 
 
 def compare(a: TensorReader, b: TensorReader) -> Iterator[Compared]:
-    """Every tensor of A and B, in the order of A's files, then what only B has. Raises what reading raises."""
+    """Yield every tensor of A and B, in the order of A's files, then those only in B. Raises as reading does."""
     for key, mine in a.tensors.items():
         theirs = b.tensors.get(key)
         if theirs is None:
@@ -111,7 +110,7 @@ def compare(a: TensorReader, b: TensorReader) -> Iterator[Compared]:
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, torch.dtype | None]:
-    """What has to agree for numbers to be compared: any two floating-point dtypes do, others only with themselves."""
+    """Return what must agree for a comparison: any two floating-point dtypes do, others only with themselves."""
     floats = dtype.is_floating_point
     return floats, dtype.is_complex, None if floats else dtype
 
@@ -136,7 +135,7 @@ def _ulp(a: Tensor, b: Tensor) -> int:
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """Integers or truth values as int64 that lie as far apart; those of uint64 are moved by half its range."""
+    """Return integers or booleans as int64 at equal distances; uint64 are moved by half their range."""
     if x.dtype == torch.uint64:
         return x.view(torch.int64) ^ torch.iinfo(torch.int64).min
     return x.to(torch.int64)
@@ -162,7 +161,7 @@ def _largest_gap(x: Tensor, y: Tensor) -> int:
 
 
 def _steps(x: Tensor) -> Tensor:
-    """How many steps each element is above zero, as int64: the bits of a float are in the order of its magnitude."""
+    """Return each element's number of steps above zero, as int64: a float's bits are ordered by magnitude."""
     kind = _BITS[x.dtype.itemsize]
     bits = x.view(kind).to(torch.int64)
     return torch.where(bits >= 0, bits, torch.iinfo(kind).min - bits)

@@ -1,8 +1,7 @@
-"""A model as a plain Hugging Face directory in a dtype of choice, streamed from disk to disk.
+"""Write a model as a plain Hugging Face directory in a chosen dtype, streamed from disk to disk.
 
-A step's `model/` is such a directory already, in bf16; this is for another dtype, another size of
-files, an adapter merged into its model, or a copy that has nothing of Burnish in it. Nothing is there
-under its name before it is whole.
+A step's `model/` is one already, in bf16. This is for another dtype or file size, a merged adapter, or a copy without anything of
+Burnish. The directory appears whole.
 """
 
 from __future__ import annotations
@@ -48,11 +47,9 @@ def export(
 ) -> Exported:
     """Write a model to the directory `target`, its floating-point tensors in `dtype`.
 
-    Those that the model keeps in fp32 beside others of lower precision stay as they are. Files have
-    `max_file_bytes` or a single tensor. Holds a few blocks beside what the model does.
-
-    Raises `UsageError` when `target` is there or inside a step, `IncompatibleError` naming the tensor with a number
-    too large for `dtype`, or in 8 bits, `CorruptError` for a damaged block.
+    Tensors that stay in fp32 beside lower precision stay so. Files have `max_file_bytes` or one tensor. Holds a few blocks in memory.
+    Raises `UsageError` if `target` exists or is inside a step, `IncompatibleError` naming a tensor with a number too large for
+    `dtype`, or in 8 bits, `CorruptError` for a damaged block.
     """
     storage = storage or LocalStorage()
     target = target.absolute()
@@ -125,7 +122,7 @@ def _write_file_tensors(
 
 
 def _target(described: TensorInfo, dtype: torch.dtype) -> torch.dtype:
-    """What a tensor becomes: floating-point ones the dtype of choice, or fp32 if that is what they stay beside halves; others stay."""
+    """Return a tensor's dtype in the export."""
     if not described.dtype.is_floating_point or described.stays_fp32:
         return described.dtype
     return dtype

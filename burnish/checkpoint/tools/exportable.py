@@ -1,7 +1,6 @@
-"""What can be written as a Hugging Face directory: a model of a step, an adapter, an adapter merged into its model.
+"""Sources of an export: a step's model, an adapter, an adapter merged into its model.
 
-Each gives its tensors in pieces, from the first element to the last, and the small files beside
-them. Left out: writing (`burnish.checkpoint.tools.export`).
+Each yields its tensors in pieces, in order, and has the small files beside them.
 """
 
 from __future__ import annotations
@@ -48,18 +47,17 @@ class Exportable(Closing, Protocol):
     """Its tensors by canonical name."""
 
     def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """The elements from `start` to `stop` in C order, for one who wants them in `dtype`: in that or an exacter one."""
+        """Return elements `start` to `stop` in C order, in `dtype` or a more exact one."""
 
     def assets(self, dtype: torch.dtype) -> Iterator[tuple[str, bytes]]:
         """The small files by name; config.json names the dtype."""
 
 
 class StepModel(Closing):
-    """A model of a step, or an adapter; an `Exportable` that checks each block.
+    """A step's model or adapter; an `Exportable` that checks each block.
 
-    bf16 is what `model/` holds, bit for bit; other dtypes come from the exact fp32 weights where the
-    step has them. Raises `MissingError` for a role that the step has not, `IncompatibleError` for a
-    model without its configuration.
+    bf16 is `model/` bit for bit; other dtypes come from the exact fp32 weights if the step has them. Raises `MissingError` for an
+    absent role, `IncompatibleError` for a model without its configuration.
     """
 
     def __init__(self, step: Committed, role: str = MAIN, storage: Source | None = None) -> None:
@@ -97,11 +95,10 @@ _WEIGHTS = (SUFFIX, f"{SUFFIX}.index.json")
 
 
 class MergedModel(Closing):
-    """The model that an adapter belongs to, with the adapter merged in: W + s B A for W, computed in fp32; an `Exportable`.
+    """A model with its adapter merged in, W + s B A in fp32; an `Exportable`.
 
-    The model is at `base`. Holds A and B of one layer.
-    Raises `IncompatibleError` for a step without an adapter, and for a model that is not the
-    adapter's; `MissingError` for a model that is not there.
+    The model is at `base`. Holds A and B of one layer. Raises `IncompatibleError` for a step without an adapter or another model,
+    `MissingError` for an absent model.
     """
 
     what = "the model, with the adapter merged in,"
@@ -179,7 +176,7 @@ class _Factors:
 
 
 def _changes(record: Mapping[str, Any], base: Path, weights: Iterable[str]) -> Mapping[str, Change]:
-    """The model's tensors that an adapter of these weights changes; where they hold experts only the model can tell which."""
+    """Return the model's tensors that an adapter changes."""
     if not any(map(are_parameters, record["targets"])):
         return {name: Change(layer) for name, layer in adapted_weights(weights).items()}
     lora = LoraConfig(rank=record["rank"], targets=record["targets"])
@@ -213,7 +210,7 @@ def _configured(name: str, data: bytes, dtype: torch.dtype, path: PurePath) -> b
 
 
 def base_of(step: Committed) -> str:
-    """Where the model was that a step's adapter was trained on: a path or a URL. Raises `IncompatibleError` for a step without one."""
+    """Return the path or URL of the model that a step's adapter was trained on. Raises `IncompatibleError` without an adapter."""
     return str(_adapter_of(step)["base"])
 
 

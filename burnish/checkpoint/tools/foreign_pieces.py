@@ -1,7 +1,4 @@
-"""Parts of another program's tensors, and which parts of the model's checkpoint tensors they are.
-
-Left out: reading them (`burnish.checkpoint.tools.import_pickled`).
-"""
+"""Parts of another program's tensors as parts of the model's checkpoint tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ class ForeignPiece:
     """Its elements, mapped."""
 
     def part_of(self, region: Region) -> Iterator[Shard]:
-        """What it has, as a piece of a parameter, of one of the parameter's regions: a part of a checkpoint tensor, or nothing."""
+        """Return its part of a region of a parameter, which is part of a checkpoint tensor, or nothing."""
         shard = region.shard_of(self.tensor, self.box)
         if shard is not None:
             yield shard

@@ -1,7 +1,7 @@
-"""Weights in checkpoints that have to be unpickled: torch's DCP directories, Megatron's among them, and verl's FSDP checkpoints.
+"""Import weights that must be unpickled: torch's DCP directories, Megatron's among them, and verl's FSDP checkpoints.
 
-A child process unpickles (`burnish.checkpoint.tools.unpickle`) and leaves safetensors files, whose tensors
-are given the model's canonical names here. Left out: optimizer states, LoRA adapters.
+A child process unpickles (`burnish.checkpoint.tools.unpickle`) and leaves safetensors files, whose tensors get canonical names
+here. Left out: optimizer states, LoRA adapters.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def pickled_kind(source: Path) -> str | None:
 
 
 def guarded_by(version: int) -> str:
-    """What a Landlock of this version, 0 for none, keeps the process that unpickles from, in a sentence."""
+    """Say in a sentence what a Landlock of this version, 0 for none, forbids to the unpickling process."""
     if version:
         network = ", and from TCP" if version >= 4 else ""
         return f"unpickled by a process that Landlock {version} kept from writing elsewhere, from starting programs{network}"
@@ -73,12 +73,10 @@ def guarded_by(version: int) -> str:
 
 
 class Pickled:
-    """A DCP directory, one of Megatron's iterations or verl's `actor/`; a `Foreign` whose weights are unpickled when they are asked for.
+    """A DCP directory, one of Megatron's iterations or verl's `actor/`; a `Foreign` that unpickles on demand.
 
-    `assets` is a Hugging Face directory with the model's config.json, which tells the names and
-    shapes of its tensors. `landlock` is the version that the kernel has, which is asked where it is
-    None. Raises `UsageError` where it has none, unless `without_sandbox`, `MissingError` where files
-    are missing, and what an unusable configuration raises.
+    `assets` is a Hugging Face directory with the model's config.json. `landlock` is the kernel's version, asked if None. Raises
+    `UsageError` without Landlock, unless `without_sandbox`, and `MissingError` for missing files.
     """
 
     def __init__(
@@ -124,10 +122,10 @@ class Pickled:
             self._names = tensor_names(self._canonical)
 
     def weights(self, scratch: Path) -> list[Shard]:
-        """Unpickle in a child process and name what it found.
+        """Unpickle in a child process and name the tensors.
 
-        Raises `CorruptError` where unpickling fails or meets anything but tensors, `MissingError`
-        for a tensor of the model that is not there, `IncompatibleError` for one of another shape.
+        Raises `CorruptError` if unpickling fails or meets anything but tensors, `MissingError` for an absent tensor, `IncompatibleError`
+        for another shape.
         """
         task = _Task(self.kind, self.source, self._files, self._names, self._sandboxed)
         _unpickle(task, scratch)

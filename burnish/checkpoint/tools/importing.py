@@ -1,8 +1,6 @@
-"""A committed step out of somebody else's weights: those alone, for there is no training state to take over.
+"""Make a committed step of somebody else's weights; there is no training state.
 
-The source's files are mapped, not read into memory: pages of them come and go as the system likes,
-and beside them there is what saving needs. Left out: files that have to be unpickled
-(`burnish.checkpoint.tools.import_pickled`).
+Source files are mapped, not read into memory.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from burnish.files.storage import LocalStorage, Storage
 
 
 class Foreign(Protocol):
-    """Weights that another program wrote. Making one finds out whether all is there, and reads none of them."""
+    """Weights of another program. Making one checks that all is there, and reads nothing."""
 
     kind: str
     """What wrote them: "huggingface", "dcp", "torch_dist" (Megatron), "verl"."""
@@ -52,14 +50,13 @@ class Foreign(Protocol):
     """config.json and what else belongs to the model, by name."""
 
     def weights(self, scratch: Path) -> list[Shard]:
-        """Pieces by canonical name, which together are the model. `scratch` is an empty directory that goes when this returns."""
+        """Return pieces by canonical name that together are the model. `scratch` is an empty directory for the time of the block."""
 
 
 class HuggingFace:
     """The model of a Hugging Face directory.
 
-    Raises `MissingError` where config.json or weights are missing, `CorruptError` for a file that
-    is not what it says, `IncompatibleError` for a dtype that is not handled.
+    Raises `MissingError` for missing files, `CorruptError` for a broken one, `IncompatibleError` for an unknown dtype.
     """
 
     kind = "huggingface"
@@ -94,11 +91,10 @@ class HuggingFace:
 
 
 def save_foreign(foreign: Foreign, root: Path, step: int, storage: Storage | None = None) -> Path:
-    """Commit foreign weights as a step below `root`; returns its directory.
+    """Commit foreign weights as a step below `root`, and return its directory.
 
-    A model all in fp32 is split into the bf16 of `model/` and a residual, and so comes back exact; all others
-    stay as they are. Weights that are not finite make the step unhealthy. Raises
-    `BurnishError` where the step exists or another run uses `root`, and what the weights raise.
+    A model all in fp32 is split into bf16 and a residual, and so stays exact. Non-finite weights make the step unhealthy. Raises
+    `BurnishError` if the step exists or another run uses `root`.
     """
     storage = storage or LocalStorage()
     require_outside_steps(root, storage)
@@ -132,7 +128,7 @@ def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:
 
 
 def mapped_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by name, as views of the file: nothing is read yet, and nothing written back.
+    """Return the tensors of a safetensors file by name, as read-only views of the mapped file.
 
     Raises `CorruptError` and `IncompatibleError` naming the file.
     """
