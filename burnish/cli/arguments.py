@@ -1,8 +1,4 @@
-"""What can be typed: the arguments of the `burnish` command.
-
-Nothing is loaded here that a command needs, so that help and mistakes show at once. Left out: those of `burnish ckpt`
-(`burnish.cli.ckpt_arguments`), and what becomes of them (`burnish.cli.main`).
-"""
+"""Arguments of the `burnish` command. Loads nothing that a command needs, so help and mistakes show at once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`burnish check`: start the processes of the layout on this machine's CPU, or join those of torchrun.
-
-Left out: the comparison itself (`burnish.check.check`).
-"""
+"""`burnish check`: start the layout's processes on this machine's CPU, or join those of torchrun."""
 
 from __future__ import annotations
 

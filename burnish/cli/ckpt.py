@@ -1,9 +1,8 @@
-"""`burnish ckpt`: looking at checkpoints, checking and keeping them: what becomes of its arguments (`burnish.cli.ckpt_arguments`).
+"""`burnish ckpt`: look at checkpoints, check and keep them.
 
-Every command says what it did in lines for people, or with `--json` in one object on standard
-output; what it ends with is in that too, as `error`. Exit codes are those of `burnish.errors`; a check that finds damage ends with 3, one
-that finds nothing but steps of another format with 4, and a comparison that finds a difference with 6, which no error has. torch is loaded only by commands that
-look into tensors.
+Commands print lines for people, or with `--json` one object on standard output, with any `error` in it. Exit codes are those of
+`burnish.errors`: 3 for damage, 4 if all steps have another format, 6 for a difference. Only commands that look into tensors load
+torch.
 """
 
 from __future__ import annotations

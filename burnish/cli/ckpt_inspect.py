@@ -29,7 +29,7 @@ from burnish.files.storage import Source
 
 
 def list_steps(path: PurePath, say: Say) -> Outcome:
-    """Every step of a run: size, time, health, pin, and what else lies there. Ends with damaged pins when it has listed all."""
+    """List a run's steps: size, time, health, pin, and what else is there. Raises for damaged pins after listing all."""
     root = steps_directory(path)
     source = source_of(root)
     pins, error = _pins(root, source)
@@ -69,7 +69,7 @@ def _beside(root: PurePath, source: Source) -> dict[str, list[str]]:
 
 
 def show_step(path: PurePath, say: Say, *, tensors: bool) -> dict[str, Any]:
-    """One step: who wrote it, what is in it, where the run was; with `tensors` each of them."""
+    """Show one step: who wrote it, its contents, the run's position; with `tensors` each of them."""
     step = one_step(path)
     source = source_of(step.path.parent)
     sets = _sets(step, source)
@@ -133,7 +133,7 @@ def _word(value: object) -> str:
 
 
 def _saved(path: PurePath) -> str:
-    """When a step was committed, by its file; "" for one on a mirror, which got it later."""
+    """Return when a step was committed, by its file; "" on a mirror, which got it later."""
     if not isinstance(path, Path):
         return ""
     seconds = (path / COMMIT).stat().st_mtime

@@ -53,10 +53,9 @@ def unpin(path: Path, say: Say) -> dict[str, Any]:
 
 
 def collect_garbage(path: Path, say: Say, *, dry_run: bool) -> Outcome:
-    """Remove the steps that the run's configuration does not keep, and what killed processes left.
+    """Remove steps that the configuration does not keep, and remains of killed processes.
 
-    Refuses a directory that a run is using: the run does this by itself. What is in `quarantine/`
-    is left to people. Ends with what the disk did not let go of, when all else is gone.
+    Refuses a directory in use. Leaves `quarantine/` alone. Raises after all else is gone if the disk kept something.
     """
     root = steps_directory(path)
     retention = _retention(root)

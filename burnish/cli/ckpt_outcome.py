@@ -1,4 +1,4 @@
-"""What a command of `burnish ckpt` has to say: lines for people while it works, one object for programs at its end."""
+"""The output of a `burnish ckpt` command: lines for people, one object for programs."""
 
 from __future__ import annotations
 

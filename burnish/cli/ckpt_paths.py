@@ -1,4 +1,4 @@
-"""What a path or URL on the command line of `burnish ckpt` stands for: a run, its `checkpoints/`, or one step."""
+"""Resolve a path or URL of `burnish ckpt`: a run, its `checkpoints/`, or one step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ P = TypeVar("P", bound=PurePath)
 
 
 def place(text: str) -> PurePath:
-    """What a person wrote: a path of this machine or a URL. Raises `UsageError` for one that is not understood."""
+    """Return a local path or a URL. Raises `UsageError` if it is neither."""
     return RemotePath.of(Url.parse(text)) if is_url(text) else Path(text)
 
 
@@ -50,9 +50,9 @@ def steps_directory(path: P) -> P:
 
 
 def one_step(path: PurePath) -> Committed:
-    """The step at `path`, or the newest healthy one where it is a run or its `checkpoints/`.
+    """Return the step at `path`, or the newest healthy one of a run or its `checkpoints/`.
 
-    Raises `MissingError` where there is none, and `CorruptError` for a damaged one.
+    Raises `MissingError` if there is none, and `CorruptError` for a damaged one.
     """
     if is_step(path):
         return open_step(path, source_of(path.parent))
@@ -64,7 +64,7 @@ def one_step(path: PurePath) -> Committed:
 
 
 def steps_at(path: P) -> list[P]:
-    """The step at `path`, or every step of the run that it is, oldest first. Raises `MissingError` where there is none."""
+    """Return the step at `path`, or every step of a run, oldest first. Raises `MissingError` if there is none."""
     if is_step(path):
         return [path]
     directory = steps_directory(path)

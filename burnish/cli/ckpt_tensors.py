@@ -43,7 +43,7 @@ Unpickling = Literal["never", "sandboxed", "anyhow"]
 
 
 def diff(a: PurePath, b: PurePath, say: Say) -> dict[str, Any]:
-    """Compare two steps, or Hugging Face directories, tensor by tensor; `same` in the report says whether all are equal."""
+    """Compare two steps or Hugging Face directories, tensor by tensor; `same` says whether all are equal."""
     verdicts: Counter[str] = Counter()
     found = []
     with _open(a) as first, _open(b) as second:
@@ -60,7 +60,7 @@ def diff(a: PurePath, b: PurePath, say: Say) -> dict[str, Any]:
 
 
 def exportable(step: Committed, role: str, base: Path | None, *, merged: bool) -> Exportable:
-    """The model of a step, or of a role, or the one that its adapter belongs to with the adapter merged in.
+    """Return a step's model, a role's, or an adapter's merged model.
 
     Raises `UsageError` for choices that exclude each other.
     """
@@ -84,7 +84,7 @@ def exportable(step: Committed, role: str, base: Path | None, *, merged: bool) -
 
 
 def _base(place: str) -> Path:
-    """The model that an adapter was trained on, as the run took it: a copy of what is behind a URL."""
+    """Return the model that an adapter was trained on, copied from its URL if needed."""
     return local_directory(place, Progress(True).phase) if is_url(place) else Path(place)
 
 
@@ -123,7 +123,7 @@ def import_weights(
     *,
     unpickling: Unpickling,
 ) -> dict[str, Any]:
-    """Make a step of a run out of somebody else's weights, which are copied first where they are behind a URL."""
+    """Make a step of somebody else's weights, copied from their URL if needed."""
     if step < 0:
         raise UsageError("a step is 0 or more", have=f"--step {step}", do="leave it out for step 0")
     foreign = _foreign(_here(source), assets, unpickling)

@@ -16,9 +16,9 @@ from burnish.files.storage import Source
 
 
 def verify_steps(path: PurePath, say: Say, *, fast: bool) -> Outcome:
-    """Check a step, or every step of a run; each problem is told as it is found.
+    """Check a step, or every step of a run, and report each problem as it is found.
 
-    A step of a run that retention removes meanwhile is passed over. Raises `MissingError` where all are gone.
+    Steps that retention removes meanwhile are passed over. Raises `MissingError` if all are gone.
     """
     results = [each for step in steps_at(path) if (each := _verified(step, say, fast))]
     if not results:

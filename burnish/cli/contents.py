@@ -1,7 +1,7 @@
-"""What the inputs of a run begin with, for a dry run: columns, headers of weights, tokenizers, the source of reward functions.
+"""Look into a run's inputs for a dry run: columns, weight headers, tokenizers, the sources of functions.
 
-Without torch, `datasets` or running anybody's code, so it is a matter of a second. Left out: what lies behind URLs, rows further on,
-whether weights are those of config.json, what a tokenizer makes of the data, and what reward functions do. Only a run finds these.
+It takes about a second: without torch, unless a formula is the user's, and without `datasets`. Left out: URLs, later rows, and
+everything that only a run finds.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _Look = Callable[[], object]
 
 
 def require_contents(config: RunConfig, command: Command, run_dir: Path | None = None) -> None:
-    """Raise a `BurnishError` with everything in the inputs of `command` that would stop it once they are read.
+    """Raise a `BurnishError` with everything in the inputs of `command` that would stop it.
 
-    The inputs have to be there (`burnish.train.preflight`). With `run_dir` model and tokenizer are those of that run.
+    `burnish.train.preflight` has checked that the inputs exist. With `run_dir` model and tokenizer are that run's.
     """
     found = []
     for look in _looks(config, command, run_dir):
@@ -157,7 +157,7 @@ def _json_object(file: Path) -> dict[str, object]:
 
 
 def _columns(path: str, data: DataConfig, *, prompts: bool) -> None:
-    """The first file of an entry has the columns of prompts, or of examples; the data layer has all files agree."""
+    """Require the columns of prompts or examples in an entry's first file."""
     files = sorted(data_files(path))
     file = next((each for each in files if each.stat().st_size), files[0])
     columns = columns_of(file, lambda columns: _lack(columns, data, prompts=prompts) is None)

@@ -1,8 +1,7 @@
-"""The `burnish` command: its arguments, its exit codes, its log level.
+"""The `burnish` command: its arguments, exit codes and log level.
 
-Exit codes: 0 done, 2 usage or configuration, 3 corrupt checkpoint, 4 incompatible, 5 missing, 128 +
-the signal's number for a run that was stopped, 6 a comparison that found a difference, 1 anything else. An error that Burnish raises on
-purpose is printed without a traceback; any other keeps it.
+Exit codes: 0 done, 1 any other error, 2 usage or configuration, 3 corrupt checkpoint, 4 incompatible, 5 missing, 6 a difference found,
+128 + the signal's number for a stopped run. Errors that Burnish raises on purpose print without a traceback.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(given: Namespace) -> int:
-    """Run the command, whose module is loaded when it is asked for: others, and torch, are not waited for."""
+    """Run the command; its module is imported only now."""
     if given.command == "ckpt":
         from burnish.cli.ckpt import run_ckpt
 

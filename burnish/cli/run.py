@@ -1,6 +1,6 @@
 """`burnish sft`, `rl` and `eval`: check everything that can be checked, then start the trainer.
 
-torch is imported only behind the checks, so that a mistake shows at once.
+torch is imported after the checks, so that a mistake shows at once.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ def run(
 ) -> None:
     """Run `command` with the configuration at `path`; with `dry_run` only say what it would do.
 
-    `path` is a file, or for eval also a run's directory, whose `config.yaml` is then read and whose
-    checkpoint is evaluated. A dry run is for `devices` (`burnish plan`), by default this machine's,
-    and refuses what does not fit on them. What an evaluation measured is printed as a table, or `as_json`. Raises `BurnishError`s for all that is wrong.
+    `path` is a file; for eval it may be a run's directory, whose newest checkpoint is evaluated. A dry run is for `devices`
+    (`burnish plan`), by default this machine's, and refuses what does not fit. An evaluation prints a table, or JSON with `as_json`.
     """
     run_dir = Path(path) if command == "eval" and Path(path).is_dir() else None
     config = load_config(_config_file(command, path, run_dir), overrides).config

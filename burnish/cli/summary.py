@@ -20,7 +20,7 @@ def summary(
     run_dir: Path | None = None,
     memory: str | None = None,
 ) -> str:
-    """Aligned lines: model, data, sizes, formula, length, saving, where it writes; `memory` is what is said of that."""
+    """Return aligned lines: model, data, sizes, formula, length, saving, outputs, and `memory`."""
     rows = list(_rows(config, command, world, run_dir))
     rows += [("memory", memory)] if memory else []
     width = max(len(name) for name, _ in rows)

@@ -1,8 +1,6 @@
-"""Whether the settings make sense together, before anything heavy is loaded.
+"""Check settings against each other, before anything heavy is loaded. All problems are reported at once.
 
-Each check compares settings with each other; bounds of single settings are in the schema. All that
-is wrong is reported at once. Left out: whether the files that settings name exist
-(`burnish.train.preflight`), and what only the model or the data can tell.
+Bounds of single settings are in the schema; `burnish.train.preflight` checks that files exist.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ def check(config: RunConfig, command: Command, world: int = 1) -> None:
 
 
 def check_kind(config: RunConfig) -> None:
-    """Raise `UsageError` with the settings that this kind of engine does not have, on any number of processes."""
+    """Raise `UsageError` for settings that this kind of engine does not have."""
     if problems := list(of_kind(config)):
         raise refusal(problems, "this configuration")
 
@@ -175,7 +173,7 @@ def _of_optimizer(config: RunConfig) -> Iterator[Problem]:
 
 
 def _of_narrow_moments(optim: OptimConfig) -> Iterator[Problem]:
-    """bf16 has 8 bits of precision: a number times 0.997 may round to itself, and then never falls."""
+    """Refuse betas near 1: bf16 has 8 bits, so a number times 0.997 may round to itself and never fall."""
     if optim.kind != "adamw":
         yield Problem(
             "optim.moments are those of adamw",

@@ -1,7 +1,4 @@
-"""Which engine has which setting, and whether the degrees of parallelism divide the processes.
-
-Left out: what depends on the model, its heads, layers and experts (`burnish.engines`).
-"""
+"""Check which engine has which setting, and that the degrees of parallelism divide the processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Whether the settings of a step make sense together: how much is in it, how long its sequences are, what is learned from them.
-
-Left out: all that does not depend on training (`burnish.config.check`).
-"""
+"""Check the settings of a step against each other: its size, its lengths, its formula."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""YAML text to plain values and back, knowing the line of every key.
+"""YAML text to plain values and back, with the line of every key.
 
-Two things differ from PyYAML's `safe_load`. A key given twice in one mapping is refused, because
-the one that loses does so silently. And scalars follow YAML 1.2's core schema: `1e-6` is a number,
-`no`, `on`, `1:30` and `2024-01-01` are texts; underscores are allowed in numbers. Left out: any
-knowledge of which keys exist (`burnish.config.load`).
+Unlike PyYAML's `safe_load`, a duplicate key is refused, and scalars follow YAML 1.2's core schema: `1e-6` is a number, `no`, `on`,
+`1:30` and `2024-01-01` are texts; numbers may have underscores.
 """
 
 from __future__ import annotations
@@ -85,8 +83,7 @@ class Document:
 def parse_document(text: str, source: str) -> Document:
     """Read one YAML document whose top level is a mapping.
 
-    `source` names the text in errors. Raises `UsageError`, with the line, for broken YAML, for a
-    key given twice and for anything but a mapping.
+    `source` names the text in errors. Raises `UsageError` with the line for broken YAML, a duplicate key, or anything but a mapping.
     """
     node, value, lines = _parse(text, source)
     if value is None:

@@ -1,7 +1,6 @@
-"""Values and their origins on the way to a `RunConfig`, with everything found wrong so far.
+"""Values and their origins on the way to a `RunConfig`, with all problems so far.
 
-A file and then overrides are taken in; keys that do not exist are left out and noted, so that one
-pass over a bad configuration finds all that is wrong with it.
+Unknown keys are noted and left out, so one pass finds everything that is wrong.
 """
 
 from __future__ import annotations

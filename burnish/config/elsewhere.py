@@ -1,8 +1,7 @@
-"""What verl, TRL (and transformers' arguments) and OpenRLHF call a setting, and what answers it here.
+"""Names of settings in verl, TRL (and transformers) and OpenRLHF, with their counterparts here.
 
-Data for those who type a name from habit. A name that means something else here, or nothing, says so: doing as one is told
-must not change the algorithm. Names are the last part of a dotted one, or more of it where that alone has several meanings
-(`rollout.name` of verl is no name of a run). Left out: names that are the same here in the same section, and the rare ones.
+A name that means something else here says so: following it must not change the algorithm. Names are the last part of a dotted one,
+or more if that alone is ambiguous (`rollout.name` of verl). Left out: names that are the same here, and rare ones.
 """
 
 from __future__ import annotations

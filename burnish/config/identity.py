@@ -1,9 +1,7 @@
-"""Whether two configurations describe the same run, and whether it may be continued.
+"""Whether two configurations describe the same run, so that it may be continued.
 
-A run directory is continued only by the configuration that began it. Some settings may differ all
-the same, because they change how fast, how long or how visibly a run works, and not what each of
-its steps computes; `MAY_CHANGE` lists them. Left out: which command the run belongs to, which is
-not a setting.
+Only the configuration that began a run continues it. `MAY_CHANGE` lists the settings that change how fast, how long or how visibly
+it works, and not what a step computes.
 """
 
 from __future__ import annotations
@@ -98,7 +96,7 @@ def difference(before: RunConfig, after: RunConfig) -> list[SettingDifference]:
 
 
 def require_same_run(run_dir: PurePath, recorded: RunConfig, config: RunConfig) -> None:
-    """Refuse a run directory whose recorded configuration describes another run than `config`.
+    """Refuse a run directory whose recorded configuration describes another run.
 
     Raises `IncompatibleError` with a table of the settings that differ.
     """

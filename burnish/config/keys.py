@@ -1,7 +1,6 @@
-"""The schema as a flat table of dotted keys, and the words that describe each one's values.
+"""The schema as a flat table of dotted keys, with words for each one's values.
 
-Error messages, `config explain` and the search for a misspelt key all read this table, so that
-they cannot disagree with the schema. Left out: keys that are not in it (`burnish.config.unknown`).
+Error messages, `config explain` and the search for a misspelt key read this table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""From a YAML file and overrides to a `RunConfig`, remembering where each value came from.
+"""From a YAML file and overrides to a `RunConfig`, with the origin of each value.
 
-Every mistake is collected and reported together, each with the file and line, or "command line",
-that it came from. Relative paths are left as they are written: they count from the directory the
-command runs in. Left out: whether the settings make sense together (`burnish.config.check`).
+All mistakes are reported together, with file and line or "command line". Relative paths count from the working directory.
 """
 
 from __future__ import annotations
@@ -46,14 +44,11 @@ class Resolved:
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Resolved:
-    """Read `path` (None: nothing but defaults), then apply overrides `a.b=c` in order.
+    """Read `path` (None: only defaults), then apply overrides `a.b=c` in order.
 
-    A value is YAML (`optim.lr=1e-6`, `data.train=[a.jsonl]`, `steps=null`). An override of a whole
-    section (`rollout={n: 4}`) changes the keys it names; a list is replaced. Keys inside
-    `model.fresh`, where it is a mapping, can be set one by one.
-
-    Raises `MissingError` for a file that is not there and `UsageError` for everything else: broken
-    YAML, unknown keys with the nearest known one, values of a wrong type or out of bounds.
+    A value is YAML (`optim.lr=1e-6`, `data.train=[a.jsonl]`, `steps=null`). An override of a section (`rollout={n: 4}`) changes the keys
+    it names; a list is replaced. Keys inside a mapping `model.fresh` can be set one by one. Raises `MissingError` for an absent file and
+    `UsageError` for everything else: broken YAML, unknown keys with the nearest known one, wrong types, values out of bounds.
     """
     draft = Draft(known=known_keys())
     subject = "the command line"
@@ -68,7 +63,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Resol
 def load_settings(
     source: str | os.PathLike[str] | Mapping[str, Any] | RunConfig, settings: Mapping[str, Any]
 ) -> RunConfig:
-    """Return the configuration of a file, of nested mappings or of another one, with `settings` in place of its own.
+    """Return the configuration of a file, of nested mappings or of another one, with `settings` applied.
 
     `settings` are sections as mappings (`optim={"lr": 1e-5}`) or dotted keys. Raises as `load_config` does.
     """
@@ -106,9 +101,9 @@ def _resolved(draft: Draft, subject: str) -> Resolved:
 
 
 def read_document(path: str | os.PathLike[str]) -> Document:
-    """The YAML mapping in a file, with the line of every key.
+    """Read the YAML mapping in a file, with the line of every key.
 
-    Raises `MissingError` where there is no such file and `UsageError` where it cannot be read as YAML.
+    Raises `MissingError` for an absent file and `UsageError` for anything but YAML.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -137,9 +132,9 @@ def read_document(path: str | os.PathLike[str]) -> Document:
 
 
 def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:
-    """The whole configuration as YAML that `load_config` reads back equal.
+    """Return the whole configuration as YAML that `load_config` reads back equal.
 
-    `comments` maps dotted keys of settings to a remark, put behind each, aligned.
+    `comments` maps dotted keys to a remark behind each setting, aligned.
     """
     rows = list(_rows(config, "", ""))
     remarks = comments or {}

@@ -1,7 +1,4 @@
-"""What a user may want to know of a configuration that is sound: one line each, said at the start and by a dry run.
-
-Left out: what is wrong (`burnish.config.check`).
-"""
+"""Remarks on a sound configuration, one line each, at the start and in a dry run."""
 
 from __future__ import annotations
 

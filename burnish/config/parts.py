@@ -1,7 +1,6 @@
-"""What the parts of a reward are called: in metrics, in files of rollouts, and in settings that choose one.
+"""Names of the parts of a reward: in metrics, rollout files and settings.
 
-Left out: the numbers that a function in verl's signature gives beside its score, which are called
-FUNCTION/NAME and of which only its answers tell (`burnish.rewards.pool`).
+Further numbers of a verl function are FUNCTION/NAME; only its answers tell which (`burnish.rewards.pool`).
 """
 
 from __future__ import annotations

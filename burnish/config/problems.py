@@ -1,8 +1,4 @@
-"""Several things that are wrong with a configuration, reported together in one error.
-
-A person who has three mistakes in a file should run the command twice, not four times. Left out:
-finding the mistakes (`burnish.config.load`, `burnish.config.check`).
-"""
+"""Several problems of a configuration in one error: three mistakes should take two runs of the command, not four."""
 
 from __future__ import annotations
 
@@ -29,9 +25,9 @@ class Problem:
 def refusal(
     problems: Sequence[Problem], subject: str, kind: type[BurnishError] = UsageError
 ) -> BurnishError:
-    """One error that lists all `problems`; a single one is shown without a list.
+    """Return one error that lists all `problems`; a single one has no list.
 
-    `subject` names what is refused (`rl.yaml`, "this configuration") in the list's headline.
+    `subject` names what is refused (`rl.yaml`) in the headline.
     """
     if len(problems) == 1:
         only = problems[0]

@@ -1,7 +1,4 @@
-"""How long a sequence may get, and a prompt, by what a completion leaves of it.
-
-Asked by a run, which has the model, and by a dry run, which has its config.json. Left out: `data.max_prompt_length`, which is the user's own.
-"""
+"""The lengths that prompts and sequences may have, given the completion's. Used by a run and by a dry run."""
 
 from __future__ import annotations
 
@@ -10,15 +7,15 @@ from burnish.errors import UsageError
 
 
 def longest_completed(config: RunConfig) -> int:
-    """Tokens of the longest prompt and completion, as far as the settings limit them: a prompt of 1 where they do not."""
+    """Return the tokens of the longest prompt and completion that the settings allow; a prompt without limit counts 1."""
     prompt = config.data.max_prompt_length
     return config.rollout.max_response_length + (1 if prompt is None else prompt)
 
 
 def room_for_prompts(config: RunConfig, positions: int | None) -> dict[str, int]:
-    """Most tokens of a prompt, by what sets them: the micro-batch, and the model's `positions` where it has a limit.
+    """Return the most tokens of a prompt, by what limits them: the micro-batch, or the model's `positions`.
 
-    Raises `UsageError` where a completion leaves none.
+    Raises `UsageError` if a completion leaves no room.
     """
     response = config.rollout.max_response_length
     budgets = {"batch.tokens_per_device": config.microbatch_tokens}

@@ -1,7 +1,6 @@
-"""What to answer to a key that does not exist: another framework's name for one, a misspelt one, or neither.
+"""Answer a key that does not exist: another framework's name, a misspelt one, or neither.
 
-What another framework calls a setting is known (`burnish.config.elsewhere`) and answered with what to write. A likeness is a guess, and is
-asked as a question.
+Other frameworks' names (`burnish.config.elsewhere`) are answered with what to write; a likeness is asked as a question.
 """
 
 from __future__ import annotations
@@ -45,11 +44,10 @@ def answer_unknown(name: str, known: Mapping[str, Key]) -> Suggestion:
 
 
 def nearest(name: str, known: Mapping[str, Key]) -> str | None:
-    """The known key that is most like `name`, or None.
+    """Return the known key most like `name`, or None.
 
-    In this order: a key of the same section spelt almost alike; a key in another section with the same last
-    part (`n` for `rollout.n`), since a forgotten section is a common mistake; then whatever is spelt alike, in
-    the same section, as a whole, by its last part, there also as another framework spells it.
+    In order: a similar key of the same section; a key of another section with the same last part (`n` for `rollout.n`); then any
+    similar key, in the same section, as a whole, by its last part, or as another framework spells it.
     """
     section, _, last = name.rpartition(".")
     ends = {each: each.rpartition(".")[2] for each in known}

@@ -1,13 +1,10 @@
-"""Low-rank adapters on the linear layers of a model (LoRA, Hu et al., arXiv 2106.09685), as PEFT's own modules.
+"""Low-rank adapters on linear layers (LoRA, Hu et al., arXiv 2106.09685), as PEFT's own modules.
 
     y = W x + s B A x,    A [rank, in],  B [out, rank],  s = alpha / rank
 
-(with rsLoRA, arXiv 2312.03732, s = alpha / √rank). W is frozen, A and B are trained. PEFT puts its
-modules into a model that knows nothing of it; here is which tensors of PEFT's files their
-parameters are, and the model with the adapter in it or off. Left out: dropout, because what is
-computed here is a function of the tokens, so that it can be computed once for sequences that begin
-alike and again in the backward pass; adapters on embeddings and output layers. How fused experts are computed
-with one is in `burnish.models.lora.experts`.
+(rsLoRA, arXiv 2312.03732: s = alpha / √rank). W is frozen, A and B are trained. This module maps PEFT's parameters to tensors of its
+files, and turns the adapter on and off. Left out: dropout, which would make outputs more than a function of the tokens; adapters
+on embeddings and output layers. Fused experts are in `burnish.models.lora.experts`.
 """
 
 from __future__ import annotations
@@ -50,15 +47,14 @@ _WITHIN = ".base_layer"
 
 
 class Adapter:
-    """The adapter of one model, which making it puts there: the model's own weights are frozen from then on."""
+    """The adapter of one model. Making it puts it there and freezes the model's own weights."""
 
     def __init__(
         self, model: PreTrainedModel, config: LoraConfig, base_dtype: torch.dtype | None = None
     ) -> None:
-        """Where `model` is, adapters are made, in fp32 and undefined; its own weights get `base_dtype`.
+        """Add an undefined fp32 adapter on the model's device; the model's own weights get `base_dtype`.
 
-        Raises `IncompatibleError` where the model has not the layers that `config` names, or PEFT
-        would adapt others, and `UsageError` where PEFT is not installed.
+        Raises `IncompatibleError` if the model lacks layers that `config` names or PEFT would adapt others, `UsageError` without PEFT.
         """
         plain, targets = regions(model), Targets.of(model, config)
         layers = _inject(model, peft_config(config, targets.kinds), targets)
@@ -104,9 +100,9 @@ class Adapter:
             layer.scaling[_NAME] = scale
 
     def merged(self, layout: Layout) -> Iterator[Shard]:
-        """This rank's pieces of the model's own checkpoint with W + s B A for W, computed as they are read. Collective.
+        """Return this rank's pieces of the checkpoint with W + s B A for W, computed as they are read. Collective.
 
-        Holds, as long as they are in use, the rows of B and the columns of A that belong to this rank's pieces.
+        Holds the rows of B and columns of A that these pieces need.
         """
         base = list(model_shards(self._model, parts=self.base))
         places = gathered(base, self.changes, self._shapes)
@@ -136,7 +132,7 @@ class LowRank:
 
 
 def linear_parts(layer: Any) -> tuple[nn.Linear, LowRank | None]:
-    """A linear layer of a model as it is without an adapter, and what that adds to it, if anything."""
+    """Return a linear layer without its adapter, and the adapter, if any."""
     if not hasattr(layer, "lora_A"):
         return layer, None
     factors = layer.lora_A[_NAME], layer.lora_B[_NAME]
@@ -144,10 +140,9 @@ def linear_parts(layer: Any) -> tuple[nn.Linear, LowRank | None]:
 
 
 class FreshAdapter:
-    """First values of an adapter, a `ShardSource`: A as PEFT draws it, B zero, so that the model begins as it is without.
+    """Initial values of an adapter, a `ShardSource`: A as PEFT draws it, B zero, so the model starts unchanged.
 
-    Each A comes from a generator of its own, seeded with the run's seed and its name, so that it
-    does not depend on the number of ranks.
+    Each A has its own generator, seeded with the run's seed and its name, so the number of ranks does not matter.
     """
 
     def __init__(self, seed: int) -> None:
@@ -197,7 +192,7 @@ class Targets:
 
 
 def peft_config(config: LoraConfig, kinds: Iterable[str]) -> Any:
-    """PEFT's description of an adapter for these kinds of layers and parameters. Raises `UsageError` where PEFT is not installed."""
+    """Return PEFT's description of an adapter of these layers and parameters. Raises `UsageError` without PEFT."""
     asked = list(kinds)
     return _peft().LoraConfig(
         r=config.rank,
@@ -223,7 +218,7 @@ def _peft() -> Any:
 
 
 def _inject(model: PreTrainedModel, config: Any, targets: Targets) -> dict[str, Any]:
-    """Let PEFT wrap what is adapted; its modules by name. Raises `IncompatibleError` where they are for something else."""
+    """Let PEFT wrap the targets, and return its modules by name. Raises `IncompatibleError` if they are for something else."""
     peft = _peft()
     with model.device, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # what is wrong is said below

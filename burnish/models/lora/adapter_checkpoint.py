@@ -47,9 +47,9 @@ class AdapterRecord:
     def of(
         cls, model: ModelConfig, hf_config: PretrainedConfig, url: str | None = None
     ) -> AdapterRecord:
-        """What `model.lora` makes of the model at `model.path`, a copy of what is at `url` where there is one.
+        """Return the record of `model.lora` on the model at `model.path`, which may be a copy of `url`.
 
-        Raises `IncompatibleError` for layers that it has not.
+        Raises `IncompatibleError` for layers that it lacks.
         """
         kinds, lora = Targets.of(build_on_meta(hf_config), model.lora).kinds, model.lora
         base = Path(model.path or "").expanduser().absolute()
@@ -74,9 +74,9 @@ class AdapterRecord:
 def require_same_adapter(
     recorded: Mapping[str, Any] | None, wanted: AdapterRecord | None, where: PurePath
 ) -> None:
-    """Refuse a checkpoint whose adapter is another than the run's, or that has one where the run has none.
+    """Refuse a checkpoint with another adapter than the run's, or with one if the run has none.
 
-    Raises `IncompatibleError` with a table of what differs. The model may have moved.
+    Raises `IncompatibleError` with a table. The base model may have moved.
     """
     have, want = dict(recorded or {}), {} if wanted is None else wanted.as_state()
     keys = [key for key in {**want, **have} if key != "base" and have.get(key) != want.get(key)]
@@ -106,10 +106,9 @@ _log = logging.getLogger(__name__)
 def first_adapter(
     model: ModelConfig, hf_config: PretrainedConfig, adapter: AdapterRecord, seed: int
 ) -> ShardSource:
-    """The values that `model.lora` starts from, compared with the adapter that it makes before any is read.
+    """Return the initial values of `model.lora`, checked before any is read.
 
-    Raises `IncompatibleError` for an adapter of another model, or one that has tensors elsewhere, and as
-    `SafetensorsSource.check` does.
+    Raises `IncompatibleError` for an adapter of another model or with other tensors, and as `SafetensorsSource.check` does.
     """
     if model.lora.path is None:
         return FreshAdapter(seed)
@@ -129,7 +128,7 @@ def first_adapter(
 
 
 def _require_same_base(directory: Path, adapter: AdapterRecord) -> None:
-    """Raise where it can be known that an adapter belongs to another model, and say where it cannot."""
+    """Raise if the adapter belongs to another model; warn if that cannot be known."""
     digest = _base_digest(directory)
     if digest is None:
         _log.warning(
@@ -158,7 +157,7 @@ def _recorded_digest(state: Path) -> str | None:
 
 
 def _base_digest(directory: Path) -> str | None:
-    """Of the model that an adapter was trained on: as its run wrote it down, or of where it says that model is."""
+    """Return the digest of the adapter's model: as its run recorded it, else of the model that its configuration names."""
     digest = _recorded_digest(directory.parent / _STATE)
     if digest is not None:
         return digest

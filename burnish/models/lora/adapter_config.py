@@ -29,7 +29,7 @@ _EXPERTS = "experts"
 
 
 def adapted_parameters(modules: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """From a model's modules by name: the layers of PEFT's, each with the parameter that it changes, by its name without PEFT."""
+    """Return PEFT's layers among a model's modules, each with the parameter that it changes, named without PEFT."""
     return {
         name: f"{_plain(name)}.{getattr(module, 'parameter_name', 'weight')}"
         for name, module in modules
@@ -38,9 +38,9 @@ def adapted_parameters(modules: Iterable[tuple[str, Any]]) -> dict[str, str]:
 
 
 def plain_parameter(name: str, adapted: Mapping[str, str]) -> tuple[str, str]:
-    """What a parameter of a model is called without PEFT, and "", or which parameter a factor changes, and A or B.
+    """Return a parameter's name without PEFT and "", or the parameter that a factor changes and A or B.
 
-    `adapted`: the model's `adapted_parameters`.
+    `adapted` is the model's `adapted_parameters`.
     """
     layer, found, rest = name.partition(".lora_")
     return (adapted[layer], rest[0]) if found else (_plain(name), "")
@@ -71,7 +71,7 @@ def are_parameters(kind: str) -> bool:
 
 
 def require_targets(asked: Iterable[str], kinds: Sequence[str]) -> None:
-    """Raise `IncompatibleError` where a model, whose `layer_kinds` and `parameter_kinds` are `kinds`, has not all that is asked for, or none."""
+    """Raise `IncompatibleError` if a model with these `kinds` of layers and parameters lacks some of the targets, or has none."""
     unknown = [target for target in asked if target not in kinds]
     if unknown or not kinds:
         raise IncompatibleError(
@@ -84,7 +84,7 @@ def require_targets(asked: Iterable[str], kinds: Sequence[str]) -> None:
 
 
 def adapted_weights(names: Iterable[str]) -> dict[str, str]:
-    """From the names of an adapter's tensors: the model's weights that it changes, each with the layer that has it."""
+    """Return, from an adapter's tensor names, the model's weights that it changes, each with its layer."""
     layers = dict.fromkeys(name.removeprefix(PREFIX).partition(".lora_")[0] for name in names)
     return {f"{layer}.weight": layer for layer in layers}
 
@@ -123,9 +123,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
-    """The settings with rank, alpha and layers of the adapter at `model.lora.path`; `content` is its adapter_config.json.
+    """Return the settings with rank, alpha and layers of the adapter at `model.lora.path`; `content` is its adapter_config.json.
 
-    Raises `CorruptError` for what is not JSON, and `IncompatibleError` for an adapter of another kind.
+    Raises `CorruptError` if it is not JSON, and `IncompatibleError` for another kind of adapter.
     """
     where = f"{model.lora.path}/{ADAPTER_CONFIG}"
     values = parse_json(content, where)

@@ -1,12 +1,9 @@
-"""Low-rank adapters on the fused experts of a layer: PEFT's parameters, another way to compute with them.
+"""Low-rank adapters on fused experts: PEFT's parameters, computed by grouped products.
 
-transformers keeps all experts of a layer as one parameter [E, out, in]. PEFT (`target_parameters`, its ParamWrapper)
-gives it A [E r, in], the rows of one expert after those of another, and B [out, r E], in which the experts alternate,
-and makes all of W + s B A in every forward pass: as much memory again as the experts take, a gradient of that
-size, and another tensor in the place of the one that FSDP2 gathers and frees. Here tokens go through A and B as they go
-through W, by grouped products of their own, so that W is only read. Names, shapes and files are PEFT's.
-
-Left out: experts with biases, without a gate or laid out [E, in, out], which are not adapted, and dropout.
+transformers keeps a layer's experts as one parameter [E, out, in]. PEFT's ParamWrapper gives it A [E r, in], expert after expert, and
+B [out, r E], in which experts alternate, and computes all of W + s B A in every forward pass. That takes the experts' memory twice,
+and replaces the tensor that FSDP2 gathers. Here tokens go through A and B by grouped products, so W is only read. Names, shapes and
+files are PEFT's. Left out: experts with biases, without a gate, or laid out [E, in, out]; dropout.
 """
 
 from __future__ import annotations
@@ -63,13 +60,13 @@ class _Factors:
         return cls(narrow, wide.contiguous())
 
     def of_rows(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """B A x for rows [N, in] that are sorted by expert, those of expert e before `ends[e]`."""
+        """Return B A x for rows [N, in] sorted by expert; those of expert e end at `ends[e]`."""
         narrow = functional.grouped_mm(rows, self.a, offs=ends)
         return functional.grouped_mm(narrow, self.b, offs=ends)
 
 
 class AdaptedExperts(nn.Module):
-    """Experts of a layer with an adapter, in the place of PEFT's outermost ParamWrapper; its parameters, under their names."""
+    """A layer's experts with an adapter, in place of PEFT's outermost ParamWrapper, with its parameters and names."""
 
     def __init__(self, wrapper: Any, adapter: str) -> None:
         """`adapter`: PEFT's name of it."""
@@ -84,7 +81,7 @@ class AdaptedExperts(nn.Module):
         self._adapter = adapter
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The experts' outputs for tokens [T, H], each sent to k experts [T, k] and weighted [T, k]."""
+        """Return the experts' outputs for tokens [T, H], each sent to k experts [T, k] and weighted [T, k]."""
         scale = self.scaling[self._adapter]
         if scale == 0.0:
             result: Tensor = self._experts(hidden_states, top_k_index, top_k_weights)

@@ -1,7 +1,6 @@
-"""Which parts of A and B change which tensor of a checkpoint, and a piece of such a tensor with both merged in.
+"""Merge pieces: which parts of A and B change which checkpoint tensor, and a piece with both merged in.
 
-One expert of fused ones has rows of A of its own, and every E-th column of B. Left out: how the parts come from the
-ranks that hold them to those that merge (`burnish.models.lora.adapter`).
+A fused expert has its own rows of A and every E-th column of B.
 """
 
 from __future__ import annotations
@@ -38,17 +37,16 @@ class Change:
     """Experts that A and B are for."""
 
     def factors(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """This tensor's A [r, columns] and B [rows, r] of those of its layer, from its own first column and row on; views."""
+        """Return views of its layer's factors from this tensor's first column and row on: A [r, columns], B [rows, r]."""
         rank = len(a) // self.experts
         own = a[self.expert * rank : (self.expert + 1) * rank]
         return own[:, self.column :], b[self.row :, self.expert :: self.experts]
 
 
 def changes(plain: Iterable[Region], layers: Mapping[str, tuple[str, int]]) -> dict[str, Change]:
-    """By name, what of an adapter changes the checkpoint's tensors, of those that it changes.
+    """Return, by name, an adapter's changes of the checkpoint's tensors.
 
-    `plain` are the regions of the model without it, uncut; `layers` says which layer of PEFT's changes a parameter, and
-    of how many experts that is (1: of none).
+    `plain` are the regions of the uncut model without it. `layers` maps a parameter to PEFT's layer and its number of experts (1: none).
     """
     found = {}
     for region in plain:
@@ -60,12 +58,12 @@ def changes(plain: Iterable[Region], layers: Mapping[str, tuple[str, int]]) -> d
 
 
 class Gathered:
-    """Places for the columns of A and the rows of B that belong to pieces of neighbouring experts, or to one of a matrix."""
+    """Memory for the columns of A and rows of B of pieces of neighbouring experts, or of one matrix."""
 
     def __init__(
         self, pieces: Sequence[tuple[Change, Shard]], shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """The pieces differ in their expert alone; `shapes` are those of A and B in PEFT's files, by name."""
+        """Take pieces that differ in their expert alone; `shapes` are those of A and B in PEFT's files, by name."""
         change, piece = pieces[0]
         (row, column), (rows, columns) = piece.box.offsets, piece.box.sizes
         names = [factor_name(change.layer, letter) for letter in "AB"]
@@ -101,7 +99,7 @@ def gathered(
     by_name: Mapping[str, Change],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Gathered]:
-    """By name, places for the factors of those pieces in `base` that an adapter changes; experts of a layer share one."""
+    """Return, by name, memory for the factors of the pieces in `base` that an adapter changes; a layer's experts share one."""
     alike: dict[Any, list[tuple[Change, Shard]]] = {}
     for piece in base:
         if change := by_name.get(piece.spec.name):
@@ -115,7 +113,7 @@ def gathered(
 
 
 def by_expert(factor: Shard, rank: int) -> Shard:
-    """A piece of B [out, r E] as one of [out, r, E], in the same memory; a piece of A as it is."""
+    """Return a piece of B [out, r E] as [out, r, E], in the same memory; a piece of A unchanged."""
     if ".lora_A." in factor.spec.name:
         return factor
     out, width = factor.spec.shape
