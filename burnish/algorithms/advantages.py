@@ -104,7 +104,7 @@ def load_advantage(name: str) -> Advantage:
         except Exception as error:
             raise UsageError(
                 f"algorithm.advantage: {name} failed on 4 made-up rollouts",
-                have=f"{type(error).__name__}: {error}",
+                have=getattr(error, "problem", f"{type(error).__name__}: {error}"),
                 want="advantages of ScoredRollouts: [N] numbers, or N arrays with one per token",
                 do="correct the function",
             ) from error

@@ -73,7 +73,7 @@ def load_policy_loss(config: AlgorithmConfig) -> Callable[[Tensor, MicroBatch], 
         except Exception as error:
             raise UsageError(
                 f"algorithm.policy_loss: {name} failed on a made-up micro-batch",
-                have=f"{type(error).__name__}: {error}",
+                have=getattr(error, "problem", f"{type(error).__name__}: {error}"),
                 want="finite losses [T] with a gradient, of (logprobs [T], micro_batch, algorithm)",
                 do="correct the function",
             ) from error

@@ -68,6 +68,8 @@ def _looks(config: RunConfig, command: Command, run_dir: Path | None) -> Iterato
             yield partial(require_function, reward.function, "reward.functions", BUILTINS)
     if command == "rl":
         yield partial(_formula, config.algorithm)
+    for tracker in config.tracking.trackers if command != "eval" else ():
+        yield partial(require_function, tracker, "tracking.trackers")
 
 
 def _looks_at_models(config: RunConfig, command: Command) -> Iterator[_Look]:

@@ -124,6 +124,8 @@ def _words_of_one(annotation: Any, metadata: Iterable[Any]) -> str:
         return f"a list of {_plural(arguments[0])}"
     if origin is tuple:
         return f"a list of {len(arguments)} {_plural(arguments[0])}"
+    if _is_name(metadata):
+        return "file.py:name or module:name"
     bounds = "" if annotation is NoneType else _bounds(metadata)
     return _PLAIN[annotation] + (f", {bounds}" if bounds else "")
 
@@ -132,8 +134,15 @@ def _plural(annotation: Any) -> str:
     if item := section_of(annotation):
         return f"mappings with the keys {', '.join(item.model_fields)}"
     plain, *extras = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
+    if _is_name(_constraints(extras)):
+        return "names, each file.py:name or module:name"
     bounds = _bounds(_constraints(extras))
     return _PLURAL[plain] + (f", each {bounds}" if bounds else "")
+
+
+def _is_name(metadata: Iterable[Any]) -> bool:
+    """Return whether the constraints are those of `FunctionName`, the one setting with a pattern."""
+    return any(getattr(each, "pattern", None) for each in metadata)
 
 
 def _constraints(extras: Iterable[Any]) -> list[Any]:

@@ -50,6 +50,17 @@ def test_what_is_in_order_passes(work: Path) -> None:
     look("reward.functions=[{function: numeric}, {function: 'math:sqrt'}]", "critic.path=m")
 
 
+@pytest.mark.parametrize(
+    "setting", ["tracking.trackers", "algorithm.advantage", "algorithm.policy_loss"]
+)
+def test_functions_that_settings_name_are_looked_for(work: Path, setting: str) -> None:
+    look("tracking.trackers=['rw.py:f']")
+    value = "rw.py:g" if setting.startswith("algorithm") else "['rw.py:g']"
+    with pytest.raises(UsageError) as caught:
+        look(f"{setting}={value}")
+    assert setting in caught.value.problem
+
+
 def test_everything_is_reported_together(work: Path) -> None:
     (work / "d.jsonl").write_text('{"qestion": "1+1?", "anser": "2"}\n')
     (work / "m/model.safetensors").write_text("x")
