@@ -48,12 +48,12 @@ from burnish.config.schema import RunConfig
 from burnish.distributed.device import peak_flops, peak_memory, reset_peak_memory
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
+from burnish.families import ModelShape
 from burnish.models.flops import Passed
 from burnish.models.meta_init import count_flops
 from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner
-from burnish.plan.shape import PlannedModel
-from burnish.plan.workload import Command, Workload
+from burnish.plan.timing import Command
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling
 
@@ -284,11 +284,13 @@ def _planned(
     case: str, size: str, config: RunConfig, command: Command, peaks: Mapping[str, int]
 ) -> Iterator[Row]:
     """The bytes of each phase beside those of the plan."""
-    shape, work = PlannedModel.of(model_config(size)), Workload.of(config, command)
-    phases = Planner(shape, config, work, parse_devices(_DEVICES)).as_configured().phases
+    shape = ModelShape.of(model_config(size))
+    plan, _ = Planner(shape, config, command, parse_devices(_DEVICES)).as_configured()
+    assert plan is not None
+    phases = plan.phases
     for phase, peak in peaks.items():
-        plan = sum(phases[phase].values()) - phases[phase].get("host", 0.0)
-        yield Row(case, f"GB at the most, {phase}", peak / 1e9, "planned", plan / 1e9)
+        need = sum(phases[phase].values()) - phases[phase].get("host", 0.0)
+        yield Row(case, f"GB at the most, {phase}", peak / 1e9, "planned", need / 1e9)
 
 
 def _fastest(

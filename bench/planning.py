@@ -10,8 +10,8 @@ nothing but tensors whose values do not matter, one stands for all, the others b
 matters what comes, as in reinforcement learning, between the stages of a pipeline and the holders of experts, there are real processes; the fullest of them counts.
 After the last step of reinforcement learning a save is measured, with the host memory that it takes (`bench.planning_saves`). `--tracked` asks torch's memory tracker
 instead, for supervised cases. Sequences have mixed lengths in these. Of layers of full size there is only that tracker's figure, on
-an accelerator that is not there (`bench.planning_imagined`). `--write` puts the table where the command and
-the tests read it (`burnish/plan/accuracy.json`).
+an accelerator that is not there (`bench.planning_imagined`). `--write` puts the table where the tests read it
+(`tests/plan/measured.json`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,13 +54,13 @@ from burnish.models.loading import FreshSource
 from burnish.models.lora.adapter import FreshAdapter
 from burnish.models.meta_init import count_flops
 from burnish.models.value_head import value_config
-from burnish.plan.accuracy import TABLE, Measured, measured_table, planned
 from burnish.records import Batch, Example, Request
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.builtin.inference_weights import InferenceModel
 from burnish.train.offload import Parking
 
+TABLE = Path(__file__).parents[1] / "tests/plan/measured.json"
 CPU = torch.device("cpu")
 STEPS = 3
 
@@ -274,24 +274,6 @@ def measure(cases: Sequence[Case], tracked: bool) -> Iterator[tuple[Case, dict[s
                 yield CASES[name], peaks
 
 
-def planned_for(case: Case, *, exact_cache: bool) -> dict[str, float]:
-    """Bytes by phase, as the planner says."""
-    return planned(
-        case.settings(),
-        case.command,
-        case.processes,
-        cpu=not case.size,
-        exact_cache=exact_cache and not case.size,
-    )
-
-
-def _planned_anew(row: Measured) -> Measured:
-    """The row with what the planner says today."""
-    case = CASES[row.case]
-    of_plan = planned_for(case, exact_cache=row.exact_cache)
-    return replace(row, planned=int(of_plan[row.phase]))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -305,23 +287,23 @@ def main() -> None:
     if arguments.into:
         run_cases(cases, arguments.into, arguments.tracked)
         return
-    table: list[Measured] = []
+    rows: list[dict[str, Any]] = []
+    worst = (0.0, "")
     for case, peaks in measure(cases, arguments.tracked):
         exact_cache = not (case.size or has_matrix_units(CPU))
-        of_plan = planned_for(case, exact_cache=exact_cache)
-        for phase, bytes_measured in peaks.items():
-            row = Measured(case.name, phase, int(of_plan[phase]), bytes_measured, exact_cache)
-            table.append(row)
-            print(f"{row.error:+6.1%} of {row.measured / 1e6:6.1f} MB  {phase:9}  {case.name}")
-    worst = max(table, key=lambda row: abs(row.error))
-    print(
-        f"{len(arguments.cases)} cases; the worst is {worst.error:+.1%}: {worst.phase}, {worst.case}"
-    )
+        planned = case.planned(exact_cache=exact_cache)
+        for phase, measured in peaks.items():
+            row = {"case": case.name, "phase": phase, "measured": measured}
+            rows.append(row | {"exact_cache": exact_cache})
+            error = planned[phase] / measured - 1
+            worst = max(worst, (error, f"{phase}, {case.name}"), key=lambda each: abs(each[0]))
+            print(f"{error:+6.1%} of {measured / 1e6:6.1f} MB  {phase:9}  {case.name}")
+    print(f"{len(cases)} cases; the worst is {worst[0]:+.1%}: {worst[1]}")
     if arguments.write:
         kept = CASES.keys() - set(arguments.cases)
-        others = [_planned_anew(row) for row in measured_table() if row.case in kept]
-        rows = sorted([*others, *table], key=lambda row: list(CASES).index(row.case))
-        TABLE.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
+        rows += [row for row in json.loads(TABLE.read_text()) if row["case"] in kept]
+        rows.sort(key=lambda row: list(CASES).index(row["case"]))
+        TABLE.write_text("[\n" + ",\n".join(f" {json.dumps(row)}" for row in rows) + "\n]\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from burnish.plan.workload import Command
+from burnish.config.schema import RunConfig
+from burnish.families import ModelShape
+from burnish.plan.memory import Arithmetic, needs_of, phases_of
+from burnish.plan.model import PlannedModel
+from burnish.plan.timing import Command, PlannedLayout, Workload
 
 MIXED = (0.31, 0.22, 0.16, 0.12, 0.09, 0.06, 0.04)
 """Lengths of a supervised micro-batch's sequences, as parts of it."""
@@ -138,6 +142,25 @@ class Case:
                 inner = inner.setdefault(each, {})
             inner[key] = value
         return values
+
+    def planned(self, *, exact_cache: bool) -> dict[str, float]:
+        """Bytes by phase that the planner says, without those on the host.
+
+        `exact_cache`: the CPU has no matrix units, so keys and values are in fp32.
+        """
+        config = RunConfig.model_validate(self.settings())
+        fresh = config.model.fresh
+        assert isinstance(fresh, dict)
+        cpu, width = not self.size, 2 if self.precision == "bf16" else 4
+        stages = needs_of(
+            PlannedModel(ModelShape.of(fresh), config.model.adapter),
+            config,
+            Workload.of(config, self.command),
+            PlannedLayout.of(config.engine, self.processes),
+            Arithmetic(width, cpu, exact_cache and cpu),
+        )
+        phases = phases_of(stages, self.checkpointing).items()
+        return {phase: sum(parts.values()) - parts.get("host", 0.0) for phase, parts in phases}
 
     @property
     def stands_alone(self) -> bool:
@@ -290,7 +313,7 @@ def _cases_with_less() -> Iterator[Case]:
     for checkpointing in ("none", "full"):
         yield Case("qwen3", "bf16", checkpointing, 4096, more={"engine.activation_offload": True})
     offload, narrow = {"engine.optimizer_offload": True}, {"optim.moments": "bf16"}
-    for more in (offload, narrow, {"optim.kind": "adamw8bit"}):
+    for more in (offload, narrow):
         yield _small("qwen3", "fp32", "full", 1, more)
     yield _small("qwen3", "bf16", "none", 1, {"engine.park": True}, "rl")
 

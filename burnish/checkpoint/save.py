@@ -412,7 +412,7 @@ def _check_manifest(manifest: Manifest) -> None:
             f"step {manifest.step} is too large for one manifest, which could not be read again",
             have=f"{manifest.total_bytes / 1e12:.1f} TB in {files} files: {size} bytes of {MANIFEST}",
             want=f"{MANIFEST_LIMIT} bytes for {MAX_FILES} files at most",
-            do="keep less for each weight with optim.kind=adamw8bit, or train an adapter with model.lora.rank",
+            do="train an adapter with model.lora.rank",
         )
 
 

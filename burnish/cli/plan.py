@@ -1,7 +1,6 @@
-"""`burnish plan`: what a run needs of memory and time, which layouts fit, and what a dry run says of it.
+"""`burnish plan`: memory and time of a run, the layouts that fit, and the line of a dry run about memory.
 
-Neither torch nor any weights: the model's config.json is enough. Left out: the arithmetic (`burnish.plan`) and
-how it is printed (`burnish.cli.plan_table`).
+A model's config.json is enough; neither torch nor weights are loaded.
 """
 
 from __future__ import annotations
@@ -9,34 +8,44 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from burnish.cli.columns import bytes_text, count_text, table
 from burnish.cli.output import print_text
 from burnish.config.check import check_kind
 from burnish.config.load import load_config
 from burnish.config.schema import ModelConfig, RunConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError, MissingError, UsageError
+from burnish.families import ModelShape
 from burnish.files.remote import Remote
 from burnish.files.urls import is_url
 from burnish.models.lora.adapter_config import ADAPTER_CONFIG, with_adapter
 
 if TYPE_CHECKING:
     from burnish.plan.devices import Devices
-    from burnish.plan.layouts import Planner
+    from burnish.plan.layouts import Plan, Planner
 
 _CONFIG_LIMIT = 1 << 24
+_BAR = 32
+_ALTERNATIVES = 6
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+_ACCURACY = "Measured runs of small models, and of layers of full size, were within 15 % of the planned memory."
+
+Configured = tuple["Plan | None", BurnishError | None]
+"""The plan of the settings as they are, and why they cannot run or do not fit."""
 
 
 def run_plan(arguments: Namespace) -> None:
-    """Plan a configuration for SFT or, where it has rewards, for RL.
+    """Plan a configuration for SFT, or for RL if it has rewards.
 
-    Raises `UsageError` where no layout fits; of that of the settings as they are it only says whether it does.
+    Raises `UsageError` if no layout fits. Settings that do not fit as they are only get a line.
     """
     config = load_config(arguments.config, arguments.overrides).config
     check_kind(config)
-    command: Literal["sft", "rl"] = "rl" if config.reward.given else "sft"
     devices = devices_of(arguments.devices, arguments.device_memory, arguments.device_tflops)
     if devices is None:
         raise UsageError(
@@ -44,16 +53,12 @@ def run_plan(arguments: Namespace) -> None:
             want="one whose memory and speed are in the table",
             do="give --devices, or --device-memory and --device-tflops with it",
         )
-    planner = planner_of(config, command, devices)
-    from burnish.cli.plan_table import as_json, plan_text
-    from burnish.plan.advice import configured, refuse
-
-    plans = planner.all_plans()
-    given = configured(planner, config, command, devices)
+    planner = planner_of(config, "rl" if config.reward.given else "sft", devices)
+    plans, given = planner.all_plans(), planner.as_configured()
     if arguments.json:
-        print_text(json.dumps(as_json(plans, given, devices)))
+        print_text(json.dumps(_as_json(plans, given, devices)))
     else:
-        print_text(plan_text(plans, given, planner, devices))
+        print_text("\n".join(_lines(plans, given, planner, devices)))
     if not plans:
         raise UsageError(
             f"no layout shares this run out among {devices}",
@@ -62,49 +67,44 @@ def run_plan(arguments: Namespace) -> None:
             do="raise batch.examples, or batch.prompts or rollout.n, or batch.tokens_per_device, or take fewer devices",
         )
     if not plans[0].fits:
-        raise refuse(plans[0], config, devices)
+        raise planner.refusal(plans[0])
 
 
 def fit(config: RunConfig, command: Literal["sft", "rl"], devices: Devices | None) -> str:
-    """What a dry run says of memory. Raises `UsageError` where the settings cannot cut the model, or it cannot fit on the devices."""
+    """Return a dry run's line about memory. Raises `UsageError` if the run cannot be divided or does not fit."""
     if devices is None:
         return "not planned: this machine's accelerator is not known"
     try:
         planner = planner_of(config, command, devices)
     except UsageError as error:  # a family that the planner does not know may still be trained
         return f"not planned: {error.problem}"
-    from burnish.cli.plan_table import in_short
-    from burnish.plan.advice import configured
-
-    given = configured(planner, config, command, devices)
-    if given.refusal is not None:
-        raise _pointing_to_plan(given.refusal)
-    assert given.plan is not None
-    return in_short(given.plan, planner, devices)
+    plan, refused = planner.as_configured()
+    if refused is not None or plan is None:
+        raise _pointing_to_plan(refused or UsageError("this run cannot be planned"))
+    return (
+        f"{bytes_text(plan.need)} of {bytes_text(devices.usable)} on each of {devices}, most in "
+        f"{plan.fullest}; {_duration(plan.step_seconds)} a step of {_sequences(planner)}"
+    )
 
 
 def _pointing_to_plan(error: BurnishError) -> BurnishError:
-    """The same, with the command that lists what is possible."""
+    """Add the command that lists the possible layouts."""
     plan = "burnish plan CONFIG --devices shows what fits"
     do = f"{error.do}; {plan}" if error.do else plan
     return type(error)(error.problem, have=error.have, want=error.want, do=do)
 
 
 def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Devices) -> Planner:
-    """The planner of a configuration. Raises `UsageError` for a model that it does not know."""
+    """Make the planner of a configuration. Raises `UsageError` for a model that it does not know."""
     from burnish.plan.layouts import Planner
-    from burnish.plan.shape import PlannedModel
-    from burnish.plan.workload import Workload
 
     if (adapter := config.model.lora.path) is not None:
         model = with_adapter(config.model, _content(f"{adapter.rstrip('/')}/{ADAPTER_CONFIG}"))
         config = config.model_copy(update={"model": model})
-    shape = PlannedModel.of(model_fields(config.model))
-    judges = [
-        PlannedModel.of(model_fields(ModelConfig(path=judge.path)))
-        for judge in (config.reward.models if command == "rl" else ())
-    ]
-    return Planner(shape, config, Workload.of(config, command), devices, judges)
+    judges = config.reward.models if command == "rl" else ()
+    shapes = [ModelShape.of(model_fields(ModelConfig(path=judge.path))) for judge in judges]
+    shape = ModelShape.of(model_fields(config.model))
+    return Planner(shape, config, command, devices, shapes)
 
 
 def model_fields(model: ModelConfig) -> dict[str, Any]:
@@ -148,3 +148,136 @@ def devices_of(
         return parse_devices(named, memory, teraflops)
     layout = place_of(os.environ).layout
     return devices_here(layout.world, layout.local_world)
+
+
+def _as_json(plans: Sequence[Plan], given: Configured, devices: Devices) -> dict[str, Any]:
+    from burnish.plan.timing import ASSUMPTIONS
+
+    plan, refused = given
+    return {
+        "devices": asdict(devices),
+        "usable_bytes": devices.usable,
+        "configured": {"plan": plan and _fields(plan), "refusal": refused and refused.parts()},
+        "plans": [_fields(each) for each in plans],
+        "assumptions": list(ASSUMPTIONS),
+    }
+
+
+def _fields(plan: Plan) -> dict[str, Any]:
+    return {
+        "fits": plan.fits,
+        **asdict(plan.layout),
+        "overrides": plan.overrides(),
+        "bytes": plan.phases,
+        "host_bytes": plan.host,
+        "flops": plan.operations,
+        "seconds": plan.seconds,
+        "microbatches": plan.microbatches,
+    }
+
+
+def _lines(
+    plans: Sequence[Plan], given: Configured, planner: Planner, devices: Devices
+) -> Iterator[str]:
+    """Print the best plan in full, the settings as they are, the next plans, and why others do not fit."""
+    from burnish.plan.layouts import why_not
+    from burnish.plan.timing import ASSUMPTIONS
+
+    kind = "reinforcement learning" if planner.work.slots else "supervised fine-tuning"
+    count = planner.model.elements
+    size = f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
+    yield f"{size} parameters on {devices}"
+    yield f"{kind}: {_sequences(planner)} a step"
+    fitting = [plan for plan in plans if plan.fits]
+    if fitting:
+        best = fitting[0]
+        yield f"\nRecommended: {_layout(best)}\n"
+        yield from _phases(best)
+        yield f"\nSettings:\n\n  {' '.join(best.overrides())}"
+    yield from _as_configured(given, fitting[0] if fitting else None)
+    if len(fitting) > 1:
+        yield f"\n{len(fitting)} of {len(plans)} layouts fit; after the recommended one:\n"
+        rows = [["a step", "memory", "fullest", "layout"]]
+        for plan in fitting[1 : 1 + _ALTERNATIVES]:
+            time = _duration(plan.step_seconds)
+            rows.append([time, bytes_text(plan.need), plan.fullest, _layout(plan)])
+        yield from (f"  {line}" for line in table(rows, right=2))
+    if reasons := why_not(plans):
+        others = count_text(len(plans) - len(fitting), "layout")
+        yield f"\n{others} do not fit in {bytes_text(devices.usable)}:\n"
+        yield from (f"  {reason}" for reason in reasons)
+    yield "\nAssumed:\n"
+    yield from (f"  {each}" for each in ASSUMPTIONS)
+    yield f"\n{_ACCURACY}"
+
+
+def _as_configured(given: Configured, best: Plan | None) -> Iterator[str]:
+    """Say whether the settings as they are can run; print their table if it is not the best plan's."""
+    plan, refused = given
+    if plan is None:
+        yield f"\nAs configured it cannot run: {refused}"
+        return
+    need = f"{bytes_text(plan.need)} of {bytes_text(plan.devices.usable)} on each device, most in {plan.fullest}"
+    if best is not None and plan.divides_like(best):
+        yield f"\nAs configured it fits: as recommended; {need}"
+        return
+    if refused is None:
+        time = _duration(plan.step_seconds)
+        yield f"\nAs configured it fits: {_layout(plan)}; {need}; {time} a step"
+    else:
+        yield f"\nAs configured it does not fit: {_layout(plan)}; {need}; {refused.do}"
+    if not plan.is_default:
+        yield ""
+        yield from _phases(plan)
+
+
+def _sequences(planner: Planner) -> str:
+    return f"{count_text(planner.work.sequences, 'sequence')} of {planner.work.length} tokens"
+
+
+def _phases(plan: Plan) -> Iterator[str]:
+    """Print a row per phase and one per part of it, with bars in the scale of a device's memory."""
+    usable = plan.devices.usable
+    rows = [("phase", "memory", f"{'compute':>12}  time")]
+    for phase, parts in plan.phases.items():
+        time = (
+            f"{_operations(plan.operations.get(phase, 0.0)):>12}  {_duration(plan.seconds[phase])}"
+        )
+        rows.append((phase, bytes_text(plan.total(phase)), time))
+        for name, size in sorted(parts.items(), key=lambda item: -item[1]):
+            if size >= plan.total(phase) / 1000:
+                bar = "█" * max(1, round(min(size / usable, 1.0) * _BAR))
+                rows.append((f"  {name}", bytes_text(size), bar))
+    rows.append(("a device has", bytes_text(usable), "░" * _BAR))
+    rows += [(f"host, {name}", bytes_text(size), "") for name, size in plan.host.items()]
+    width = max(len(row[0]) for row in rows)
+    for name, text, more in rows:
+        yield f"  {name:<{width}}  {text:>9}  {more}".rstrip()
+
+
+def _layout(plan: Plan) -> str:
+    layout, engine = plan.layout, plan.engine
+    copies = "1 copy" if layout.replicas == 1 else f"{layout.replicas} copies"
+    parts = [f"{copies} over {count_text(layout.shards, 'process')}"]
+    parts += [f"tokens shared by {layout.sequence}"] if layout.sequence > 1 else []
+    parts += [f"matrices by {layout.tensor}"] if layout.tensor > 1 else []
+    parts += [f"layers by {layout.pipeline}"] if layout.pipeline > 1 else []
+    parts += [f"{engine.virtual_stages} stages each"] if engine.virtual_stages > 1 else []
+    parts += [f"experts by {engine.expert_parallel}"] if engine.expert_parallel > 1 else []
+    parts += [f"checkpointing {engine.activation_checkpointing}"]
+    parts += [] if engine.reshard_after_forward else ["weights kept gathered"]
+    return ", ".join(parts)
+
+
+def _operations(count: float) -> str:
+    """Format floating-point operations, as 12.3 TFLOP; nothing for none."""
+    power = min((len(str(int(count))) - 1) // 3, len(_PREFIXES) - 1)
+    return f"{count / 1000**power:.1f} {_PREFIXES[power]}FLOP" if count else ""
+
+
+def _duration(seconds: float) -> str:
+    """Format seconds, as 250 ms, 12.3 s, 4.5 min, 2.1 h."""
+    for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds * 1000:.0f} ms"

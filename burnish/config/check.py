@@ -161,13 +161,6 @@ def _of_data(config: RunConfig, command: Command) -> Iterator[Problem]:
 
 
 def _of_optimizer(config: RunConfig) -> Iterator[Problem]:
-    if config.optim.kind == "adamw8bit" and config.engine.optimizer_offload:
-        yield Problem(
-            "moments of 8 bits stay on the device",
-            have="optim.kind: adamw8bit, engine.optimizer_offload: true",
-            want="one of them",
-            do="set optim.kind=adamw, or engine.optimizer_offload=false",
-        )
     if config.optim.moments == "bf16":
         yield from _of_narrow_moments(config.optim)
 

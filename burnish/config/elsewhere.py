@@ -203,7 +203,7 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "model_init_kwargs": _MODEL_KWARGS,
         "norm_adv_by_std_in_grpo": "algorithm.advantage: grpo for true, dr_grpo for false",
         "num_episodes": "epochs: passes over the data",
-        "optimizer_type": "optim.kind: adamw, adamw8bit or muon",
+        "optimizer_type": "optim.kind: adamw or muon",
         "override_config": _MODEL_KWARGS,
         "param_offload": "engine.park: weights, gradients and optimizer state are on the host while completions are generated; in training the weights stay",
         "per_device_eval_batch_size": _TOKENS,

@@ -153,8 +153,8 @@ class EngineConfig(Section):
 class OptimConfig(Section):
     """The optimizer and its learning rate, a pure function of the step."""
 
-    kind: Literal["adamw", "muon", "adamw8bit"] = "adamw"
-    """adamw (arXiv 1711.05101). adamw8bit (arXiv 2110.02861): its moments of all matrices in 8 bits; needs torchao. muon (arXiv 2502.16982): for the matrices of decoder layers, with adamw for the rest and one learning rate for both."""
+    kind: Literal["adamw", "muon"] = "adamw"
+    """adamw (arXiv 1711.05101). muon (arXiv 2502.16982): for the matrices of decoder layers, with adamw for the rest and one learning rate for both."""
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"

@@ -1,1 +1,1 @@
-"""The memory planner."""
+"""`burnish plan`: memory and time of a run, without torch."""

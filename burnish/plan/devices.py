@@ -1,8 +1,4 @@
-"""The devices that a plan is for: how many, how large, how fast.
-
-Named as `64xH100-80G`, `8xCPU-24G`, or any other name with memory and speed given beside it. Left out: asking torch,
-which a plan does not load.
-"""
+"""Describe the devices that a plan is for: how many, how large, how fast."""
 
 from __future__ import annotations
 
@@ -19,33 +15,31 @@ from burnish.errors import UsageError
 
 GIB = float(1 << 30)
 PER_MACHINE = 8
-"""Devices of a machine, where nothing else is known."""
+"""Devices of a machine."""
 NETWORK = 50e9
-"""Bytes per second of a device to those of other machines, in one direction."""
+"""Bytes per second from one device to other machines."""
 _CPU = Accelerator(flops=1e12, memory_gib=16, bandwidth=30e9, link=5e9)
-"""One process on a CPU, roughly."""
 _USABLE = 0.94
-"""Of an accelerator's memory; its driver, communication and fragments take the rest."""
+# Of an accelerator's memory. Driver, communication and fragmentation take the rest.
 _SPEC = re.compile(r"(\d+)x([A-Za-z].*?)(?:-(\d+(?:\.\d+)?)G(?:i?B)?)?", re.IGNORECASE)
-_ASK_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Equal devices, one process each."""
+    """Equal devices, with one process each."""
 
     count: int
     """How many."""
     name: str
-    """What they are."""
+    """The model, as `H100`; `CPU` for a process on a CPU."""
     memory: float
     """Bytes of each."""
     flops: float
     """Operations per second of bf16 matrix products."""
     bandwidth: float
-    """Bytes per second between each and its memory."""
+    """Bytes per second to its own memory."""
     link: float
-    """Bytes per second of each to the others of its machine."""
+    """Bytes per second to other devices of the machine."""
 
     @property
     def cpu(self) -> bool:
@@ -54,7 +48,7 @@ class Devices:
 
     @property
     def exact_cache(self) -> bool:
-        """Whether completions share their prompts in fp32 (`burnish.rollout.builtin.kv_cache`); of CPUs, what this machine's would do."""
+        """Whether the generator keeps keys and values in fp32, as on this machine's CPU."""
         return self.cpu and not _has_matrix_units()
 
     @property
@@ -63,16 +57,16 @@ class Devices:
         return self.memory * (1.0 if self.cpu else _USABLE)
 
     def __str__(self) -> str:
-        """As `64 × H100 with 80 GiB`."""
+        """Return text such as `64 × H100 with 80 GiB`."""
         return f"{self.count} × {self.name} with {self.memory / GIB:.4g} GiB"
 
 
 def parse_devices(
     text: str, memory_gib: float | None = None, teraflops: float | None = None
 ) -> Devices:
-    """What `64xH100-80G` stands for; a memory and a speed given beside it count more.
+    """Read `64xH100-80G` or `2xCPU-24G`. The other arguments override memory and speed.
 
-    Raises `UsageError` for another form, and for an unknown device of which not both are given.
+    Raises `UsageError` for another form, and for an unknown device without memory and speed.
     """
     match = _SPEC.fullmatch(text.strip())
     if match is None or int(match[1]) < 1:
@@ -82,19 +76,20 @@ def parse_devices(
             want="COUNTxNAME-MEMORY, as 64xH100-80G or 2xCPU-24G",
             do="correct --devices",
         )
-    count, name = int(match[1]), match[2]
-    known = _known(name)
+    name = match[2]
+    known = {_plain(key): value for key, value in ACCELERATORS.items()} | {"cpu": _CPU}
+    device = known.get(_plain(name))
     if memory_gib is None and match[3]:
         memory_gib = float(match[3])
-    for what, number in (("memory", memory_gib), ("speed", teraflops)):
+    for number in (memory_gib, teraflops):
         if number is not None and not 0 < number < math.inf:
             raise UsageError(
-                f"the devices' {what} is no amount",
+                "the devices' memory or speed is not a positive number",
                 have=f"{number:g}",
                 want="a number above 0",
                 do="correct --devices, --device-memory or --device-tflops",
             )
-    if known is None:
+    if device is None:
         if memory_gib is None or teraflops is None:
             raise UsageError(
                 f"there is no device {name} in the table",
@@ -102,31 +97,17 @@ def parse_devices(
                 want=f"one of {', '.join(ACCELERATORS)}, CPU",
                 do="give --device-memory GIB and --device-tflops N beside --devices",
             )
-        known = Accelerator(teraflops * 1e12, memory_gib, 2e12, 64e9)
-    return Devices(
-        count,
-        "CPU" if known is _CPU else name,
-        (known.memory_gib if memory_gib is None else memory_gib) * GIB,
-        known.flops if teraflops is None else teraflops * 1e12,
-        known.bandwidth,
-        known.link,
-    )
-
-
-def _known(name: str) -> Accelerator | None:
-    """By a name as it is typed: case, spaces and dashes do not matter."""
-    plain = {_plain(key): value for key, value in ACCELERATORS.items()} | {"cpu": _CPU}
-    return plain.get(_plain(name))
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+        device = Accelerator(teraflops * 1e12, memory_gib, 2e12, 64e9)
+    memory = device.memory_gib if memory_gib is None else memory_gib
+    flops = device.flops if teraflops is None else teraflops * 1e12
+    name = "CPU" if device is _CPU else name
+    return Devices(int(match[1]), name, memory * GIB, flops, device.bandwidth, device.link)
 
 
 def devices_here(processes: int, local_processes: int) -> Devices | None:
-    """One device of this machine for each process of a run; None where there is an accelerator that is not known.
+    """Return one device of this machine per process; None if its accelerator is not in the table.
 
-    NVIDIA's are asked for with `nvidia-smi`; without an accelerator processes share the machine's memory.
+    Processes without an accelerator share the machine's memory.
     """
     if (found := _nvidia()) is not None:
         name, memory = found
@@ -136,32 +117,28 @@ def devices_here(processes: int, local_processes: int) -> Devices | None:
         return Devices(processes, name, memory, known.flops, known.bandwidth, known.link)
     if any(Path(node).exists() for node in ("/dev/kfd", "/dev/davinci0", "/dev/accel/accel0")):
         return None
-    return Devices(
-        processes,
-        "CPU",
-        _host_memory() / local_processes,
-        _CPU.flops,
-        _CPU.bandwidth,
-        _CPU.link,
-    )
+    memory = _host_memory() / local_processes
+    return Devices(processes, "CPU", memory, _CPU.flops, _CPU.bandwidth, _CPU.link)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _has_matrix_units() -> bool:
-    """What `burnish.distributed.device.has_matrix_units` says of this machine's processor, without torch."""
+    """Say what `burnish.distributed.device.has_matrix_units` says, without torch."""
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text(errors="replace").split()
 
 
 def _nvidia() -> tuple[str, float] | None:
-    """Name and bytes of the first visible device; None where there is none."""
+    """Return name and bytes of the first visible NVIDIA device; None if there is none."""
     command = shutil.which("nvidia-smi")
     if command is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return None
     query = [command, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(
-            query, capture_output=True, text=True, timeout=_ASK_SECONDS, check=True
-        )
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
         name, memory = done.stdout.splitlines()[0].rsplit(",", 1)
         return name.strip(), float(memory) * (1 << 20)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
@@ -169,7 +146,7 @@ def _nvidia() -> tuple[str, float] | None:
 
 
 def _host_memory() -> float:
-    """Bytes of this machine's memory, or of the control group that limits this process."""
+    """Return the machine's bytes of memory, or the limit of this process's control group."""
     total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else "max"

@@ -1,445 +1,682 @@
 """Bytes that one process needs in each phase of a step, in closed form.
 
-A phase has a few moments, each a sum of named parts; its need is the moment that needs most. What is held,
-and when, follows the engine (`burnish.engines.torch.torch_engine` on FSDP2), the generator (`burnish.rollout`) and the
-checkpoints; `bench.planning` compares it with what runs measure. What leaves the device lies on the host, for which
-there is a figure too; between processes on CPUs both are one memory, and every phase has it as its part `host`.
-Prompts that several samples share are counted in full. Left out: the interpreter and its libraries, and what an
-accelerator's driver takes.
+A phase needs as much as its fullest moment, and a moment is a sum of named parts. The formulas follow
+both engines, the generator and the checkpoints; `bench.planning` compares them with measured runs.
+Between processes on CPUs, parts that leave the device stay in the same memory, as part `host`. Left
+out: interpreter, libraries, drivers, and tokens that fall on experts unevenly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from burnish.config.schema import RunConfig
-from burnish.plan.generator_cache import cache_bytes
-from burnish.plan.logits import Logits
-from burnish.plan.model import Model
-from burnish.plan.saving import buffers
-from burnish.plan.shape import Layer
-from burnish.plan.share import PlannedLayout, Share
-from burnish.plan.slots import Slots
-from burnish.plan.tape import Moment
-from burnish.plan.workload import Workload
+from burnish.families import LayerShape
+from burnish.plan.model import FP32, PlannedModel, TokenBytes, Weight, held, token_bytes
+from burnish.plan.timing import PlannedLayout, Workload
 
 Parts = dict[str, float]
 """Bytes by what they are for."""
 
 _MIB = 1 << 20
-_FP32 = 4
 _BF16 = 2
-_WAVE = 64 * _MIB
-"""Publishing sends at most so much at one time, and receives as much."""
+_PUBLISH_WAVE = 64 * _MIB
+_MUON_WAVE = 64 * _MIB
+_OPTIMIZER_WAVE = 256 * _MIB
+_SUMMED_ROWS = 2048
+# Rows of the output layer whose gradient is added up at one time.
+_CPU_LOGITS = 2 * _MIB
+# Bytes of logits that a CPU converts to fp32 at one time.
 _MERGED = 1 << 20
-"""Elements of a weight that an adapter is merged into at one time."""
+# Elements of a weight that an adapter is merged into at one time.
 _PREFILL_TOKENS = 8192
-"""Prompts that the generator reads at one time."""
+_BLOCK, _GROUP = 4 * _MIB, 16 * _MIB
+# Bytes of a checkpoint's block, and of the blocks that are filled at one time.
+_SAVED = (2, 2, 4, 4)
+# Bytes of an element in a step's files: weight, its rest to fp32, two moments.
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """The numbers that a run computes with."""
+
+    width: int
+    """Bytes of a number in matrix products."""
+    cpu: bool = False
+    """Whether processes run on CPUs."""
+    exact_cache: bool = False
+    """Whether the generator keeps keys and values in fp32, shared by completions of a prompt."""
 
 
 class Needs:
-    """What one process of a run needs, of a model, at a layout."""
+    """Bytes of one process of the torch engine (FSDP2)."""
 
     def __init__(
         self,
-        model: Model,
+        model: PlannedModel,
         config: RunConfig,
         work: Workload,
         layout: PlannedLayout,
-        judges: Sequence[Model] = (),
+        arithmetic: Arithmetic,
+        judges: Sequence[PlannedModel] = (),
+        stage: int = 0,
     ) -> None:
-        """`judges` are the models of `reward.models`."""
+        """Take the trained model, those of `reward.models`, and the number of the pipeline stage."""
         self._model, self._config, self._work, self._layout = model, config, work, layout
-        engine, budget = config.engine, config.batch.tokens_per_device
-        whole = -(-work.length // layout.sequence)
-        share = -(-work.tokens // (work.updates * layout.token_ranks))
-        self.tokens = min(budget, max(whole, share))
-        """Of the fullest micro-batch on one process."""
-        self.microbatches = max(1, -(-work.tokens // (budget * layout.token_ranks * work.updates)))
-        """Of an optimizer step."""
-        self._regathers = engine.reshard_after_forward and layout.shards > 1
-        self._reduces_each = engine.reduce_each_microbatch and layout.shards > 1
-        self._copies = int(model.cpu and layout.shards > 1)  # gloo has a collective's tensors twice
-        self._trained = model.lora is None
-        self._share = Share(model.shape, layout, model.lora)
-        self._slots = Slots(self._share, config, model.lora)
-        self._critic = self._companion(model.critic) if work.critic else None
-        self._judges = [self._companion(judge) for judge in judges]
+        self._arithmetic, self._engine, self._stage = arithmetic, config.engine, stage
+        self._width, self._cpu = arithmetic.width, arithmetic.cpu
+        budget, ranks = config.batch.tokens_per_device, layout.token_ranks
+        longest = -(-work.length // layout.sequence)
+        self._tokens = min(budget, max(longest, -(-work.tokens // (work.updates * ranks))))
+        self.microbatches = max(1, -(-work.tokens // (budget * ranks * work.updates)))
+        """Micro-batches of an optimizer step."""
+        self._scored = self._tokens * work.trained / work.length
+        self._hidden = float(model.shape.hidden * self._width)
+        self._regathers = self._engine.reshard_after_forward and layout.shards > 1
+        self._critic = None
+        if work.has_critic:
+            self._critic = self._beside(PlannedModel(model.shape, scores_values=True))
+        self._judges = [self._beside(judge) for judge in judges]
 
-    def _companion(self, model: Model) -> Needs:
-        """The needs of another model on the same process: of a critic, of one that judges."""
-        return Needs(model, self._config, self._work.alone, self._layout)
+    def _beside(self, model: PlannedModel) -> Needs:
+        alone = self._work.alone
+        return type(self)(
+            model, self._config, alone, self._layout, self._arithmetic, stage=self._stage
+        )
 
     def phases(self, checkpointing: str) -> dict[str, Parts]:
-        """The parts of the fullest moment of each phase, in the order of a step, with a kind of activation checkpointing."""
-        found = self.before | {"update": self.update(checkpointing)} | self.after
-        if self._model.cpu and (host := _total(self.away(checkpointing))):
-            found = {phase: parts | {"host": host} for phase, parts in found.items()}
+        """Return the parts of the fullest moment of each phase, in the order of a step."""
+        update = self._resting | max(self._updates(checkpointing), key=_total)
+        found = self._before | {"update": update} | self._after
+        if self._cpu and (away := _total(self._away(checkpointing))):
+            found = {phase: parts | {"host": away} for phase, parts in found.items()}
         return found
-
-    @cached_property
-    def before(self) -> dict[str, Parts]:
-        """Phases before the update."""
-        found = dict[str, Parts]()
-        if self._work.slots:
-            found["rollout"] = self._generating | max(self._rollouts(), key=_total)
-        if self._work.scores:
-            found["log-probs"] = self._resting | self._scoring()
-        return found
-
-    def update(self, checkpointing: str) -> Parts:
-        """The update."""
-        return self._resting | max(self._updates(checkpointing), key=_total)
-
-    @cached_property
-    def after(self) -> dict[str, Parts]:
-        """Phases after the update."""
-        found = {"publish": self._resting | self._publishing()} if self._work.slots else {}
-        return found | {"save": self._resting | self._saving()}
 
     def host(self, checkpointing: str) -> Parts:
-        """Bytes of host memory beside a device: what is away from it when that is most, and what a save in the background copies."""
-        staging = self.staging()
-        return self.away(checkpointing) | ({"saving": staging} if staging else {})
+        """Return bytes of host memory beside a device."""
+        staging = self._staging
+        return self._away(checkpointing) | ({"saving": staging} if staging else {})
 
-    def staging(self) -> float:
-        """Bytes of host memory that a save in the background copies the state to."""
-        if not self._config.checkpoint.background:
-            return 0.0
-        critic = self._critic.staging() if self._critic else 0.0
-        return _FP32 * self._slots.held + self._slots.bytes + critic
+    @cached_property
+    def _before(self) -> dict[str, Parts]:
+        found = dict[str, Parts]()
+        if self._work.slots:
+            found["rollout"] = self._while_generating | max(self._rollouts(), key=_total)
+        if self._work.scorings or self._critic:
+            found["log-probs"] = self._resting | max(self._scorings(), key=_total)
+        return found
 
-    def away(self, checkpointing: str) -> Parts:
-        """What is in `burnish.distributed.host_memory`, which keeps the memory that it once took."""
-        engine, critic = self._config.engine, self._critic
-        parts: Parts = {}
-        parts["optimizer"] = self._slots_away + (critic._slots_away if critic else 0.0)
-        in_turn: Parts = {}
-        if engine.activation_offload:
-            in_turn["activations"] = max(
-                each._waiting(checkpointing) for each in (self, critic) if each
+    @cached_property
+    def _after(self) -> dict[str, Parts]:
+        save = {"save": self._resting | self._saving()}
+        return {"publish": self._resting | self._publishing()} | save if self._work.slots else save
+
+    # Weights, in elements of this process.
+
+    @cached_property
+    def _frozen(self) -> float:
+        """The whole model."""
+        root = held(self._model.root, self._layout.shards, self._layout.tensor)
+        return root + self._sum(self._held(self._model.layers))
+
+    @cached_property
+    def _trained(self) -> float:
+        """What gets gradients."""
+        if self._model.lora is None:
+            return self._frozen
+        return self._sum(self._held(self._model.trained))
+
+    @cached_property
+    def _stepped(self) -> float:
+        """What the optimizer of this process steps."""
+        return self._trained
+
+    @cached_property
+    def _matrices(self) -> float:
+        """The matrices of the layers in `_trained`."""
+        return self._sum(self._held(self._model.trained, matrices=True))
+
+    def _held(
+        self, weights: Mapping[LayerShape, Sequence[Weight]], *, matrices: bool = False
+    ) -> dict[LayerShape, int]:
+        """Elements by kind of layer."""
+        layout = self._layout
+        return {
+            kind: held((w for w in each if w.columns > matrices), layout.shards, layout.tensor)
+            for kind, each in weights.items()
+        }
+
+    @property
+    def _counts(self) -> Counter[LayerShape]:
+        return self._model.shape.counts
+
+    def _sum(self, each: Mapping[LayerShape, float]) -> float:
+        return sum(each[kind] * n for kind, n in self._counts.items())
+
+    @cached_property
+    def _layers(self) -> dict[LayerShape, float]:
+        """Elements of each kind of layer and its adapter, gathered."""
+        own = self._held(self._model.layers)
+        adapter = self._held(self._model.trained) if self._model.lora else dict.fromkeys(own, 0)
+        return {kind: (own[kind] + adapter[kind]) * self._layout.shards for kind in own}
+
+    @cached_property
+    def _root(self) -> float:
+        """Elements outside the layers, gathered."""
+        shards = self._layout.shards
+        return held(self._model.root, shards, self._layout.tensor) * shards
+
+    # What is there between phases, in bytes.
+
+    @cached_property
+    def _state(self) -> Parts:
+        """Weights and optimizer, where they are not on the host."""
+        frozen = self._width * self._frozen if self._model.lora else 0.0
+        parts = {"weights": FP32 * self._trained + frozen}
+        return parts if self._engine.optimizer_offload else parts | {"optimizer": self._slots}
+
+    @cached_property
+    def _slots(self) -> float:
+        """The optimizer's state. Muon keeps one number of a matrix, AdamW two."""
+        width = _BF16 if self._config.optim.moments == "bf16" else FP32
+        single = self._matrices if self._config.optim.kind == "muon" else 0.0
+        return 2 * width * self._stepped - FP32 * single
+
+    @cached_property
+    def _resting(self) -> Parts:
+        parts = dict(self._state)
+        if reference := self._reference:
+            parts["reference"] = reference + self._left_gathered
+        if self._critic:
+            parts["critic"] = _total(self._critic._state)
+        if self._work.slots:
+            model = self._model
+            copies = model.elements + self._ordered + model.published_adapter
+            parts["generator"] = float(self._width * copies)
+        if self._judges:
+            parts["reward models"] = sum(
+                judge._width * judge._frozen + judge._left_gathered for judge in self._judges
             )
-        if engine.park and self._work.slots:
-            in_turn["parked"] = self._parked
+        return parts
+
+    @property
+    def _reference(self) -> float:
+        """A frozen copy; a fresh adapter's reference is the model beneath it."""
+        lora = self._model.lora
+        if not self._work.has_reference or (lora is not None and lora.path is None):
+            return 0.0
+        return self._width * self._frozen + (FP32 * self._trained if lora else 0.0)
+
+    @property
+    def _left_gathered(self) -> float:
+        """What a forward pass leaves gathered."""
+        layers = 0.0 if self._regathers else self._sum(self._layers)
+        return self._width * (self._root + layers)
+
+    @property
+    def _while_generating(self) -> Parts:
+        if not self._engine.park:
+            return self._resting
+        return {n: size for n, size in self._resting.items() if n in ("generator", "reward models")}
+
+    @property
+    def _ordered(self) -> int:
+        """Elements of matrices that a generator on a CPU holds twice (`burnish.rollout.builtin`)."""
+        family = self._model.shape.family
+        if not self._cpu or self._width != _BF16:
+            return 0
+        if not family.has_llama_layers or family.has_router:
+            return 0
+        layers = sum(
+            sum(w.elements for w in weights if w.linear) * self._counts[kind]
+            for kind, weights in self._model.layers.items()
+        )
+        return layers + self._model.shape.vocabulary * self._model.shape.hidden
+
+    # What is on the host.
+
+    def _away(self, checkpointing: str) -> Parts:
+        """Optimizer state, and activations or parked weights, which take turns in one arena."""
+        engines = [self, self._critic] if self._critic else [self]
+        offloaded = sum(each._slots for each in engines) if self._engine.optimizer_offload else 0.0
+        in_turn: Parts = {}
+        if self._engine.activation_offload:
+            in_turn["activations"] = max(each._offloaded(checkpointing) for each in engines)
+        if self._engine.park and self._work.slots:
+            critic = self._resting.get("critic", 0.0)
+            in_turn["parked"] = _total(self._state) + self._reference + critic
+        parts = {"optimizer": offloaded}
         if in_turn:
             largest = max(in_turn, key=in_turn.__getitem__)
             parts[largest] = in_turn[largest]
         return {name: size for name, size in parts.items() if size}
 
-    @property
-    def _slots_away(self) -> float:
-        """Bytes of the optimizer's state that rest on the host."""
-        return self._slots.bytes if self._slots.offloaded else 0.0
-
-    def _waiting(self, checkpointing: str) -> float:
-        """Bytes that layers keep for the backward pass, but for the last of them, which keeps its own on the device."""
+    def _offloaded(self, checkpointing: str) -> float:
+        """Activations of all layers but one."""
         kept = self._kept(checkpointing)
-        return self._all(kept) - min(kept)
+        return self._sum(kept) - min(kept.values())
 
     @property
-    def _parked(self) -> float:
-        """Bytes that leave the device while completions are generated."""
-        return _total(self._state) + self._reference + self._resting.get("critic", 0.0)
-
-    @property
-    def _reference(self) -> float:
-        """Bytes of the weights of a reference, in the dtype of computing; it is the policy itself where a fresh adapter is trained."""
-        lora = self._model.lora
-        if not self._work.reference or (lora is not None and lora.path is None):
+    def _staging(self) -> float:
+        """What a save in the background copies."""
+        if not self._config.checkpoint.background:
             return 0.0
-        adapter = 0 if lora is None else _FP32 * self._slots.held
-        return float(self._model.bytes * self._share.all + adapter)
+        critic = self._critic._staging if self._critic else 0.0
+        return FP32 * self._stepped + self._slots + critic
 
-    @cached_property
-    def _state(self) -> Parts:
-        """Weights, and the optimizer where it is not on the host: always there, or parked."""
-        frozen = 0 if self._trained else self._model.bytes * self._share.all
-        parts = {"weights": _FP32 * float(self._slots.held) + frozen}
-        return parts if self._slots.offloaded else parts | {"optimizer": self._slots.bytes}
-
-    @cached_property
-    def _resting(self) -> Parts:
-        """What is there between phases: the state, a frozen reference, a critic, the generator's weights, reward models."""
-        parts = dict(self._state)
-        if reference := self._reference:
-            parts["reference"] = reference + self._left
-        if self._critic:
-            parts["critic"] = _total(self._critic._state)
-        if self._work.slots:
-            held = self._model.shape.elements + self._ordered + self._adapter_beside
-            parts["generator"] = float(self._model.bytes * held)
-        if self._judges:
-            parts["reward models"] = sum(judge._frozen for judge in self._judges)
-        return parts
-
-    @property
-    def _frozen(self) -> float:
-        """Bytes of a model that is only asked."""
-        return self._model.bytes * self._share.all + self._left
-
-    @property
-    def _left(self) -> float:
-        """Bytes that a forward pass leaves gathered."""
-        left = self._share.root if self._regathers else self._share.gathered
-        return float(self._model.bytes * left)
-
-    @property
-    def _generating(self) -> Parts:
-        """What is there while completions are generated and judged."""
-        if not self._config.engine.park:
-            return self._resting
-        staying = ("generator", "reward models")
-        return {name: size for name, size in self._resting.items() if name in staying}
+    # Phases before and after the update.
 
     def _rollouts(self) -> Iterator[Parts]:
-        """Generating, then what each reward model needs, whose root is there already."""
-        yield self._generation()
-        for judge in self._judges:
-            parts = judge._scoring()
-            yield parts | {"gathered": parts["gathered"] - judge._left}
-
-    @property
-    def _ordered(self) -> int:
-        """Elements of the matrices that a generator on a CPU holds a second time in bf16 (`burnish.rollout.builtin.forward`)."""
-        shape, cpu = self._model.shape, self._model.cpu and self._model.bytes == _BF16
-        if not cpu or not shape.family.has_llama_layers or shape.family.has_router:
-            return 0
-        layers = sum(w.elements * n for layer, n in shape.layers for w in layer.weights if w.linear)
-        return layers + shape.vocabulary * shape.hidden
-
-    def _generation(self) -> Parts:
-        """Keys, values and logits while all slots are at their longest."""
+        """Generating, then each reward model."""
         model, work = self._model, self._work
         mine = -(-work.sequences // self._layout.world)
-        slots, token = min(work.slots, mine), model.cache_per_token
+        slots = min(work.slots, mine)
+        token = 2.0 * self._width * sum(each.key for each in model.shape.layers)
         prompts = -(-mine // work.samples) * work.prompt
         read = min(_PREFILL_TOKENS, prompts)
-        reading = read * (token + model.inference)
-        reading += min(read, prompts - read) * token  # those read before, not all of them started
-        wide = 3 * _FP32 + (0 if not work.nucleus else 2 * _FP32 if model.cpu else 4 * _FP32)
-        drawing = slots * model.shape.vocabulary * wide
-        return {
-            "kv cache": cache_bytes(model, work, slots, mine),
-            "activations": reading,
-            "logits": float(drawing),
+        forward = max(each.forward for each in self._tokens_of.values())
+        sorting = 0 if not work.is_nucleus else 2 if self._cpu else 4
+        cached = slots * work.length * token
+        if self._arithmetic.exact_cache:
+            shared = min(-(-mine // work.samples), -(-(slots - 1) // work.samples) + 1, slots)
+            cached = (slots * work.trained + shared * work.prompt) * token * FP32 / self._width
+        yield {
+            "kv cache": cached,
+            "activations": read * forward + min(2 * read, prompts) * token,
+            "logits": float(slots * model.shape.vocabulary * (3 + sorting) * FP32),
         }
-
-    def _scoring(self) -> Parts:
-        """The fullest moment of a forward pass of which nothing is kept; the critic's comes first and leaves its root gathered."""
-        if self._critic and not self._work.scorings:
-            return self._critic._scoring()
-        return max(self._scorings(), key=_total)
+        for judge in self._judges:
+            for parts in judge._scorings():
+                yield parts | {"gathered": max(0.0, parts["gathered"] - judge._left_gathered)}
 
     def _scorings(self) -> Iterator[Parts]:
-        """A layer runs, then the output layer; or parameters are gathered, and nothing is computed."""
-        model, width, state = self._model, self._model.bytes, self.tokens * self._model.hidden
-        root = self._share.root + (self._critic._share.root if self._critic else 0)
-        gathered = float(width * (root + self._layers_there))
-        yield {"gathered": gathered, "activations": self.tokens * model.inference + state}
-        chosen = self._scored * model.hidden
-        logits = self._logits.forward
-        yield {"gathered": gathered, "activations": state + chosen, "logits": logits}
-        for beside in self._gatherings():
-            yield {"gathered": float(width * (root + beside)), "activations": state}
-
-    def _gatherings(self) -> Iterator[int]:
-        """Elements beside the root's while parameters are gathered: what came is there until the next has come, and is copied out."""
-        if self._layout.shards == 1:
+        """Moments of a forward pass of which nothing is kept."""
+        if self._critic and not self._work.scorings:
+            yield from self._critic._scorings()
             return
-        layer = self._share.largest_gathered
-        yield self._share.root + (1 + self._copies) * layer  # as the first layer comes
-        yield self._layers_there + self._copies * layer
+        state = self._tokens * self._hidden
+        root = self._root + (self._critic._root if self._critic else 0)
+        gathered = float(self._width * (root + self._running))
+        forward = max(each.forward for each in self._tokens_of.values())
+        yield {"gathered": gathered, "activations": self._tokens * forward}
+        chosen = self._scored * self._hidden
+        yield {"gathered": gathered, "activations": state + chosen, "logits": self._logits[0]}
+        if self._layout.shards > 1:
+            coming = self._coming + (self._critic._root if self._critic else 0)
+            yield {"gathered": float(self._width * coming), "activations": state}
+
+    def _publishing(self) -> Parts:
+        model, layout = self._model, self._layout
+        others = 1 - 1 / (layout.shards * layout.tensor)
+        if model.published_adapter:
+            return _sent(self._width * model.published_adapter * others)
+        parts = _sent(self._width * model.elements * others)
+        if not model.lora:
+            return parts
+        widest = max(w.elements for weights in model.layers.values() for w in weights)
+        return parts | {"merging": float(FP32 * (model.adapter + 2 * min(_MERGED, widest)))}
+
+    def _saving(self) -> Parts:
+        """Blocks of the step's files, as `burnish.checkpoint.writer` fills and exchanges them."""
+        elements = self._model.adapter or self._model.elements
+        elements += self._critic._model.elements if self._critic else 0
+        world = self._layout.world
+        blocks = sum(-(-width * elements // _BLOCK) for width in _SAVED)
+        buffers = 2.0 * min(_GROUP, -(-blocks // world) * _BLOCK)
+        if others := 1 - self._layout.replicas / world:
+            buffers += max(_BLOCK, 2 * others * min(_GROUP, sum(_SAVED) * elements / world))
+        staging = self._staging if self._cpu else 0.0
+        return {"buffers": buffers} | ({"staging": staging} if staging else {})
+
+    # The update.
+
+    @cached_property
+    def _tokens_of(self) -> dict[LayerShape, TokenBytes]:
+        """Bytes of a token by kind of layer."""
+        return {
+            kind: token_bytes(self._model, kind, self._engine, self._width, cpu=self._cpu)
+            for kind in self._counts
+        }
+
+    def _kept(self, checkpointing: str) -> dict[LayerShape, float]:
+        """Bytes of a micro-batch that each kind of layer keeps."""
+        found = self._tokens_of.items()
+        return {kind: self._tokens * getattr(each, checkpointing) for kind, each in found}
+
+    @property
+    def _running(self) -> float:
+        """Elements of gathered layers while one runs; the next one comes meanwhile."""
+        return 2 * max(self._layers.values()) if self._regathers else self._sum(self._layers)
+
+    @property
+    def _coming(self) -> float:
+        """Elements of gathered parameters while more come. gloo holds what it receives twice."""
+        layer = max(self._layers.values())
+        copies = 1 + self._cpu
+        return self._root + max(self._root + copies * layer, self._running + (copies - 1) * layer)
+
+    @cached_property
+    def _logits(self) -> tuple[float, float]:
+        """Bytes of a chunk of logits, forward and backward (`burnish.models.logprobs`)."""
+        shape, engine = self._model.shape, self._engine
+        words, rows = (
+            self._model.outputs / engine.tensor_parallel,
+            engine.logprob_rows(shape.vocabulary),
+        )
+        chunk = min(rows, self._scored) * words
+        exact = FP32 * chunk
+        exact = 2 * (min(exact, _CPU_LOGITS) if self._cpu else exact)
+        forward = self._width * chunk + exact
+        head = words * shape.hidden * (self._model.lora is None)
+        if self._scored <= rows:
+            return forward, self._width * chunk + max(exact, self._width * head)
+        summed = self._width * chunk + max(
+            exact, self._width * head * min(1.0, _SUMMED_ROWS / words)
+        )
+        converted = self._width * head if self._width != FP32 else 0.0
+        return forward, FP32 * head + max(summed, converted)
+
+    @property
+    def _head_gradient(self) -> float:
+        words = self._model.outputs / self._engine.tensor_parallel
+        return self._width * words * self._model.shape.hidden * (self._model.lora is None)
 
     def _updates(self, checkpointing: str) -> Iterator[Parts]:
-        """The moments of the policy's update, and of the critic's, during which the policy's root is left as the scoring left it."""
+        """Moments of the policy's update, then of the critic's."""
         yield from self._update(checkpointing)
         if self._critic:
-            left = float(self._model.bytes * self._share.root) if self._work.scorings else 0.0
+            left = self._width * self._root if self._work.scorings else 0.0
             for parts in self._critic._update(checkpointing):
                 yield parts | {"gathered": parts["gathered"] + left}
 
     def _update(self, checkpointing: str) -> Iterator[Parts]:
-        """The moments of forward, backward and optimizer step that can be the fullest."""
-        kept = self._kept(checkpointing)
-        share, earlier = self._share, self._earlier
-        for beside in self._gatherings():
-            yield self._moment(gathered=share.root + beside, gradients=earlier)
-        last = self.tokens * self._model.hidden + 4 * self._scored * self._model.hidden
+        """Moments of the update that can be the fullest."""
+        kept, shards, root = self._kept(checkpointing), self._layout.shards, self._root
+        offloads, trained = self._engine.activation_offload, self._held(self._model.trained)
+        reduces = self._engine.reduce_each_microbatch or shards == 1
+        # fp32 gradients of earlier micro-batches: whole if they wait to be reduced.
+        earlier = FP32 * self._trained * (1 if reduces else shards) * (self.microbatches > 1)
+        largest = max(trained.values())
+        reduced = 0.0 if earlier else FP32 * (self._sum(trained) - largest)
+        layer, depth = max(self._layers.values()), self._model.shape.depth
+        between = layer if self._regathers else self._sum(self._layers)
+        if shards > 1:
+            yield self._moment(self._coming, gradients=earlier)
+        ended = max(kept.values()) if offloads else self._sum(kept)
+        last = self._tokens * self._hidden + 4 * self._scored * self._hidden
         yield self._moment(
-            gathered=share.root + self._layers_left,
-            activations=self._ended(kept) + last,
-            logits=self._logits_most,
-            gradients=earlier,
+            root + between, activations=ended + last, logits=max(self._logits), gradients=earlier
         )
-        for (layer, _, passes), own in zip(self._model.layers, kept, strict=True):
-            others_keep = self._beside(own, kept)
-            for moment in passes.backward:
-                yield from self._backward(layer, moment, earlier, others_keep, min(kept))
-        waiting = earlier if self._reduces_each else 0.0
-        others = max(self._others, waiting)
-        yield from self._reducing_root(max(_FP32 * share.trained_layers, waiting))
-        yield self._moment(
-            gathered=share.root,
-            gradients=self._logits.gradient + others,
-            reducing=share.largest_trained,
-        )
-        reduced = _FP32 * float(share.trained_all)
-        yield self._moment(gathered=0, gradients=reduced + _FP32 * share.largest_weight)
-        for parts in self._slots.steps():
-            yield self._moment(gathered=0, gradients=reduced) | parts
-
-    def _reducing_root(self, layers: float) -> Iterator[Parts]:
-        """The end of the backward pass, beside so many bytes of the layers' gradients: what is sent is filled, then sent."""
-        root, kept = self._share.trained_root, 0.0
-        if self._layout.shards > 1:
-            whole = (_FP32 + self._model.bytes) * root
-            yield self._moment(gathered=0, gradients=layers + whole)
-            # FSDP2 has the last gradient of a group until the group is reduced.
-            kept = 0.0 if self._share.shape.tied else self._logits.gradient
-        yield self._moment(gathered=0, gradients=layers + kept, reducing=root)
-
-    def _backward(
-        self, layer: Layer, moment: Moment, earlier: float, beside: float, least: float
-    ) -> Iterator[Parts]:
-        """A layer's moment where it runs backward first, last, and second or last but one; `earlier` are bytes of gradients of micro-batches before, `beside` what other layers keep, `least` what one of them keeps at least."""
-        share = self._share
-        inner = self.tokens * moment.tokens
-        own = earlier + self._model.bytes * moment.weights + self._logits.gradient
-        yield self._moment(  # everything else is still kept
-            gathered=share.root + self._layers_there,
-            activations=beside + inner,
-            gradients=own,
-        )
-        reduced = 0.0 if earlier else self._others
-        at_last = _FP32 * share.largest_trained
-        gathered = share.root + (2 if self._regathers else 1) * share.largest_gathered
-        yield self._moment(  # all other gradients are there
-            gathered=gathered, activations=inner, gradients=own + reduced + at_last
-        )
-        if self._model.shape.depth > 1:
-            one = _FP32 * share.trained(layer)
-            if self._config.engine.activation_offload:  # as many layers beside it as ever
-                others, before = beside, max(0.0, reduced - one)
-            else:
-                others, before = max(0.0, beside - least), min(reduced, one)
-            yield self._moment(
-                gathered=gathered, activations=others + inner, gradients=own + before + at_last
+        for kind, each in self._tokens_of.items():
+            others = max(kept.values()) * (depth > 1) if offloads else self._sum(kept) - kept[kind]
+            weights = self._model.trained[kind]
+            mlp, every = (
+                self._width * held(some, 1, self._layout.tensor)
+                for some in ([w for w in weights if w.is_mlp], weights)
             )
+            for peak, made in ((each.mlp_backward, mlp), (each.attention_backward, every)):
+                inner, own = self._tokens * peak, earlier + made + self._head_gradient
+                yield self._moment(root + self._running, activations=others + inner, gradients=own)
+                gathered = root + (2 if self._regathers else 1) * layer
+                own += reduced + FP32 * largest * shards
+                yield self._moment(gathered, activations=inner, gradients=own)
+        yield from self._reducing(
+            FP32 * self._sum(trained), max(reduced, earlier * reduces), largest
+        )
+        gradients = FP32 * self._trained
+        yield self._moment(0, gradients=gradients) | self._stepping
 
-    def _kept(self, checkpointing: str) -> list[float]:
-        """Bytes that a layer of each kind keeps for the backward pass, of a micro-batch."""
-        return [
-            self.tokens * self._model.kept(passes, checkpointing)
-            for _, _, passes in self._model.layers
-        ]
+    def _reducing(self, layers: float, others: float, largest: float) -> Iterator[Parts]:
+        """The end of the backward pass, when FSDP2 reduces fp32 copies of the last gradients."""
+        shards, root = self._layout.shards, 0.0 if self._model.lora else self._root
+        # A process alone divides into a third copy.
+        copies = 3.0 if shards == 1 else 1 + self._cpu + 1 / shards
+        own = FP32 * largest * shards * copies
+        yield self._moment(self._root, gradients=self._head_gradient + others + own)
+        kept = 0.0 if shards == 1 or self._model.shape.tied else self._head_gradient
+        yield self._moment(0, gradients=layers + kept + FP32 * root * copies)
+        if shards > 1:
+            yield self._moment(0, gradients=layers + (FP32 + self._width) * root)
 
-    def _all(self, kept: Sequence[float]) -> float:
-        """The same of all layers."""
-        return sum(own * n for own, (_, n, _) in zip(kept, self._model.layers, strict=True))
+    @cached_property
+    def _stepping(self) -> Parts:
+        """What the optimizer's step needs beside weights, gradients and its resting state."""
+        optim, parts = self._config.optim, Parts()
+        is_muon = optim.kind == "muon"
+        slots = 2 * FP32 * (self._stepped - (self._matrices if is_muon else 0))
+        if self._engine.optimizer_offload or optim.moments == "bf16":
+            parts["optimizer step"] = min(slots, max(_OPTIMIZER_WAVE, 2 * FP32 * self._widest))
+        if is_muon and not self._model.lora:
+            # Directions in bf16, the whole matrices of this process, and what is on its way.
+            world, whole = self._layout.world, self._model.matrices
+            passing = _BF16 * self._matrices if world > 1 else 0
+            parts["muon"] = _BF16 * (self._matrices + whole / world) + 2 * min(_MUON_WAVE, passing)
+        return parts
 
-    def _ended(self, kept: Sequence[float]) -> float:
-        """Bytes that layers keep on the device when the last of them has run."""
-        return max(kept) if self._config.engine.activation_offload else self._all(kept)
-
-    def _beside(self, own: float, kept: Sequence[float]) -> float:
-        """Bytes that other layers keep on the device while one that keeps its own, the first to do so, runs backward."""
-        if self._config.engine.activation_offload:
-            return max(kept) if self._model.shape.depth > 1 else 0.0
-        return self._all(kept) - own
-
-    @property
-    def _layers_there(self) -> int:
-        """Elements of gathered layers while one runs: its own, and those of the next, which come meanwhile."""
-        return 2 * self._layers_left if self._regathers else self._layers_left
-
-    @property
-    def _layers_left(self) -> int:
-        """The same between forward and backward pass: FSDP2 has what it received last until it receives more."""
-        return self._share.largest_gathered if self._regathers else self._share.gathered_layers
-
-    @property
-    def _earlier(self) -> float:
-        """Bytes of the gradients of earlier micro-batches, which are whole where they wait to be reduced."""
-        if self.microbatches == 1:
-            return 0.0
-        shards = 1 if self._reduces_each else self._layout.shards
-        return _FP32 * float(self._share.trained_all * shards)
-
-    @property
-    def _others(self) -> float:
-        """Bytes of the gradients of all layers but one."""
-        share = self._share
-        return _FP32 * float(share.trained_layers - share.trained(share.largest_layer))
+    @cached_property
+    def _widest(self) -> float:
+        """Elements of the largest weight that this process steps."""
+        weights = [w for each in self._model.trained.values() for w in each]
+        weights += [] if self._model.lora else self._model.root
+        return max(w.held(self._layout.shards, self._layout.tensor) for w in weights)
 
     def _moment(
-        self,
-        *,
-        gathered: float,
-        gradients: float,
-        activations: float = 0.0,
-        logits: float = 0.0,
-        reducing: float = 0.0,
+        self, gathered: float, gradients: float, activations: float = 0.0, logits: float = 0.0
     ) -> Parts:
-        """One moment of the update; `gathered` and `reducing` count elements, the others bytes."""
-        # FSDP2 reduces from an fp32 copy, into the gradient; alone it divides into a third one.
-        shards = self._layout.shards
-        copies = 3 if shards == 1 else 1 + self._copies + 1 / shards
+        """Name the parts of a moment: `gathered` counts elements, the others bytes."""
         return {
-            "gathered": float(self._model.bytes * gathered),
-            "gradients": float(gradients + _FP32 * reducing * copies),
+            "gathered": float(self._width * gathered),
+            "gradients": float(gradients),
             "activations": activations,
             "logits": logits,
         }
 
+
+class MegatronNeeds(Needs):
+    """Bytes of one process of a pipeline stage of the Megatron engine.
+
+    Gradients add up in an fp32 buffer that is always there. Data-parallel processes divide the fp32
+    weights and moments. The first stage has most micro-batches in flight, the last has the logits.
+    """
+
+    @cached_property
+    def _chunks(self) -> list[Counter[LayerShape]]:
+        """The stage's layers by virtual stage, as `burnish.engines.megatron.meta_init` deals them."""
+        layers, stages = self._model.shape.layers, self._layout.pipeline
+        runs = stages * self._engine.virtual_stages
+        each, over = divmod(len(layers), runs)
+        starts = [each * run + min(run, over) for run in range(runs + 1)]
+        return [
+            Counter(layers[starts[run] : starts[run + 1]])
+            for run in range(self._stage, runs, stages)
+        ]
+
+    @cached_property
+    def _counts(self) -> Counter[LayerShape]:
+        return sum(self._chunks, Counter())
+
+    @property
+    def _is_last(self) -> bool:
+        return self._stage == self._layout.pipeline - 1
+
+    @property
+    def _expert_ranks(self) -> int:
+        return self._engine.expert_sharing
+
+    def _elements(self, weight: Weight) -> float:
+        """Elements of a weight on this process."""
+        if weight.experts:
+            return weight.elements / self._expert_ranks
+        return weight.held(1, self._layout.tensor)
+
+    @cached_property
+    def _experts_and_others(self) -> tuple[float, float]:
+        """Elements of this process: of experts, and of all other weights."""
+        every = [(w, n) for kind, n in self._counts.items() for w in self._model.layers[kind]] + [
+            (w, 1) for w in self._outside
+        ]
+        experts = sum(self._elements(w) * n for w, n in every if w.experts)
+        return experts, sum(self._elements(w) * n for w, n in every if not w.experts)
+
+    @property
+    def _outside(self) -> Iterator[Weight]:
+        """Weights of the stage outside the layers."""
+        table, norm, *head = self._model.root
+        if self._stage == 0:
+            yield table
+        if self._is_last:
+            yield norm
+            yield from head or ([table] if self._stage and not self._model.scores_values else [])
+
+    @property
+    def _frozen(self) -> float:
+        return sum(self._experts_and_others)
+
+    @property
+    def _stepped(self) -> float:
+        experts, others = self._experts_and_others
+        layout = self._layout
+        alike = layout.world / layout.pipeline / self._expert_ranks
+        return experts / alike + others / layout.shards
+
+    @property
+    def _matrices(self) -> float:
+        return 0.0
+
+    @cached_property
+    def _state(self) -> Parts:
+        exact = FP32 * self._stepped if self._width != FP32 else 0.0
+        offloaded = self._engine.optimizer_offload
+        return {
+            "weights": self._width * self._frozen,
+            "gradients": FP32 * self._frozen,
+            "optimizer": exact + (0.0 if offloaded else self._slots),
+        }
+
+    @property
+    def _left_gathered(self) -> float:
+        return 0.0
+
+    @property
+    def _gathered(self) -> float:
+        """The buffer in which tensor ranks gather their tokens."""
+        scattered = self._engine.megatron_sequence_parallel and self._layout.tensor > 1
+        return self._tokens * self._hidden * scattered
+
+    def _scorings(self) -> Iterator[Parts]:
+        if self._critic and not self._work.scorings:
+            yield from self._critic._scorings()
+            return
+        forward = max(each.forward for each in self._tokens_of.values())
+        yield {
+            "gathered": self._gathered,
+            "activations": self._tokens * forward + self._scored * self._hidden,
+            "logits": self._logits[0] if self._is_last else 0.0,
+        }
+
+    def _updates(self, checkpointing: str) -> Iterator[Parts]:
+        yield from self._update(checkpointing)
+        if self._critic:
+            others = self._state["gradients"] - self._critic._state["gradients"]
+            for parts in self._critic._update(checkpointing):
+                yield parts | {"gradients": parts["gradients"] + others}
+
+    def _update(self, checkpointing: str) -> Iterator[Parts]:
+        kept, shape = self._kept(checkpointing), self._model.shape
+        waiting = self._waiting(kept)
+        tied = self._head_gradient if shape.tied and self._layout.pipeline == 1 else 0.0
+        if self._is_last:
+            last = (self._tokens + 4 * self._scored) * self._hidden
+            yield self._at(waiting + last, 0.0, max(self._logits))
+        for kind, each in self._tokens_of.items():
+            own = 0.0 if checkpointing == "full" else each.none - getattr(each, checkpointing)
+            peak = self._tokens * (max(each.mlp_backward, each.attention_backward) - own)
+            made = max(map(self._made_at_once, self._model.layers[kind]))
+            yield self._at(waiting - kept[kind] + peak, tied + self._width * made)
+        if self._stage == 0:
+            table = self._width * self._elements(self._model.root[0])
+            chunk = self._sum(kept) / self._engine.virtual_stages
+            yield self._at(waiting - chunk + 2 * self._tokens * self._hidden, tied + table)
+        yield self._at(0.0, 0.0) | self._stepping
+
+    def _waiting(self, kept: Mapping[LayerShape, float]) -> float:
+        """Bytes of all micro-batches in flight when the first backward pass begins (1F1B)."""
+        stages, virtual = self._layout.pipeline, self._engine.virtual_stages
+        begun = stages - self._stage
+        if virtual > 1:  # chunks take turns of as many micro-batches as there are stages
+            begun = 2 * begun - 1 + (virtual - 1) * stages
+        turns, rest = divmod(begun, stages * virtual)
+        total = 0.0
+        for number, chunk in enumerate(self._chunks):
+            flying = turns * stages + min(max(rest - number * stages, 0), stages)
+            total += min(flying, self.microbatches) * sum(kept[k] * n for k, n in chunk.items())
+        return total
+
+    def _at(self, activations: float, gradients: float, logits: float = 0.0) -> Parts:
+        """Name the parts of a moment; `gradients` are not in the buffer yet."""
+        return {
+            "gradients": self._state["gradients"] + gradients,
+            "gathered": self._gathered,
+            "activations": activations,
+            "logits": logits,
+        }
+
+    def _made_at_once(self, weight: Weight) -> float:
+        """Elements of a gradient before it is added to the buffer; a CPU has one expert's."""
+        single = (
+            self._engine.expert_parallel / weight.experts if self._cpu and weight.experts else 1
+        )
+        return self._elements(weight) * single
+
+    @cached_property
+    def _stepping(self) -> Parts:
+        every = [w for kind in self._counts for w in self._model.layers[kind]] + [*self._outside]
+        alone = min(max(map(self._elements, every)), self._stepped)
+        rests = self._engine.optimizer_offload or self._config.optim.moments == "bf16"
+        slots = 2 * FP32 * self._stepped if rests else 0.0
+        wave = min(slots, max(_OPTIMIZER_WAVE, 2 * FP32 * alone))
+        # torch's AdamW has temporaries: of one weight on CPUs, of all that it steps together elsewhere.
+        single, together = 2 * FP32 * alone, wave / 2 if rests else FP32 * self._stepped
+        return {"optimizer step": wave + (single if self._cpu else together)}
+
     def _publishing(self) -> Parts:
-        """What is under way to the generators of other processes and to this one: the model, or an adapter; where that is merged in, it and a block of what it is merged into."""
-        others = 1 - 1 / (self._layout.shards * self._layout.tensor)
-        if self._adapter_beside:
-            return self._sent(self._model.bytes * self._adapter_beside * others)
-        passing = self._model.bytes * self._model.shape.elements * others
-        widest = max(w.elements for w in self._share.largest_layer.weights)
-        merging = _FP32 * (self._adapter + 2 * min(_MERGED, widest))
-        parts = self._sent(passing)
-        return parts if self._trained else parts | {"merging": float(merging)}
+        layout = self._layout
+        ranks = layout.tensor * layout.pipeline * self._engine.expert_parallel
+        return _sent(self._width * self._model.elements * (1 - 1 / ranks))
 
-    def _sent(self, size: float) -> Parts:
-        """So many bytes on their way to other processes, wave by wave."""
-        return {"buffers": 2 * min(_WAVE, size)} if size else {}
 
-    def _saving(self) -> Parts:
-        """Blocks on their way to the disk; on a CPU also what is copied for a save in the background."""
-        elements = self._model.shape.elements if self._trained else self._adapter
-        elements += self._critic._model.shape.elements if self._critic else 0
-        parts: Parts = {"buffers": buffers(elements, self._layout)}
-        if self._model.cpu and (staging := self.staging()):
-            parts["staging"] = staging
-        return parts
+def needs_of(
+    model: PlannedModel,
+    config: RunConfig,
+    work: Workload,
+    layout: PlannedLayout,
+    arithmetic: Arithmetic,
+    judges: Sequence[PlannedModel] = (),
+) -> list[Needs]:
+    """Return the needs of every pipeline stage that can be the fullest."""
+    if config.engine.kind == "torch":
+        return [Needs(model, config, work, layout, arithmetic, judges)]
+    stages = {0, layout.pipeline - 1}
+    if len(model.layers) > 1:
+        stages.add(layout.pipeline // 2)
+    return [
+        MegatronNeeds(model, config, work, layout, arithmetic, judges, stage)
+        for stage in sorted(stages)
+    ]
 
-    @cached_property
-    def _scored(self) -> float:
-        """Predictions of a micro-batch."""
-        return self.tokens * self._work.trained / self._work.length
 
-    @cached_property
-    def _logits(self) -> Logits:
-        rows = self._config.engine.logprob_rows(self._model.shape.vocabulary)
-        return Logits(self._model, self._scored, rows)
+def phases_of(stages: Sequence[Needs], checkpointing: str) -> dict[str, Parts]:
+    """Return the parts of each phase on the stage that needs most in it."""
+    found = [stage.phases(checkpointing) for stage in stages]
+    return {phase: max((each[phase] for each in found), key=_total) for phase in found[0]}
 
-    @cached_property
-    def _logits_most(self) -> float:
-        """Bytes of them in an update."""
-        return max(self._logits.forward, self._logits.backward)
 
-    @property
-    def _adapter(self) -> int:
-        """Elements of the adapter."""
-        return self._model.shape.adapter(self._model.lora)
-
-    @property
-    def _adapter_beside(self) -> int:
-        """Those of it that the generator holds beside the model, and is sent after each step."""
-        return self._model.shape.beside(self._model.lora)
+def _sent(size: float) -> Parts:
+    """Bytes on their way to other processes, wave by wave."""
+    return {"buffers": 2 * min(_PUBLISH_WAVE, size)} if size else {}
 
 
 def _total(parts: Parts) -> float:

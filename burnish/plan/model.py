@@ -1,51 +1,347 @@
-"""A model as the planner sees it: its layers, and what each of them holds of a token."""
+"""Count a model: elements of its parameters on a rank, and bytes of a token in its layers.
+
+`token_bytes` is the planner's table of activations. It follows the layers of both engines
+(`burnish.models.kernels`, transformers, Megatron-Core) operation by operation, in closed form.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import NamedTuple
 
-from burnish.plan.activations import Arithmetic, layer_passes
-from burnish.plan.shape import Layer, PlannedModel
-from burnish.plan.tape import Passes
+from burnish.config.schema import EngineConfig, LoraConfig
+from burnish.families import LayerShape, ModelShape
+from burnish.models.flops import AttentionCost, ModelFlops
+from burnish.models.lora.adapter_config import are_parameters, require_targets
+
+FP32 = 4
+"""Bytes of a number."""
+_CUT_BY_COLUMNS = ("o_proj", "down_proj")
+# Ends of the names of linear layers whose columns tensor parallelism divides.
 
 
-class Model:
-    """A model's layers and what they hold of a token, for one arithmetic; made once, then asked for every layout."""
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter. FSDP2 cuts it along its rows, its first dim."""
 
-    def __init__(self, shape: PlannedModel, arithmetic: Arithmetic) -> None:
-        self.shape = shape
-        self.arithmetic = arithmetic
-        self.lora = arithmetic.lora
-        self.bytes = arithmetic.bytes
-        self.cpu = arithmetic.cpu
-        self.exact_cache = arithmetic.exact_cache
-        self.tensor = arithmetic.tensor
-        self.layers: list[tuple[Layer, int, Passes]] = [
-            (layer, count, layer_passes(shape.family, layer, arithmetic))
-            for layer, count in shape.layers
-        ]
-        self.hidden = float(shape.hidden * arithmetic.bytes)
+    rows: int
+    """Size of the first dim."""
+    columns: int = 1
+    """Elements of a row."""
+    linear: str = ""
+    """Name that `model.lora.targets` knows it by; empty for norms and tables."""
+    shared: bool = False
+    """Whether tensor parallelism divides it."""
+    experts: int = 0
+    """Experts whose matrices it holds; 0: it is not of experts."""
+    width: int = 0
+    """Size of the last dim."""
+
+    @property
+    def elements(self) -> int:
+        """All elements."""
+        return self.rows * self.columns
+
+    @property
+    def is_mlp(self) -> bool:
+        """Whether it belongs to the MLP or to experts."""
+        return self.experts > 0 or self.linear in ("gate_proj", "up_proj", "down_proj")
+
+    def held(self, shards: int, tensor: int) -> int:
+        """Return elements on the rank that holds most, with rows cut as torch.chunk cuts them."""
+        return -(-self.rows // shards) * self.columns // (tensor if self.shared else 1)
+
+    def factors(self, rank: int) -> tuple[Weight, Weight]:
+        """Return A and B of a LoRA of this rank. Tensor parallelism divides the one that meets the cut."""
+        inner, by_columns = rank * (self.experts or 1), self.linear.endswith(_CUT_BY_COLUMNS)
+        rows = self.elements // ((self.experts or 1) * self.width)
+        a = Weight(inner, self.width, self.linear, self.shared and by_columns)
+        return a, Weight(rows, inner, self.linear, self.shared and not by_columns)
+
+
+def held(weights: Iterable[Weight], shards: int, tensor: int) -> int:
+    """Return the elements of weights on the rank that holds most."""
+    return sum(weight.held(shards, tensor) for weight in weights)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedModel:
+    """A causal language model, or one that scores values in place of words."""
+
+    shape: ModelShape
+    """Sizes and parameters, from its config.json."""
+    lora: LoraConfig | None = None
+    """The adapter that is trained in its place."""
+    scores_values: bool = False
+    """Whether a value head replaces the output layer."""
 
     @cached_property
-    def cache_per_token(self) -> float:
-        """Bytes of a token's keys and values in all layers."""
-        return sum(2.0 * layer.key * self.bytes * n for layer, n, _ in self.layers)
+    def layers(self) -> dict[LayerShape, tuple[Weight, ...]]:
+        """Parameters of each kind of layer."""
+        return {each: tuple(map(_weight, each.parameters)) for each in self.shape.counts}
 
     @cached_property
-    def inference(self) -> float:
-        """Bytes of a token in the layer that needs most while nothing is kept."""
-        return max(passes.inference for _, _, passes in self.layers)
+    def trained(self) -> dict[LayerShape, tuple[Weight, ...]]:
+        """The trained parameters of each kind of layer: its own, or those of its adapter."""
+        if self.lora is None:
+            return self.layers
+        return {kind: tuple(self._factors(weights)) for kind, weights in self.layers.items()}
+
+    def _factors(self, weights: Iterable[Weight]) -> Iterator[Weight]:
+        for weight in weights:
+            if self.lora is not None and self.adapts(weight.linear):
+                yield from weight.factors(self.lora.rank)
+
+    def adapts(self, linear: str) -> bool:
+        """Say whether the adapter is for linear layers of this name."""
+        if self.lora is None or not linear:
+            return False
+        return linear in self.lora.targets if self.lora.targets else not are_parameters(linear)
+
+    def trains(self, linear: str) -> bool:
+        """Say whether a linear layer of this name gets gradients, its own or its adapter's."""
+        return self.lora is None or self.adapts(linear)
 
     @cached_property
-    def critic(self) -> Self:
-        """The same with a value head, of which all is trained."""
-        shape = replace(self.shape, scores_values=True)
-        return type(self)(shape, replace(self.arithmetic, lora=None))
+    def root(self) -> tuple[Weight, ...]:
+        """Parameters outside the layers: embedding, last norm, output layer."""
+        table, norm = (
+            Weight(self.shape.vocabulary, self.shape.hidden, shared=True),
+            Weight(self.shape.hidden),
+        )
+        return (table, norm) if self.shape.tied or self.scores_values else (table, norm, table)
 
-    def kept(self, passes: Passes, checkpointing: str) -> float:
-        """Bytes of a token that a layer keeps for its backward pass."""
-        if checkpointing == "full":
-            return self.hidden / self.tensor
-        return passes.products if checkpointing == "selective" else passes.kept
+    @property
+    def outputs(self) -> int:
+        """Numbers that it computes of a token: logits, or one value."""
+        return 1 if self.scores_values else self.shape.vocabulary
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements of all parameters."""
+        return self.total(self.layers) + sum(weight.elements for weight in self.root)
+
+    def total(self, weights: dict[LayerShape, tuple[Weight, ...]]) -> int:
+        """Return the elements of these weights in all layers."""
+        return sum(
+            sum(w.elements for w in weights[kind]) * n for kind, n in self.shape.counts.items()
+        )
+
+    @cached_property
+    def matrices(self) -> int:
+        """Elements of the layers' matrices."""
+        layers = self.layers.items()
+        return self.total({kind: tuple(w for w in each if w.columns > 1) for kind, each in layers})
+
+    @cached_property
+    def adapter(self) -> int:
+        """Elements of the adapter; 0 if there is none. Raises `IncompatibleError` for unknown targets."""
+        if self.lora is None:
+            return 0
+        names = {weight.linear for weights in self.layers.values() for weight in weights}
+        require_targets(self.lora.targets, sorted(names - {""}))
+        return self.total(self.trained)
+
+    @property
+    def published_adapter(self) -> int:
+        """Elements of the adapter that generators hold beside the model; 0 if it is merged."""
+        return self.adapter if self.lora is not None and self.lora.publish == "adapter" else 0
+
+    @cached_property
+    def flops(self) -> ModelFlops:
+        """Operations of a forward pass."""
+        head = self.outputs * self.shape.hidden
+        active = head + sum(
+            _active(kind, self.layers[kind]) * n for kind, n in self.shape.counts.items()
+        )
+        attention = tuple(AttentionCost(4 * each.query, each.window) for each in self.shape.layers)
+        return ModelFlops(2.0 * active, attention, 2.0 * head)
+
+
+def _weight(parameter: tuple[str, tuple[int, ...]]) -> Weight:
+    name, sizes = parameter
+    module, _, kind = name.rpartition(".")
+    if len(sizes) == 3:
+        experts, rows, width = sizes
+        return Weight(experts, rows * width, f"experts.{kind}", True, experts, width)
+    if not module.endswith("_proj"):
+        return Weight(sizes[0], sizes[-1] if len(sizes) > 1 else 1)
+    linear = module.rpartition(".")[2]
+    if kind == "bias":
+        return Weight(sizes[0], shared=linear not in _CUT_BY_COLUMNS)
+    return Weight(sizes[0], sizes[1], linear, True, 0, sizes[1])
+
+
+def _active(layer: LayerShape, weights: Iterable[Weight]) -> int:
+    """Count the elements that one token is multiplied with."""
+    matrices = [weight for weight in weights if weight.columns > 1]
+    experts = sum(weight.elements for weight in matrices if weight.experts)
+    others = sum(weight.elements for weight in matrices if not weight.experts)
+    return others + experts * layer.experts_per_token // max(layer.experts, 1)
+
+
+class TokenBytes(NamedTuple):
+    """Bytes of a token in one layer on one rank. The first three fields are kinds of checkpointing."""
+
+    none: float
+    """Kept for the backward pass."""
+    selective: float
+    """Kept when elementwise operations are computed again; with Megatron, when attention is."""
+    full: float
+    """Kept when the whole layer is computed again."""
+    forward: float
+    """Most at one time while nothing is kept."""
+    mlp_backward: float
+    """Most while the backward pass is in the MLP."""
+    attention_backward: float
+    """Most while it is in attention."""
+
+
+def token_bytes(
+    model: PlannedModel, layer: LayerShape, engine: EngineConfig, width: int, *, cpu: bool
+) -> TokenBytes:
+    """Return the bytes of a token in a layer whose matrix products take numbers of `width` bytes."""
+    part = _hidden(model, engine, width)
+    make = _of_megatron if engine.kind == "megatron" else _of_torch
+    attention, mlp = make(model, layer, engine, width, cpu)
+    kept = attention.kept + mlp.kept
+    return TokenBytes(
+        kept,
+        attention.products + mlp.products,
+        part,
+        2 * part + max(attention.forward, mlp.forward),
+        kept + part + mlp.backward,
+        attention.kept + part + attention.backward,
+    )
+
+
+class _Block(NamedTuple):
+    """Bytes of a token in attention or in the MLP."""
+
+    kept: float
+    products: float
+    """Kept with selective checkpointing."""
+    forward: float
+    """Most in the forward pass, if nothing is kept."""
+    backward: float
+    """Most in the backward pass, beside what is kept."""
+
+
+def _hidden(model: PlannedModel, engine: EngineConfig, width: int) -> float:
+    """The hidden state between blocks, where tensor ranks may divide the tokens."""
+    divided = engine.kind == "torch" or engine.megatron_sequence_parallel
+    return model.shape.hidden * width / (engine.tensor_parallel if divided else 1)
+
+
+def _heads(layer: LayerShape, engine: EngineConfig, width: int) -> tuple[float, float]:
+    """Queries and keys on a rank. Key heads are repeated where ranks outnumber them."""
+    tensor, sequence = engine.tensor_parallel, engine.sequence_parallel
+    key = layer.key * width * max(1 / tensor, sequence / layer.key_heads)
+    return layer.query * width / tensor, key
+
+
+def _of_torch(
+    model: PlannedModel, layer: LayerShape, engine: EngineConfig, width: int, cpu: bool
+) -> tuple[_Block, _Block]:
+    """Attention and MLP of the torch engine."""
+    family, trains, exact = model.shape.family, model.trains, FP32 / width
+    tensor, part = engine.tensor_parallel, _hidden(model, engine, width)
+    whole = part * tensor
+    query, key = _heads(layer, engine, width)
+    rank = (model.lora.rank if model.lora else 0) * width
+    heads, copies = query + 2 * key, cpu or engine.sequence_parallel > 1
+    fused = family.has_llama_layers
+    # A fused norm keeps its input; transformers' keeps fp32 copies, for its weight's gradient too.
+    normed = 1.0 if fused else exact * (2 if model.lora is None else 1)
+    norms = len(family.norms) / 2 * normed * part
+    norm_work = 0.0 if fused else 3 * exact * part
+
+    def inputs(source: float, *names: str) -> float:
+        """Input of some linear layers, and the narrow outputs of their adapters."""
+        kept = source if any(map(trains, names)) else 0.0
+        return kept + rank * sum(map(model.adapts, names))
+
+    def outputs(*linears: tuple[str, float]) -> float:
+        """Products of some linear layers; an adapter's are products too."""
+        return sum(size + (size + rank) * model.adapts(name) for name, size in linears)
+
+    attention = _Block(
+        kept=norms
+        + inputs(whole, "q_proj", "k_proj", "v_proj")
+        + (query + key) * normed * (family.query_norms != "none")
+        + heads
+        + (0 if cpu and width != FP32 else query)
+        + inputs(query if copies else 0.0, "o_proj"),
+        products=part
+        + outputs(("q_proj", query), ("k_proj", key), ("v_proj", key))
+        + query
+        + outputs(("o_proj", whole)),
+        forward=max(whole + heads * (3 if copies else 1) + query, norm_work),
+        backward=max(heads * (2 * exact if cpu else 1) + query, norm_work),
+    )
+    if not layer.experts:
+        inner = layer.intermediate * width / tensor
+        mlp = _Block(
+            kept=norms
+            + inputs(whole, "gate_proj", "up_proj")
+            + 3 * inner
+            + inputs(inner, "down_proj"),
+            products=outputs(("gate_proj", inner), ("up_proj", inner), ("down_proj", whole)),
+            forward=max(3 * inner, whole + 2 * inner, norm_work),
+            backward=max(2 * inner, norm_work),
+        )
+        return attention, mlp
+    gate_up, down = "experts.gate_up_proj", "experts.down_proj"
+    sent = layer.experts_per_token * whole
+    inner = layer.experts_per_token * layer.intermediate * width / tensor
+    rank *= layer.experts_per_token
+    router = (FP32 + width) * layer.experts
+    mlp = _Block(
+        kept=norms
+        + (whole if model.lora is None else 0)
+        + router
+        + inputs(sent, gate_up)
+        + 3 * inner
+        + inputs(inner, down)
+        + sent,
+        products=router + outputs((gate_up, 2 * inner), (down, sent)),
+        forward=max(sent + 2 * inner, 3 * inner, 2 * sent),
+        backward=max(2 * sent, 2 * inner),
+    )
+    return attention, mlp
+
+
+def _of_megatron(
+    model: PlannedModel, layer: LayerShape, engine: EngineConfig, width: int, cpu: bool
+) -> tuple[_Block, _Block]:
+    """Attention and MLP of the Megatron engine, with tokens spread evenly over experts."""
+    exact, tensor = FP32 / width, engine.tensor_parallel
+    part = _hidden(model, engine, width)
+    query, key = _heads(layer, engine, width)
+    # Where ranks outnumber key heads, each computes parts of heads and gathers whole ones.
+    mixed = (layer.query + 2 * layer.key) * width / (tensor if tensor <= layer.key_heads else 1)
+    heads, normed = query + 2 * key, model.shape.family.query_norms == "head"
+    copies = heads if cpu else query + key
+    attention = _Block(
+        kept=2 * part
+        + copies
+        + query * (1 if cpu and width != FP32 else 2)
+        + (mixed if normed or not cpu else 0.0)
+        + query * normed,
+        products=2 * part + 2 * query + mixed + (query + key) * normed,
+        forward=mixed + heads + (heads * exact if cpu else 0) + query,
+        backward=2 * mixed + heads * (2 * exact if cpu else 1) + query,
+    )
+    if not layer.experts:
+        inner = layer.intermediate * width / tensor
+        kept = 2 * part + 5 * inner
+        return attention, _Block(kept, kept, part + 4 * inner, 2 * inner)
+    within = engine.expert_tensor_parallel or tensor
+    rows = layer.experts_per_token * part * within
+    inner = layer.experts_per_token * part / model.shape.hidden * layer.intermediate
+    router = layer.experts * part / model.shape.hidden * (1 + 5 / width)
+    kept = 2 * part + router + rows + 5 * inner
+    work = max(3 * rows, rows + 3 * inner)
+    return attention, _Block(kept, kept, work, max(2 * inner, 2 * rows))

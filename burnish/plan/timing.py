@@ -1,29 +1,32 @@
-"""How long the phases of a step will take: work over speed, under assumptions that are said.
+"""Estimate how long a step takes: work divided by speed, under assumptions that `burnish plan` prints.
 
-A rough estimate, meant to rank layouts and to tell minutes from hours. What overlaps counts once: an update takes
-as long as its arithmetic or its communication, whichever is longer. A critic counts as the policy's model.
+The estimate ranks layouts and tells minutes from hours. An update takes as long as its arithmetic or
+its communication, whichever is longer. A critic counts as the policy's model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal, Self
 
-from burnish.config.schema import EngineConfig
+from burnish.config.schema import EngineConfig, RunConfig
+from burnish.models.flops import Passed
 from burnish.plan.devices import NETWORK, PER_MACHINE, Devices
-from burnish.plan.operations import Operations
-from burnish.plan.shape import PlannedModel
-from burnish.plan.share import PlannedLayout
-from burnish.plan.workload import ASSUMED_PROMPT, Workload
+from burnish.plan.model import FP32, PlannedModel
 
-_FP32 = 4
+Command = Literal["sft", "rl"]
+_ASSUMED_PROMPT = 512
 _EFFICIENCY = 0.4
 _BANDWIDTH = 0.6
 _LINKS = 0.7
 _DISK = 2e9
+_RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1.0}
+# Forward passes that the backward pass computes again.
 ASSUMPTIONS = (
     "every sequence as long as it may be: without data.max_length a whole batch.tokens_per_device, "
-    f"without data.max_prompt_length {ASSUMED_PROMPT} tokens and the completion's; no two sequences share a prompt",
+    f"without data.max_prompt_length {_ASSUMED_PROMPT} tokens and the completion's; no two sequences share a prompt",
     f"matrix products at {_EFFICIENCY:.0%} of the device's peak, decoding at {_BANDWIDTH:.0%} of its memory's speed",
     f"links at {_LINKS:.0%} of theirs, {NETWORK / 1e9:.0f} GB/s between machines of {PER_MACHINE} devices, "
     "communication hidden behind arithmetic where that takes longer",
@@ -31,149 +34,254 @@ ASSUMPTIONS = (
     "a pipeline is idle while its stages wait for the first and the last micro-batch, and tokens fall on experts evenly",
     "what leaves the device for the host and comes back takes no time",
 )
-"""What the times rest on."""
+"""What the times rest on, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLayout:
+    """How the processes of a run are arranged; all fields count processes."""
+
+    replicas: int
+    """Copies of the model."""
+    shards: int
+    """Processes that divide one copy by FSDP, or Megatron's data-parallel processes."""
+    sequence: int = 1
+    """Processes that share the tokens of a micro-batch."""
+    tensor: int = 1
+    """Processes that share the matrices of each layer."""
+    pipeline: int = 1
+    """Groups of processes that share the layers."""
+
+    @classmethod
+    def of(cls, engine: EngineConfig, processes: int) -> Self:
+        """Arrange so many processes as the settings say."""
+        tensor, pipeline = engine.tensor_parallel, engine.pipeline_parallel
+        shards = processes // (engine.replicas * tensor * pipeline)
+        return cls(engine.replicas, shards, engine.sequence_parallel, tensor, pipeline)
+
+    @property
+    def world(self) -> int:
+        """All processes."""
+        return self.replicas * self.shards * self.tensor * self.pipeline
+
+    @property
+    def token_ranks(self) -> int:
+        """Processes that divide the tokens of a step."""
+        return self.replicas * self.shards
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The sequences of a step, each as long as it may be."""
+
+    sequences: int
+    """Sequences over all devices."""
+    prompt: int
+    """Tokens of a prompt; 0 in supervised fine-tuning."""
+    trained: int
+    """Tokens of each sequence that are trained on."""
+    updates: int = 1
+    """Optimizer steps in one epoch."""
+    epochs: int = 1
+    """Times that the sequences are learned from."""
+    scorings: int = 0
+    """Forward passes of policy and reference before the updates."""
+    has_reference: bool = False
+    """Whether a frozen reference scores the sequences."""
+    has_critic: bool = False
+    """Whether a second model learns values."""
+    slots: int = 0
+    """Most sequences that a device generates at one time; 0: none are generated."""
+    is_nucleus: bool = False
+    """Whether sampling sorts the vocabulary."""
+    samples: int = 1
+    """Sequences of each prompt."""
+    is_replayed: bool = False
+    """Whether the updates know which experts tokens go to."""
+
+    @classmethod
+    def of(cls, config: RunConfig, command: Command) -> Self:
+        """Read the settings."""
+        if command == "sft":
+            length = config.data.max_length or config.batch.tokens_per_device
+            return cls(config.batch.examples, 0, length)
+        algorithm, rollout = config.algorithm, config.rollout
+        several = config.batch.minibatches * config.batch.epochs > 1
+        replay = algorithm.router_replay
+        recomputes = several and "recompute" in (algorithm.old_logprobs, replay)
+        compared = 0 if algorithm.kl.coef == 0 else 2 if algorithm.kl.place == "reward" else 1
+        return cls(
+            sequences=config.batch.prompts * rollout.n,
+            prompt=config.data.max_prompt_length or _ASSUMED_PROMPT,
+            trained=rollout.max_response_length,
+            updates=config.batch.minibatches,
+            epochs=config.batch.epochs,
+            scorings=int(recomputes) + compared,
+            has_reference=compared > 0,
+            has_critic=algorithm.advantage == "gae",
+            slots=rollout.slots,
+            is_nucleus=rollout.top_p < 1,
+            samples=rollout.n,
+            is_replayed=replay == "rollout" or (replay == "recompute" and several),
+        )
+
+    @property
+    def alone(self) -> Self:
+        """The work of a critic or a reward model."""
+        return replace(self, has_critic=False, has_reference=False, slots=0)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.prompt + self.trained
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.sequences * self.length
 
 
 @dataclass(frozen=True)
 class Clock:
-    """What times are computed from."""
+    """Operations and seconds of each phase, on the device with most sequences."""
 
-    shape: PlannedModel
-    """The model."""
+    model: PlannedModel
     work: Workload
-    """A step's sequences."""
     devices: Devices
-    """Where it runs."""
     width: int
-    """Bytes of an element of what matrix products take."""
-    operations: Operations
-    """What a step computes."""
-    adapter: int = 0
-    """Elements of the adapter that is trained in the model's place; 0: it is the model."""
-    beside: int = 0
-    """Those of it that generators hold beside the model; 0: all of the model is published."""
+    """Bytes of a number in matrix products."""
+    judges: Sequence[PlannedModel] = ()
+    """The models of `reward.models`."""
 
-    def before(self, layout: PlannedLayout) -> dict[str, float]:
-        """Seconds of the phases before the update."""
-        found, operations = dict[str, float](), self.operations
-        if self.work.slots:
-            judging = operations.judging(layout) / self._speed
-            found["rollout"] = self._rollout(layout) + judging
-        if self.work.scores:
-            scoring = operations.scorings * operations.forward(layout)
-            found["log-probs"] = scoring / self._speed
-        return found
-
-    def update(self, layout: PlannedLayout, engine: EngineConfig, microbatches: int) -> float:
-        """Seconds of the update."""
-        update = self._megatron_update if engine.kind == "megatron" else self._update
-        found = update(layout, engine, microbatches)
-        if self.work.critic:
-            found += update(layout, engine, microbatches, critic=True)
-        return found * self.work.epochs
-
-    def after(self, layout: PlannedLayout, engine: EngineConfig) -> dict[str, float]:
-        """Seconds of the phases after the update, whatever is checkpointed in it."""
+    def operations(self, layout: PlannedLayout, engine: EngineConfig) -> dict[str, float]:
+        """Return floating-point operations by phase; publishing and saving compute nothing."""
+        work, forward = self.work, self._mine(layout) * self._sequence
         found = dict[str, float]()
-        if self.work.slots:
-            cut = layout.shards if engine.kind == "torch" else layout.tensor * layout.pipeline
-            published = self.beside or self.shape.elements
-            found["publish"] = self._travel(self.width * published, cut)
-        machines = -(-layout.world // PER_MACHINE)
-        saved = self.adapter or self.shape.elements
-        saved += self.shape.elements if self.work.critic else 0
-        found["save"] = 3 * _FP32 * saved / (_DISK * machines)
+        if work.slots:
+            found["rollout"] = self._generated(layout) + self._mine(layout) * self._judged
+        if scorings := work.scorings + work.has_critic:
+            found["log-probs"] = scorings * forward
+        critic = self._passes(engine, critic=True) if work.has_critic else 0.0
+        found["update"] = work.epochs * (self._passes(engine) + critic) * forward
         return found
 
-    def _update(
-        self,
-        layout: PlannedLayout,
-        engine: EngineConfig,
-        microbatches: int,
-        *,
-        critic: bool = False,
-    ) -> float:
-        """Of the policy, or of its critic, all of which is trained."""
-        operations, updates = self.operations, self.work.updates
-        passes = operations.passes(engine, critic=critic)
-        before = operations.counting(engine, critic=critic)
-        each = (2 if engine.reshard_after_forward else 1) + before
-        elements = self.shape.elements / layout.tensor
-        moved = updates * microbatches * each * self._travel(self.width * elements, layout.shards)
-        trained = (0 if critic else self.adapter) or elements
-        reductions = microbatches if engine.reduce_each_microbatch else 1
-        moved += updates * reductions * self._travel(_FP32 * trained, layout.shards)
-        if layout.replicas > 1:
-            summed = 2 * _FP32 * trained / layout.shards
-            moved += updates * self._travel(summed, layout.world)
-        told = self._exchanged(layout, 3 + operations.again(engine) + before)
-        return max(passes * operations.forward(layout) / self._speed, moved) + told
+    def seconds(
+        self, layout: PlannedLayout, engine: EngineConfig, microbatches: int
+    ) -> dict[str, float]:
+        """Return seconds by phase; `microbatches` are those of an optimizer step."""
+        work, operations = self.work, self.operations(layout, engine)
+        found = {name: count / self._speed for name, count in operations.items()}
+        if work.slots:
+            judging = self._mine(layout) * self._judged / self._speed
+            found["rollout"] = self._rollout(layout) + judging
+        update = self._by_megatron if engine.kind == "megatron" else self._by_torch
+        trained = [False, True] if work.has_critic else [False]
+        each = [update(layout, engine, microbatches, critic) for critic in trained]
+        found["update"] = work.epochs * sum(each)
+        if work.slots:
+            ranks = layout.shards if engine.kind == "torch" else layout.tensor * layout.pipeline
+            published = self.model.published_adapter or self.model.elements
+            found["publish"] = self._travel(self.width * published, ranks)
+        saved = (self.model.adapter or self.model.elements) + self.model.elements * work.has_critic
+        found["save"] = 3 * FP32 * saved / (_DISK * -(-layout.world // PER_MACHINE))
+        return found
 
-    def _megatron_update(
-        self,
-        layout: PlannedLayout,
-        engine: EngineConfig,
-        microbatches: int,
-        *,
-        critic: bool = False,
-    ) -> float:
-        """Of Megatron's engine: weights are gathered and gradients added up once a step; stages wait for each other at its ends."""
-        passes = self.operations.passes(engine, critic=critic)
-        idle = (layout.pipeline - 1) / (engine.virtual_stages * microbatches)
-        arithmetic = passes * self.operations.forward(layout) / self._speed * (1 + idle)
-        elements = self.shape.elements / (layout.tensor * layout.pipeline)
-        moved = self.work.updates * self._travel((_FP32 + self.width) * elements, layout.shards)
-        told = self._exchanged(layout, passes) / layout.pipeline
-        mine = self.work.tokens / layout.token_ranks * self.width
-        told += self._travel(self._sent * mine * passes / layout.pipeline, engine.expert_parallel)
-        between = 2 * engine.virtual_stages * mine * self.shape.hidden
-        told += self._travel(between, layout.pipeline)
-        return max(arithmetic, moved) + told
+    def _passes(self, engine: EngineConfig, *, critic: bool = False) -> float:
+        """Cost of learning, in forward passes: the gradients, layers run again, experts counted."""
+        learning = 3.0
+        if self.model.adapter and not critic:
+            every = Passed.all_of([self.work.length])
+            learning = self.model.flops.training(every, frozen=True) / self._sequence
+        return (
+            learning + _RECOMPUTED[engine.activation_checkpointing] + self._counts(engine, critic)
+        )
 
-    def _exchanged(self, layout: PlannedLayout, passes: float) -> float:
-        """What ranks that share a micro-batch tell each other in every layer, which nothing hides.
+    def _counts(self, engine: EngineConfig, critic: bool) -> int:
+        """Forward passes that count the tokens of experts, for the load-balancing loss."""
+        return int(engine.router_aux_loss > 0 and (critic or not self.work.is_replayed))
 
-        Ulysses exchanges queries, keys, values and outputs; tensor parallelism gathers the hidden state
-        twice and sums it twice.
-        """
-        states = 4 * self.shape.hidden * self.shape.depth
-        mine = self.work.tokens / layout.token_ranks * self.width * passes
-        exchanged = self._travel(self._heads * mine / layout.tensor, layout.sequence)
-        return exchanged + self._travel(states * mine, layout.tensor)
+    def _mine(self, layout: PlannedLayout) -> float:
+        """Sequences of a device, as a share of those that several devices work on together."""
+        sharing = layout.sequence * layout.tensor * layout.pipeline
+        return -(-self.work.sequences // (layout.world // sharing)) / sharing
+
+    def _generated(self, layout: PlannedLayout) -> float:
+        """Operations of completions, and of each prompt once."""
+        mine = -(-self.work.sequences // layout.world)
+        prompt = self.model.flops.forward([self.work.prompt])
+        return mine * (self._sequence - prompt) + -(-mine // self.work.samples) * prompt
 
     @cached_property
-    def _heads(self) -> int:
-        """Elements of a token's queries, keys, values and outputs."""
-        return sum(2 * (layer.query + layer.key) * n for layer, n in self.shape.layers)
+    def _sequence(self) -> float:
+        return self.model.flops.forward([self.work.length])
 
     @cached_property
-    def _sent(self) -> int:
-        """Elements of a token that go to experts and come back, forward and backward."""
-        return 4 * sum(layer.chosen * layer.hidden * n for layer, n in self.shape.layers)
+    def _judged(self) -> float:
+        return sum(judge.flops.forward([self.work.length]) for judge in self.judges)
 
-    @cached_property
+    @property
     def _speed(self) -> float:
-        """Operations of matrix products per second."""
         return self.devices.flops * _EFFICIENCY
 
+    def _by_torch(
+        self, layout: PlannedLayout, engine: EngineConfig, microbatches: int, critic: bool
+    ) -> float:
+        """Seconds of an epoch: FSDP gathers weights and reduces gradients for each micro-batch."""
+        updates, counts = self.work.updates, self._counts(engine, critic)
+        passes, elements = self._passes(engine, critic=critic), self.model.elements / layout.tensor
+        gathers = updates * microbatches * (1 + engine.reshard_after_forward + counts)
+        moved = gathers * self._travel(self.width * elements, layout.shards)
+        trained = (0 if critic else self.model.adapter) or elements
+        reductions = updates * (microbatches if engine.reduce_each_microbatch else 1)
+        moved += reductions * self._travel(FP32 * trained, layout.shards)
+        if layout.replicas > 1:
+            moved += updates * self._travel(2 * FP32 * trained / layout.shards, layout.world)
+        arithmetic = passes * self._mine(layout) * self._sequence / self._speed
+        again = _RECOMPUTED[engine.activation_checkpointing] + counts
+        return max(arithmetic, moved) + self._exchanged(layout, 3 + again)
+
+    def _by_megatron(
+        self, layout: PlannedLayout, engine: EngineConfig, microbatches: int, critic: bool
+    ) -> float:
+        """Seconds of an epoch: weights move once a step, and stages wait for each other at its ends."""
+        passes, stages = self._passes(engine, critic=critic), layout.pipeline
+        idle = (stages - 1) / (engine.virtual_stages * microbatches)
+        arithmetic = passes * self._mine(layout) * self._sequence / self._speed * (1 + idle)
+        elements = self.model.elements / (layout.tensor * stages)
+        moved = self.work.updates * self._travel((FP32 + self.width) * elements, layout.shards)
+        mine = self.work.tokens / layout.token_ranks * self.width
+        chosen = sum(each.experts_per_token for each in self.model.shape.layers)
+        sent = 4 * chosen * self.model.shape.hidden * mine * passes / stages
+        between = 2 * engine.virtual_stages * mine * self.model.shape.hidden
+        exchanged = self._exchanged(layout, passes) / stages
+        exchanged += self._travel(sent, engine.expert_parallel) + self._travel(between, stages)
+        return max(arithmetic, moved) + exchanged
+
+    def _exchanged(self, layout: PlannedLayout, passes: float) -> float:
+        """Seconds of exchanges inside layers, which nothing hides.
+
+        Ulysses exchanges queries, keys, values and outputs; tensor parallelism gathers the hidden
+        state twice and sums it twice.
+        """
+        shape = self.model.shape
+        mine = self.work.tokens / layout.token_ranks * self.width * passes
+        heads = sum(2 * (each.query + each.key) for each in shape.layers)
+        exchanged = self._travel(heads * mine / layout.tensor, layout.sequence)
+        return exchanged + self._travel(4 * shape.hidden * shape.depth * mine, layout.tensor)
+
     def _rollout(self, layout: PlannedLayout) -> float:
-        """Reading the prompts, then one pass over weights and cache for every token."""
-        work, bandwidth = self.work, self.devices.bandwidth * _BANDWIDTH
+        """Seconds to read the prompts, then for a pass over weights and cache per token."""
+        work, model, flops = self.work, self.model, self.model.flops.per_token
         mine = -(-work.sequences // layout.world)
         slots = min(work.slots, mine)
-        cache = sum(2 * layer.key * self.width * n for layer, n in self.shape.layers)
-        bytes_read = self.width * (self.shape.elements + self.beside) + slots * cache * (
-            work.prompt + work.trained / 2
-        )
-        flops = slots * self.shape.flops.per_token
-        token = max(bytes_read / bandwidth, flops / self._speed)
-        reading = -(-mine // work.samples) * self.shape.flops.per_token * work.prompt
-        decoding = token * work.trained * -(-mine // slots)
-        return decoding + reading / self._speed
+        cache = 2 * self.width * sum(each.key for each in model.shape.layers)
+        weights = self.width * (model.elements + model.published_adapter)
+        read = weights + slots * cache * (work.prompt + work.trained / 2)
+        token = max(read / (self.devices.bandwidth * _BANDWIDTH), slots * flops / self._speed)
+        reading = -(-mine // work.samples) * flops * work.prompt / self._speed
+        return token * work.trained * -(-mine // slots) + reading
 
     def _travel(self, size: float, ranks: int) -> float:
-        """Seconds until every one of so many neighbours has all of something, of which each has a part."""
-        if ranks == 1:
-            return 0.0
-        speed = self.devices.link if ranks <= PER_MACHINE else min(self.devices.link, NETWORK)
-        return size * (ranks - 1) / ranks / (speed * _LINKS)
+        """Seconds until each of so many ranks has all bytes of which every one has a part."""
+        link = self.devices.link if ranks <= PER_MACHINE else min(self.devices.link, NETWORK)
+        return size * (ranks - 1) / ranks / (link * _LINKS)

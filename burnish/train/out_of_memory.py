@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from burnish.config.remedies import remedies
 from burnish.config.schema import RunConfig
 from burnish.distributed.allocations import (
     can_write_snapshot,
@@ -59,8 +60,8 @@ class OutOfMemory:
     def _error(self, error: Exception, snapshot: str) -> BurnishError:
         phase = self.peaks.current or "setting up"
         total, highest = total_memory(self.device) / 1e9, peak_memory(self.device) / 1e9
-        remedies = list(self._remedies(phase))
-        helpful = f"try {', or '.join(remedies[:3])}; burnish plan shows how much each part needs"
+        settings = remedies(self.config, self.trainer, phase, on_cpu=self.device.type == "cpu")
+        helpful = f"try {', or '.join(settings[:3])}; burnish plan shows how much each part needs"
         return BurnishError(
             f"rank {self.layout.rank} ran out of memory in {phase}",
             have=f"{' '.join(str(error).split())[:200]}; {highest:.1f} GB in use at most",
@@ -79,27 +80,3 @@ class OutOfMemory:
             return f"; what was allocated could not be written: {failed}"
         lines = "" if self.config.tracking.allocations else " (for what: tracking.allocations=true)"
         return f"; what was allocated{lines} is in {path}"
-
-    def _remedies(self, phase: str) -> Iterator[str]:
-        """Yield settings that need less memory in this part of a step, the most helpful first."""
-        config, engine, rollout = self.config, self.config.engine, self.config.rollout
-        apart = self.device.type != "cpu"  # else there is no host to move anything to
-        trains = phase in ("update", "advantages", "setting up", "save")
-        if phase in ("rollout", "validate") and self.trainer == "rl":
-            yield f"rollout.slots={max(1, rollout.slots // 2)}"
-            yield "a shorter rollout.max_response_length"
-        if self.trainer == "rl" and apart and not engine.park and not trains:
-            yield "engine.park=true"
-        if phase == "save" and config.checkpoint.background:
-            yield "checkpoint.background=false"
-        if phase == "update" and engine.activation_checkpointing != "full":
-            yield "engine.activation_checkpointing=full"
-        if phase in ("update", "advantages", "validate"):
-            yield f"batch.tokens_per_device={max(2, config.batch.tokens_per_device // 2)}"
-        if trains and apart and not engine.optimizer_offload:
-            yield "engine.optimizer_offload=true"
-        if self.trainer == "rl" and config.reward.models:
-            yield "a smaller model in reward.models"
-        if not config.model.adapter and engine.kind == "torch":
-            yield "model.lora.rank=16"
-        yield "more devices"

@@ -109,13 +109,6 @@ def _model(config: RunConfig) -> Iterator[Problem]:
             want="peft, which has the adapter's modules",
             do=f"{install('lora')}, or remove model.lora",
         )
-    if config.optim.kind == "adamw8bit" and not _importable("torchao"):
-        yield Problem(
-            "optim.kind adamw8bit needs a package that is not installed",
-            have="no package torchao",
-            want="torchao, which has the arithmetic",
-            do=f"{install('adamw8bit')}, or set optim.kind=adamw",
-        )
     if config.engine.kind == "megatron" and not _importable("megatron"):
         yield Problem(
             "engine.kind megatron needs a package that is not installed",

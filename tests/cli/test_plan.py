@@ -4,17 +4,12 @@ import json
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from tiny import tiny_config
 
 from burnish.cli.main import main
-from burnish.cli.plan import planner_of
-from burnish.config.load import load_config
-from burnish.errors import UsageError
-from burnish.plan.devices import parse_devices
 
 MODEL = (
     "{model_type: qwen3, hidden_size: 4096, intermediate_size: 12288, num_hidden_layers: 36, "
@@ -87,7 +82,6 @@ def test_a_plan_for_rewards_has_the_phases_of_reinforcement_learning(
     assert list(best["bytes"]) == ["rollout", "update", "publish", "save"]
     assert list(best["flops"]) == ["rollout", "update"]
     assert best["replicas"] * best["shards"] * best["tensor"] == 64
-    assert found["largest_error"] <= 0.1
     assert main([*argv, *best["overrides"]]) == 0
 
 
@@ -130,11 +124,11 @@ NARROW = "model.fresh={model_type: qwen3_moe, hidden_size: 512, intermediate_siz
     [
         (["engine.replicas=3"], "copies of the model do not divide", "engine.replicas: 3, 64 processes"),
         (["engine.tensor_parallel=3"], "processes cannot be divided", "engine.tensor_parallel: 3, 64 processes"),
-        (["engine.sequence_parallel=64"], "a model cannot be cut", "engine.sequence_parallel: 64; 32 heads"),
-        (["engine.tensor_parallel=4", NARROW], "experts cannot be shared out", "24 columns of an expert"),
+        (["engine.sequence_parallel=64"], "engine.sequence_parallel does not divide", "engine.sequence_parallel: 64, 32 attention heads"),
+        (["engine.tensor_parallel=4", NARROW], "experts of these widths", "24 columns of an expert"),
         (["engine.kind=megatron", "engine.pipeline_parallel=3"], "processes cannot be divided", "engine.pipeline_parallel: 3"),
-        (["engine.kind=megatron", "engine.pipeline_parallel=64"], "a model cannot be cut", "36 layers"),
-        (["engine.kind=megatron", "engine.expert_parallel=2"], "a model cannot be cut", "engine.expert_parallel: 2"),
+        (["engine.kind=megatron", "engine.pipeline_parallel=64"], "more stages than the model has layers", "36 layers"),
+        (["engine.kind=megatron", "engine.expert_parallel=2"], "the model has none", "engine.expert_parallel: 2"),
         (["engine.sequence_parallel=2", "data.max_length=40000"], "does not fit into a micro-batch", "engine.sequence_parallel: 2"),
         (["engine.activation_checkpointing=selective", "engine.compile=true"], "selective checkpointing", "engine.compile: true"),
     ],
@@ -303,11 +297,11 @@ def test_a_dry_run_refuses_what_cannot_fit(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["engine.tensor_parallel=16"], "engine.tensor_parallel: 16; 32 heads, 8 key heads"),
-        (["engine.sequence_parallel=64"], "engine.sequence_parallel: 64; 32 heads"),
-        (["engine.kind=megatron", "engine.pipeline_parallel=64"], "no more stages than layers"),
-        (["engine.kind=megatron", "engine.expert_parallel=2"], "engine.expert_parallel: 2; 32 heads"),
-        (["model.fresh.model_type=olmo2", "engine.tensor_parallel=2"], "want: engine.tensor_parallel: 1"),
+        (["engine.tensor_parallel=16"], "engine.tensor_parallel: 16, 8 key heads"),
+        (["engine.sequence_parallel=64"], "engine.sequence_parallel: 64, 32 attention heads"),
+        (["engine.kind=megatron", "engine.pipeline_parallel=64"], "at most 36 stages"),
+        (["engine.kind=megatron", "engine.expert_parallel=2"], "engine.expert_parallel: 2"),
+        (["model.fresh.model_type=olmo2", "engine.tensor_parallel=2"], "set engine.tensor_parallel=1"),
     ],
 )  # fmt: skip
 def test_a_dry_run_refuses_what_cannot_be_cut(
@@ -317,32 +311,7 @@ def test_a_dry_run_refuses_what_cannot_be_cut(
     assert main(["sft", "c.yaml", *settings, "--dry-run", "--devices", "64xB200-180G"]) == 2
     out, error = capsys.readouterr()
     assert out == ""
-    assert "a model cannot be cut as the settings say" in error
     assert said in error
-
-
-def test_a_dry_run_refuses_moments_of_8_bits_that_cannot_be_shared_out(
-    work: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_runnable(work)
-    argv = ["sft", "c.yaml", "optim.kind=adamw8bit", "model.fresh.intermediate_size=1536", "--dry-run"]  # fmt: skip
-    assert main([*argv, "engine.tensor_parallel=2", "--devices", "64xB200-180G"]) == 0
-    assert main([*argv, "engine.tensor_parallel=4", "--devices", "64xB200-180G"]) == 2
-    error = capsys.readouterr().err
-    assert "4096 columns of all heads, 1536 intermediate columns" in error
-    assert "want: multiples of 1024" in error
-
-
-@pytest.mark.parametrize(("targets", "fine"), [("q_proj, o_proj", True), ("down_proj", False)])
-def test_of_an_adapter_only_what_is_trained_has_moments_that_are_shared_out(
-    work: Path, targets: str, fine: bool
-) -> None:
-    overrides = ["optim.kind=adamw8bit", "model.fresh.intermediate_size=1536", "engine.tensor_parallel=4",
-        "model.lora.rank=4", f"model.lora.targets=[{targets}]"]  # fmt: skip
-    config = load_config(work / "c.yaml", overrides).config
-    planner = planner_of(config, "sft", parse_devices("64xB200-180G"))
-    with nullcontext() if fine else pytest.raises(UsageError, match="moments of 8 bits"):
-        planner.require_cut()
 
 
 def test_an_adapter_of_layers_that_are_not_there_is_not_planned(

@@ -145,7 +145,6 @@ BAD: list[tuple[Command, list[str], list[str]]] = [
     ("rl", ["model.lora.publish=adapter"], ["model.lora.rank: 0", "model.lora.rank=16"]),
     ("sft", ["model.lora.alpha=16"], ["model.lora.rank: 0", "model.lora.rank=16"]),
     ("rl", ["model.lora.rank=4", "model.path=null", "model.fresh=c.json", "model.tokenizer=t"], ["model.lora needs a model", "remove model.lora"]),
-    ("sft", ["optim.kind=adamw8bit", "engine.optimizer_offload=true"], ["optim.kind: adamw8bit", "engine.optimizer_offload=false"]),
     ("sft", ["optim.moments=bf16", "optim.betas=[0.9,0.997]"], ["optim.betas: [0.9, 0.997]", "at most 0.996", "optim.betas=[0.9,0.95]"]),
     ("sft", ["optim.moments=bf16", "optim.betas=[0.9,0.95]", "optim.kind=muon"], ["optim.kind: muon", "optim.moments=fp32"]),
     ("sft", ["model.lora.path=a", "model.lora.rank=4"], ["model.lora.path: a, and model.lora.rank", "remove model.lora.rank"]),

@@ -3,13 +3,10 @@
 import pytest
 
 from burnish.config.schema import RunConfig
-from burnish.plan.activations import Arithmetic
-from burnish.plan.logits import Logits
-from burnish.plan.memory import Needs
-from burnish.plan.model import Model
-from burnish.plan.shape import PlannedModel
-from burnish.plan.share import PlannedLayout
-from burnish.plan.workload import Workload
+from burnish.families import ModelShape
+from burnish.plan.memory import Arithmetic, Needs
+from burnish.plan.model import PlannedModel
+from burnish.plan.timing import PlannedLayout, Workload
 
 WIDTH, WORDS = 64, 65536
 MODEL = {
@@ -27,11 +24,7 @@ ROOT = 2 * HEAD + WIDTH
 MIB = 1 << 20
 
 
-def model_of(*, cpu, width=4):
-    return Model(PlannedModel.of(MODEL), Arithmetic(width, cpu))
-
-
-def needs(layout, *, cpu, tokens=8, command="rl", **sections):
+def needs(layout, *, cpu=True, tokens=8, command="rl", width=4, **sections):
     """Of a step of a few tokens, in which parameters are most."""
     batch = {"prompts": 8, "minibatches": 2} if command == "rl" else {"examples": 2}
     values = {
@@ -42,7 +35,8 @@ def needs(layout, *, cpu, tokens=8, command="rl", **sections):
         "rollout": {"n": 2, "max_response_length": tokens - 2},
     } | sections
     config = RunConfig.model_validate(values)
-    return Needs(model_of(cpu=cpu), config, Workload.of(config, command), layout)
+    model = PlannedModel(ModelShape.of(MODEL), config.model.adapter)
+    return Needs(model, config, Workload.of(config, command), layout, Arithmetic(width, cpu))
 
 
 @pytest.mark.parametrize(("shards", "cpu"), [(2, True), (2, False), (4, True)])
@@ -66,12 +60,13 @@ def test_gloo_has_what_it_reduces_twice():
 @pytest.mark.parametrize(("cpu", "piece"), [(True, 2 * MIB), (False, 512 * WORDS * 4)])
 def test_the_gradient_of_the_output_layer_is_added_up_some_rows_at_a_time(cpu, piece):
     logits, rows = 512 * WORDS, 2048 * WIDTH
-    found = Logits(model_of(cpu=cpu), 2048, 512)
-    assert found.forward == 4 * logits + 2 * piece
-    assert found.backward == 4 * logits + 4 * HEAD + max(2 * piece, 4 * rows)
-    whole = Logits(model_of(cpu=cpu, width=2), 512, 512)
-    assert whole.forward == 2 * logits + 2 * piece
-    assert whole.backward == 2 * logits + max(2 * piece, 2 * HEAD)
+    chunk = {"engine": {"precision": "fp32", "logprob_chunk": 512}, "command": "sft", "cpu": cpu}
+    forward, backward = needs(PlannedLayout(1, 1), tokens=2048, **chunk)._logits
+    assert forward == 4 * logits + 2 * piece
+    assert backward == 4 * logits + 4 * HEAD + max(2 * piece, 4 * rows)
+    forward, backward = needs(PlannedLayout(1, 1), tokens=512, width=2, **chunk)._logits
+    assert forward == 2 * logits + 2 * piece
+    assert backward == 2 * logits + max(2 * piece, 2 * HEAD)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +79,6 @@ def test_a_save_has_blocks_twice_and_what_others_have_of_them(layout, sent):
 
 def test_a_small_save_takes_whole_blocks():
     """One of each file."""
-    lora = {"model": {"fresh": MODEL, "lora": {"rank": 4}}, "engine": {"precision": "fp32"}}
-    config = RunConfig.model_validate(lora)
-    model = Model(PlannedModel.of(MODEL), Arithmetic(4, True, lora=config.model.adapter))
-    alone = Needs(model, config, Workload.of(config, "sft"), PlannedLayout(1, 1))
+    lora = {"fresh": MODEL, "lora": {"rank": 4}}
+    alone = needs(PlannedLayout(1, 1), command="sft", model=lora)
     assert alone.phases("none")["save"]["buffers"] == 2 * 4 * 4 * MIB

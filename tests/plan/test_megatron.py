@@ -1,23 +1,20 @@
 """What the Megatron engine's stages, experts and data-parallel processes hold, by counting."""
 
-import sys
-from collections import Counter
-from itertools import product
-
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from model_shapes import QWEN3_8B
-from transformers import AutoConfig
 
 from burnish.config.check import check
 from burnish.config.load import dump_yaml, load_config
-from burnish.config.schema import EngineConfig, RunConfig
-from burnish.engines.megatron.megatron_compatibility import require_fitting
+from burnish.config.schema import RunConfig
 from burnish.errors import UsageError
+from burnish.families import ModelShape
 from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner
-from burnish.plan.megatron_layouts import divides_trained
-from burnish.plan.shape import PlannedModel
-from burnish.plan.workload import Workload
+from burnish.plan.memory import Arithmetic, MegatronNeeds
+from burnish.plan.model import PlannedModel
+from burnish.plan.timing import PlannedLayout, Workload
 
 MODEL = QWEN3_8B | {"tie_word_embeddings": False}
 MIXTURE = {
@@ -47,17 +44,31 @@ def values_of(model=MODEL, **engine):
 
 def planner(values, devices="64xH100-80G"):
     config = RunConfig.model_validate(values)
-    shape = PlannedModel.of(values["model"]["fresh"])
-    return Planner(shape, config, Workload.of(config, "sft"), parse_devices(devices))
+    shape = ModelShape.of(values["model"]["fresh"])
+    return Planner(shape, config, "sft", parse_devices(devices))
+
+
+def plan_of(values, devices="64xH100-80G"):
+    plan, _ = planner(values, devices).as_configured()
+    return plan
+
+
+def planned(fields):
+    return PlannedModel(ModelShape.of(fields))
+
+
+def layer_of(fields):
+    (layer,) = planned(fields).layers.values()
+    return sum(weight.elements for weight in layer)
 
 
 def parts_of(model=MODEL, phase="save", devices="64xH100-80G", **engine):
-    return planner(values_of(model, **engine), devices).as_configured().phases[phase]
+    return plan_of(values_of(model, **engine), devices).phases[phase]
 
 
 @pytest.mark.parametrize(("precision", "width", "state"), [("bf16", 2, 12), ("fp32", 4, 8)])
 def test_one_process_holds_weights_gradients_and_state(precision, width, state):
-    elements = PlannedModel.of(MODEL).elements
+    elements = planned(MODEL).elements
     parts = parts_of(precision=precision, devices="1xB200-180G")
     assert parts["weights"] == width * elements
     assert parts["gradients"] == 4 * elements
@@ -65,28 +76,28 @@ def test_one_process_holds_weights_gradients_and_state(precision, width, state):
 
 
 def test_data_parallel_processes_divide_the_state_alone():
-    elements = PlannedModel.of(MODEL).elements
+    elements = planned(MODEL).elements
     parts = parts_of()
     assert parts["weights"] + parts["gradients"] == 6 * elements
     assert parts["optimizer"] == 12 * elements / 64
 
 
 def test_moments_on_the_host_leave_the_fp32_weights_on_the_device():
-    stepped = PlannedModel.of(MODEL).elements / 64
-    plain = planner(values_of()).as_configured()
-    moved = planner(values_of(optimizer_offload=True)).as_configured()
+    stepped = planned(MODEL).elements / 64
+    plain = plan_of(values_of())
+    moved = plan_of(values_of(optimizer_offload=True))
     assert moved.phases["save"]["optimizer"] == pytest.approx(4 * stepped)
     assert moved.host["optimizer"] == pytest.approx(8 * stepped)
     assert "optimizer" not in plain.host
 
 
 def test_moments_in_bf16_are_half_as_large_wherever_they_rest():
-    stepped = PlannedModel.of(MODEL).elements / 64
+    stepped = planned(MODEL).elements / 64
     optim = {"optim": {"moments": "bf16"}, "checkpoint": {"background": True}}
-    here = planner(values_of() | optim).as_configured()
+    here = plan_of(values_of() | optim)
     assert here.phases["save"]["optimizer"] == pytest.approx((4 + 2 * 2) * stepped)
     assert here.host["saving"] == pytest.approx((4 + 2 * 2) * stepped)
-    away = planner(values_of(optimizer_offload=True) | optim).as_configured()
+    away = plan_of(values_of(optimizer_offload=True) | optim)
     assert away.phases["save"]["optimizer"] == pytest.approx(4 * stepped)
     assert away.host["optimizer"] == pytest.approx(2 * 2 * stepped)
 
@@ -99,7 +110,7 @@ def test_resting_moments_come_some_at_a_time(rests):
     on_host = rests == "on the host"
     values = values_of(optimizer_offload=on_host, activation_checkpointing="full") | short
     values["optim"] = {"moments": "fp32" if on_host else "bf16"}
-    parts = planner(values, "1xB200-180G").as_configured().phases["update"]
+    parts = plan_of(values, "1xB200-180G").phases["update"]
     assert parts["optimizer step"] == 12 * 151936 * 4096
 
 
@@ -111,26 +122,25 @@ def test_a_critic_and_a_judge_are_cut_as_the_policy_is():
         "algorithm": {"advantage": "gae"},
         "reward": {"models": [{"path": "judge"}]},
     }
-    config, shape = RunConfig.model_validate(values), PlannedModel.of(MODEL)
-    work, devices = Workload.of(config, "rl"), parse_devices("8xB200-180G")
-    plan = Planner(shape, config, work, devices, [shape]).as_configured()
-    parts, (layer, _), table = plan.phases["save"], shape.layers[0], 151936 * 4096
-    stages = [9 * layer.elements + table, 9 * layer.elements + 4096]
+    config, shape = RunConfig.model_validate(values), ModelShape.of(MODEL)
+    devices = parse_devices("8xB200-180G")
+    plan, _ = Planner(shape, config, "rl", devices, [shape]).as_configured()
+    parts, table, layer = plan.phases["save"], 151936 * 4096, layer_of(MODEL)
+    stages = [9 * layer + table, 9 * layer + 4096]
     held = parts["weights"] / 2
     critic = next(each for each in stages if held - each in (0, table))
     assert parts["critic"] == pytest.approx((2 + 4 + 12 / 2) * critic)
     assert parts["reward models"] == 2 * critic
-    alone = planner(values_of(pipeline_parallel=4), "8xB200-180G").as_configured()
+    alone = plan_of(values_of(pipeline_parallel=4), "8xB200-180G")
     assert plan.phases["update"]["gradients"] == alone.phases["update"]["gradients"]
 
 
 def test_the_ends_of_a_pipeline_have_the_embedding_and_the_output_layer():
     """36 layers over 8 stages: the first four have five of them, and the first the embedding as well."""
-    shape = PlannedModel.of(MODEL)
-    (layer, _), table = shape.layers[0], 151936 * 4096
-    assert parts_of(pipeline_parallel=8)["weights"] == 2 * (5 * layer.elements + table)
+    layer, table = layer_of(MODEL), 151936 * 4096
+    assert parts_of(pipeline_parallel=8)["weights"] == 2 * (5 * layer + table)
     whole = parts_of(pipeline_parallel=4)["weights"]
-    assert whole == 2 * (9 * layer.elements + table + 4096)  # the last, for its norm
+    assert whole == 2 * (9 * layer + table + 4096)  # the last, for its norm
 
 
 def test_tied_tables_are_at_both_ends_of_a_pipeline_and_once_without_one():
@@ -142,7 +152,7 @@ def test_tied_tables_are_at_both_ends_of_a_pipeline_and_once_without_one():
 
 
 def test_experts_are_divided_and_the_rest_is_not():
-    shape = PlannedModel.of(MIXTURE)
+    shape = planned(MIXTURE)
     experts = 48 * 128 * 3 * 2048 * 768
     others = shape.elements - experts
     parts = parts_of(MIXTURE, expert_parallel=8)
@@ -202,38 +212,8 @@ def test_the_gradients_of_a_matrix_of_experts_are_made_at_once():
 def test_experts_that_are_evened_out_are_counted_by_a_pass():
     values = values_of(MIXTURE)
     evened = values_of(MIXTURE, router_aux_loss=0.001)
-    plain, counted = (planner(v, "1xB200-180G").as_configured().seconds for v in (values, evened))
+    plain, counted = (plan_of(v, "1xB200-180G").seconds for v in (values, evened))
     assert counted["update"] == pytest.approx(plain["update"] * 4 / 3, rel=0.05)
-
-
-SMALL = MODEL | {"hidden_size": 32, "head_dim": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 48, "num_hidden_layers": 4}  # fmt: skip
-MIXED = SMALL | {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "mlp_only_layers": []}  # fmt: skip
-
-
-@pytest.mark.parametrize("model", [SMALL, MIXED], ids=["dense", "mixture"])
-def test_what_cannot_be_cut_is_what_the_engine_refuses(model):
-    hf_config, shape = AutoConfig.for_model(**model), PlannedModel.of(model)
-    degrees = product((1, 2, 3, 8), (1, 2, 3), (1, 3, 4), (1, 2), (1, 2, 4), (None, 1, 2, 8), (True, False))  # fmt: skip
-    seen = Counter()
-    for tensor, sequence, pipeline, virtual, experts, within, spread in degrees:
-        engine = EngineConfig(
-            kind="megatron",
-            tensor_parallel=tensor,
-            sequence_parallel=sequence,
-            pipeline_parallel=pipeline,
-            virtual_stages=virtual,
-            expert_parallel=experts,
-            expert_tensor_parallel=within,
-            megatron_sequence_parallel=spread,
-        )
-        try:
-            require_fitting(hf_config, engine)
-            fits = True
-        except UsageError:
-            fits = False
-        assert divides_trained(shape, engine) == fits, engine
-        seen[fits] += 1
-    assert min(seen[True], seen[False]) > 10
 
 
 def test_a_family_that_the_engine_does_not_compute_is_refused():
@@ -241,23 +221,33 @@ def test_a_family_that_the_engine_does_not_compute_is_refused():
         planner(values_of(MODEL | {"model_type": "olmo2"}))
 
 
-def test_thousands_of_layouts_share_what_they_have_in_common():
-    """What a layer holds is worked out for 1 in 50 layouts of a trillion parameters, and all else takes few steps."""
-    shape = MIXTURE | {"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64}
-    shape |= {"num_key_value_heads": 8, "moe_intermediate_size": 2048, "num_experts": 384}
-    values = values_of(shape) | {"batch": {"examples": 8192, "tokens_per_device": 16384}}
-    calls = Counter()
-
-    def count(frame, event, argument):
-        if event == "call":
-            calls[frame.f_code.co_name] += 1
-
-    many = planner(values, "16384xH100-80G")
-    sys.setprofile(count)
-    try:
-        plans = many.all_plans()
-    finally:
-        sys.setprofile(None)
-    assert len(plans) > 4000
-    assert 0 < calls["megatron_passes"] < len(plans) / 50
-    assert calls.total() < 250 * len(plans)
+@given(
+    st.integers(1, 5), st.sampled_from([1, 2, 3]), st.integers(1, 12), st.integers(6, 20), st.data()
+)
+def test_waiting_micro_batches_are_those_of_a_simulated_schedule(
+    ranks, virtual, count, depth, data
+):
+    """Stages run some forward passes ahead, then one of each in turn; chunks take turns of `ranks`."""
+    virtual = virtual if ranks > 1 and depth >= ranks * virtual else 1
+    stage = data.draw(st.integers(0, ranks - 1))
+    values = values_of(MODEL | {"num_hidden_layers": depth}, virtual_stages=virtual)
+    values["batch"] = {"examples": 2 * count, "tokens_per_device": 8192}
+    config, model = RunConfig.model_validate(values), planned(values["model"]["fresh"])
+    layout = PlannedLayout(1, 1, pipeline=ranks)
+    needs = MegatronNeeds(
+        model, config, Workload.of(config, "sft"), layout, Arithmetic(2), stage=stage
+    )
+    each, over = divmod(depth, ranks * virtual)
+    layers = [each + (run < over) for run in range(stage, ranks * virtual, ranks)]
+    ahead = ranks - stage - 1
+    if virtual > 1:
+        ahead = 2 * ahead + (virtual - 1) * ranks
+    order = [
+        number // ranks % virtual
+        for number in range(-(-count // ranks) * ranks * virtual)
+        if number // (ranks * virtual) * ranks + number % ranks < count
+    ]
+    begun = order[: ahead + 1]
+    assert needs.microbatches == count
+    (kind,) = model.layers
+    assert needs._waiting({kind: 1.0}) == sum(layers[chunk] for chunk in begun)

@@ -1,4 +1,4 @@
-"""The engine's optimizer: AdamW, and for matrices Muon or AdamW with 8 bits if configured.
+"""The engine's optimizer: AdamW, and Muon for the matrices of the layers if configured.
 
 Parameters may be DTensors; all work on their local tensors, so slots lie on the weights' boxes.
 """
@@ -18,7 +18,6 @@ from burnish.distributed.collectives import agree
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.engines.optim.adamw import ShardedAdamW
-from burnish.engines.optim.adamw8bit import SCALES, AdamW8bit, scale_regions
 from burnish.engines.optim.muon import MOMENTUM, Muon
 from burnish.engines.torch.parallelize import decoder_layers
 from burnish.models.names import Region, is_matrix, model_shards
@@ -46,14 +45,9 @@ class ShardedOptimizer:
         hidden = _matrices(model, regions) if config.kind == "muon" else {}
         matrices = {name: weights.pop(name) for name in list(weights) if name in hidden}
         decayed = {name for name in weights if is_matrix(name, self._parameters[name].ndim)}
-        coded = decayed if config.kind == "adamw8bit" else set[str]()
-        bytewise = {name: weights.pop(name) for name in list(weights) if name in coded}
         with agree(layout):  # a rank may have no room in the arena
             self._adamw = ShardedAdamW(weights, decayed, config, arena)
-        self._in_bytes = AdamW8bit(bytewise, config) if bytewise else None
         self._model, self._regions = model, regions
-        in_bytes = [region for region in regions if region.parameter in coded]
-        self._scale_regions = scale_regions(in_bytes, layout.tensor)
 
         def describe(tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
             return model_shards(model, tensors, parts=regions)
@@ -84,17 +78,12 @@ class ShardedOptimizer:
     def slots(self) -> dict[str, dict[str, Tensor]]:
         """For each slot, its local tensors by weight name; zero-size for a weight this rank holds nothing of."""
         slots = self._adamw.slots()
-        slots |= {} if self._muon is None else {MOMENTUM: self._muon.buffers}
-        if self._in_bytes is not None:
-            for slot, held in (self._in_bytes.slots() | self._in_bytes.scales()).items():
-                slots[slot] = slots.get(slot, {}) | held
-        return slots
+        return slots if self._muon is None else slots | {MOMENTUM: self._muon.buffers}
 
     def shards(self) -> Iterator[Shard]:
         """This rank's pieces of the slots, `exp_avg/<weight>` and so on."""
         for slot, held in self.slots().items():
-            regions = self._scale_regions if slot in SCALES else self._regions
-            yield from model_shards(self._model, held, f"{slot}/", regions)
+            yield from model_shards(self._model, held, f"{slot}/", self._regions)
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's gradients by weight name, those that exist."""
@@ -104,8 +93,6 @@ class ShardedOptimizer:
         """One update at learning rate `lr`, from the parameters' gradients. Collective for Muon."""
         gradients = self.gradients()
         self._adamw.step(lr, gradients)
-        if self._in_bytes is not None:
-            self._in_bytes.step(lr, self.steps, gradients)
         if self._muon is not None:
             self._muon.step(lr, gradients)
 

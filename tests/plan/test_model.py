@@ -8,10 +8,10 @@ from transformers import AutoConfig
 from burnish.config.schema import LoraConfig
 from burnish.engines.torch.tensor_parallel import _layer_cuts, layer_plan
 from burnish.errors import IncompatibleError, UsageError
-from burnish.families import FAMILIES
+from burnish.families import FAMILIES, ModelShape
 from burnish.models.lora.adapter import Adapter
 from burnish.models.meta_init import build_on_meta, count_flops
-from burnish.plan.shape import PlannedModel
+from burnish.plan.model import PlannedModel, held
 
 LEAST = (
     "vocab_size",
@@ -22,6 +22,10 @@ LEAST = (
 )
 
 
+def planned(fields, lora=None):
+    return PlannedModel(ModelShape.of(fields), lora)
+
+
 def elements(config):
     return sum(parameter.numel() for parameter in build_on_meta(config).parameters())
 
@@ -30,9 +34,9 @@ def elements(config):
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_and_operations_are_those_of_the_built_model(family, tied):
     config = tiny_config(family, tie_word_embeddings=tied)
-    shape = PlannedModel.of(config.to_dict())
+    shape = planned(config.to_dict())
     assert shape.elements == elements(config)
-    assert shape.depth == config.num_hidden_layers
+    assert shape.shape.depth == config.num_hidden_layers
     counted = count_flops(config)
     for lengths in ([23], [5, 9, 100]):
         assert shape.flops.forward(lengths) == counted.forward(lengths)
@@ -42,13 +46,16 @@ def test_parameters_and_operations_are_those_of_the_built_model(family, tied):
 def test_an_adapter_may_be_for_what_the_built_model_has(family):
     """Were a name missing here, a plan would refuse what can be trained."""
     config = tiny_config(family)
-    shape = PlannedModel.of(config.to_dict())
+
+    def adapter(*targets):
+        return planned(config.to_dict(), LoraConfig(rank=2, targets=targets)).adapter
+
     with pytest.raises(IncompatibleError) as refused:
         Adapter(build_on_meta(config), LoraConfig(rank=2, targets=["nothing"]))
     kinds = re.search("have: (.*)", str(refused.value))[1].split(", ")
-    assert all(shape.adapter(LoraConfig(rank=2, targets=[kind])) for kind in kinds)
+    assert all(adapter(kind) for kind in kinds)
     with pytest.raises(IncompatibleError, match="no linear layers lm_head"):
-        shape.adapter(LoraConfig(rank=2, targets=["q_proj", "lm_head"]))
+        adapter("q_proj", "lm_head")
 
 
 @pytest.mark.parametrize("experts", [False, True])
@@ -57,21 +64,23 @@ def test_an_adapter_may_be_for_what_the_built_model_has(family):
 )
 def test_tensor_ranks_have_of_an_adapter_what_the_engine_leaves_them(family, experts):
     config = tiny_config(family)
-    shape, model = PlannedModel.of(config.to_dict()), build_on_meta(config)
-    if experts and not shape.family.has_router:
+    family, model = FAMILIES[family], build_on_meta(config)
+    if experts and not family.has_router:
         pytest.skip("no experts")
-    mlp = [] if shape.family.has_router else ["up_proj", "down_proj"]
+    mlp = [] if family.has_router else ["up_proj", "down_proj"]
     mlp = ["experts.gate_up_proj", "experts.down_proj"] if experts else mlp
     lora = LoraConfig(rank=2, targets=["q_proj", "v_proj", "o_proj", *mlp])
     factors = {region.parameter for region in Adapter(model, lora).weights}
     cuts = dict(_layer_cuts(model, layer_plan(config), 0, 2))
-    held = sum(
+    found = sum(
         parameter.numel() // (2 if name in cuts else 1)
         for name, parameter in model.named_parameters()
         if name in factors
     )
-    assert held < shape.adapter(lora)
-    assert held == sum(w.held(1, 2) * n for layer, n in shape.layers for w in layer.adapter(lora))
+    shape = planned(config.to_dict(), lora)
+    assert found < shape.adapter
+    counts = shape.shape.counts
+    assert found == sum(held(each, 1, 2) * counts[kind] for kind, each in shape.trained.items())
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -83,26 +92,26 @@ def test_fields_that_are_not_given_have_the_defaults_of_transformers(family):
     if family == "mixtral":
         given |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     config = AutoConfig.for_model(family, **given)
-    assert PlannedModel.of({"model_type": family, **given}).elements == elements(config)
+    assert planned({"model_type": family, **given}).elements == elements(config)
 
 
 def test_the_language_model_of_a_larger_configuration():
     text = {**tiny_config("qwen3").to_dict(), "model_type": "qwen3"}
-    assert PlannedModel.of({"model_type": "other", "text_config": text}) == PlannedModel.of(text)
+    assert ModelShape.of({"model_type": "other", "text_config": text}) == ModelShape.of(text)
 
 
 def test_what_is_not_known_is_refused_by_name():
     with pytest.raises(UsageError, match="models of type mamba"):
-        PlannedModel.of({"model_type": "mamba"})
+        planned({"model_type": "mamba"})
     with pytest.raises(UsageError, match="hidden_size"):
-        PlannedModel.of({"model_type": "llama", "num_hidden_layers": 2})
+        planned({"model_type": "llama", "num_hidden_layers": 2})
 
 
 def test_rows_are_cut_as_torch_cuts_them():
-    (embedding, *_) = PlannedModel.of(tiny_config("llama").to_dict()).root
-    assert embedding.held(1) == 97 * 32
-    assert embedding.held(4) == 25 * 32  # ceil(97 / 4) rows
-    assert embedding.held(1000) == 32
+    (embedding, *_) = planned(tiny_config("llama").to_dict()).root
+    assert embedding.held(1, 1) == 97 * 32
+    assert embedding.held(4, 1) == 25 * 32  # ceil(97 / 4) rows
+    assert embedding.held(1000, 1) == 32
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -113,7 +122,7 @@ def test_key_heads_that_are_not_given_are_those_of_transformers(family):
         given |= {"num_experts_per_tok": 2, "num_experts": 4, "num_local_experts": 4}
         given["moe_intermediate_size"] = given["intermediate_size"]
     config = AutoConfig.for_model(family, **given)
-    assert PlannedModel.of(given | {"model_type": family}).elements == elements(config)
+    assert planned(given | {"model_type": family}).elements == elements(config)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +131,7 @@ def test_key_heads_that_are_not_given_are_those_of_transformers(family):
 )
 def test_biases_are_counted(family, biases):
     config = tiny_config(family, **dict.fromkeys(biases, True))
-    assert PlannedModel.of(config.to_dict()).elements == elements(config)
+    assert planned(config.to_dict()).elements == elements(config)
 
 
 @pytest.mark.parametrize(
@@ -133,4 +142,4 @@ def test_sizes_that_no_model_has_are_refused(wrong):
         "sliding_window": 8
     }
     with pytest.raises(UsageError, match="|".join(wrong)):
-        PlannedModel.of(fields | wrong)
+        planned(fields | wrong)

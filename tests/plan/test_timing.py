@@ -7,10 +7,9 @@ The model has 3 layers with matrices of 4 · 8·8 + 3 · 8·16 = 640 elements, a
 import pytest
 
 from burnish.config.schema import RunConfig
+from burnish.families import ModelShape
 from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner
-from burnish.plan.shape import PlannedModel
-from burnish.plan.workload import Workload
 
 MODEL = {
     "model_type": "llama",
@@ -33,9 +32,9 @@ def operations(command="sft", devices="1xH100-80G", judges=(), lora=(), **sectio
         "data": {"max_length": 64, "max_prompt_length": 16},
         "batch": {"examples": 1, "tokens_per_device": 64},
     }
-    config, shape = RunConfig.model_validate(values | sections), PlannedModel.of(MODEL)
-    work, shapes = Workload.of(config, command), [PlannedModel.of(judge) for judge in judges]
-    return Planner(shape, config, work, parse_devices(devices), shapes).as_configured().operations
+    config, shapes = RunConfig.model_validate(values | sections), [ModelShape.of(j) for j in judges]
+    planner = Planner(ModelShape.of(MODEL), config, command, parse_devices(devices), shapes)
+    return planner.as_configured()[0].operations
 
 
 def test_an_update_is_three_passes_and_what_is_computed_again():
