@@ -229,6 +229,7 @@ def test_waiting_micro_batches_are_those_of_a_simulated_schedule(
 ):
     """Stages run some forward passes ahead, then one of each in turn; chunks take turns of `ranks`."""
     virtual = virtual if ranks > 1 and depth >= ranks * virtual else 1
+    count *= ranks if virtual > 1 else 1  # whole turns
     stage = data.draw(st.integers(0, ranks - 1))
     values = values_of(MODEL | {"num_hidden_layers": depth}, virtual_stages=virtual)
     values["batch"] = {"examples": 2 * count, "tokens_per_device": 8192}
