@@ -14,12 +14,11 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 
 from burnish.config.document import Document, parse_value
-from burnish.config.elsewhere import SECTIONS
 from burnish.config.keys import Key, alternatives, item_section_of, plain_name, section_of
 from burnish.config.problems import Problem, refusal
 from burnish.config.schema import RunConfig
 from burnish.config.section import Section
-from burnish.config.unknown import answer_unknown
+from burnish.config.unknown import answer_unknown, foreign_names
 from burnish.errors import UsageError
 
 COMMAND_LINE = "command line"
@@ -182,7 +181,8 @@ class Draft:
         )
 
     def _note_unknown(self, name: str, value: Any, origin: str) -> None:
-        if isinstance(value, Mapping) and value and name.partition(".")[0] in SECTIONS:
+        section = name.partition(".")[0]
+        if isinstance(value, Mapping) and value and section in foreign_names().sections:
             for part, inner in value.items():
                 self._note_unknown(
                     f"{name}.{part}", inner, self.origins.get(f"{name}.{part}", origin)

@@ -1,16 +1,40 @@
 """Answer a key that does not exist: another framework's name, a misspelt one, or neither.
 
-Other frameworks' names (`burnish.config.elsewhere`) are answered with what to write; a likeness is asked as a question.
+Names of other frameworks (`foreign_names.yaml`) get the setting to write; a similar name becomes a question.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
-from burnish.config.elsewhere import ABSENT, DIFFERENT, RENAMED
+import yaml
+
 from burnish.config.keys import Key, plain_name
+
+
+class ForeignNames(NamedTuple):
+    """Names of settings in verl, TRL and OpenRLHF."""
+
+    sections: list[str]
+    """Sections without a counterpart; each name in them is answered by itself."""
+    renamed: dict[str, str]
+    """The key of the same setting here."""
+    different: dict[str, str]
+    """The nearest keys, a colon, and the difference."""
+    absent: dict[str, str]
+    """Why no setting is needed, or there."""
+
+
+@functools.cache
+def foreign_names() -> ForeignNames:
+    """Read the table, once."""
+    return ForeignNames(
+        **yaml.safe_load(Path(__file__).with_name("foreign_names.yaml").read_text())
+    )
 
 
 class Suggestion(NamedTuple):
@@ -24,13 +48,13 @@ class Suggestion(NamedTuple):
 
 def answer_unknown(name: str, known: Mapping[str, Key]) -> Suggestion:
     """What to say to someone who wrote `name` (`trainer.save_freq`, `rolout.n`), which is none of the `known` keys."""
-    name = plain_name(name)
+    name, foreign = plain_name(name), foreign_names()
     for end in _ends(name):
-        if key := RENAMED.get(end):
+        if key := foreign.renamed.get(end):
             return Suggestion(f"{key}, which is called {end} elsewhere", f"write {key}")
-        if text := DIFFERENT.get(end):
+        if text := foreign.different.get(end):
             return Suggestion(text, f"set {text.partition(':')[0]}")
-        if text := ABSENT.get(end):
+        if text := foreign.absent.get(end):
             return Suggestion(f"nothing in its place: {text}", "leave it out")
         if "." in end and end in known:
             return Suggestion("a known key", f"did you mean {end}?")
@@ -73,8 +97,9 @@ def nearest(name: str, known: Mapping[str, Key]) -> str | None:
     others = [each for each in known if not (known[each].section and name.startswith(f"{each}."))]
     if close := difflib.get_close_matches(name, others, n=1, cutoff=0.75):
         return close[0]
-    if close := difflib.get_close_matches(last, [*ends.values(), *RENAMED], n=1, cutoff=0.75):
-        return RENAMED.get(close[0]) or best(close[0])
+    renamed = foreign_names().renamed
+    if close := difflib.get_close_matches(last, [*ends.values(), *renamed], n=1, cutoff=0.75):
+        return renamed.get(close[0]) or best(close[0])
     return None
 
 

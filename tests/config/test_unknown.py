@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from burnish.config.elsewhere import ABSENT, DIFFERENT, RENAMED, SECTIONS
 from burnish.config.keys import known_keys
-from burnish.config.unknown import answer_unknown, nearest
+from burnish.config.unknown import answer_unknown, foreign_names, nearest
+
+SECTIONS, RENAMED, DIFFERENT, ABSENT = foreign_names()
 
 KEYS = known_keys()
 
