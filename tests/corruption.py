@@ -28,7 +28,7 @@ from burnish.checkpoint.manifest import (
 )
 from burnish.checkpoint.steps import open_step
 from burnish.checkpoint.verify import DamagedBlock
-from burnish.cli.ckpt_verify import verify_steps
+from burnish.cli.ckpt import verify_steps
 from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError, few
 from burnish.files.safetensors import SUFFIX, read_header

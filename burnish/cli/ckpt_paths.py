@@ -1,17 +1,39 @@
-"""Resolve a path or URL of `burnish ckpt`: a run, its `checkpoints/`, or one step."""
+"""What the commands of `burnish ckpt` share: their output, and the steps at a path or URL."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from burnish.checkpoint.destinations.remote_steps import RemotePath, RemoteSteps
 from burnish.checkpoint.steps import Committed, newest, open_step, step_number, step_paths
 from burnish.config.places import CHECKPOINTS
-from burnish.errors import MissingError, few
+from burnish.errors import BurnishError, MissingError, few
 from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage, Source
 from burnish.files.urls import Url, is_url
+
+Say = Callable[[str], None]
+"""Prints a line for people; does nothing where JSON was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a command ended."""
+
+    report: dict[str, Any]
+    """What it found or did, as plain values."""
+    error: BurnishError | None = None
+    """What it ends with; None where all is well."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The report, with the error beside it where there is one."""
+        if self.error is None:
+            return self.report
+        return self.report | {"error": self.error.parts() | {"exit_code": self.error.exit_code}}
+
 
 _DO = "correct the path, or the URL"
 

@@ -19,8 +19,7 @@ from burnish.checkpoint.tools.export import export
 from burnish.checkpoint.tools.exportable import Exportable, MergedModel, StepModel, base_of
 from burnish.checkpoint.tools.import_pickled import Pickled, pickled_kind
 from burnish.checkpoint.tools.importing import Foreign, HuggingFace, save_foreign
-from burnish.cli.ckpt_outcome import Say
-from burnish.cli.ckpt_paths import is_step, one_step, source_of
+from burnish.cli.ckpt_paths import Say, is_step, one_step, source_of
 from burnish.cli.columns import bytes_text, count_text
 from burnish.config.places import CHECKPOINTS
 from burnish.errors import UsageError

@@ -180,7 +180,7 @@ def test_a_step_that_is_removed_while_it_is_checked_is_not_damaged(
             path.rename(run / "aside")
         yield from verify(path, source)
 
-    monkeypatch.setattr("burnish.cli.ckpt_verify.verify", losing)
+    monkeypatch.setattr("burnish.cli.ckpt.verify", losing)
     code, out, _ = ckpt(capsys, "verify", run)
     assert code == 0
     assert f"{step_of(run, 1)}: removed meanwhile" in out
@@ -386,7 +386,7 @@ def test_gc_says_what_it_would_do(long_run: Path, capsys: pytest.CaptureFixture[
 def test_gc_goes_on_where_the_disk_does_not_let_go(
     long_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("burnish.cli.ckpt_keep._LOCAL", StubbornStorage())
+    monkeypatch.setattr("burnish.cli.ckpt._LOCAL", StubbornStorage())
     code, found = as_json(capsys, "gc", long_run)
     assert code == found["error"]["exit_code"] == 1
     assert "could be removed" in found["error"]["problem"]
@@ -569,7 +569,7 @@ def test_what_the_system_refuses_is_said(
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "pins.json")
 
-    monkeypatch.setattr("burnish.cli.ckpt_inspect.read_pins", refuse)
+    monkeypatch.setattr("burnish.cli.ckpt.read_pins", refuse)
     code, _, err = ckpt(capsys, "ls", run)
     assert code == 1
     assert f"error: {run} cannot be used" in err
