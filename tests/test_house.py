@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = 40_170
+MOST_LINES = 40_180
 MOST_LINES_OF_THE_CLOSURE = 29_620
 MOST_WORDS_OF_DOCSTRINGS = 48_350
 MOST_FUNCTIONS_OF_THE_WHOLE_CONFIGURATION = 60

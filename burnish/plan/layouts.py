@@ -150,11 +150,15 @@ class Planner:
         parts = sorted(plan.phases[plan.fullest].items(), key=lambda item: -item[1])
         most = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts[:4])
         settings = self._config.model_copy(update={"engine": plan.engine})
+        # Only a smaller model makes the generator smaller, so that comes last unless nothing else can help.
+        usable = self._devices.usable
+        last = [name for name, size in parts if name == "generator" and size <= usable]
+        names = [name for name, _ in parts if name not in last]
         helpful = remedies(
             settings,
             self._command,
             plan.fullest,
-            [name for name, _ in parts],
+            names,
             on_cpu=self._devices.cpu,
         )
         return UsageError(
