@@ -9,3 +9,13 @@ QWEN3_8B = {
     "num_key_value_heads": 8,
     "vocab_size": 151936,
 }
+
+COUNTED = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+}
+"""A model so small that its elements and operations are counted by hand."""

@@ -9,6 +9,7 @@ several threads.
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ def locate(directory: PurePath, headers: Iterable[tuple[str, str, Header]]) -> d
     return found
 
 
-class TensorReader(Closing):
+class TensorReader(Closing, ABC):
     """Tensors by key, any part of which can be read into any memory. A context manager.
 
     Holds a buffer of 1 MiB for each thread that reads.
@@ -208,9 +209,9 @@ class TensorReader(Closing):
     def _new_buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
+    @abstractmethod
     def _read_bytes(self, file: str, into: memoryview, offset: int) -> None:
         """Fill memory from a file's byte `offset` on."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Let go of the buffers."""

@@ -16,7 +16,7 @@ from burnish.distributed.layout import is_divisible, require_divisible
 from burnish.errors import BurnishError, UsageError
 from burnish.families import ModelShape, names_of
 from burnish.plan.devices import PER_MACHINE, Devices
-from burnish.plan.memory import Arithmetic, Parts, needs_of, phases_of
+from burnish.plan.memory import Arithmetic, Parts, needs_of, phases_of, total_of
 from burnish.plan.model import PlannedModel
 from burnish.plan.timing import Clock, Command, PlannedLayout, Workload
 
@@ -75,7 +75,7 @@ class Plan:
 
     def total(self, phase: str) -> float:
         """Return the bytes of a phase."""
-        return sum(self.phases[phase].values())
+        return total_of(self.phases[phase])
 
     def divides_like(self, other: Plan) -> bool:
         """Say whether both plans divide the work in the same way."""
@@ -122,16 +122,14 @@ class Planner:
                 want=f"one of {names_of('has_llama_layers')}",
                 do="plan with engine.kind=torch",
             )
-        self.model, self.work = (
-            PlannedModel(shape, config.model.adapter),
-            Workload.of(config, command),
-        )
-        """The policy, and the sequences of a step."""
+        self.model = PlannedModel(shape, config.model.adapter)
+        self.model.require_targets()
+        self.work = Workload.of(config, command)
+        """The sequences of a step."""
         self._judges = [PlannedModel(judge, scores_values=True) for judge in judges]
         self._config, self._command, self._devices = config, command, devices
         width = 2 if config.engine.precision == "bf16" else 4
         self._arithmetic = Arithmetic(width, devices.cpu, devices.exact_cache)
-        self.model.adapter  # noqa: B018  refuses unknown targets
         self._clock = Clock(self.model, self.work, devices, width, self._judges)
 
     def as_configured(self) -> tuple[Plan | None, BurnishError | None]:
@@ -154,13 +152,8 @@ class Planner:
         usable = self._devices.usable
         last = [name for name, size in parts if name == "generator" and size <= usable]
         names = [name for name, _ in parts if name not in last]
-        helpful = remedies(
-            settings,
-            self._command,
-            plan.fullest,
-            names,
-            on_cpu=self._devices.cpu,
-        )
+        on_cpu = self._devices.cpu
+        helpful = remedies(settings, self._command, plan.fullest, names, on_cpu=on_cpu)
         return UsageError(
             f"this run does not fit on {plan.devices}",
             have=f"{gigabytes(plan.need)} GB in {plan.fullest} ({most})",
@@ -253,16 +246,13 @@ class Planner:
         stages = needs_of(self.model, config, self.work, layout, self._arithmetic, self._judges)
         for kind in kinds:
             found = engine.model_copy(update={"activation_checkpointing": kind})
-            host = {} if self._devices.cpu else max((s.host(kind) for s in stages), key=_size)
+            host = {} if self._devices.cpu else max((s.host(kind) for s in stages), key=total_of)
+            operations = self._clock.operations(layout, found)
+            microbatches = stages[0].microbatches
+            seconds = self._clock.seconds(layout, found, microbatches, operations)
+            phases = phases_of(stages, kind)
             yield Plan(
-                layout,
-                found,
-                phases_of(stages, kind),
-                host,
-                self._clock.operations(layout, found),
-                self._clock.seconds(layout, found, stages[0].microbatches),
-                stages[0].microbatches,
-                self._devices,
+                layout, found, phases, host, operations, seconds, microbatches, self._devices
             )
 
 
@@ -293,7 +283,3 @@ def _without_experts(engine: EngineConfig) -> EngineConfig:
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def _size(parts: Parts) -> float:
-    return sum(parts.values())

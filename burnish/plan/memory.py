@@ -89,9 +89,9 @@ class Needs:
 
     def phases(self, checkpointing: str) -> dict[str, Parts]:
         """Return the parts of the fullest moment of each phase, in the order of a step."""
-        update = self._resting | max(self._updates(checkpointing), key=_total)
+        update = self._resting | max(self._updates(checkpointing), key=total_of)
         found = self._before | {"update": update} | self._after
-        if self._cpu and (away := _total(self._away(checkpointing))):
+        if self._cpu and (away := total_of(self._away(checkpointing))):
             found = {phase: parts | {"host": away} for phase, parts in found.items()}
         return found
 
@@ -104,9 +104,9 @@ class Needs:
     def _before(self) -> dict[str, Parts]:
         found = dict[str, Parts]()
         if self._work.slots:
-            found["rollout"] = self._while_generating | max(self._rollouts(), key=_total)
+            found["rollout"] = self._while_generating | max(self._rollouts(), key=total_of)
         if self._work.scorings or self._critic:
-            found["log-probs"] = self._resting | max(self._scorings(), key=_total)
+            found["log-probs"] = self._resting | max(self._scorings(), key=total_of)
         return found
 
     @cached_property
@@ -191,7 +191,7 @@ class Needs:
         if reference := self._reference:
             parts["reference"] = reference + self._left_gathered
         if self._critic:
-            parts["critic"] = _total(self._critic._state)
+            parts["critic"] = total_of(self._critic._state)
         if self._work.slots:
             model = self._model
             copies = model.elements + self._ordered + model.published_adapter
@@ -247,7 +247,7 @@ class Needs:
             in_turn["activations"] = max(each._offloaded(checkpointing) for each in engines)
         if self._engine.park and self._work.slots:
             critic = self._resting.get("critic", 0.0)
-            in_turn["parked"] = _total(self._state) + self._reference + critic
+            in_turn["parked"] = total_of(self._state) + self._reference + critic
         parts = {"optimizer": offloaded}
         if in_turn:
             largest = max(in_turn, key=in_turn.__getitem__)
@@ -502,14 +502,10 @@ class MegatronNeeds(Needs):
     def _is_last(self) -> bool:
         return self._stage == self._layout.pipeline - 1
 
-    @property
-    def _expert_ranks(self) -> int:
-        return self._engine.expert_sharing
-
     def _elements(self, weight: Weight) -> float:
         """Elements of a weight on this process."""
         if weight.experts:
-            return weight.elements / self._expert_ranks
+            return weight.elements / self._engine.expert_sharing
         return weight.held(1, self._layout.tensor)
 
     @cached_property
@@ -539,7 +535,7 @@ class MegatronNeeds(Needs):
     def _stepped(self) -> float:
         experts, others = self._experts_and_others
         layout = self._layout
-        alike = layout.world / layout.pipeline / self._expert_ranks
+        alike = layout.world / layout.pipeline / self._engine.expert_sharing
         return experts / alike + others / layout.shards
 
     @property
@@ -671,7 +667,7 @@ def needs_of(
 def phases_of(stages: Sequence[Needs], checkpointing: str) -> dict[str, Parts]:
     """Return the parts of each phase on the stage that needs most in it."""
     found = [stage.phases(checkpointing) for stage in stages]
-    return {phase: max((each[phase] for each in found), key=_total) for phase in found[0]}
+    return {phase: max((each[phase] for each in found), key=total_of) for phase in found[0]}
 
 
 def _sent(size: float) -> Parts:
@@ -679,5 +675,6 @@ def _sent(size: float) -> Parts:
     return {"buffers": 2 * min(_PUBLISH_WAVE, size)} if size else {}
 
 
-def _total(parts: Parts) -> float:
+def total_of(parts: Parts) -> float:
+    """Return the bytes of all parts."""
     return sum(parts.values())

@@ -137,12 +137,14 @@ class PlannedModel:
 
     @cached_property
     def adapter(self) -> int:
-        """Elements of the adapter; 0 if there is none. Raises `IncompatibleError` for unknown targets."""
-        if self.lora is None:
-            return 0
-        names = {weight.linear for weights in self.layers.values() for weight in weights}
-        require_targets(self.lora.targets, sorted(names - {""}))
-        return self.total(self.trained)
+        """Elements of the adapter; 0 if there is none."""
+        return 0 if self.lora is None else self.total(self.trained)
+
+    def require_targets(self) -> None:
+        """Raise `IncompatibleError` if the adapter is for layers that the model lacks."""
+        if self.lora is not None:
+            names = {weight.linear for weights in self.layers.values() for weight in weights}
+            require_targets(self.lora.targets, sorted(names - {""}))
 
     @property
     def published_adapter(self) -> int:

@@ -6,7 +6,7 @@ its communication, whichever is longer. A critic counts as the policy's model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Self
@@ -166,10 +166,14 @@ class Clock:
         return found
 
     def seconds(
-        self, layout: PlannedLayout, engine: EngineConfig, microbatches: int
+        self,
+        layout: PlannedLayout,
+        engine: EngineConfig,
+        microbatches: int,
+        operations: Mapping[str, float],
     ) -> dict[str, float]:
         """Return seconds by phase; `microbatches` are those of an optimizer step."""
-        work, operations = self.work, self.operations(layout, engine)
+        work = self.work
         found = {name: count / self._speed for name, count in operations.items()}
         if work.slots:
             judging = self._mine(layout) * self._judged / self._speed

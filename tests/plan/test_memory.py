@@ -10,15 +10,8 @@ from burnish.config.schema import RunConfig
 from burnish.families import ModelShape
 from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner
+from tests.model_shapes import COUNTED as MODEL
 
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "vocab_size": 32,
-}
 ALL, HEAD = 2488, 256
 TOKENS = 64
 TWO = {"examples": 2, "tokens_per_device": TOKENS}

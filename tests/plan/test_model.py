@@ -55,7 +55,9 @@ def test_an_adapter_may_be_for_what_the_built_model_has(family):
     kinds = re.search("have: (.*)", str(refused.value))[1].split(", ")
     assert all(adapter(kind) for kind in kinds)
     with pytest.raises(IncompatibleError, match="no linear layers lm_head"):
-        adapter("q_proj", "lm_head")
+        planned(
+            config.to_dict(), LoraConfig(rank=2, targets=["q_proj", "lm_head"])
+        ).require_targets()
 
 
 @pytest.mark.parametrize("experts", [False, True])

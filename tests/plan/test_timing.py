@@ -10,15 +10,8 @@ from burnish.config.schema import RunConfig
 from burnish.families import ModelShape
 from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner
+from tests.model_shapes import COUNTED as MODEL
 
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "vocab_size": 32,
-}
 PRODUCTS, ATTENTION = 2 * (3 * 640 + 256), 3 * 4 * 8
 
 
