@@ -23,6 +23,7 @@ BENCHMARKS = (
     "loading",
     "logprobs",
     "sft",
+    "start",
 )
 
 

@@ -64,6 +64,10 @@ def run(
         _require_own_directory(config)
     said = list(notices(config, command)) if layout.is_main else []
     if not dry_run:
+        model = run_dir or config.model.path or "a new model"
+        place = "" if command == "eval" else f" in {run_directory(config)}"
+        processes = "one process" if world == 1 else f"{world} processes"
+        log.info("%s of %s%s, on %s", command, model, place, processes)
         for notice in said:
             log.warning("%s", notice)
         numbers = _start(config, command, run_dir)
