@@ -7,7 +7,7 @@ bytes for any number of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from burnish.boxes.box import Box
 from burnish.boxes.pieces import Described, Pieces, TensorIndex
 from burnish.boxes.table import BoxTable, Ints, flat_ranges, intersections, strides
 from burnish.boxes.tensor_reader import TORCH_DTYPES
-from burnish.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCK_BYTES
+from burnish.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
 from burnish.checkpoint.naming import MODEL, path_of
 from burnish.files.safetensors import DTYPE_BITS, TensorEntry, build_header
 from burnish.files.strict_json import encode_json
@@ -27,6 +27,8 @@ MAX_FILE_BYTES = 4 << 30
 """A set of tensors is divided into files of about this size; a larger tensor has one to itself."""
 MOST_BLOCKS = 1 << 19
 """More blocks than these are made larger: the manifest, which all ranks read, has a hash for each."""
+_BLOCKS_PER_TENSOR = 64
+# Ranks cut tensors by rows. Of small blocks, few hold the rows of two ranks.
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +72,13 @@ class PlannedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """A range of one file that has one writer and one hash."""
+class Span:
+    """One block of a file, or several that follow each other and have one writer."""
 
     file: int
     """Index among the planned files."""
     number: int
-    """Index among the file's blocks."""
+    """Index of the first among the file's blocks."""
     start: int
     """First byte in the file."""
     stop: int
@@ -115,19 +117,45 @@ def plan_files(
 
 
 def block_bytes_for(files: Iterable[PlannedFile], most: int = MOST_BLOCKS) -> int:
-    """Return the block size of a step: `BLOCK_BYTES` up to 2 TiB, then doubled as needed, up to `MAX_BLOCK_BYTES`."""
+    """Return the block size of a step, a power of two.
+
+    The tensor that holds the middle byte has 64 blocks or more, of `MIN_BLOCK_BYTES` to `BLOCK_BYTES`. If these are more than `most`,
+    they are larger, up to `MAX_BLOCK_BYTES`.
+    """
+    files = list(files)
     total, size = sum(file.size for file in files), BLOCK_BYTES
+    tensors = sorted(entry.end - entry.begin for file in files for entry in file.entries)
+    upto = np.cumsum(tensors, dtype=np.int64)
+    typical = tensors[np.searchsorted(upto, upto[-1] / 2)] if tensors else 0
+    while size > MIN_BLOCK_BYTES and size * _BLOCKS_PER_TENSOR > typical:
+        size //= 2
     while total > most * size and size < MAX_BLOCK_BYTES:
         size *= 2
     return size
 
 
-def blocks_of(file: int, size: int, block_bytes: int) -> list[Block]:
-    """The blocks of the file with this index and size, in order."""
+def blocks_of(file: int, size: int, block_bytes: int) -> list[Span]:
+    """Return the blocks of the file with this index and size, in order."""
     return [
-        Block(file, number, start, min(start + block_bytes, size))
+        Span(file, number, start, min(start + block_bytes, size))
         for number, start in enumerate(range(0, size, block_bytes))
     ]
+
+
+def spans_of(blocks: Sequence[Span], owner: Ints, most_bytes: int) -> tuple[list[Span], Ints]:
+    """Join blocks that follow each other and have one owner, up to `most_bytes`; return the spans and their owners."""
+    spans: list[Span] = []
+    owners_of_spans: list[int] = []
+    for block, rank in zip(blocks, owner.tolist(), strict=True):
+        if spans and owners_of_spans[-1] == rank:
+            last = spans[-1]
+            follows = last.file == block.file and last.stop == block.start
+            if follows and block.stop - last.start <= most_bytes:
+                spans[-1] = replace(last, stop=block.stop)
+                continue
+        spans.append(block)
+        owners_of_spans.append(rank)
+    return spans, np.array(owners_of_spans, np.int64)
 
 
 def _shares(members: list[Stored], max_file_bytes: int) -> list[list[Stored]]:
@@ -152,6 +180,8 @@ def _file(path: str, tensor_set: str, members: list[Stored]) -> PlannedFile:
     return PlannedFile(path, tensor_set, header, placed, end)
 
 
+Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
 _FAVOURITES = 8  # ranks that are considered for a block before any that has room
 
 
@@ -160,57 +190,55 @@ class PartPlace:
     """Where a part lies."""
 
     slot: int
-    """Index of the block among those of its rank."""
+    """Index of the span among those that its rank puts together at one time."""
     start: int
-    """First byte, counted from the start of the block."""
+    """First byte, counted from the start of the span."""
     box: Box
     """Which elements of its tensor, in global coordinates."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """Boxes of tensors, each contiguous in one block, by block and position."""
+    """Boxes of tensors, each contiguous in one span, by span and position."""
 
     tensors: TensorIndex
     """What the numbers of tensors and dtypes mean."""
     pieces: Pieces
     """The boxes; `index` is the row and `rank` is 0."""
-    block: Ints
-    """Index among the blocks."""
+    span: Ints
+    """Index among the spans."""
     start: Ints
-    """First byte, counted from the start of the block."""
+    """First byte, counted from the start of the span."""
 
     @classmethod
-    def of(
-        cls, files: Sequence[PlannedFile], blocks: Sequence[Block], tensors: TensorIndex
-    ) -> Parts:
+    def of(cls, files: Sequence[PlannedFile], spans: Sequence[Span], tensors: TensorIndex) -> Parts:
         """The parts of those tensors of the files that `tensors` knows by key."""
         entries = _Entries.of(files, tensors)
-        ends = np.array([(b.file, b.start, b.stop) for b in blocks], np.int64).reshape(-1, 3)
-        in_block, entry, both = intersections(
-            _spans(ends[:, 0], ends[:, 1], ends[:, 2]),
-            _spans(entries.file, entries.begin, entries.end),
+        ends = np.array([(s.file, s.start, s.stop) for s in spans], np.int64).reshape(-1, 3)
+        span, entry, both = intersections(
+            _byte_ranges(ends[:, 0], ends[:, 1], ends[:, 2]),
+            _byte_ranges(entries.file, entries.begin, entries.end),
         )
         begin, itemsize = entries.begin[entry], entries.itemsize[entry]
         first = (both.offsets[:, 0] - begin) // itemsize
         last = first + both.sizes[:, 0] // itemsize
         shapes = tensors.shape_table()[entries.tensor[entry]]
         row, offsets, sizes = flat_ranges(shapes, first, last)
-        entry, in_block = entry[row], in_block[row]
+        entry, span = entry[row], span[row]
         flat = (offsets * strides(shapes)[row]).sum(axis=1)
-        start = begin[row] + flat * itemsize[row] - ends[in_block, 1]
-        order = np.lexsort((start, in_block))
+        start = begin[row] + flat * itemsize[row] - ends[span, 1]
+        order = np.lexsort((start, span))
         boxes = BoxTable(entries.tensor[entry], offsets, sizes).take(order)
         numbers, dtype = np.arange(len(order)), entries.dtype[entry][order]
         pieces = Pieces(boxes, np.zeros_like(numbers), numbers, dtype)
-        return cls(tensors, pieces, in_block[order], start[order])
+        return cls(tensors, pieces, span[order], start[order])
 
     def places(self, slots: Ints) -> dict[int, PartPlace]:
-        """Return the positions of parts whose block has a slot, its index among a rank's blocks; -1 for none."""
+        """Return the positions of parts whose span has a slot; -1 stands for none."""
         boxes, found = self.pieces.boxes, {}
-        for part in np.flatnonzero(slots[self.block] >= 0).tolist():
+        for part in np.flatnonzero(slots[self.span] >= 0).tolist():
             box = boxes.box(part, len(self.tensors.shapes[boxes.tensor[part]]))
-            found[part] = PartPlace(int(slots[self.block[part]]), int(self.start[part]), box)
+            found[part] = PartPlace(int(slots[self.span[part]]), int(self.start[part]), box)
         return found
 
 
@@ -241,8 +269,8 @@ class _Entries:
         return cls(table[:, 0], table[:, 1], table[:, 2], itemsize, tensor, dtype)
 
 
-def _spans(file: Ints, begin: Ints, end: Ints) -> BoxTable:
-    """Ranges of bytes of files, as boxes of one dim."""
+def _byte_ranges(file: Ints, begin: Ints, end: Ints) -> BoxTable:
+    """Return ranges of bytes of files as boxes of one dim."""
     return BoxTable(file, begin[:, None], (end - begin)[:, None])
 
 
@@ -287,13 +315,21 @@ def owners_by_disk(
     return found
 
 
-def slots_of(owner: Ints) -> Ints:
-    """Per block, its index among the blocks of its owner."""
-    order = np.argsort(owner, kind="stable")
-    first = np.searchsorted(owner[order], owner[order])
-    found = np.empty_like(owner)
-    found[order] = np.arange(len(owner)) - first
-    return found
+def groups_of(owner: Ints, size: Ints, travels: Bools, group_bytes: int) -> tuple[Ints, Ints]:
+    """Divide each owner's spans into groups; return each span's group, and its index there.
+
+    A span begins within `group_bytes` of its group's first byte. Spans that get bytes from other ranks (`travels`) come first, so
+    ranks wait for each other in few groups.
+    """
+    order = np.lexsort((~travels, owner))
+    owner, size = owner[order], size[order]
+    begin = np.cumsum(size) - size
+    number = (begin - begin[np.searchsorted(owner, owner)]) // group_bytes
+    key = owner * (number.max(initial=0) + 1) + number
+    group, index = np.empty_like(number), np.empty_like(number)
+    group[order] = number
+    index[order] = np.arange(len(key)) - np.searchsorted(key, key)
+    return group, index
 
 
 _CHUNK = 1 << 16  # elements that a processor's cache holds between two operations

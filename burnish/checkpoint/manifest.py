@@ -22,10 +22,11 @@ from burnish.files.strict_json import clipped, encode_json, parse_json, shortene
 
 FORMAT = 1
 """The format that this code reads and writes."""
-BLOCK_BYTES = 4 << 20
-"""Files are cut into blocks of this size, each with one hash; those of very large steps into larger ones."""
-MAX_BLOCK_BYTES = 64 << 20
-"""Larger blocks are refused, so that a reader's memory is bounded."""
+MIN_BLOCK_BYTES, BLOCK_BYTES, MAX_BLOCK_BYTES = 64 << 10, 4 << 20, 64 << 20
+"""Files are cut into blocks, each with one hash: small ones if the tensors are small, large ones in a very large step.
+
+A reader accepts smaller blocks than are written. It refuses larger ones, so that its memory is bounded.
+"""
 COMMIT, MANIFEST, STATE = "COMMIT", "manifest.json", "state.json"
 """Names in a step's directory."""
 IMPORTED = "imported"

@@ -1,13 +1,14 @@
 """Write the blocks of a step's tensor files from the ranks' memory to the disk.
 
-Each rank writes the blocks of which it holds most; ties are broken so that all write equally much. A few blocks at a time are put
-together from local tensors and other ranks' messages, while one thread hashes and writes and another syncs.
+Each rank writes the blocks of which it holds most; ties are broken so that all write equally much. Blocks that follow each other
+are written as one span. A few spans at a time are put together from local tensors and other ranks' messages, while one thread
+hashes and writes and another syncs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,23 +19,25 @@ import torch
 import xxhash
 from torch import Tensor
 
-from burnish.boxes.pieces import Described, PieceTable, TensorIndex, gather_pieces
+from burnish.boxes.pieces import Described, Pieces, PieceTable, TensorIndex, gather_pieces
 from burnish.boxes.plan import Cover, Move
 from burnish.boxes.rounds import Group, schedule
+from burnish.boxes.table import Ints
 from burnish.boxes.tensor_reader import dtype_name
 from burnish.boxes.transfer import Exchange
 from burnish.checkpoint.destinations.disks import Disks
 from burnish.checkpoint.layout import (
-    Block,
     PartPlace,
     Parts,
     PlannedFile,
+    Span,
     Stored,
     block_bytes_for,
     blocks_of,
+    groups_of,
     owners_by_disk,
     plan_files,
-    slots_of,
+    spans_of,
 )
 from burnish.checkpoint.naming import key_parts
 from burnish.distributed.collectives import agree, same_on_all_ranks
@@ -47,8 +50,8 @@ from burnish.files.storage import Closing, File, Storage
 BlockHashes = dict[tuple[int, int], str]
 """By index of the file and index of the block in it."""
 
-_GROUP_BYTES = 16 << 20
-# Blocks put together at one time; as many are being written meanwhile. One block at least.
+_SPAN_BYTES, _GROUP_BYTES = 4 << 20, 16 << 20
+# Most bytes of a span, and of the spans put together at one time; as many are being written meanwhile. One block at least.
 _WAVE_BYTES = 16 << 20
 _SYNC_BYTES = 32 << 20
 # The disk is asked to begin whenever so much has been written.
@@ -64,14 +67,12 @@ class WritePlan:
     """The size of their blocks."""
     disks: Sequence[int]
     """The disk that each file goes to."""
-    share: Sequence[Block]
-    """The blocks that this rank writes."""
+    share: Sequence[Sequence[Span]]
+    """The spans that this rank writes, by group: put together at one time."""
     places: dict[int, PartPlace]
-    """Where in them a move's elements go, by `Move.want`."""
-    group_blocks: int
-    """How many of them at one time."""
-    groups: Sequence[Group]
-    """The moves for each few blocks of all ranks."""
+    """Where in its group's spans a move's elements go, by `Move.want`."""
+    moves: Sequence[Group]
+    """The moves for each group of all ranks."""
     digest: str
     """The same on all ranks."""
 
@@ -87,39 +88,53 @@ class WritePlan:
         tensors = TensorIndex()
         [held] = tensors.merge(have)
         block_bytes = block_bytes_for(files)
-        blocks = [b for i, file in enumerate(files) for b in blocks_of(i, file.size, block_bytes)]
-        parts = Parts.of(files, blocks, tensors)
-        cover = Cover.of(held, parts.pieces, tensors)
-        part, holder = cover.holders()
-        size = (cover.boxes.elements * parts.tensors.itemsizes()[parts.pieces.dtype[cover.want]])[
-            part
-        ]
-        rank = cover.held.rank[holder]
         disk_of_file = disks.divide([file.size for file in files])
-        disk_of_block = np.array([disk_of_file[block.file] for block in blocks], np.int64)
-        in_block = parts.block[cover.want[part]]
-        owner = owners_by_disk(in_block, rank, size, disk_of_block, np.array(disks.of_rank))
-        moves = cover.moves(owner[parts.block])
-        slots = slots_of(owner)
-        group_blocks = max(1, _GROUP_BYTES // block_bytes)
-        group = slots[parts.block[moves.want]] // group_blocks
-        groups = int(slots.max(initial=-1)) // group_blocks + 1
-        mine = np.flatnonzero(owner == layout.rank)
-        own_slots = np.where(owner == layout.rank, slots, -1)
+        spans, owner = _divided(files, held, tensors, block_bytes, disks, disk_of_file)
+        parts = Parts.of(files, spans, tensors)
+        moves = Cover.of(held, parts.pieces, tensors).moves(owner[parts.span])
+        travels = np.zeros(len(spans), bool)
+        travels[parts.span[moves.want[moves.source != moves.target]]] = True
+        size = np.array([span.stop - span.start for span in spans], np.int64)
+        most = max(_SPAN_BYTES, block_bytes)
+        group, index = groups_of(owner, size, travels, max(most, _GROUP_BYTES - most))
+        groups = int(group.max(initial=-1)) + 1
+        mine = owner == layout.rank
+        share: list[list[Span]] = [[] for _ in range(groups)]
+        for number in np.flatnonzero(mine)[np.argsort(index[mine], kind="stable")].tolist():
+            share[group[number]].append(spans[number])
         return cls(
             files,
             block_bytes,
             disk_of_file,
-            [blocks[number] for number in mine.tolist()],
-            parts.places(own_slots),
-            group_blocks,
-            schedule(moves, layout.rank, _WAVE_BYTES, group, groups),
+            share,
+            parts.places(np.where(mine, index, -1)),
+            schedule(moves, layout.rank, _WAVE_BYTES, group[parts.span[moves.want]], groups),
             moves.digest(),
         )
 
     def files_on(self, disk: int) -> list[PlannedFile]:
         """The files that go to a disk."""
         return [file for file, of in zip(self.files, self.disks, strict=True) if of == disk]
+
+
+def _divided(
+    files: Sequence[PlannedFile],
+    held: Pieces,
+    tensors: TensorIndex,
+    block_bytes: int,
+    disks: Disks,
+    disk_of_file: Sequence[int],
+) -> tuple[list[Span], Ints]:
+    """Return what is written at one time, and by which rank."""
+    blocks = [b for i, file in enumerate(files) for b in blocks_of(i, file.size, block_bytes)]
+    parts = Parts.of(files, blocks, tensors)
+    cover = Cover.of(held, parts.pieces, tensors)
+    part, holder = cover.holders()
+    size = cover.boxes.elements * tensors.itemsizes()[parts.pieces.dtype[cover.want]]
+    rank, in_block = cover.held.rank[holder], parts.span[cover.want[part]]
+    disk_of_block = np.array([disk_of_file[block.file] for block in blocks], np.int64)
+    owner = owners_by_disk(in_block, rank, size[part], disk_of_block, np.array(disks.of_rank))
+    return spans_of(blocks, owner, _SPAN_BYTES)
 
 
 class Elements(Protocol):
@@ -157,69 +172,66 @@ class BlockWriter:
 
         `what` starts the message if the disk fails.
         """
-        size = min(len(self._plan.share), self._plan.group_blocks) * self._plan.block_bytes
+        size = max((sum(map(_room, share)) for share in self._plan.share), default=0)
+        begun: list[Future[BlockHashes]] = []
         hashes: BlockHashes = {}
-        ahead: list[Future[BlockHashes]] = []
         with ExitStack() as opened:
             files: dict[int, File] = {}
             with agree(self._layout), naming_failures(what):
                 memory = [self._arena.take(size) for _ in range(2)]
-                for index in sorted({block.file for block in self._plan.share}):
+                for index in sorted({span.file for share in self._plan.share for span in share}):
                     path = self._directory / self._plan.files[index].path
                     files[index] = opened.enter_context(storage.open(path, write=True))
-            disk = opened.enter_context(_Disk(files))
-            for number, moves in enumerate(self._plan.groups):
-                if len(ahead) == len(memory):
-                    with agree(self._layout), naming_failures(what):
-                        hashes |= ahead.pop(0).result()
-                ahead.append(disk.write(self._filled(number, moves, memory[number % 2], elements)))
+            disk = opened.enter_context(_Disk(files, self._plan.block_bytes))
+            for number, moves in enumerate(self._plan.moves):
+                wait(begun[: max(0, number - 1)])  # errors are raised below, on all ranks
+                share = self._plan.share[number]
+                begun.append(disk.write(self._filled(share, moves, memory[number % 2], elements)))
             with agree(self._layout), naming_failures(what):
-                for written in ahead:
+                for written in begun:
                     hashes |= written.result()
                 disk.sync()
         return hashes
 
     def _filled(
-        self, number: int, moves: Group, memory: Tensor, elements: Elements
-    ) -> list[tuple[Block, BlockMemory]]:
-        """A few blocks, put together. Collective."""
-        first = number * self._plan.group_blocks
-        share = self._plan.share[first : first + self._plan.group_blocks]
-        blocks = buffers([block.stop - block.start for block in share], memory)
-        for block, there in zip(share, blocks, strict=True):
-            header = self._plan.files[block.file].header[block.start : block.stop]
+        self, share: Sequence[Span], moves: Group, memory: Tensor, elements: Elements
+    ) -> list[tuple[Span, SpanMemory]]:
+        """Put a few spans together. Collective."""
+        spans = buffers(share, memory)
+        for span, there in zip(share, spans, strict=True):
+            header = self._plan.files[span.file].header[span.start : span.stop]
             there.part(0, (len(header),), torch.uint8).numpy()[:] = np.frombuffer(header, np.uint8)
 
         def into(move: Move) -> Tensor:
             place = self._plan.places[move.want]
-            part = blocks[place.slot - first].part(place.start, place.box.sizes, move.dtype)
+            part = spans[place.slot].part(place.start, place.box.sizes, move.dtype)
             return part[move.box.relative_to(place.box).slices]
 
         with torch.no_grad():
             for move in moves.own:
                 place, stored = self._plan.places[move.want], elements.as_stored(move)
                 if stored is not None and move.box == place.box and is_plain(stored):
-                    blocks[place.slot - first].put(place.start, stored)
+                    spans[place.slot].put(place.start, stored)
                 else:
                     elements.read(move, into(move))
             for wave in moves.waves:
                 self._exchange.run(wave, elements.read, lambda move, got: into(move).copy_(got))
-        return list(zip(share, blocks, strict=True))
+        return list(zip(share, spans, strict=True))
 
 
 class _Disk(Closing):
-    """Two threads: one hashes and writes blocks in order, one syncs what was written."""
+    """Two threads: one hashes and writes spans in order, one syncs what was written."""
 
-    def __init__(self, files: dict[int, File]) -> None:
-        self._files = files
+    def __init__(self, files: dict[int, File], block_bytes: int) -> None:
+        self._files, self._block_bytes = files, block_bytes
         self._writing = ThreadPoolExecutor(1, "burnish-write")
         self._syncing = ThreadPoolExecutor(1, "burnish-sync")
         self._unsynced = dict.fromkeys(files, 0)
         self._syncs: list[Future[None]] = []
 
-    def write(self, blocks: list[tuple[Block, BlockMemory]]) -> Future[BlockHashes]:
-        """Begin to write blocks; their hashes, in time."""
-        return self._writing.submit(self._write, blocks)
+    def write(self, spans: list[tuple[Span, SpanMemory]]) -> Future[BlockHashes]:
+        """Begin to write spans; return the hashes of their blocks, in time."""
+        return self._writing.submit(self._write, spans)
 
     def sync(self) -> None:
         """Return when all that was written survives a power loss. Nothing may be being written."""
@@ -229,19 +241,19 @@ class _Disk(Closing):
             if self._unsynced[index]:
                 file.sync()
 
-    def _write(self, blocks: list[tuple[Block, BlockMemory]]) -> BlockHashes:
+    def _write(self, spans: list[tuple[Span, SpanMemory]]) -> BlockHashes:
         hashes: BlockHashes = {}
-        for block, memory in blocks:
-            digest, at = xxhash.xxh3_128(), block.start
+        for span, memory in spans:
+            file, at = self._files[span.file], span.start
+            for number, digest in enumerate(hashes_of(memory.pieces(), self._block_bytes)):
+                hashes[span.file, span.number + number] = digest
             for data in memory.pieces():
-                digest.update(data)
-                self._files[block.file].pwrite(data, at)
+                file.pwrite(data, at)
                 at += len(data)
-            hashes[block.file, block.number] = digest.hexdigest()
-            self._unsynced[block.file] += at - block.start
-            if self._unsynced[block.file] >= _SYNC_BYTES:
-                self._unsynced[block.file] = 0
-                self._syncs.append(self._syncing.submit(self._files[block.file].sync))
+            self._unsynced[span.file] += at - span.start
+            if self._unsynced[span.file] >= _SYNC_BYTES:
+                self._unsynced[span.file] = 0
+                self._syncs.append(self._syncing.submit(file.sync))
         return hashes
 
     def close(self) -> None:
@@ -315,8 +327,8 @@ DIRECT_BYTES = 64 << 10
 """Smaller pieces are copied into the buffer: a system call costs more."""
 
 
-class BlockMemory:
-    """One block in memory: part of a buffer, in which tensors elsewhere may stand for their bytes."""
+class SpanMemory:
+    """A span in memory: part of a buffer, in which tensors elsewhere may stand for their bytes."""
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer = buffer
@@ -332,7 +344,7 @@ class BlockMemory:
         self._direct.append((start, tensor))
 
     def pieces(self) -> Iterator[memoryview]:
-        """The block's bytes from the first to the last."""
+        """Yield the bytes from the first to the last."""
         at = 0
         for start, tensor in sorted(self._direct, key=lambda each: each[0]):
             if start > at:
@@ -343,13 +355,33 @@ class BlockMemory:
             yield as_bytes(self._buffer[at:])
 
 
-def buffers(sizes: Iterable[int], memory: Tensor) -> list[BlockMemory]:
-    """Return blocks of these sizes in one memory, each at a multiple of 64 bytes."""
+def buffers(spans: Iterable[Span], memory: Tensor) -> list[SpanMemory]:
+    """Return a place for each span in one memory."""
     found, start = [], 0
-    for size in sizes:
-        found.append(BlockMemory(memory[start : start + size]))
-        start += -(-size // 64) * 64
+    for span in spans:
+        found.append(SpanMemory(memory[start : start + span.stop - span.start]))
+        start += _room(span)
     return found
+
+
+def _room(span: Span) -> int:
+    """Return the bytes of memory of a span, a multiple of 64."""
+    return -(-(span.stop - span.start) // 64) * 64
+
+
+def hashes_of(pieces: Iterable[memoryview], block_bytes: int) -> Iterator[str]:
+    """Yield the hash of each block of the bytes that follow each other in `pieces`."""
+    digest, left = xxhash.xxh3_128(), block_bytes
+    for piece in pieces:
+        data = piece
+        while data:
+            digest.update(some := data[:left])
+            data, left = data[len(some) :], left - len(some)
+            if not left:
+                yield digest.hexdigest()
+                digest, left = xxhash.xxh3_128(), block_bytes
+    if left < block_bytes:
+        yield digest.hexdigest()
 
 
 def is_plain(tensor: Tensor) -> bool:
