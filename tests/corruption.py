@@ -127,8 +127,9 @@ def _block(step: Path, flip: Flip) -> _Block | None:
     if not flip.name.endswith(SUFFIX):
         return None
     header, size = read_header(step / flip.name), (step / flip.name).stat().st_size
-    start = flip.bit // 8 // BLOCK_BYTES * BLOCK_BYTES
-    stop = min(start + BLOCK_BYTES, size)
+    block_bytes = open_step(step, LocalStorage()).manifest.files[flip.name].block_bytes
+    start = flip.bit // 8 // block_bytes * block_bytes
+    stop = min(start + block_bytes, size)
     names = [e.name for e in header.entries.values() if e.begin < stop and start < e.end]
     holds = (*["the header"] * (start < header.size), *names)
     return _Block(start, stop, holds, flip.bit // 8 >= header.size)

@@ -47,7 +47,14 @@ from burnish.distributed.collectives import agree, from_main, gather_objects
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError
-from burnish.files.durable import NotRemovedError, Removals, discard, naming_failures, write_durably
+from burnish.files.durable import (
+    NotRemovedError,
+    Removals,
+    discard,
+    naming_failures,
+    sync_dirs,
+    write_new,
+)
 from burnish.files.lease import Token
 from burnish.files.storage import Storage
 from burnish.files.strict_json import encode_json
@@ -371,10 +378,7 @@ def _lay_out(
     for file in files:
         with storage.create(inflight / file.path, file.size):
             pass
-    for name, data in small.items():
-        with storage.create(inflight / name, len(data)) as opened:
-            opened.pwrite(data, 0)
-            opened.sync()
+    write_new(storage, {inflight / name: data for name, data in small.items()})
 
 
 def _together(plan: WritePlan, hashes: Iterable[BlockHashes]) -> BlockHashes:
@@ -426,10 +430,9 @@ def _misplanned(file: PlannedFile, number: int, what: str) -> BurnishError:
 
 def _commit(place: _Place, sealed: _Sealed, storage: Storage) -> None:
     """Seal the directory and rename it. Before the rename the step does not exist; after it, it is whole."""
-    for path in _directories(place.inflight, storage):
-        storage.sync_dir(path)
-    write_durably(storage, place.inflight / MANIFEST, sealed.manifest)
-    write_durably(storage, place.inflight / place.seal, sealed.commit)
+    files = {MANIFEST: sealed.manifest, place.seal: sealed.commit}
+    write_new(storage, {place.inflight / name: data for name, data in files.items()})
+    sync_dirs(storage, _directories(place.inflight, storage))
     storage.rename(place.inflight, place.final)
     storage.sync_dir(place.final.parent)
 

@@ -8,12 +8,16 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 
 from burnish.errors import BurnishError, few
 from burnish.files.storage import Bytes, Source, Storage
+
+_SYNCS = 8
+# Syncs at one time, which file systems do together.
 
 
 def write_durably(storage: Storage, path: Path, data: Bytes) -> None:
@@ -32,6 +36,24 @@ def write_durably(storage: Storage, path: Path, data: Bytes) -> None:
             storage.remove(temporary)
         raise
     storage.sync_dir(path.parent)
+
+
+def write_new(storage: Storage, files: Mapping[Path, Bytes]) -> None:
+    """Write new files at the same time. Their content survives a power loss; their names need `sync_dirs`."""
+
+    def write(path: Path, data: Bytes) -> None:
+        with storage.create(path, len(data)) as file:
+            file.pwrite(data, 0)
+            file.sync()
+
+    with ThreadPoolExecutor(_SYNCS) as pool:
+        list(pool.map(write, files.keys(), files.values()))
+
+
+def sync_dirs(storage: Storage, paths: Iterable[Path]) -> None:
+    """Return when the names in all these directories survive a power loss."""
+    with ThreadPoolExecutor(_SYNCS) as pool:
+        list(pool.map(storage.sync_dir, paths))
 
 
 def make_dirs_durably(storage: Storage, path: Path, *, above: int) -> None:

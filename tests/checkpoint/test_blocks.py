@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -21,14 +22,21 @@ from burnish.checkpoint.layout import (
     Stored,
     block_bytes_for,
     blocks_of,
+    groups_of,
     owners,
     plan_files,
-    slots_of,
+    spans_of,
 )
-from burnish.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCK_BYTES
+from burnish.checkpoint.manifest import (
+    BLOCK_BYTES,
+    MAX_BLOCK_BYTES,
+    MIN_BLOCK_BYTES,
+    block_hash,
+)
 from burnish.checkpoint.naming import set_of
+from burnish.checkpoint.writer import hashes_of
 from burnish.errors import IncompatibleError
-from burnish.files.safetensors import DTYPE_BITS
+from burnish.files.safetensors import DTYPE_BITS, TensorEntry
 
 stored = st.lists(
     st.builds(
@@ -66,19 +74,89 @@ def test_blocks_hold_every_byte_once(tensors, block_bytes, max_file_bytes):
             assert first + elements * itemsize <= block.stop
             count[first : first + elements * itemsize] += 1
         assert (count == 1).all()
-        assert sorted(places) == list(range(len(parts.block)))
+        assert sorted(places) == list(range(len(parts.span)))
     names = [(set_of(f.path), e.name) for f in files for e in f.entries]
     assert sorted(names) == sorted((t.tensor_set, t.name) for t in tensors)
 
 
 @pytest.mark.parametrize(
-    ("total", "times"), [(0, 1), (MOST_BLOCKS, 1), (MOST_BLOCKS + 1, 2), (5 * MOST_BLOCKS, 8)]
+    ("total", "times"),
+    [(200, 1), (MOST_BLOCKS, 1), (MOST_BLOCKS + 1, 2), (5 * MOST_BLOCKS, 8)],
 )
 def test_a_step_of_too_many_blocks_has_larger_ones(total, times):
-    halves = [total * BLOCK_BYTES // 2, total * BLOCK_BYTES - total * BLOCK_BYTES // 2]
-    files = [PlannedFile("model/x.safetensors", "model", b"", (), size) for size in halves]
+    half = total * BLOCK_BYTES // 2
+    files = [file_of(half), file_of(total * BLOCK_BYTES - half)]
     assert block_bytes_for(files) == times * BLOCK_BYTES
     assert block_bytes_for(files, most=1) <= MAX_BLOCK_BYTES
+
+
+def file_of(*sizes):
+    """A file of tensors of so many bytes."""
+    ends = list(itertools.accumulate(sizes))
+    entries = [
+        TensorEntry(f"w{end}", "U8", (n,), end - n, end) for n, end in zip(sizes, ends, strict=True)
+    ]
+    return PlannedFile("model/x.safetensors", "model", b"", tuple(entries), sum(sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "block_bytes"),
+    [
+        ([], MIN_BLOCK_BYTES),
+        ([8] * 1000, MIN_BLOCK_BYTES),
+        ([8] * 1000 + [32 << 20], 512 << 10),
+        ([100 << 20, 200 << 20, 90 << 20], 2 << 20),
+        ([1 << 30, 8], BLOCK_BYTES),
+    ],
+)
+def test_blocks_are_small_where_tensors_are(sizes, block_bytes):
+    assert block_bytes_for([file_of(*sizes)]) == block_bytes
+
+
+@given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 5), st.integers(0, 40))
+def test_spans_are_blocks_of_one_owner_that_follow_each_other(ranks, most, cut):
+    owner = np.array(ranks, np.int64)
+    first = min(cut, len(ranks))
+    blocks = blocks_of(0, first * 10, 10) + blocks_of(1, (len(ranks) - first) * 10, 10)
+    spans, owners_of_spans = spans_of(blocks, owner, most * 10)
+    found = [
+        (span.file, number, rank)
+        for span, rank in zip(spans, owners_of_spans.tolist(), strict=True)
+        for number in range(span.start // 10, span.stop // 10)
+    ]
+    assert found == [(b.file, b.number, rank) for b, rank in zip(blocks, ranks, strict=True)]
+    assert all(s.stop - s.start <= most * 10 and s.number == s.start // 10 for s in spans)
+    for one, two, a, b in zip(spans, spans[1:], owners_of_spans, owners_of_spans[1:], strict=False):
+        is_full = one.stop - one.start == most * 10
+        assert a != b or one.file != two.file or is_full
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9), st.booleans()), max_size=40),
+    st.integers(9, 30),
+)
+def test_spans_that_travel_come_in_the_first_groups(rows, group_bytes):
+    owner, size = (np.array([row[i] for row in rows], np.int64) for i in range(2))
+    travels = np.array([row[2] for row in rows], bool)
+    group, index = groups_of(owner, size, travels, group_bytes)
+    for rank in range(3):
+        mine = sorted(
+            (int(group[i]), int(index[i]), i) for i in np.flatnonzero(owner == rank).tolist()
+        )
+        order = [i for _, _, i in mine]
+        assert order == sorted(order, key=lambda i: (not travels[i], i))
+        for number, some in itertools.groupby(mine, key=lambda each: each[0]):
+            members = list(some)
+            assert [i for _, i, _ in members] == list(range(len(members)))
+            assert sum(int(size[i]) for _, _, i in members) < group_bytes + 9
+            assert number <= len(order)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=8), st.integers(1, 30))
+def test_hashes_do_not_depend_on_how_bytes_come_in_pieces(pieces, block_bytes):
+    whole = b"".join(pieces)
+    blocks = [whole[at : at + block_bytes] for at in range(0, len(whole), block_bytes)]
+    assert list(hashes_of(map(memoryview, pieces), block_bytes)) == list(map(block_hash, blocks))
 
 
 @given(stored)
@@ -111,9 +189,6 @@ def test_every_block_has_an_owner_and_all_ranks_as_many(rows, world):
     owner = owners(table[:, 0], table[:, 1], table[:, 2], 20, world)
     assert len(owner) == 20
     assert np.bincount(owner, minlength=world).max() <= -(-20 // world)
-    slots = slots_of(owner)
-    for rank in range(world):
-        assert slots[owner == rank].tolist() == list(range((owner == rank).sum()))
 
 
 def test_a_block_belongs_to_whom_has_the_most_of_it():

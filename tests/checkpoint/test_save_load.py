@@ -63,7 +63,7 @@ def test_the_files_are_the_same_whoever_writes_them(saved):
     assert [step.manifest.world for step in steps] == [1, 2, 4]
     assert steps[0].manifest.files == steps[1].manifest.files == steps[2].manifest.files
     assert [list(verify(step.path)) for step in steps] == [[], [], []]
-    assert len(steps[0].manifest.files["training/exp_avg.safetensors"].blocks) == 3
+    assert len(steps[0].manifest.files["training/exp_avg.safetensors"].blocks) > 50
 
 
 def save_in_large_blocks(layout, root):
