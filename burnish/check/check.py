@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from burnish.algorithms.loss import policy_loss_fn, sft_loss
 from burnish.algorithms.value_loss import value_loss_fn
 from burnish.boxes.shards import Shard
 from burnish.check.shrinking import shrunk
-from burnish.config.schema import LoraConfig, OptimConfig, RunConfig
+from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
@@ -52,8 +52,38 @@ _OF_PARAMETERS = ("gradient of ", "weight ")
 
 Tensors = Mapping[str, Tensor]
 """By name; whole tensors on the CPU."""
-Material = tuple[list[Example], LossFn, PretrainedConfig]
-"""What a model is checked with: sequences, a loss, and a small model of its family."""
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """A small model of a family, and the settings and sequences that it is checked with."""
+
+    hf_config: PretrainedConfig
+    """The model."""
+    examples: Sequence[Example]
+    """The sequences."""
+    loss: LossFn
+    """Their loss."""
+    engine: EngineConfig
+    """The layout, in fp32."""
+    optim: OptimConfig
+    """AdamW's settings."""
+    lora: LoraConfig | None
+    """The adapter that is trained in the model's place."""
+    seed: int
+    """Seed of the weights."""
+    temperature: float
+    """Temperature of log-probs."""
+
+    @property
+    def outputs(self) -> str:
+        """What a model computes for each token."""
+        return "values" if has_value_head(self.hf_config) else "log-probs"
+
+    def batch(self, layout: Layout, budget: int) -> Batch:
+        """Return the sequences in micro-batches of at most so many tokens."""
+        flops = count_flops(self.hf_config)
+        return make_batch(self.examples, layout, budget, flops, self.temperature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,28 +123,24 @@ def run_check(config: RunConfig) -> None:
 
 
 def _check(config: RunConfig, layout: Layout, device: torch.device) -> None:
-    _check_model(config, material(config), layout, device)
+    _check_model(material(config), layout, device)
     if config.reward.given and config.algorithm.advantage == "gae":
         if layout.is_main:
             print("the critic:")
-        given = critic_material(config)
-        _check_model(critic_config(config, given[-1]), given, layout, device)
+        _check_model(critic_material(config), layout, device)
     if layout.is_main:
         print(f"{layout.world} processes compute what one plain process does")
 
 
-def _check_model(config: RunConfig, given: Material, layout: Layout, device: torch.device) -> None:
-    examples, loss, hf_config = given
-    settings = config.engine.model_copy(update={"precision": "fp32"})
-    config = config.model_copy(update={"optim": config.optim.model_copy(update={"kind": "adamw"})})
+def _check_model(given: Material, layout: Layout, device: torch.device) -> None:
     engine = make_engine(
-        hf_config, settings, config.optim, layout=layout, device=device, lora=config.model.adapter
+        given.hf_config, given.engine, given.optim, layout=layout, device=device, lora=given.lora
     )
-    fill(engine, config, hf_config)
-    differences = compared(engine, config, examples, loss, hf_config)
+    fill(engine, given)
+    differences = compared(engine, given)
     engine.close()
     if layout.is_main:
-        for kind in (_said(hf_config), _BALANCE, "loss", "gradient", "weight", _COPIES):
+        for kind in (given.outputs, _BALANCE, "loss", "gradient", "weight", _COPIES):
             alike = [each for each in differences if each.what.startswith(kind)]
             if alike:
                 worst = max(alike, key=lambda difference: difference.error)
@@ -122,23 +148,11 @@ def _check_model(config: RunConfig, given: Material, layout: Layout, device: tor
     require_equal(differences, layout)
 
 
-def _said(hf_config: PretrainedConfig) -> str:
-    """What a model says of each token."""
-    return "values" if has_value_head(hf_config) else "log-probs"
-
-
-def critic_config(config: RunConfig, hf_config: PretrainedConfig) -> RunConfig:
-    """Return the configuration of a critic's engine: all of it is trained."""
-    model = config.model.model_copy(update={"lora": LoraConfig()})
-    engine = settings_beside(hf_config, config.engine)
-    return config.model_copy(update={"model": model, "engine": engine})
-
-
-def fill(engine: Engine, config: RunConfig, hf_config: PretrainedConfig) -> None:
+def fill(engine: Engine, given: Material) -> None:
     """Give an engine fresh weights, and an adapter where it has one. Collective."""
-    weights = FreshSource(hf_config, config.seed)
+    weights = FreshSource(given.hf_config, given.seed)
     engine.load(weights, Part.FROZEN)
-    engine.load(RandomAdapter(config.seed) if config.model.adapter else weights, Part.WEIGHTS)
+    engine.load(RandomAdapter(given.seed) if given.lora else weights, Part.WEIGHTS)
 
 
 class RandomAdapter:
@@ -156,51 +170,56 @@ class RandomAdapter:
             shard.tensor.detach().copy_(drawn[shard.box.slices])
 
 
-def compared(
-    engine: Engine,
-    config: RunConfig,
-    examples: Sequence[Example],
-    loss: LossFn,
-    hf_config: PretrainedConfig,
-) -> list[Difference]:
+def compared(engine: Engine, given: Material) -> list[Difference]:
     """Compare one step of an engine, filled by `fill`, with plain PyTorch, at the worst rank. Collective; the same on every rank."""
-    tokens = sum(len(example.token_ids) for example in examples)
+    tokens = sum(len(example.token_ids) for example in given.examples)
     budget = max(LONGEST, tokens // (2 * engine.layout.data_size))
-    flops = count_flops(hf_config)
-    batch = make_batch(examples, engine.layout, budget, flops, _temperature(config))
-    found = step_of_engine(engine, batch, loss, config.optim)
-    wanted = plain_step(config, hf_config, examples, loss)
-    mine = compare(found, wanted, config, _said(hf_config))
+    batch = given.batch(engine.layout, budget)
+    found = step_of_engine(engine, batch, given.loss, given.optim)
+    mine = compare(found, plain_step(given, tokens), given)
     ranks = zip(*gather_objects(mine, engine.layout), strict=True)
     return [max(each, key=lambda d: math.inf if math.isnan(d.error) else d.error) for each in ranks]
 
 
-def _temperature(config: RunConfig) -> float:
-    """That of the run's log-probs: supervised fine-tuning has 1, whatever `rollout` says."""
-    return config.rollout.temperature if config.reward.given else 1.0
-
-
 def material(config: RunConfig) -> Material:
-    """Return the first sequences of the data, cut short, the run's loss, and a small model of the family.
+    """Take the first sequences of the data, cut short, the run's loss, and a small model of the family.
 
-    With rewards the prompts get random completions and advantages.
+    With rewards the prompts get random completions and advantages. Supervised fine-tuning has temperature 1.
     """
     foundation = lay_foundation(config)
-    hf_config = _shrunk(foundation)
+    given = Material(
+        _shrunk(foundation),
+        [],
+        sft_loss,
+        config.engine.model_copy(update={"precision": "fp32"}),
+        config.optim.model_copy(update={"kind": "adamw"}),
+        config.model.adapter,
+        config.seed,
+        temperature=1.0,
+    )
     if not config.reward.given:
-        examples = example_dataset(foundation, config.data.train, "data.train")
-        chosen = [_cut(examples[i]) for i in range(min(SEQUENCES, len(examples)))]
-        return chosen, sft_loss, hf_config
-    made = _random_examples(foundation, hf_config)
-    return made, policy_loss_fn(config.algorithm, LONGEST), hf_config
+        rows = example_dataset(foundation, config.data.train, "data.train")
+        return replace(given, examples=[_cut(rows[i]) for i in range(min(SEQUENCES, len(rows)))])
+    return replace(
+        given,
+        examples=_random_examples(foundation, given.hf_config),
+        loss=policy_loss_fn(config.algorithm, LONGEST),
+        temperature=config.rollout.temperature,
+    )
 
 
 def critic_material(config: RunConfig) -> Material:
-    """Return the same for the critic: its loss, and a small model of its family."""
-    policy = lay_foundation(config)
+    """Return the same for the critic, all of which is trained: its loss, and a small model of its family."""
+    policy, given = lay_foundation(config), material(config)
     hf_config = _shrunk(critic_foundation(policy))
-    loss = value_loss_fn(config.algorithm.aggregation, config.critic.clip, LONGEST)
-    return _random_examples(policy, hf_config), loss, hf_config
+    return replace(
+        given,
+        hf_config=hf_config,
+        examples=_random_examples(policy, hf_config),
+        loss=value_loss_fn(config.algorithm.aggregation, config.critic.clip, LONGEST),
+        engine=settings_beside(hf_config, given.engine),
+        lora=None,
+    )
 
 
 def _shrunk(foundation: Foundation) -> PretrainedConfig:
@@ -309,31 +328,27 @@ def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Differen
     return {name: whole for name, (whole, _) in built.items()}, list(copies.values())
 
 
-def plain_step(
-    config: RunConfig, hf_config: PretrainedConfig, examples: Sequence[Example], loss: LossFn
-) -> BatchOutcome:
-    """Compute the same loss by transformers (and PEFT), in this process, one sequence at a time."""
-    model = plain_model(hf_config).eval()
-    FreshSource(hf_config, config.seed).fill(model_shards(model))
+def plain_step(given: Material, tokens: int) -> BatchOutcome:
+    """Compute the loss of all `tokens` by transformers (and PEFT), in this process, one sequence at a time."""
+    model = plain_model(given.hf_config).eval()
+    FreshSource(given.hf_config, given.seed).fill(model_shards(model))
     parts = regions(model)
-    if config.model.adapter:
-        parts = Adapter(model, config.model.adapter).weights
-        RandomAdapter(config.seed).fill(model_shards(model, parts=parts))
-    total = sum(len(example.token_ids) for example in examples)
-    flops = count_flops(hf_config)
-    batch = make_batch(examples, Layout(), total, flops, _temperature(config))
+    if given.lora:
+        parts = Adapter(model, given.lora).weights
+        RandomAdapter(given.seed).fill(model_shards(model, parts=parts))
+    batch = given.batch(Layout(), tokens)
     (micro,), (order,) = batch.microbatches, batch.examples
-    weight = config.engine.router_aux_loss
+    weight = given.engine.router_aux_loss
     routed = _router_logits(model) if weight else []
-    outputs = [_plain_outputs(model, examples[number], micro.temperature) for number in order]
+    outputs = [_plain_outputs(model, given.examples[number], micro.temperature) for number in order]
     joined = TokenOutputs(
         *(torch.cat([getattr(each, f.name) for each in outputs]) for f in fields(TokenOutputs))
     )
-    value, _ = loss(joined, micro)
+    value, _ = given.loss(joined, micro)
     balance = _balance(model.config, routed) if weight else torch.zeros(())
     value = value + weight * balance
     value.backward()  # type: ignore[no-untyped-call]
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.engine.max_grad_norm)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), given.engine.max_grad_norm)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return BatchOutcome(
         _by_sequence(micro, order, torch.cat([joined.logprobs, joined.values]).detach()),
@@ -379,16 +394,15 @@ def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float)
     )
 
 
-def compare(
-    found: BatchOutcome, wanted: BatchOutcome, config: RunConfig, said: str = "log-probs"
-) -> list[Difference]:
+def compare(found: BatchOutcome, wanted: BatchOutcome, given: Material) -> list[Difference]:
     """Compare every tensor, in the order in which a mistake would show.
 
     Gradients are compared before clipping, which would spread a mistake to all. Weights are compared with AdamW's first step from
     the layout's own clipped gradients, since the sign of a gradient near 0 decides a whole step.
     """
     differences = [
-        _difference(f"{said} of {n}", found.logprobs, n, t) for n, t in wanted.logprobs.items()
+        _difference(f"{given.outputs} of {n}", found.logprobs, n, t)
+        for n, t in wanted.logprobs.items()
     ]
     numbers = [("loss", found.loss, wanted.loss), ("gradient norm", found.norm, wanted.norm)]
     if wanted.balance:
@@ -397,10 +411,9 @@ def compare(
         _difference(what, {what: torch.tensor(number)}, what, torch.tensor(right))
         for what, number, right in numbers
     ]
-    clip = config.engine.max_grad_norm
+    clip, optim = given.engine.max_grad_norm, given.optim
     mine, theirs = _unclipped(found, clip), _unclipped(wanted, clip)
     differences += [_difference(f"gradient of {n}", mine, n, g) for n, g in theirs.items()]
-    optim = config.optim
     for name, weight in wanted.weights.items():
         gradient = found.gradients.get(name, torch.zeros(()))
         decay = optim.weight_decay if is_matrix(name, weight.ndim) else 0.0

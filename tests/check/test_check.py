@@ -20,8 +20,8 @@ from training_files import RL, SFT, burnish, done, make_files
 
 from burnish.check.check import (
     TOLERANCE,
+    Material,
     compared,
-    critic_config,
     critic_material,
     fill,
     material,
@@ -46,17 +46,13 @@ COOL = RL | {
 """RL that samples, and so trains, at another temperature than 1, and corrects what the generator is off by."""
 
 
-def made(kind: str, hf_config: Any, config: RunConfig, layout: Layout) -> Engine:
+def made(kind: str, given: Material, layout: Layout) -> Engine:
     """An engine with a fault, or the one that the configuration names."""
-    lora = config.model.adapter
+    settings = (given.hf_config, given.engine, given.optim)
     if kind == "right":
-        return make_engine(
-            hf_config, config.engine, config.optim, layout=layout, device=CPU, lora=lora
-        )
-    options = {} if issubclass(ENGINES[kind], MegatronEngine) else {"lora": lora}
-    return ENGINES[kind](
-        hf_config, config.engine, config.optim, layout=layout, device=CPU, **options
-    )
+        return make_engine(*settings, layout=layout, device=CPU, lora=given.lora)
+    options = {} if issubclass(ENGINES[kind], MegatronEngine) else {"lora": given.lora}
+    return ENGINES[kind](*settings, layout=layout, device=CPU, **options)
 
 
 def config_of(root: Path, settings: dict[str, Any], **changes: Any) -> RunConfig:
@@ -114,12 +110,10 @@ def check_ranks(layout: Layout, cases: Sequence[Case]) -> list[Checked]:
 
 
 def check_rank(layout: Layout, case: Case) -> Checked:
-    config = case.config
-    examples, loss, hf_config = critic_material(config) if case.critic else material(config)
-    config = critic_config(config, hf_config) if case.critic else config
-    engine = made(case.kind, hf_config, config, layout)
-    fill(engine, config, hf_config)
-    differences = compared(engine, config, examples, loss, hf_config)
+    given = critic_material(case.config) if case.critic else material(case.config)
+    engine = made(case.kind, given, layout)
+    fill(engine, given)
+    differences = compared(engine, given)
     engine.close()
     refusal = ""
     try:
@@ -392,7 +386,7 @@ def test_a_shrunken_model_can_be_cut_as_the_whole_one(
     fresh = {**whole.to_diff_dict(), "vocab_size": len(char_tokenizer())}
     model = {"tokenizer": str(root / "tokenizer"), "fresh": fresh}
     config = config_of(root, SFT, engine={"kind": "megatron"} | degrees, model=model)
-    require_megatron_fitting(material(config)[-1], config.engine)
+    require_megatron_fitting(material(config).hf_config, config.engine)
 
 
 def test_as_a_command(root: Path) -> None:
