@@ -27,8 +27,6 @@ from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents, Saver
 from burnish.checkpoint.steps import clear
 from burnish.checkpoint.writer import SavePlanner
-from burnish.config.places import CHECKPOINTS, mirror_url, run_directory
-from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree, any_rank, gather_objects
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
@@ -80,18 +78,6 @@ class Checkpoints:
         self._uploader: Uploader | None = None
         self._lease: Lease | None = None
         self._held = ExitStack()
-
-    @classmethod
-    def of(cls, config: RunConfig, layout: Layout) -> Self:
-        """Those of a run."""
-        settings, patience = config.checkpoint, config.distributed.timeout_seconds
-        return cls(
-            run_directory(config) / CHECKPOINTS,
-            layout,
-            retention=Retention.of(settings, mirror_url(config)),
-            reserve_bytes=int(settings.reserve_gb * 1e9),
-            background_timeout=patience if settings.background else None,
-        )
 
     def __enter__(self) -> Self:
         """Take the lease and clear leftovers, on each disk."""

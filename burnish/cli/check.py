@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from burnish.config.check import Command, check
 from burnish.config.load import load_config
-from burnish.config.schema import RunConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError, UsageError
 from burnish.train.preflight import require_inputs
@@ -38,15 +37,11 @@ def run_check(arguments: Namespace) -> None:
     check(config, command, world)
     require_inputs(config, command, None)
     if arguments.processes is None:
-        _compare(config)
+        from burnish.check import check as comparison
+
+        comparison.run_check(config)
     else:
         _start(world, [arguments.config, *arguments.overrides])
-
-
-def _compare(config: RunConfig) -> None:
-    from burnish.check import check as comparison
-
-    comparison.run_check(config)
 
 
 def _start(processes: int, arguments: Sequence[str]) -> None:

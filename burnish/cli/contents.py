@@ -7,7 +7,7 @@ everything that only a run finds.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 from burnish.config.check import Command
 from burnish.config.problems import Problem, refusal
 from burnish.config.room import room_for_prompts
-from burnish.config.schema import AlgorithmConfig, DataConfig, RunConfig
+from burnish.config.schema import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
 from burnish.data.columns import MissingColumn, answer_column, example_format, prompt_column
 from burnish.data.peek import Columns, columns_of, has_column
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, few
@@ -53,12 +53,14 @@ def _problem(error: BurnishError) -> Problem:
 
 
 def _looks(config: RunConfig, command: Command, run_dir: Path | None) -> Iterator[_Look]:
-    if run_dir is None:
-        yield from _looks_at_models(config, command)
     prompts = command == "rl" or (command == "eval" and config.reward.given)
-    path = config.model.path
-    if run_dir is None and prompts and path is not None and not is_url(path):
-        yield partial(_room, path, config)
+    model, critic = config.model, config.critic.path if command == "rl" else None
+    judges = [judge.path for judge in config.reward.models] if command != "sft" else []
+    if run_dir is None:
+        yield from _looks_at_models(model, critic, judges)
+        if prompts and model.path is not None and not is_url(model.path):
+            positions = partial(_positions, model.path)
+            yield lambda: room_for_prompts(config, positions())
     for setting in ("validation",) if command == "eval" else ("train", "validation"):
         for path in getattr(config.data, setting):
             if not is_url(path):
@@ -72,10 +74,9 @@ def _looks(config: RunConfig, command: Command, run_dir: Path | None) -> Iterato
         yield partial(require_function, tracker, "tracking.trackers")
 
 
-def _looks_at_models(config: RunConfig, command: Command) -> Iterator[_Look]:
-    model = config.model
-    judges = [judge.path for judge in config.reward.models] if command != "sft" else []
-    critic = config.critic.path if command == "rl" else None
+def _looks_at_models(
+    model: ModelConfig, critic: str | None, judges: Sequence[str]
+) -> Iterator[_Look]:
     for path in [model.path, critic, *judges]:
         if path is not None and not is_url(path):
             yield partial(_config, path)
@@ -108,10 +109,10 @@ def _config(path: str) -> None:
     _json_object(Path(path).expanduser() / "config.json")
 
 
-def _room(path: str, config: RunConfig) -> None:
-    """A completion leaves room for a prompt among the positions that config.json names."""
-    positions = _json_object(Path(path).expanduser() / "config.json").get("max_position_embeddings")
-    room_for_prompts(config, positions if isinstance(positions, int) else None)
+def _positions(path: str) -> int | None:
+    """Return the number of positions that a model's config.json names."""
+    found = _json_object(Path(path).expanduser() / "config.json").get("max_position_embeddings")
+    return found if isinstance(found, int) else None
 
 
 def _weights(path: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from burnish.cli.columns import bytes_text, count_text
 from burnish.config.check import Command
 from burnish.config.places import mirror_url, run_directory
-from burnish.config.schema import EngineConfig, ModelConfig, RunConfig, SamplingConfig
+from burnish.config.schema import CriticConfig, EngineConfig, ModelConfig, RunConfig, SamplingConfig
 from burnish.train.preflight import committed_steps, data_sizes
 
 
@@ -30,7 +30,7 @@ def summary(
 def _rows(
     config: RunConfig, command: Command, world: int, run_dir: Path | None
 ) -> Iterator[tuple[str, str]]:
-    yield "model", _model(config, run_dir)
+    yield "model", _model(config.model, run_dir)
     yield (
         "engine",
         f"{config.engine.kind}, {config.engine.precision}, {count_text(world, 'process')}",
@@ -86,7 +86,7 @@ def _rl_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
         f"{algorithm.advantage}, {algorithm.policy_loss}, {algorithm.aggregation}{reference}",
     )
     if algorithm.advantage == "gae":
-        yield "critic", _critic(config)
+        yield "critic", _critic(config.critic)
     yield (
         "reward",
         " + ".join(
@@ -126,8 +126,7 @@ def _training_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "mirror", f"{mirror}, {f'the last {count}' if count else 'all'} steps kept"
 
 
-def _model(config: RunConfig, run_dir: Path | None) -> str:
-    model = config.model
+def _model(model: ModelConfig, run_dir: Path | None) -> str:
     if run_dir is not None:
         return f"newest checkpoint of {run_dir}"
     if model.path is not None:
@@ -145,8 +144,7 @@ def _adapter(model: ModelConfig) -> str:
     return f", an adapter of rank {model.adapter.rank} on {layers}"
 
 
-def _critic(config: RunConfig) -> str:
-    critic = config.critic
+def _critic(critic: CriticConfig) -> str:
     origin = critic.path or "the policy's model with a fresh head"
     alone = f", alone for {count_text(critic.warmup_steps, 'step')}" if critic.warmup_steps else ""
     return f"{origin}, learning rate {critic.lr:g}{alone}, γ {critic.gamma:g}, λ {critic.lam:g}"

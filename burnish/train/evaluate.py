@@ -88,7 +88,7 @@ def prompt_validation(
     prompts = dataset[: config.evaluation.prompts or len(dataset)]
     judged_by = part_names(config.reward)[0]
     seed = derive_seed(config.seed, "validation")
-    how = sampling(config, config.evaluation, seed % 2**63, step=0)
+    how = sampling(config.rollout, config.evaluation, seed % 2**63, step=0)
 
     def validate() -> dict[str, float]:
         groups = collector.collect(prompts, 0, config.evaluation.n, how)

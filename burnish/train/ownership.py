@@ -19,8 +19,9 @@ from burnish.checkpoint.resume import Resumed
 from burnish.checkpoint.retention import PINS, PINS_LIMIT, Retention
 from burnish.checkpoint.steps import step_name, step_paths
 from burnish.config.identity import require_may_resume, require_same_run
+from burnish.config.keeping import CheckpointConfig
 from burnish.config.load import dump_yaml, load_config
-from burnish.config.places import CHECKPOINTS, mirror_url
+from burnish.config.places import CHECKPOINTS
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree, gather_objects
 from burnish.distributed.layout import Layout
@@ -39,16 +40,17 @@ _CONFIG, _METRICS = "config.yaml", "metrics.jsonl"
 _CONFIG_LIMIT, _METRICS_LIMIT = 16 << 20, 4 << 30
 
 
-def mirror_of(config: RunConfig, directory: Path, layout: Layout) -> Mirror | None:
-    """Return the configured mirror. Raises if its URL is wrong or its client is not installed. Collective."""
-    url = mirror_url(config)
+def mirror_of(
+    url: str | None, settings: CheckpointConfig, directory: Path, layout: Layout
+) -> Mirror | None:
+    """Return the mirror at a URL. Raises if the URL is wrong or its client is not installed. Collective."""
     if url is None:
         return None
     with agree(layout):
         remote = Remote(url)
         remote.connect(write=True)
     start = gather_objects(_new_id(), layout)[0]
-    return Mirror(directory, remote, Retention.of_mirror(config.checkpoint), start)
+    return Mirror(directory, remote, Retention.of_mirror(settings), start)
 
 
 def require_own_directory(directory: RunDirectory, config: RunConfig, trainer: str) -> None:

@@ -17,7 +17,13 @@ from burnish.checkpoint.steps import step_paths
 from burnish.config.check import Command
 from burnish.config.places import CHECKPOINTS
 from burnish.config.problems import Problem, refusal
-from burnish.config.schema import RunConfig
+from burnish.config.schema import (
+    CriticConfig,
+    EngineConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+)
 from burnish.data.columns import READERS, is_data
 from burnish.errors import MissingError, UsageError, few, install
 from burnish.files.cache import select
@@ -40,13 +46,13 @@ def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = N
 
     With `run_dir` the model and tokenizer come from that run's checkpoint and are not looked for.
     """
-    problems = [] if run_dir else list(_model(config))
+    problems = [] if run_dir else list(_models(config.model, config.critic, config.engine))
     names = ("validation",) if command == "eval" else ("train", "validation")
     for name in names:
         for path in getattr(config.data, name):
             problems += _data(path, f"data.{name}")
     if command != "sft":
-        problems += _rewards(config)
+        problems += _rewards(config.reward)
     if problems:
         raise refusal(problems, "the inputs of this run", MissingError)
 
@@ -94,12 +100,11 @@ def committed_steps(directory: Path) -> list[Path]:
     return list(step_paths(directory / CHECKPOINTS, LocalStorage()).values())
 
 
-def _model(config: RunConfig) -> Iterator[Problem]:
-    model = config.model
+def _models(model: ModelConfig, critic: CriticConfig, engine: EngineConfig) -> Iterator[Problem]:
     if model.path is not None:
         yield from _directory(model.path, "model.path", ["config.json"])
-    if config.critic.path is not None:
-        yield from _directory(config.critic.path, "critic.path", ["config.json"])
+    if critic.path is not None:
+        yield from _directory(critic.path, "critic.path", ["config.json"])
     if model.lora.path is not None:
         yield from _directory(model.lora.path, "model.lora.path", [ADAPTER_CONFIG])
     if model.adapter is not None and not _importable("peft"):
@@ -109,7 +114,7 @@ def _model(config: RunConfig) -> Iterator[Problem]:
             want="peft, which has the adapter's modules",
             do=f"{install('lora')}, or remove model.lora",
         )
-    if config.engine.kind == "megatron" and not _importable("megatron"):
+    if engine.kind == "megatron" and not _importable("megatron"):
         yield Problem(
             "engine.kind megatron needs a package that is not installed",
             have="no package megatron",
@@ -206,11 +211,11 @@ def _instead_of_data(path: str) -> str | None:
     return _neighbours(Path(path).expanduser())
 
 
-def _rewards(config: RunConfig) -> Iterator[Problem]:
-    for index, model in enumerate(config.reward.models):
+def _rewards(rewards: RewardConfig) -> Iterator[Problem]:
+    for index, model in enumerate(rewards.models):
         for members in (["config.json"], TOKENIZER_FILES):
             yield from _directory(model.path, f"reward.models[{index}].path", members)
-    for index, reward in enumerate(config.reward.functions):
+    for index, reward in enumerate(rewards.functions):
         setting = f"reward.functions[{index}].function"
         module, colon, _ = reward.function.rpartition(":")
         if reward.function == "math_verify" and not _importable("math_verify"):

@@ -10,8 +10,6 @@ from typing import Any
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.steps import Committed
-from burnish.config.identity import digest
-from burnish.config.schema import RunConfig
 from burnish.engines.base import Part
 from burnish.models.lora.adapter_checkpoint import require_same_adapter
 from burnish.models.lora.adapter_config import ADAPTER_STATE
@@ -29,18 +27,18 @@ _log = logging.getLogger(__name__)
 
 
 def state_of(
-    position: Position, main: Learner, inputs: Inputs, config: RunConfig
+    position: Position, main: Learner, inputs: Inputs, config_digest: str
 ) -> dict[str, Any]:
     """Return the content of state.json for a run at this position, whose own model is `main`."""
-    adapter = main.foundation.adapter
+    adapter, critic = main.foundation.adapter, main.foundation.config.critic
     written = {} if adapter is None else {ADAPTER_STATE: adapter.as_state()}
     return (
         asdict(position)
         | written
         | {
             INPUTS: inputs.as_state(),
-            CONFIG_DIGEST: digest(config),
-            WEIGHTS_VERSION: weights_version(position.step, config),
+            CONFIG_DIGEST: config_digest,
+            WEIGHTS_VERSION: weights_version(position.step, critic.warmup_steps),
         }
     )
 
@@ -50,24 +48,25 @@ def take_up(
     source: CheckpointSource,
     learners: Mapping[str, Learner],
     inputs: Inputs,
-    config: RunConfig,
+    config_digest: str,
+    *,
+    may_be_fresh: bool,
 ) -> Position:
     """Fill the models, by role, from a step, and return its position. Collective.
 
-    With `checkpoint.fresh_optimizer` a model without optimizer state in the step begins with a fresh one. Raises before anything
+    With `may_be_fresh` (`checkpoint.fresh_optimizer`) a model without optimizer state in the step begins with a fresh one. Raises before anything
     is filled if state, tokenizer, data, adapter or tensors do not fit.
     """
     main = learners[MAIN]
     position = position_of(step)
     require_same_adapter(step.state.get(ADAPTER_STATE), main.foundation.adapter, step.path)
     changed = inputs.changed_since(step.state.get(INPUTS), step.path)
-    if step.state.get(CONFIG_DIGEST, digest(config)) != digest(config):
+    if step.state.get(CONFIG_DIGEST, config_digest) != config_digest:
         changed.append("the settings that decide the outcome, or which of them there are")
     if changed and main.engine.layout.is_main:
         _log.warning("since %s was saved there changed: %s", step.path, ", ".join(changed))
     sources = {role: source.of(role) for role in learners}
     counts = {role: position.counts(role) for role in learners}
-    may_be_fresh = config.checkpoint.fresh_optimizer
     fresh = {r for r, theirs in sources.items() if may_be_fresh and not theirs.holds_training}
     for role, learner in learners.items():
         weights, training = (list(learner.engine.shards(p)) for p in (Part.WEIGHTS, Part.TRAINING))

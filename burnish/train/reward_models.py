@@ -94,7 +94,7 @@ def load_judge(
         positions = getattr(hf_config, "max_position_embeddings", None) or sys.maxsize
         encoder, flops = ChatEncoder(tokenizer), count_flops(hf_config)
         models.append(RewardModel(name, settings.weight, engine, encoder, flops, positions))
-    return partial(_judged, models, config)
+    return partial(_judged, models, config.microbatch_tokens, config.reward.on_error)
 
 
 def _require_one_label(hf_config: PretrainedConfig, settings: RewardModelConfig) -> None:
@@ -108,13 +108,13 @@ def _require_one_label(hf_config: PretrainedConfig, settings: RewardModelConfig)
 
 
 def _judged(
-    models: Sequence[RewardModel], config: RunConfig, rollouts: Sequence[Rollout]
+    models: Sequence[RewardModel], budget: int, on_error: float, rollouts: Sequence[Rollout]
 ) -> list[Rollout]:
     found = list(rollouts)
     for model in models:
-        values = model.values(found, config.microbatch_tokens)
+        values = model.values(found, budget)
         found = [
-            _with(rollout, model, value, config.reward.on_error)
+            _with(rollout, model, value, on_error)
             for rollout, value in zip(found, values, strict=True)
         ]
     return found

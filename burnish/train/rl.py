@@ -18,7 +18,7 @@ from burnish.algorithms.loss import policy_loss_fn
 from burnish.algorithms.schedule import learning_rate
 from burnish.checkpoint.naming import MAIN
 from burnish.config.parts import part_names
-from burnish.config.schema import RunConfig
+from burnish.config.schema import OverlongConfig, RunConfig
 from burnish.data.loader import Loader
 from burnish.data.tasks import PromptDataset
 from burnish.distributed.layout import Layout
@@ -79,7 +79,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             collector = make_collector(
                 foundation, pool, layout, device, run.stopper, run.progress, judge
             )
-            version = weights_version(run.position.step, config)
+            version = weights_version(run.position.step, config.critic.warmup_steps)
             collector.generator.load_weights(policy.engine.published(), version)
             loader.cursor = run.position.cursor
             update = PolicyUpdate(policy, critic, config)
@@ -186,8 +186,12 @@ def collect_groups(
     rewards before the penalty for length.
     """
     how = replace(
-        sampling(config, config.rollout, config.seed, step),
+        sampling(config.rollout, config.rollout, config.seed, step),
         experts=config.algorithm.router_replay == "rollout",
+    )
+    dynamic = config.algorithm.dynamic_sampling
+    shaped = partial(
+        _shaped, limit=config.rollout.max_response_length, overlong=config.algorithm.overlong
     )
     groups: list[list[Rollout]] = []
     wanted, refills = config.batch.prompts, 0
@@ -196,49 +200,43 @@ def collect_groups(
         prompts = [dataset[index] for index in loader.take(wanted)]
         collected = collector.collect(prompts, first_key, config.rollout.n, how)
         if config.algorithm.advantage == "remax":
-            collected = _with_greedy_rewards(
-                collected,
-                collector.collect(prompts, first_key, 1, replace(how, temperature=0.0)),
-                config,
-            )
+            greedy = collector.collect(prompts, first_key, 1, replace(how, temperature=0.0))
+            baselines = [shaped(rollout).reward for (rollout,) in greedy]
+            collected = _with_greedy_rewards(collected, baselines)
         groups += collected
-        selection = select_groups(
-            compared(groups, config),
-            config.batch.prompts,
-            refills,
-            config.algorithm.dynamic_sampling,
-        )
+        rewards = compared(groups, dynamic.part, part_names(config.reward))
+        selection = select_groups(rewards, config.batch.prompts, refills, dynamic)
         if selection.refill == 0:
-            shaped = [[_shaped(rollout, config) for rollout in group] for group in groups]
-            chosen = [shaped[index] for index in selection.keep]
-            return chosen, [g for i, g in enumerate(shaped) if i not in selection.keep]
+            found = [[shaped(rollout) for rollout in group] for group in groups]
+            chosen = [found[index] for index in selection.keep]
+            return chosen, [g for i, g in enumerate(found) if i not in selection.keep]
         wanted, refills = selection.refill, refills + 1
 
 
 def _with_greedy_rewards(
-    groups: Sequence[Sequence[Rollout]], greedy: Sequence[Sequence[Rollout]], config: RunConfig
+    groups: Sequence[Sequence[Rollout]], baselines: Sequence[float]
 ) -> list[list[Rollout]]:
-    """Note in every rollout the reward of its prompt's greedy completion, shaped alike."""
-    baselines = [_shaped(rollout, config).reward for (rollout,) in greedy]
+    """Note in every rollout the reward of its prompt's greedy completion."""
     return [
         [replace(rollout, greedy_reward=baseline) for rollout in group]
         for group, baseline in zip(groups, baselines, strict=True)
     ]
 
 
-def compared(groups: Sequence[Sequence[Rollout]], config: RunConfig) -> list[list[float]]:
+def compared(
+    groups: Sequence[Sequence[Rollout]], part: str | None, names: Sequence[str]
+) -> list[list[float]]:
     """Return the numbers that dynamic sampling compares: the reward, or its part `algorithm.dynamic_sampling.part`.
 
-    Raises `UsageError` if no completion has this part.
+    `names` are the parts of all rewards. Raises `UsageError` if this part is neither there nor in any completion.
     """
-    part = config.algorithm.dynamic_sampling.part
     if part is None:
         return [[rollout.reward for rollout in group] for group in groups]
     parts = [
         rollout.reward_parts for group in groups for rollout in group if not rollout.reward_error
     ]
     known = {name for each in parts for name in each}
-    if parts and part not in known | {*part_names(config.reward)}:
+    if parts and part not in known | {*names}:
         raise UsageError(
             "algorithm.dynamic_sampling.part is no part of any reward",
             have=f"algorithm.dynamic_sampling.part: {part}",
@@ -249,8 +247,7 @@ def compared(groups: Sequence[Sequence[Rollout]], config: RunConfig) -> list[lis
     return [[value for value in group if value is not None] for group in found]
 
 
-def _shaped(rollout: Rollout, config: RunConfig) -> Rollout:
-    """The rollout with the penalty for its length in its reward."""
-    length, limit = len(rollout.completion.token_ids), config.rollout.max_response_length
-    penalty = overlong_penalty(length, limit, config.algorithm.overlong)
+def _shaped(rollout: Rollout, *, limit: int, overlong: OverlongConfig) -> Rollout:
+    """Return the rollout with the penalty for its length in its reward."""
+    penalty = overlong_penalty(len(rollout.completion.token_ids), limit, overlong)
     return replace(rollout, reward=rollout.reward + penalty) if penalty else rollout

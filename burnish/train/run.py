@@ -22,11 +22,12 @@ from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.resume import Resumed
-from burnish.checkpoint.retention import require_measured
+from burnish.checkpoint.retention import Retention, require_measured
 from burnish.checkpoint.save import Contents
 from burnish.checkpoint.steps import Committed
+from burnish.config.identity import digest
 from burnish.config.load import dump_yaml
-from burnish.config.places import run_directory
+from burnish.config.places import mirror_url, run_directory
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree, same_on_all_ranks
 from burnish.distributed.device import (
@@ -110,8 +111,16 @@ class Run:
         self.device = device
         self.stopper = stopper
         self.directory = RunDirectory(run_directory(config))
-        self.checkpoints = Checkpoints.of(config, layout)
+        settings, patience = config.checkpoint, config.distributed.timeout_seconds
+        self.checkpoints = Checkpoints(
+            self.directory.checkpoints,
+            layout,
+            retention=Retention.of(settings, mirror_url(config)),
+            reserve_bytes=int(settings.reserve_gb * 1e9),
+            background_timeout=patience if settings.background else None,
+        )
         self.position = Position()
+        self._config_digest = digest(config)
         self.peaks = Peaks(partial(reset_peak_memory, device), partial(peak_memory, device))
         self.spans = Spans(around=self.peaks, settle=partial(synchronize, device))
         self.progress = Progress(config.tracking.progress and layout.is_main)
@@ -285,7 +294,7 @@ class Run:
     def _contents(self) -> Contents:
         return Contents(
             models={role: learner.contents() for role, learner in self._learners.items()},
-            state=state_of(self.position, self._learners[MAIN], self._inputs, self.config),
+            state=state_of(self.position, self._learners[MAIN], self._inputs, digest(self.config)),
             healthy=self._finite_loss,
             check_finite=True,
             split=self.config.checkpoint.model_dtype == "bf16",
@@ -329,7 +338,14 @@ class Run:
 
     def _load(self, step: Committed, source: CheckpointSource) -> None:
         """Fill models and position from a committed step, once all of it fits."""
-        self.position = take_up(step, source, self._learners, self._inputs, self.config)
+        self.position = take_up(
+            step,
+            source,
+            self._learners,
+            self._inputs,
+            self._config_digest,
+            may_be_fresh=self.config.checkpoint.fresh_optimizer,
+        )
         self._saved_step = self.position.step
 
     def check_stop(self) -> None:
@@ -416,7 +432,8 @@ def open_run(
         run = Run(config, layout, device, stopper)
         same_on_all_ranks(dump_yaml(config), "the configuration", layout)
         with run.checkpoints, closing(run):
-            run.mirror = mirror_of(config, run.directory.root, layout)
+            url = mirror_url(config)
+            run.mirror = mirror_of(url, config.checkpoint, run.directory.root, layout)
             run.checkpoints.mirror_to(run.mirror)
             with agree(layout):
                 require_own_directory(run.directory, config, trainer)

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from burnish.boxes.shards import ShardSource
 from burnish.checkpoint.save import ModelContents
 from burnish.config.room import room_for_prompts
-from burnish.config.schema import OptimConfig, RunConfig, SamplingConfig
+from burnish.config.schema import OptimConfig, RolloutConfig, RunConfig, SamplingConfig
 from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.data.tokenizer import eos_token_ids, load_tokenizer
@@ -144,7 +144,7 @@ def lay_foundation(config: RunConfig, given: RunConfig | None = None) -> Foundat
         config.model.trust_remote_code,
     )
     require_embeddings(hf_config, tokenizer)
-    _require_stop_tokens(config, hf_config)
+    _require_stop_tokens(config.rollout.stop_token_ids, hf_config)
     making.require_fitting(hf_config, config.engine)
     if config.algorithm.router_replay != "none":
         require_routers(hf_config, "algorithm.router_replay")
@@ -163,9 +163,9 @@ def lay_foundation(config: RunConfig, given: RunConfig | None = None) -> Foundat
     )
 
 
-def _require_stop_tokens(config: RunConfig, hf_config: PretrainedConfig) -> None:
+def _require_stop_tokens(token_ids: Sequence[int], hf_config: PretrainedConfig) -> None:
     vocabulary = hf_config.get_text_config().vocab_size
-    missing = [each for each in config.rollout.stop_token_ids if each >= vocabulary]
+    missing = [each for each in token_ids if each >= vocabulary]
     if missing:
         raise UsageError(
             "rollout.stop_token_ids names tokens that the model does not have",
@@ -251,16 +251,16 @@ def make_collector(
     return Collector(generator, decode, pool.score, layout, stopper, progress, complaints, judge)
 
 
-def sampling(config: RunConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:
+def sampling(rollout: RolloutConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:
     """Return sampling parameters from `how`, with the run's length limit, stop texts and stop tokens."""
     return Sampling(
-        max_tokens=config.rollout.max_response_length,
+        max_tokens=rollout.max_response_length,
         temperature=how.temperature,
         top_k=how.top_k,
         top_p=how.top_p,
         min_p=how.min_p,
-        stop_token_ids=tuple(config.rollout.stop_token_ids),
-        stop_strings=tuple(config.rollout.stop),
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        stop_strings=tuple(rollout.stop),
         seed=seed,
         step=step,
     )

@@ -10,7 +10,6 @@ from typing import Any
 from burnish.checkpoint.manifest import IMPORTED, STATE
 from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.steps import Committed
-from burnish.config.schema import RunConfig
 from burnish.engines.base import Engine
 from burnish.errors import IncompatibleError
 from burnish.files.strict_json import clipped, shortened
@@ -70,9 +69,12 @@ class Position:
         return first, second
 
 
-def weights_version(steps: int, config: RunConfig) -> int:
-    """Return the version of the policy's weights after so many steps: the last step in which it learned, or 0."""
-    return steps if steps > config.critic.warmup_steps else 0
+def weights_version(steps: int, warmup_steps: int) -> int:
+    """Return the version of the policy's weights after so many steps: the last step in which it learned, or 0.
+
+    In the critic's `warmup_steps` it does not.
+    """
+    return steps if steps > warmup_steps else 0
 
 
 def counts(engine: Engine) -> dict[str, int]:

@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_older(wo
     assert code == 0, output
     assert "moved to runs/damaged/checkpoints/quarantine/step-00000006" in output
     assert "exp_avg.safetensors is damaged" in output
-    assert "they hold the header, model.embed_tokens.weight" in output  # the tensors by name
+    assert "they hold model." in output  # the tensors by name
     assert "resuming step 4 from runs/damaged/checkpoints/step-00000004" in output
     assert outcome(work / "runs/damaged") == peace
 
