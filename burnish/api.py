@@ -18,7 +18,6 @@ from burnish.checkpoint.steps import newest
 from burnish.config.check import Command, check
 from burnish.config.load import load_settings
 from burnish.config.notices import notices
-from burnish.config.places import run_directory
 from burnish.config.schema import RunConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import UsageError
@@ -67,7 +66,7 @@ def sft(config: Config, **settings: Any) -> Result:
     from burnish.train.sft import train
 
     train(loaded)
-    return Result(run_directory(loaded))
+    return Result(loaded.directory)
 
 
 def rl(
@@ -85,7 +84,7 @@ def rl(
     from burnish.train.rl import train
 
     train(loaded)
-    return Result(run_directory(loaded))
+    return Result(loaded.directory)
 
 
 def evaluate(

@@ -44,7 +44,6 @@ from burnish.cli.ckpt_paths import (
 from burnish.cli.columns import bytes_text, count_text, table
 from burnish.cli.output import print_text
 from burnish.config.load import load_config
-from burnish.config.places import mirror_url
 from burnish.errors import (
     BurnishError,
     CorruptError,
@@ -364,7 +363,7 @@ def _retention(root: Path) -> Retention | None:
     if not config.is_file():
         return None
     loaded = load_config(config).config
-    return Retention.of(loaded.checkpoint, mirror_url(loaded))
+    return Retention.of(loaded.checkpoint, loaded.mirror_url)
 
 
 def _outlived(retention: Retention | None, root: Path, pins: Iterable[int]) -> list[Path]:

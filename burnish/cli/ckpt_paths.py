@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 from burnish.checkpoint.destinations.remote_steps import RemotePath, RemoteSteps
 from burnish.checkpoint.steps import Committed, newest, open_step, step_number, step_paths
-from burnish.config.places import CHECKPOINTS
 from burnish.errors import BurnishError, MissingError, few
 from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage, Source
 from burnish.files.urls import Url, is_url
+from burnish.tracking.rundir import CHECKPOINTS
 
 Say = Callable[[str], None]
 """Prints a line for people; does nothing where JSON was asked for."""

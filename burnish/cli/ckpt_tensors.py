@@ -21,13 +21,13 @@ from burnish.checkpoint.tools.import_pickled import Pickled, pickled_kind
 from burnish.checkpoint.tools.importing import Foreign, HuggingFace, save_foreign
 from burnish.cli.ckpt_paths import Say, is_step, one_step, source_of
 from burnish.cli.columns import bytes_text, count_text
-from burnish.config.places import CHECKPOINTS
 from burnish.errors import UsageError
 from burnish.files.cache import copied, select_directory
 from burnish.files.remote import Remote
 from burnish.files.safetensors import SUFFIX
 from burnish.files.urls import is_url
 from burnish.tracking.progress import Progress
+from burnish.tracking.rundir import CHECKPOINTS
 from burnish.train.localize import local_directory
 
 DTYPES: Mapping[str, torch.dtype] = {

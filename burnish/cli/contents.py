@@ -14,7 +14,6 @@ from pathlib import Path
 
 from burnish.config.check import Command
 from burnish.config.problems import Problem, refusal
-from burnish.config.room import room_for_prompts
 from burnish.config.schema import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
 from burnish.data.columns import MissingColumn, answer_column, example_format, prompt_column
 from burnish.data.peek import Columns, columns_of, has_column
@@ -60,7 +59,7 @@ def _looks(config: RunConfig, command: Command, run_dir: Path | None) -> Iterato
         yield from _looks_at_models(model, critic, judges)
         if prompts and model.path is not None and not is_url(model.path):
             positions = partial(_positions, model.path)
-            yield lambda: room_for_prompts(config, positions())
+            yield lambda: config.prompt_limits(positions())
     for setting in ("validation",) if command == "eval" else ("train", "validation"):
         for path in getattr(config.data, setting):
             if not is_url(path):

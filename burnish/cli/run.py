@@ -20,7 +20,6 @@ from burnish.config.check import Command, check
 from burnish.config.identity import require_may_resume, require_same_run
 from burnish.config.load import load_config
 from burnish.config.notices import notices
-from burnish.config.places import mirror_url, run_directory
 from burnish.config.schema import RunConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import MissingError, UsageError
@@ -65,7 +64,7 @@ def run(
     said = list(notices(config, command)) if layout.is_main else []
     if not dry_run:
         model = run_dir or config.model.path or "a new model"
-        place = "" if command == "eval" else f" in {run_directory(config)}"
+        place = "" if command == "eval" else f" in {config.directory}"
         processes = "one process" if world == 1 else f"{world} processes"
         log.info("%s of %s%s, on %s", command, model, place, processes)
         for notice in said:
@@ -119,10 +118,10 @@ def _config_file(command: Command, path: str, run_dir: Path | None) -> Path:
 
 def _require_own_directory(config: RunConfig) -> None:
     """What opening the run refuses too, here without torch."""
-    url = mirror_url(config)
+    url = config.mirror_url
     if url is not None:
         Remote(url).connect(write=True)
-    directory = RunDirectory(run_directory(config))
+    directory = RunDirectory(config.directory)
     steps = [path.name for path in committed_steps(directory.root)]
     if (steps or directory.begun) and directory.config.is_file():
         require_same_run(directory.root, load_config(directory.config).config, config)

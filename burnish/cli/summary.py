@@ -8,7 +8,6 @@ from pathlib import Path
 
 from burnish.cli.columns import bytes_text, count_text
 from burnish.config.check import Command
-from burnish.config.places import mirror_url, run_directory
 from burnish.config.schema import CriticConfig, EngineConfig, ModelConfig, RunConfig, SamplingConfig
 from burnish.train.preflight import committed_steps, data_sizes
 
@@ -118,10 +117,10 @@ def _training_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
         "checkpoints",
         f"{every}at the end, {', '.join(kept)} kept{', in the background' if checkpoint.background else ''}",
     )
-    directory = run_directory(config)
+    directory = config.directory
     saved = committed_steps(directory)
     yield "writes", f"{directory}{f', which continues from {saved[-1].name}' if saved else ''}"
-    mirror, count = mirror_url(config), checkpoint.mirror_keep_last
+    mirror, count = config.mirror_url, checkpoint.mirror_keep_last
     if mirror:
         yield "mirror", f"{mirror}, {f'the last {count}' if count else 'all'} steps kept"
 

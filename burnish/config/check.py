@@ -11,9 +11,8 @@ from typing import Literal
 
 from burnish.config.check_engine import of_degrees, of_engine, of_kind
 from burnish.config.check_training import of_completions, of_examples, of_rl, of_sft
-from burnish.config.places import is_remote
 from burnish.config.problems import Problem, refusal
-from burnish.config.schema import ModelConfig, OptimConfig, RunConfig
+from burnish.config.schema import ModelConfig, OptimConfig, RunConfig, is_remote
 
 Command = Literal["sft", "rl", "eval"]
 """What the configuration is for."""

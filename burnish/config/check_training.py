@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import get_args
 
-from burnish.config.parts import part_names
 from burnish.config.problems import Problem, either
-from burnish.config.room import longest_completed
 from burnish.config.schema import AdvantageName, PolicyLossName, RunConfig
 
 GROUP_ADVANTAGES = frozenset(get_args(AdvantageName)) - {"remax", "reinforce_plus_plus", "gae"}
@@ -143,7 +141,7 @@ def _of_batch(config: RunConfig, shares: int) -> Iterator[Problem]:
 def _of_lengths(config: RunConfig) -> Iterator[Problem]:
     response, budget = config.rollout.max_response_length, config.microbatch_tokens
     prompt = config.data.max_prompt_length
-    needed = longest_completed(config)
+    needed = config.longest_completed
     if needed > budget:
         have = "a prompt of 1" if prompt is None else f"data.max_prompt_length: {prompt}"
         yield Problem(
@@ -200,7 +198,7 @@ def _of_rollout(config: RunConfig) -> Iterator[Problem]:
 
 def _of_compared_part(config: RunConfig) -> Iterator[Problem]:
     """A part FUNCTION/NAME is known by its answers alone: of it only the function is looked for."""
-    part, names = config.algorithm.dynamic_sampling.part, part_names(config.reward)
+    part, names = config.algorithm.dynamic_sampling.part, config.reward.part_names
     if part is None:
         return
     if not config.algorithm.dynamic_sampling.enabled:

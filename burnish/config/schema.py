@@ -7,12 +7,14 @@ laptop can check a cluster's run. Left out: what a run leaves (`burnish.config.k
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from burnish.config.keeping import CheckpointConfig, TrackingConfig
 from burnish.config.section import FunctionName, Section
+from burnish.errors import UsageError
 
 _LOGITS_AT_ONCE = 1 << 28
 """Where `engine.logprob_chunk` does not say how many."""
@@ -276,6 +278,11 @@ class RewardModelConfig(Section):
     name: str | None = None
     """What its part of the reward is called in metrics and rollouts; the last part of `path` when not given."""
 
+    @property
+    def part_name(self) -> str:
+        """Return its name, or the last part of its path."""
+        return self.name or self.path.rstrip("/").rpartition("/")[2]
+
 
 class RewardConfig(Section):
     """What completions are worth."""
@@ -294,6 +301,23 @@ class RewardConfig(Section):
     """The value of a function that raised, timed out or returned NaN, and of a model that cannot read so long a text."""
     max_failed_rounds: int = Field(3, ge=1)
     """Stop the run when functions fail for every completion of so many rounds in a row. A round is what is scored at once, in training or validation."""
+
+    @property
+    def part_names(self) -> list[str]:
+        """Return the names of the reward's parts: those of the functions, then of the models; the second of a name is `name_2`.
+
+        Further numbers of a verl function are FUNCTION/NAME; only its answers tell which.
+        """
+        given = [function.function.rpartition(":")[2] for function in self.functions]
+        given += [model.part_name for model in self.models]
+        names: list[str] = []
+        for base in given:
+            name, number = base, 1
+            while name in names:
+                number += 1
+                name = f"{base}_{number}"
+            names.append(name)
+        return names
 
     @property
     def given(self) -> bool:
@@ -478,3 +502,45 @@ class RunConfig(Section):
     def microbatch_tokens(self) -> int:
         """Most tokens in one micro-batch, on all the devices that share it."""
         return self.batch.tokens_per_device * self.engine.sequence_parallel
+
+    @property
+    def directory(self) -> Path:
+        """The run's directory, on this machine."""
+        return Path("runs" if is_remote(self.output_dir) else self.output_dir) / self.name
+
+    @property
+    def mirror_url(self) -> str | None:
+        """The URL of the copy of the run's directory; None if there is none."""
+        remote = self.output_dir if is_remote(self.output_dir) else self.checkpoint.mirror
+        return None if remote is None else f"{remote.rstrip('/')}/{self.name}"
+
+    @property
+    def longest_completed(self) -> int:
+        """Tokens of the longest prompt and completion that the settings allow; a prompt without limit counts 1."""
+        return self.rollout.max_response_length + (self.data.max_prompt_length or 1)
+
+    def prompt_limits(self, positions: int | None) -> dict[str, int]:
+        """Return the most tokens of a prompt, by what limits them: the micro-batch, or the model's `positions`.
+
+        Raises `UsageError` if a completion leaves no room.
+        """
+        response = self.rollout.max_response_length
+        budgets = {"batch.tokens_per_device": self.microbatch_tokens}
+        if positions is not None:
+            budgets["the model's max_position_embeddings"] = positions
+        for name, most in budgets.items():
+            if response >= most:
+                raise UsageError(
+                    "rollout.max_response_length leaves no room for a prompt",
+                    have=f"{response} of {name}: {most}",
+                    want=f"less than {most}",
+                    do=f"lower rollout.max_response_length, or have more of {name}",
+                )
+        return {
+            f"{name} - rollout.max_response_length": n - response for name, n in budgets.items()
+        }
+
+
+def is_remote(place: str) -> bool:
+    """Return whether a setting names a URL, and not a path."""
+    return "://" in place

@@ -10,7 +10,6 @@ from typing import get_args
 
 from burnish.config.check import check_layout
 from burnish.config.remedies import remedies
-from burnish.config.room import longest_completed
 from burnish.config.schema import EngineConfig, RunConfig
 from burnish.distributed.layout import is_divisible, require_divisible
 from burnish.errors import BurnishError, UsageError
@@ -194,7 +193,7 @@ class Planner:
             return False
         if self._devices.count // engine.sharing > self.work.sequences // self.work.updates:
             return False
-        longest = longest_completed(config) if self.work.slots else config.data.max_length or 0
+        longest = config.longest_completed if self.work.slots else config.data.max_length or 0
         if longest > config.batch.tokens_per_device * engine.sequence_parallel:
             return False
         beside = _without_experts(engine)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from burnish.config.parts import part_names
 from burnish.config.schema import RewardConfig, RewardFunctionConfig
 from burnish.errors import MissingError, UsageError
 from burnish.functions import load_function
@@ -72,7 +71,7 @@ class RewardPool:
         remote = iter(enumerate(self._workers.signatures if self._workers else ()))
         self._functions = []
         for part, each, signature in zip(
-            part_names(config)[: len(config.functions)], config.functions, signatures, strict=True
+            config.part_names[: len(config.functions)], config.functions, signatures, strict=True
         ):
             index, known = (-1, signature) if signature else next(remote)
             here = loaded.get(each.function)

@@ -20,12 +20,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from burnish.config.places import CHECKPOINTS
 from burnish.errors import CorruptError
 from burnish.tracking.atomic import write_atomically
 
 _PACKAGES = ("burnish", "torch", "transformers")
 _GIT_SECONDS = 5.0
+
+
+CHECKPOINTS = "checkpoints"
+"""The directory of steps, below a run's directory as below its mirror."""
 
 
 class RunDirectory:

@@ -19,7 +19,6 @@ from burnish.algorithms.evaluation import evaluation_stats
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.steps import Committed, newest
 from burnish.checkpoint.verify import check_small_files
-from burnish.config.parts import part_names
 from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import PromptDataset
@@ -86,7 +85,7 @@ def prompt_validation(
         return None
     config = foundation.config
     prompts = dataset[: config.evaluation.prompts or len(dataset)]
-    judged_by = part_names(config.reward)[0]
+    judged_by = config.reward.part_names[0]
     seed = derive_seed(config.seed, "validation")
     how = sampling(config.rollout, config.evaluation, seed % 2**63, step=0)
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from burnish.config.parts import model_name
 from burnish.config.schema import CriticConfig, ModelConfig, RewardConfig, RunConfig
 from burnish.data.columns import is_data
 from burnish.distributed.environment import place_of
@@ -109,7 +108,7 @@ def _reward(reward: RewardConfig, watch: Watch) -> RewardConfig:
     for judge in reward.models:
         if is_url(judge.path):  # a copy's directory is not called after what it is a copy of alone
             local = str(local_directory(judge.path, watch))
-            judge = judge.model_copy(update={"path": local, "name": model_name(judge)})
+            judge = judge.model_copy(update={"path": local, "name": judge.part_name})
         models.append(judge)
     return reward.model_copy(update={"functions": functions, "models": models})
 

@@ -21,7 +21,6 @@ from burnish.checkpoint.steps import step_name, step_paths
 from burnish.config.identity import require_may_resume, require_same_run
 from burnish.config.keeping import CheckpointConfig
 from burnish.config.load import dump_yaml, load_config
-from burnish.config.places import CHECKPOINTS
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree, gather_objects
 from burnish.distributed.layout import Layout
@@ -31,7 +30,7 @@ from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage
 from burnish.tracking.atomic import write_atomically
 from burnish.tracking.progress import Bar
-from burnish.tracking.rundir import RunDirectory
+from burnish.tracking.rundir import CHECKPOINTS, RunDirectory
 
 RUN, START, TRAINER = "run", "start", "trainer"
 """Keys of environment.json: the run, this start of it, and the command that it belongs to."""

@@ -14,7 +14,6 @@ from burnish.algorithms.advantages import ScoredRollouts, advantages, load_advan
 from burnish.algorithms.gae import gae, value_stats
 from burnish.algorithms.kl import kl_penalty
 from burnish.algorithms.token_selection import select_tokens, selects_tokens
-from burnish.config.parts import part_names
 from burnish.config.schema import RewardConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.loader import order
@@ -317,7 +316,7 @@ class PolicyUpdate:
 def _reward_parts(rollouts: Sequence[Rollout], config: RewardConfig) -> dict[str, Any]:
     """Return `parts` and `weights` of `ScoredRollouts`."""
     weights = [each.weight for each in config.functions] + [each.weight for each in config.models]
-    names = part_names(config)
+    names = config.part_names
     parts = {
         name: np.array([rollout.reward_parts.get(name, 0.0) for rollout in rollouts])
         for name in names

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from burnish.checkpoint.steps import step_paths
 from burnish.config.check import Command
-from burnish.config.places import CHECKPOINTS
 from burnish.config.problems import Problem, refusal
 from burnish.config.schema import (
     CriticConfig,
@@ -32,7 +31,7 @@ from burnish.files.retry import RetryPolicy
 from burnish.files.storage import LocalStorage
 from burnish.files.urls import is_url
 from burnish.models.lora.adapter_config import ADAPTER_CONFIG
-from burnish.tracking.rundir import RunDirectory
+from burnish.tracking.rundir import CHECKPOINTS, RunDirectory
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """One of these makes a directory a tokenizer's."""

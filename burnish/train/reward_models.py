@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from burnish.config.parts import part_names
 from burnish.config.schema import ModelConfig, RewardModelConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.chat import ChatEncoder, shared_beginning
@@ -80,7 +79,7 @@ def load_judge(
 
     Raises `IncompatibleError` for a model that is no classifier with one label.
     """
-    names = part_names(config.reward)[len(config.reward.functions) :]
+    names = config.reward.part_names[len(config.reward.functions) :]
     models, beside = [], policy
     for settings, name in zip(config.reward.models, names, strict=True):
         source = ModelConfig(path=settings.path)

@@ -17,7 +17,6 @@ from burnish.algorithms.kl import adapted
 from burnish.algorithms.loss import policy_loss_fn
 from burnish.algorithms.schedule import learning_rate
 from burnish.checkpoint.naming import MAIN
-from burnish.config.parts import part_names
 from burnish.config.schema import OverlongConfig, RunConfig
 from burnish.data.loader import Loader
 from burnish.data.tasks import PromptDataset
@@ -204,7 +203,7 @@ def collect_groups(
             baselines = [shaped(rollout).reward for (rollout,) in greedy]
             collected = _with_greedy_rewards(collected, baselines)
         groups += collected
-        rewards = compared(groups, dynamic.part, part_names(config.reward))
+        rewards = compared(groups, dynamic.part, config.reward.part_names)
         selection = select_groups(rewards, config.batch.prompts, refills, dynamic)
         if selection.refill == 0:
             found = [[shaped(rollout) for rollout in group] for group in groups]

@@ -27,7 +27,6 @@ from burnish.checkpoint.save import Contents
 from burnish.checkpoint.steps import Committed
 from burnish.config.identity import digest
 from burnish.config.load import dump_yaml
-from burnish.config.places import mirror_url, run_directory
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree, same_on_all_ranks
 from burnish.distributed.device import (
@@ -110,12 +109,12 @@ class Run:
         self.layout = layout
         self.device = device
         self.stopper = stopper
-        self.directory = RunDirectory(run_directory(config))
+        self.directory = RunDirectory(config.directory)
         settings, patience = config.checkpoint, config.distributed.timeout_seconds
         self.checkpoints = Checkpoints(
             self.directory.checkpoints,
             layout,
-            retention=Retention.of(settings, mirror_url(config)),
+            retention=Retention.of(settings, config.mirror_url),
             reserve_bytes=int(settings.reserve_gb * 1e9),
             background_timeout=patience if settings.background else None,
         )
@@ -432,7 +431,7 @@ def open_run(
         run = Run(config, layout, device, stopper)
         same_on_all_ranks(dump_yaml(config), "the configuration", layout)
         with run.checkpoints, closing(run):
-            url = mirror_url(config)
+            url = config.mirror_url
             run.mirror = mirror_of(url, config.checkpoint, run.directory.root, layout)
             run.checkpoints.mirror_to(run.mirror)
             with agree(layout):

@@ -12,7 +12,6 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource
 from burnish.checkpoint.save import ModelContents
-from burnish.config.room import room_for_prompts
 from burnish.config.schema import OptimConfig, RolloutConfig, RunConfig, SamplingConfig
 from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
@@ -179,7 +178,7 @@ def prompt_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -
     """Read the prompts in `paths` that leave room for a completion; `setting` names them in errors."""
     config = foundation.config
     positions = getattr(foundation.hf_config, "max_position_embeddings", None)
-    limits = room_for_prompts(config, positions)
+    limits = config.prompt_limits(positions)
     rows = load_rows(paths, setting)
     return PromptDataset(rows, foundation.tokenizer, config.data, limits=limits)
 

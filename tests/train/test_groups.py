@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.config.parts import part_names
 from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
 from burnish.distributed.layout import Layout
@@ -122,7 +121,7 @@ def test_a_part_that_no_answer_has_is_refused_and_one_that_some_have_compares_th
     config = configured(algorithm=dynamic, reward={"functions": [{"function": "f.py:score"}]})
     parts = [{"score": 1.0}, {"score": 1.0, "score/right": 0.0}, {"score": 1.0, "score/right": 1.0}]
     groups = [[replace(rollout(0, 1, 3), reward_parts=each) for each in parts]]
-    names = part_names(config.reward)
+    names = config.reward.part_names
     assert compared(groups, "score/right", names) == [[0.0, 1.0]]
     failed = replace(groups[0][0], reward_error="score: it raised")
     assert compared([[failed]], "score/right", names) == [[]]
@@ -136,7 +135,7 @@ def test_a_function_that_applies_to_no_answer_is_a_part_all_the_same() -> None:
         reward={"functions": [{"function": "f.py:score"}]},
     )
     groups = [[replace(rollout(0, 0, 3), reward_parts={})]]
-    assert compared(groups, "score", part_names(config.reward)) == [[]]
+    assert compared(groups, "score", config.reward.part_names) == [[]]
 
 
 def test_without_dynamic_sampling_every_group_is_kept_and_shaped() -> None:

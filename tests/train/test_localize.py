@@ -12,7 +12,6 @@ from tokenizers_for_tests import save_char_tokenizer
 from training_files import FRESH, REWARDS, burnish, make_files
 
 from burnish.config.load import load_config
-from burnish.config.parts import part_names
 from burnish.config.schema import RunConfig
 from burnish.data.sources import load_rows
 from burnish.errors import MissingError, UsageError
@@ -79,7 +78,7 @@ def test_every_input_becomes_a_path_of_this_machine(store: Remote, cache: Path) 
     assert not names & {"pytorch_model.bin", "original"}
     assert local.model.tokenizer == local.critic.path == str(model)
     assert local.reward.models[0].path == str(model)
-    assert part_names(local.reward) == part_names(config(store).reward) == ["letters", "model"]
+    assert local.reward.part_names == config(store).reward.part_names == ["letters", "model"]
     assert Path(local.model.chat_template or "").read_text() == "{{ messages }}"
     assert [row["prompt"] for row in load_rows(local.data.train).span(0, 3)] == ["0", "1", "2"]
     assert [Path(path).name for path in local.data.validation] == ["part-0.jsonl"]

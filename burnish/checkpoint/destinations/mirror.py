@@ -21,11 +21,11 @@ from burnish.checkpoint.destinations.upload import Moved, upload
 from burnish.checkpoint.manifest import Commit
 from burnish.checkpoint.retention import Facts, Retention, completed, read_pins
 from burnish.checkpoint.steps import open_step, read_commit, step_paths
-from burnish.config.places import CHECKPOINTS
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
 from burnish.files.durable import naming_failures
 from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage, Source
+from burnish.tracking.rundir import CHECKPOINTS
 
 ENVIRONMENT = "environment.json"
 """The file that says which run a mirror belongs to, and which start of it has it."""

@@ -18,12 +18,12 @@ from burnish.checkpoint.destinations.remote_steps import PORTIONS
 from burnish.checkpoint.destinations.upload import Moved, seal, send_files
 from burnish.checkpoint.manifest import COMMIT, COMMIT_LIMIT, MANIFEST, MANIFEST_LIMIT
 from burnish.checkpoint.steps import TRASH
-from burnish.config.places import CHECKPOINTS
 from burnish.errors import BurnishError, CorruptError, MissingError, few
 from burnish.files.durable import discard, naming_failures
 from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage
 from burnish.files.strict_json import encode_json, parse_json
+from burnish.tracking.rundir import CHECKPOINTS
 
 LOOK_SECONDS = 1.0
 """Between two looks at what the other disks have done."""

@@ -6,7 +6,6 @@ import pytest
 
 from burnish.config.check import check
 from burnish.config.load import load_config
-from burnish.config.places import mirror_url, run_directory
 from burnish.errors import UsageError
 
 GOOD = ["model.path=m", "data.train=[t]", "name=my"]
@@ -24,8 +23,8 @@ GOOD = ["model.path=m", "data.train=[t]", "name=my"]
 def test_where_a_run_lies(overrides: list[str], directory: str, mirror: str | None) -> None:
     config = load_config(None, [*GOOD, *overrides]).config
     check(config, "sft")
-    assert run_directory(config) == Path(directory)
-    assert mirror_url(config) == mirror
+    assert config.directory == Path(directory)
+    assert config.mirror_url == mirror
 
 
 @pytest.mark.parametrize(
