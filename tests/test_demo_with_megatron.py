@@ -81,6 +81,7 @@ def test_the_guides_four_lines_are_what_its_command_says(demo: Path) -> None:
     assert by_lines.engine != load_config(demo / CONFIG).config.engine
 
 
+@pytest.mark.nightly
 def test_the_guides_command_does_what_the_torch_engine_does(demo: Path, begun: str) -> None:
     done(demo, *arguments(), *FEW, begun, world=4)
     done(demo, "rl", CONFIG, "name=torch", *FEW, begun)

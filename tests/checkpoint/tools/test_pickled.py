@@ -197,6 +197,7 @@ def test_code_in_a_dcp_directory_is_not_run(tmp_path, assets, root, where):
 
 
 @alone
+@pytest.mark.nightly
 def test_a_child_unpickles_a_dcp_directory(tmp_path, assets, root):
     source = save_dcp(dict(tiny_model("qwen3").state_dict()), tmp_path / "dcp")
     assert_is_model(imported(source, assets, root), tiny_model("qwen3"))
@@ -324,6 +325,7 @@ def test_without_a_sandbox_only_when_told(verl, assets):
     assert "Landlock 7" in Pickled(verl, assets, landlock=7, without_sandbox=True).guard
 
 
+@pytest.mark.nightly
 def test_a_child_unpickles_without_a_sandbox_when_told(verl, assets, root):
     source = Pickled(verl, assets, landlock=0, without_sandbox=True)
     step = open_step(save_foreign(source, root, 0), LocalStorage())

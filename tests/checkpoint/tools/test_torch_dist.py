@@ -30,6 +30,8 @@ from burnish.files.safetensors import weight_files
 from burnish.files.storage import LocalStorage
 from burnish.models.loading import SafetensorsSource
 
+pytestmark = pytest.mark.nightly
+
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "qwen2": {},
