@@ -23,7 +23,7 @@ import numpy as np
 
 from bench.machine import Result, command_line, ratio, report
 from bench.peers import Peer
-from burnish.data.partition import Bins, Integers, Items, divide
+from burnish.data.balance import Bins, Integers, Items, divide
 
 LENGTHS: dict[str, Callable[[np.random.Generator, int], Integers]] = {
     "uniform": lambda rng, count: rng.integers(64, 2048, count),

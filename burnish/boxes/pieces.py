@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from burnish.boxes.shards import Piece
-from burnish.boxes.table import BoxTable, Ints, concatenated, padded
+from burnish.boxes.table import BoxTable, Columns, Ints, padded
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError
@@ -41,19 +41,16 @@ class PieceTable:
 
     def digest(self) -> str:
         """Return a digest of the pieces and their order."""
-        return _digest(self.tensors, self.boxes)
+        return f"{_digest(self.tensors)} {self.boxes.digest()}"
 
 
-def _digest(tensors: Sequence[Described], boxes: BoxTable | None) -> str:
-    found = xxhash.xxh3_128(repr(tensors).encode())
-    for array in (boxes.tensor, boxes.offsets, boxes.sizes) if boxes is not None else ():
-        found.update(np.ascontiguousarray(array).data)
-    return found.hexdigest()
+def _digest(tensors: Sequence[Described]) -> str:
+    return xxhash.xxh3_128(repr(tensors).encode()).hexdigest()
 
 
 def gather_pieces(mine: PieceTable, layout: Layout) -> list[PieceTable]:
     """Return every rank's table, by rank. Collective. Names travel only where ranks have different ones."""
-    digests = gather_objects(_digest(mine.tensors, None), layout)
+    digests = gather_objects(_digest(mine.tensors), layout)
     told = {digests[layout.rank]: mine.tensors}
     if len(set(digests)) > 1:
         is_first = digests.index(digests[layout.rank]) == layout.rank
@@ -67,7 +64,7 @@ def gather_pieces(mine: PieceTable, layout: Layout) -> list[PieceTable]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
+class Pieces(Columns):
     """The pieces of all ranks that hold any elements."""
 
     boxes: BoxTable
@@ -81,20 +78,6 @@ class Pieces:
 
     def __len__(self) -> int:
         return len(self.rank)
-
-    def take(self, rows: Ints) -> Pieces:
-        """Some of the rows."""
-        return Pieces(self.boxes.take(rows), self.rank[rows], self.index[rows], self.dtype[rows])
-
-
-def joined(tables: Sequence[Pieces]) -> Pieces:
-    """The rows of several tables, one after the other."""
-    return Pieces(
-        concatenated([table.boxes for table in tables]),
-        np.concatenate([table.rank for table in tables]),
-        np.concatenate([table.index for table in tables]),
-        np.concatenate([table.dtype for table in tables]),
-    )
 
 
 class TensorIndex:
@@ -128,10 +111,11 @@ class TensorIndex:
                 if table.tensors not in numbers:
                     numbers[table.tensors] = self.add(table.tensors, f"on rank {rank}")
         dims = self.dims
-        return [
-            joined([_merged(rank, t, *numbers[t.tensors], dims) for rank, t in enumerate(tables)])
+        merged = [
+            [_merged(rank, t, *numbers[t.tensors], dims) for rank, t in enumerate(tables)]
             for tables in sides
         ]
+        return [Pieces.concatenate(tables) for tables in merged]
 
     def add(self, tensors: Sequence[Described], where: str) -> tuple[Ints, Ints]:
         """Return the numbers of tensors and of their dtypes, new ones if needed.
@@ -170,12 +154,7 @@ def _merged(rank: int, table: PieceTable, numbers: Ints, kinds: Ints, dims: int)
     """Renumber a rank's pieces with the index's numbers of tensors and dtypes."""
     index = np.flatnonzero(table.boxes.elements)
     boxes = table.boxes.take(index)
-    widened = _widened(boxes, numbers[boxes.tensor], dims)
+    more = ((0, 0), (0, dims - boxes.dims))
+    offsets, sizes = np.pad(boxes.offsets, more), np.pad(boxes.sizes, more, constant_values=1)
+    widened = BoxTable(numbers[boxes.tensor], offsets, sizes)
     return Pieces(widened, np.full(len(index), rank), index, kinds[boxes.tensor])
-
-
-def _widened(table: BoxTable, tensor: Ints, dims: int) -> BoxTable:
-    """Renumber the tensors of boxes, and pad the boxes to more dims."""
-    more = ((0, 0), (0, dims - table.dims))
-    offsets = np.pad(table.offsets, more)
-    return BoxTable(tensor, offsets, np.pad(table.sizes, more, constant_values=1))

@@ -13,8 +13,8 @@ import torch
 import xxhash
 
 from burnish.boxes.box import Box, intersect, subtract
-from burnish.boxes.pieces import Pieces, PieceTable, TensorIndex, joined
-from burnish.boxes.table import BoxIndex, BoxTable, Ints, ranges
+from burnish.boxes.pieces import Pieces, PieceTable, TensorIndex
+from burnish.boxes.table import BoxIndex, BoxTable, Columns, Ints, ranges
 from burnish.errors import MissingError
 
 
@@ -42,7 +42,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Moves:
+class Moves(Columns):
     """The moves of a plan as a table, with the fields of `Move` by row."""
 
     tensors: TensorIndex
@@ -71,25 +71,10 @@ class Moves:
         """How many bytes each is."""
         return self.boxes.elements * self.tensors.itemsizes()[self.dtype]
 
-    def take(self, rows: Ints) -> Moves:
-        """Some of the rows, by index."""
-        return Moves(
-            self.tensors,
-            self.source[rows],
-            self.have[rows],
-            self.target[rows],
-            self.want[rows],
-            self.boxes.take(rows),
-            self.dtype[rows],
-        )
-
     def digest(self) -> str:
-        """The same on all ranks that planned the same."""
-        found = xxhash.xxh3_128(repr((self.tensors.names, self.tensors.dtypes)).encode())
-        boxes = (self.boxes.tensor, self.boxes.offsets, self.boxes.sizes)
-        for array in (self.source, self.have, self.target, self.want, self.dtype, *boxes):
-            found.update(np.ascontiguousarray(array).data)
-        return found.hexdigest()
+        """Return a digest that is the same on all ranks that planned the same."""
+        names = repr((self.tensors.names, self.tensors.dtypes))
+        return xxhash.xxh3_128((names + Columns.digest(self)).encode()).hexdigest()
 
 
 def plan(have: Sequence[PieceTable], want: Sequence[PieceTable]) -> Moves:
@@ -208,7 +193,7 @@ def _untangled(held: Pieces, tangled: Ints, tensors: TensorIndex) -> Pieces:
             boxes += [(tensor, box)] * len(holders)
     cut = held.take(np.array(rows, np.int64))
     cut = replace(cut, boxes=BoxTable.of(boxes, held.boxes.dims))
-    return joined([held.take(np.flatnonzero(~mixed)), cut])
+    return Pieces.concatenate([held.take(~mixed), cut])
 
 
 def _split(parts: list[tuple[Box, list[int]]], box: Box, row: int) -> list[tuple[Box, list[int]]]:

@@ -5,14 +5,13 @@ Every rank computes the same rounds and keeps its own part of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 
 from burnish.boxes.plan import Move, Moves
-from burnish.boxes.table import Ints, concatenated
+from burnish.boxes.table import Ints
 
 WAVE_BYTES = 64 << 20
 """Most bytes that a rank sends, and most that it receives, in one wave, unless asked otherwise."""
@@ -58,7 +57,8 @@ def schedule(
     for move, place in zip(moves.take(own), group[own].tolist(), strict=True):
         found[place].own.append(move)
     mine = np.flatnonzero((travelling.source == rank) | (travelling.target == rank))
-    for move, place, wave in _zipped(travelling, mine, group_of, number):
+    places = zip(group_of[mine].tolist(), number[mine].tolist(), strict=True)
+    for move, (place, wave) in zip(travelling.take(mine), places, strict=True):
         found[place].waves[wave].append(move)
     return found
 
@@ -156,21 +156,4 @@ def _with_halves(moves: Moves, rows: Ints, dim: Ints, half: Ints) -> Moves:
     at = np.arange(len(rows)), dim
     rest.boxes.offsets[at] += half
     rest.boxes.sizes[at] -= half
-    return _joined(first, rest)
-
-
-def _joined(first: Moves, rest: Moves) -> Moves:
-    return Moves(
-        first.tensors,
-        np.concatenate([first.source, rest.source]),
-        np.concatenate([first.have, rest.have]),
-        np.concatenate([first.target, rest.target]),
-        np.concatenate([first.want, rest.want]),
-        concatenated([first.boxes, rest.boxes]),
-        np.concatenate([first.dtype, rest.dtype]),
-    )
-
-
-def _zipped(moves: Moves, rows: Ints, group: Ints, number: Ints) -> Iterator[tuple[Move, int, int]]:
-    """Yield moves as objects, each with its group and round."""
-    return zip(moves.take(rows), group[rows].tolist(), number[rows].tolist(), strict=True)
+    return Moves.concatenate([first, rest])

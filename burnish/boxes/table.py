@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from burnish.boxes.box import Box
@@ -14,7 +16,46 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BoxTable:
+class Columns:
+    """A table: the arrays of a subclass, and the tables among its fields, have one entry per row."""
+
+    def take(self, rows: NDArray[np.generic] | slice) -> Self:
+        """Return some of the rows, by index or mask."""
+        return replace(
+            self,
+            **{
+                name: column.take(rows) if isinstance(column, Columns) else column[rows]
+                for name, column in self._columns()
+            },
+        )
+
+    @classmethod
+    def concatenate(cls, tables: Sequence[Self]) -> Self:
+        """Join the rows of tables that agree in their other fields."""
+        joined: dict[str, Any] = {}
+        for name, column in tables[0]._columns():
+            each = [getattr(table, name) for table in tables]
+            is_table = isinstance(column, Columns)
+            joined[name] = type(column).concatenate(each) if is_table else np.concatenate(each)
+        return replace(tables[0], **joined)
+
+    def digest(self) -> str:
+        """Return a digest of all rows and their order."""
+        found = xxhash.xxh3_128()
+        for _, column in self._columns():
+            if isinstance(column, Columns):
+                found.update(column.digest().encode())
+            else:
+                found.update(np.ascontiguousarray(column).data)
+        return found.hexdigest()
+
+    def _columns(self) -> list[tuple[str, Any]]:
+        values = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [each for each in values if isinstance(each[1], np.ndarray | Columns)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxTable(Columns):
     """Boxes of any tensors, one a row.
 
     All have as many dims as the widest; missing dims come last, with offset 0 and size 1.
@@ -50,10 +91,6 @@ class BoxTable:
         found: Ints = np.multiply.reduce(self.sizes, axis=1)
         return found
 
-    def take(self, rows: NDArray[np.generic] | slice) -> BoxTable:
-        """Some of the rows, by index or mask."""
-        return BoxTable(self.tensor[rows], self.offsets[rows], self.sizes[rows])
-
     def box(self, row: int, dims: int) -> Box:
         """One box, of a tensor that has so many dims."""
         offsets, sizes = self.offsets[row, :dims].tolist(), self.sizes[row, :dims].tolist()
@@ -63,15 +100,6 @@ class BoxTable:
 def padded(values: Sequence[int], dims: int, fill: int) -> tuple[int, ...]:
     """Pad values with `fill` to `dims` entries."""
     return (*values, *[fill] * (dims - len(values)))
-
-
-def concatenated(tables: Sequence[BoxTable]) -> BoxTable:
-    """Join tables of the same width."""
-    return BoxTable(
-        np.concatenate([table.tensor for table in tables]),
-        np.concatenate([table.offsets for table in tables]),
-        np.concatenate([table.sizes for table in tables]),
-    )
 
 
 def intersections(a: BoxTable, b: BoxTable) -> tuple[Ints, Ints, BoxTable]:

@@ -1,7 +1,9 @@
 """Assign sequences to ranks and micro-batches: fewest rounds first, then equal cost.
 
-Each micro-batch is a round of collectives, which takes as long as its costliest rank. Every rank
-computes the same answer.
+Each micro-batch is a round of collectives, which takes as long as its costliest rank. This is multiway number partitioning
+under a limit of size: two quick methods each make a division, and exchanges between a costly bin and cheaper ones improve the
+better one. Differencing alone, as others use it, knows no limit and divides a long tail badly. All arithmetic is on integers,
+so every rank computes the same.
 """
 
 from __future__ import annotations
@@ -9,18 +11,29 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from burnish.data.partition import Bins, Integers, Items, divide, level
 from burnish.errors import UsageError
 
+Integers = npt.NDArray[np.int64]
+"""Whole numbers, shape [N]."""
 Costs = npt.NDArray[np.float64]
 """The time that each of N things takes, in any unit, shape [N]."""
+Bins = list[list[int]]
+"""The indices of the items in each bin."""
 
 _COST_SUM = 2.0**52
 """What all costs are scaled to add up to, at most, as integers."""
+_LAYERS = 32
+"""With more items per bin than this, differencing is no better than the other methods, and slower."""
+_GIVEN, _TAKEN, _SEARCHED = 32, 32, 256
+"""Items of the costly bin, and of cheaper ones, among which the best exchange is looked for, and any at all."""
+_EXCHANGES_PER_BIN = 2
+_CLOSE_ENOUGH = 10_000
+"""A bin that costs more than the mean by less than one part in this is left as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +68,9 @@ def share_out(
     group = np.arange(len(lengths))
     if groups is not None:
         _, group = np.unique(groups, return_inverse=True)
-    items = Items(_summed(_whole(costs), group), _summed(lengths, group), budget)
-    _check_limit(items, group)
+    sizes = _summed(lengths, group)
+    _check_limit(sizes, budget, group)
+    items = Items(_summed(_whole(costs), group), sizes, budget)
     fewest = max(1, -(-int(lengths.sum()) // (budget * ranks)))
     bins = divide(items, fewest * ranks)
     if bins is None:
@@ -64,8 +78,8 @@ def share_out(
         count = -(-len(tight) // ranks) * ranks
         bins = divide(items, count) if count > fewest * ranks else None
         if bins is None:
-            bins = _spread(tight, items.costs, count)
-            level(bins, items)
+            bins = _spread(tight, items, count)
+            _Division(bins, items, False).level()
     return _dealt(bins, items, group, ranks)
 
 
@@ -91,14 +105,14 @@ def _summed(values: Integers, group: Integers) -> Integers:
     return np.bincount(group, weights=values).astype(np.int64)
 
 
-def _check_limit(items: Items, group: Integers) -> None:
-    longest = int(np.argmax(items.sizes))
-    if items.sizes[longest] > items.limit:
+def _check_limit(sizes: Integers, limit: int, group: Integers) -> None:
+    longest = int(np.argmax(sizes))
+    if sizes[longest] > limit:
         raise UsageError(
             "sequences that stay together do not fit into a micro-batch",
-            have=f"{items.sizes[longest]} tokens from sequence {int(np.argmax(group == longest))} on",
-            want=f"at most {items.limit}",
-            do=f"set batch.tokens_per_device={items.sizes[longest]} or more",
+            have=f"{sizes[longest]} tokens from sequence {int(np.argmax(group == longest))} on",
+            want=f"at most {limit}",
+            do=f"set batch.tokens_per_device={sizes[longest]} or more",
         )
 
 
@@ -109,8 +123,8 @@ def _packed(items: Items) -> Bins:
     """
     bins: Bins = []
     rooms: list[tuple[int, int]] = []  # (room, bin), ascending
-    sizes = items.sizes.tolist()
-    for item in np.argsort(-items.sizes, kind="stable").tolist():
+    sizes = items.sizes
+    for item in sorted(range(len(items.costs)), key=lambda item: -sizes[item]):
         place = bisect_left(rooms, (sizes[item], -1))
         if place < len(rooms):
             room, index = rooms.pop(place)
@@ -122,10 +136,9 @@ def _packed(items: Items) -> Bins:
     return bins
 
 
-def _spread(bins: Bins, costs: Integers, count: int) -> Bins:
+def _spread(bins: Bins, items: Items, count: int) -> Bins:
     """Add bins up to `count`; each takes one item of the costliest bin that has two."""
-    loads = [int(costs[held].sum()) for held in bins]
-    heap = [(-load, index) for index, load in enumerate(loads) if len(bins[index]) > 1]
+    heap = [(-items.cost(held), index) for index, held in enumerate(bins) if len(held) > 1]
     heapq.heapify(heap)
     for _ in range(count - len(bins)):
         moved: list[int] = []
@@ -133,14 +146,14 @@ def _spread(bins: Bins, costs: Integers, count: int) -> Bins:
             load, index = heapq.heappop(heap)
             moved = [bins[index].pop()]
             if len(bins[index]) > 1:
-                heapq.heappush(heap, (load + int(costs[moved[0]]), index))
+                heapq.heappush(heap, (load + items.costs[moved[0]], index))
         bins.append(moved)
     return bins
 
 
 def _dealt(bins: Bins, items: Items, group: Integers, ranks: int) -> Shares:
     """Group bins of similar cost into rounds; in each, the rank with least so far gets the costliest."""
-    loads = np.array([items.costs[held].sum() for held in bins], dtype=np.int64)
+    loads = np.array([items.cost(held) for held in bins], dtype=np.int64)
     rounds = np.argsort(-loads, kind="stable").reshape(-1, ranks)
     totals = np.zeros(ranks, dtype=np.int64)
     for each in rounds:
@@ -160,3 +173,201 @@ def _sequences(bins: Bins, group: Integers) -> list[Integers]:
         home[held] = index
     counts = np.bincount(home[group], minlength=len(bins))
     return np.split(np.argsort(home[group], kind="stable"), np.cumsum(counts)[:-1])
+
+
+class Items:
+    """Things to divide. Lists, because Python reads their elements quickly. Index -1 stands for no item."""
+
+    def __init__(self, costs: Integers, sizes: Integers, limit: int) -> None:
+        """`costs` [N], each at least 1, are evened out; the `sizes` [N] in one bin add up to `limit` at most."""
+        self.costs: list[int] = costs.tolist()
+        self.sizes: list[int] = [*sizes.tolist(), 0]
+        self.limit = limit
+        self.falling: list[int] = np.argsort(-costs, kind="stable").tolist()
+
+    def cost(self, held: list[int]) -> int:
+        """Return the cost of some items together."""
+        return sum(map(self.costs.__getitem__, held))
+
+
+def divide(items: Items, count: int, *, equal_counts: bool = False) -> Bins | None:
+    """Divide items into `count` bins of about equal cost within the limit, or return None.
+
+    With `equal_counts` no bin has two items more than another.
+    """
+    if count == 1:
+        return [list(range(len(items.costs)))] if sum(items.sizes) <= items.limit else None
+    few = len(items.costs) <= _LAYERS * count
+    found: list[Bins | None] = [_by_differences(items, count)] if few else []
+    if not equal_counts:
+        found.append(_by_falling_cost(items, count))
+    elif not few:
+        found.append(_by_layers(items, count))
+    divisions = [_Division(bins, items, equal_counts) for bins in found if bins is not None]
+    fitting = [division for division in divisions if division.fits()]
+    if not fitting:
+        return None
+    best = min(fitting, key=_Division.costliest)
+    best.level()
+    return best.bins
+
+
+def _by_falling_cost(items: Items, count: int) -> Bins | None:
+    """Give the costliest item to the idlest bin with room: longest processing time first (Graham 1969).
+
+    Returns None if an item finds no room, or if the search takes long because all bins are full.
+    """
+    bins: Bins = [[] for _ in range(count)]
+    room = [items.limit] * count
+    heap = [(0, index) for index in range(count)]
+    patience = len(items.costs) + count
+    for item in items.falling:
+        full: list[tuple[int, int]] = []
+        while heap and room[heap[0][1]] < items.sizes[item]:
+            full.append(heapq.heappop(heap))
+        patience -= len(full)
+        if not heap or patience < 0:
+            return None
+        load, index = heap[0]
+        bins[index].append(item)
+        room[index] -= items.sizes[item]
+        heapq.heapreplace(heap, (load + items.costs[item], index))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return bins
+
+
+def _by_layers(items: Items, count: int) -> Bins:
+    """Do the same with equal counts: deal out `count` items at a time. Ignores the limit."""
+    bins: Bins = [[] for _ in range(count)]
+    loads = [0] * count
+    for start in range(0, len(items.falling), count):
+        idlest = sorted(range(count), key=loads.__getitem__)
+        layer = items.falling[start : start + count]
+        for item, index in zip(layer, idlest, strict=False):
+            bins[index].append(item)
+            loads[index] += items.costs[item]
+    return bins
+
+
+def _by_differences(items: Items, count: int) -> Bins:
+    """Balanced differencing (Karmarkar & Karp 1982; Michiels, Korst & Aarts 2003 for more than two bins).
+
+    Items enter in layers of `count`, so bins get equally many (or one more). The two divisions with the
+    largest differences are merged, heavy bins with light ones, until one is left. Ignores the limit.
+    """
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    for start in range(0, max(1, len(items.falling)), count):
+        layer = [(items.costs[item], [item]) for item in items.falling[start : start + count]]
+        layer += [(0, [])] * (count - len(layer))
+        heap.append((layer[-1][0] - layer[0][0], start, layer))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, start, first = heapq.heappop(heap)
+        second = reversed(heap[0][2])
+        both = [(a + b, x + y) for (a, x), (b, y) in zip(first, second, strict=True)]
+        both.sort(key=itemgetter(0), reverse=True)
+        heapq.heapreplace(heap, (both[-1][0] - both[0][0], start, both))
+    return [held for _, held in heap[0][2]]
+
+
+_Entry = tuple[int, int]
+"""Cost and index of an item."""
+_NOTHING: _Entry = (0, -1)
+"""What a bin offers in return for an item where counts may change."""
+
+
+class _Division:
+    """Items in bins, improved by moving one item or exchanging two."""
+
+    def __init__(self, bins: Bins, items: Items, keep_counts: bool) -> None:
+        self.bins, self._items = bins, items
+        self._keep_counts = keep_counts
+        self._spare = [] if keep_counts else [_NOTHING]
+        self._fills = [sum(map(items.sizes.__getitem__, held)) for held in bins]
+        self._ranking = sorted([(items.cost(held), index) for index, held in enumerate(bins)])
+        self._mean = -(-sum(map(itemgetter(0), self._ranking)) // len(bins))
+        self._enough = self._mean + self._mean // _CLOSE_ENOUGH
+
+    def fits(self) -> bool:
+        """Whether all bins are within the limit."""
+        return max(self._fills) <= self._items.limit
+
+    def costliest(self) -> int:
+        """The cost of the costliest bin."""
+        return self._ranking[-1][0]
+
+    def level(self) -> None:
+        """Improve the costliest bin repeatedly, a bounded number of times.
+
+        A bin that cannot be improved is passed over. With equal counts bins run at the same time, so that
+        ends the search.
+        """
+        if self.costliest() <= self._enough:
+            return
+        costs = self._items.costs
+        self._held = [
+            self._spare + sorted([(costs[item], item) for item in held]) for held in self.bins
+        ]
+        for _ in range(_EXCHANGES_PER_BIN * len(self.bins)):
+            if not self._ranking or self.costliest() <= self._enough:
+                break
+            load, high = self._ranking.pop()
+            found = self._best(load, high)
+            if found is not None:
+                self._exchange(load, high, *found)
+            elif self._keep_counts:
+                break
+        for held, entries in zip(self.bins, self._held, strict=True):
+            held[:] = [item for _, item in entries[len(self._spare) :]]
+
+    def _best(self, load: int, high: int) -> tuple[int, _Entry, _Entry] | None:
+        """Find the best exchange for bin `high`: the other bin's rank, the item to give, the item to take.
+
+        The best exchange leaves the costlier of the two bins cheapest, but no cheaper than the mean.
+        """
+        best, found, seen = load, None, 0
+        sizes, held = self._items.sizes, self._held[high]
+        gives = held[:: -1 - (len(held) - 1) // _GIVEN]
+        least = self._fills[high] - self._items.limit
+        for place, (other, low) in enumerate(self._ranking):
+            offers, most = self._held[low], self._items.limit - self._fills[low]
+            wanted = min((load - other) // 2, load - self._mean)
+            if load - wanted >= best or not offers:
+                break
+            lowest = load + offers[0][0]
+            for given in gives:
+                cost, item = given
+                if lowest - cost >= best:
+                    break
+                nearest = bisect_left(offers, (cost - wanted, -1))
+                for taken in offers[nearest - 1 if nearest else 0 : nearest + 1]:
+                    change = cost - taken[0]
+                    if load - change >= best or other + change >= best:
+                        continue
+                    if least <= sizes[item] - sizes[taken[1]] <= most:
+                        best = max(load - change, other + change, self._mean)
+                        found = place, given, taken
+                        if best <= self._enough:
+                            return found
+            seen += len(offers)
+            if seen >= (_TAKEN if found else _SEARCHED):
+                break
+        return found
+
+    def _exchange(self, load: int, high: int, place: int, given: _Entry, taken: _Entry) -> None:
+        other, low = self._ranking.pop(place)
+        change = given[0] - taken[0]
+        insort(self._ranking, (load - change, high))
+        insort(self._ranking, (other + change, low))
+        self._move(given, high, low)
+        if taken != _NOTHING:
+            self._move(taken, low, high)
+
+    def _move(self, entry: _Entry, source: int, target: int) -> None:
+        held = self._held[source]
+        del held[bisect_left(held, entry)]
+        insort(self._held[target], entry)
+        size = self._items.sizes[entry[1]]
+        self._fills[source] -= size
+        self._fills[target] += size

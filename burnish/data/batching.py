@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from burnish.data.balance import Shares, share_out
-from burnish.data.partition import Integers
+from burnish.data.balance import Integers, Shares, share_out
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.models.flops import ModelFlops

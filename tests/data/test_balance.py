@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.data.balance import share_evenly, share_out
-from burnish.data.partition import Items, divide
+from burnish.data.balance import Items, divide, share_evenly, share_out
 from burnish.errors import UsageError
 from burnish.models.flops import AttentionCost, ModelFlops
 
