@@ -1,7 +1,7 @@
 """From rewards to advantages: how much better each rollout did than expected.
 
 An advantage function takes the `ScoredRollouts` of a step and returns one number per rollout, or one array per rollout with a
-number per token. It runs on the host in fp64 over all rollouts of a step. `gae` (`burnish.algorithms.gae`) needs a critic instead.
+number per token. It runs on the host in fp64 over all rollouts of a step. `gae` needs a critic's values instead.
 
 Notation: r_i is the reward of rollout i, KL penalties subtracted. mean and std are over the rollouts of one prompt unless said
 otherwise. std has Bessel's correction, as in TRL and verl.
@@ -20,6 +20,7 @@ from burnish.algorithms import ADVANTAGES
 from burnish.errors import BurnishError, UsageError
 from burnish.functions import load_function
 from burnish.records import Floats
+from burnish.tracking.stats import Mean, Stats
 
 EPSILON = 1e-6
 """Added to every standard deviation that is divided by."""
@@ -277,3 +278,69 @@ def check_finite(totals: Array) -> None:
             want=f"a finite number of at most {LARGEST_REWARD:g}",
             do="look at the reward function and, with KL in the reward, at the log-probs",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """Advantages and returns of a critic's values: one fp32 array of the completion's length per rollout each."""
+
+    advantages: list[Floats]
+    """Whitened over all tokens of the step."""
+    returns: list[Floats]
+    """The critic's targets: the advantage before whitening plus the value."""
+
+
+def gae(
+    rewards: Sequence[float] | npt.NDArray[np.floating],
+    values: Sequence[Floats],
+    token_penalties: Sequence[Floats] | None,
+    gamma: float,
+    lam: float,
+) -> Estimates:
+    """Return generalized advantage estimates (arXiv 1506.02438, equations 11, 12 and 16) over the tokens of each completion.
+
+        δ_t = r_t + γ V(s_{t+1}) - V(s_t)
+        Â_t = Σ_{l ≥ 0} (γλ)^l δ_{t+l},    R_t = Â_t + V(s_t)
+
+    `values[i][t]` is V(s_t), of the state in which token t was chosen; V is 0 behind the last token, also where a completion was
+    cut at its limit. The reward `rewards[i]` comes with the last token. Each token pays its entry of `token_penalties` (KL in the
+    reward, coefficient included). Advantages are then whitened over all tokens of the step. Raises `BurnishError` for a reward
+    that is not finite.
+    """
+    scores = np.asarray(rewards, dtype=np.float64)
+    exact = [np.asarray(each, dtype=np.float64) for each in values]
+    lengths = [len(each) for each in exact]
+    penalties = token_penalties or [np.zeros(length, dtype=np.float32) for length in lengths]
+    paid = [np.asarray(each, dtype=np.float64) for each in penalties]
+    check_finite(scores - np.array([each.sum() for each in paid], dtype=np.float64))
+    deltas = np.zeros((max(lengths, default=0), len(lengths)))  # from each rollout's last token
+    for i, (value, penalty) in enumerate(zip(exact, paid, strict=True)):
+        delta = gamma * np.append(value[1:], 0.0)[: len(value)] - value - penalty
+        delta[-1:] += scores[i]
+        deltas[: lengths[i], i] = delta[::-1]
+    running = np.zeros(len(lengths))
+    for row in deltas:
+        row += gamma * lam * running
+        running = row
+    sums = [deltas[:length, i][::-1] for i, length in enumerate(lengths)]
+    returns = [(a + v).astype(np.float32) for a, v in zip(sums, exact, strict=True)]
+    flat = standardised(np.concatenate([np.zeros(0), *sums])).astype(np.float32)
+    return Estimates(np.split(flat, np.cumsum(lengths)[:-1]) if lengths else [], returns)
+
+
+def value_stats(values: Sequence[Floats], returns: Sequence[Floats]) -> Stats:
+    """Return `values/mean`, `returns/mean` and `explained_var` over all completion tokens of the step.
+
+    `explained_var` is 1 - Var(R - V) / Var(R): 1 is perfect, 0 no better than a constant, NaN where all returns are equal.
+    """
+    v, r = (np.concatenate([np.zeros(0), *each]) for each in (values, returns))
+    if not len(v):
+        return Stats()
+    variance = float(r.var())
+    return Stats(
+        {
+            "values/mean": Mean(float(v.sum()), len(v)),
+            "returns/mean": Mean(float(r.sum()), len(r)),
+            "explained_var": Mean(variance - float((r - v).var()), variance),
+        }
+    )

@@ -1,26 +1,20 @@
-"""How losses of tokens become one number.
+"""Add losses of tokens up to one number.
 
-Every way is a weighted sum over tokens whose coefficients are known before the loss is: so each is
-one vector of coefficients, and the policy term, the KL term and the entropy bonus share it. The
-counts divided by are those of the *global* batch, so adding over micro-batches and ranks gives the
-same loss however the batch was cut. Left out: the losses themselves.
+Every way is a weighted sum over tokens with coefficients that are known before the loss. So the policy term, the KL term and the
+entropy bonus share one vector of coefficients. Counts are those of the *global* batch, so the sum over micro-batches and ranks
+does not depend on how the batch was cut.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from burnish.config.schema import AggregationKind
 from burnish.records import MicroBatch
 from burnish.tracking.stats import Mean
-
-AggregationKind = Literal[
-    "token_mean", "token_sum", "sequence_mean", "sequence_sum", "sequence_sum_fixed"
-]
-"""The ways, by their name in the configuration."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,17 +29,17 @@ class Aggregation:
     """The same count over the global batch."""
 
     def __call__(self, token_losses: Tensor) -> Tensor:
-        """This micro-batch's part of the loss, a scalar. What masked tokens hold, NaN included, has no effect."""
+        """Return this micro-batch's part of the loss, a scalar. Values of masked tokens, NaN included, have no effect."""
         trained = self.coefficients != 0
         return (torch.where(trained, token_losses, 0.0) * self.coefficients).sum()
 
     def mean_of(self, part: Tensor) -> Mean:
-        """A part of the loss, as returned above, as a mean whose value over the whole global batch is the term itself."""
+        """Return such a part as a mean whose value over the global batch is the whole loss."""
         return Mean(part.detach() * self.global_units, self.local_units)
 
 
 def aggregation(kind: AggregationKind, micro: MicroBatch, max_response_length: int) -> Aggregation:
-    """The coefficients of one way of aggregating. m_t is the loss mask, ℓ_t a token's loss.
+    """Return the coefficients of one way of aggregating. m_t is the loss mask, ℓ_t a token's loss.
 
     - token_mean (DAPO, arXiv 2503.14476, equation 8): Σ_s Σ_t m_t ℓ_t / (loss tokens)
     - token_sum: Σ_s Σ_t m_t ℓ_t
@@ -74,20 +68,20 @@ def aggregation(kind: AggregationKind, micro: MicroBatch, max_response_length: i
 
 
 def to_tokens(per_sequence: Tensor, micro: MicroBatch) -> Tensor:
-    """[S] to [T]: every token gets its sequence's value."""
+    """Give every token its sequence's value, [S] to [T]."""
     lengths = micro.cu_seqlens.diff()
     # Given the size of the result, the device need not be asked for it.
     return torch.repeat_interleave(per_sequence, lengths, output_size=micro.loss_mask.numel())
 
 
 def loss_lengths(micro: MicroBatch) -> Tensor:
-    """[S] int64, the number of loss tokens of each sequence."""
+    """Return the number of loss tokens of each sequence, [S] int64."""
     counts = torch.nn.functional.pad(micro.loss_mask.cumsum(0), (1, 0))
     return counts[micro.cu_seqlens.long()].diff()
 
 
 def sequence_means(values: Tensor, micro: MicroBatch) -> Tensor:
-    """[T] to [S]: the mean of `values` over each sequence's loss tokens; 0 where it has none."""
+    """Return the mean of `values` [T] over each sequence's loss tokens, [S]; 0 where it has none."""
     masked = torch.where(micro.loss_mask, values, 0.0)
     sums = torch.segment_reduce(masked, "sum", offsets=micro.cu_seqlens, unsafe=True)
     return sums / loss_lengths(micro).clamp(min=1)

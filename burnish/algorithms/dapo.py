@@ -1,7 +1,6 @@
-"""DAPO's two additions around the loss: dynamic sampling and overlong shaping (arXiv 2503.14476).
+"""DAPO's dynamic sampling and overlong shaping (arXiv 2503.14476).
 
-Pure decisions; who generates and scores is the trainer's business. DAPO's other two parts are
-settings: `clip_high` above `clip_low`, and the aggregation token_mean.
+DAPO's other two parts are settings: `clip_high` above `clip_low`, and the aggregation token_mean.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from burnish.config.schema import DynamicSamplingConfig, OverlongConfig
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What becomes of the groups collected so far in a step."""
+    """Which of the groups collected so far in a step to train on."""
 
     keep: tuple[int, ...]
     """Indices of the groups to train on, in the order they came. Empty when no group has variance."""
@@ -23,20 +22,19 @@ class Selection:
 
 
 def has_variance(rewards: Sequence[float]) -> bool:
-    """Whether a group teaches anything: its rewards are not all equal (0 < correct < G in DAPO, equation 8)."""
+    """Return whether a group's rewards differ (0 < correct < G in DAPO, equation 8)."""
     return len(set(rewards)) > 1
 
 
 def select_groups(
     groups: Sequence[Sequence[float]], wanted: int, refills: int, config: DynamicSamplingConfig
 ) -> Selection:
-    """Which groups to keep, and whether to generate more.
+    """Choose the groups to keep, and whether to generate more.
 
-    `groups` holds the rewards of every group of the step so far, `wanted` is the number of prompts
-    of a step, `refills` the rounds of further generation already made. Without dynamic sampling the
-    first `wanted` groups are kept. With it, the first `wanted` that have variance; while there are
-    fewer, and rounds are left, as many prompts as are missing are asked for. Once the rounds are
-    spent, the step runs with the groups there are, which can be none.
+    `groups` has the rewards of every group of the step so far, `wanted` is the number of prompts of a step, and `refills` counts
+    the rounds of further generation. Without dynamic sampling the first `wanted` groups are kept. With it, the first `wanted`
+    that have variance are. If there are fewer and rounds are left, the missing number of prompts is asked for; else the step
+    runs with the groups that it has, which can be none.
     """
     if not config.enabled:
         return Selection(tuple(range(len(groups)))[:wanted], 0)
@@ -46,10 +44,10 @@ def select_groups(
 
 
 def overlong_penalty(length: int, max_response_length: int, config: OverlongConfig) -> float:
-    """What to *add* to the reward of a completion of `length` tokens: soft overlong punishment, equation 13.
+    """Return DAPO's soft overlong punishment of a completion of `length` tokens, to be *added* to its reward (equation 13).
 
-    With L = `max_response_length` and B = `config.buffer`: 0 up to L - B, then ((L - B) - length) / B,
-    and -1 beyond L; times `config.penalty`. 0 everywhere when the buffer is 0.
+    With L = `max_response_length` and B = `config.buffer`, it is 0 up to L - B, then ((L - B) - length) / B, and -1 beyond L,
+    times `config.penalty`. Without a buffer it is 0.
     """
     if config.buffer == 0:
         return 0.0

@@ -1,8 +1,4 @@
-"""What a model's answers to held-out prompts are worth: mean@n, pass@k, maj@n.
-
-Pure functions of scores and extracted answers. Left out: extraction (`burnish.rewards.builtin`) and
-generation.
-"""
+"""Score a model's answers to held-out prompts: mean@n, pass@k, maj@n."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from burnish.tracking.stats import Mean, Stats
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """The chance that one of k samples is correct, unbiased, from n samples: arXiv 2107.03374, equation 1.
+    """Estimate without bias, from n samples, the chance that one of k is correct (arXiv 2107.03374, equation 1).
 
     1 - C(n - correct, k) / C(n, k), exact for integers of any size. Raises `ValueError` unless
     0 <= correct <= n and 1 <= k <= n.
@@ -25,12 +21,10 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def majority_score(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
-    """The score of the answer given most often (self-consistency, arXiv 2203.11171).
+    """Return the score of the answer given most often (self-consistency, arXiv 2203.11171); 0 without any answer.
 
-    `answers` are extracted from the completions, None where nothing was found, which is no vote. An
-    answer's score is the mean score of the completions that gave it. Tied answers share: the result is the
-    mean of their scores, which is what drawing one of them would give on average, and does not
-    depend on the order. 0 when nobody voted.
+    None among the `answers` is no vote. An answer's score is the mean score of the completions that gave it. Tied answers give
+    the mean of their scores.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -47,11 +41,10 @@ def evaluation_stats(
     answers: Sequence[Sequence[Hashable | None]],
     solved: float = 1.0,
 ) -> Stats:
-    """`val/mean@n`, `val/pass@n` and `val/maj@n`, means over prompts that merge over ranks.
+    """Return `val/mean@n`, `val/pass@n` and `val/maj@n`, means over prompts that merge over ranks.
 
-    `scores[p][s]` and `answers[p][s]` belong to sample s of prompt p; n is the number of samples,
-    the same for every prompt. A sample is correct where its score is at least `solved`. With n = 1
-    the three say the same, so only `val/mean@1` is given. Raises `ValueError` for unequal groups.
+    `scores[p][s]` and `answers[p][s]` belong to sample s of prompt p. A sample is correct if its score is at least `solved`. With
+    n = 1 all three are equal, and only `val/mean@1` is given. Raises `ValueError` for prompts with different numbers of samples.
     """
     sizes = {len(group) for group in scores}
     if not sizes:

@@ -1,8 +1,7 @@
 """The loss functions that trainers hand to an engine.
 
-Each is pure: it sees one micro-batch, returns its part of the step's loss and statistics that add up
-over micro-batches and ranks, and never waits for the device. The names of statistics have no prefix: whose
-loss it is (`actor/`, `critic/`, `train/`) the trainer knows. Left out: collectives, which are the engine's.
+Each is pure. It sees one micro-batch, returns its part of the step's loss and statistics that add up over micro-batches and
+ranks, and never waits for the device. The trainer adds a prefix to the statistics' names (`actor/`, `critic/`, `train/`).
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from burnish.algorithms.aggregation import aggregation
 from burnish.algorithms.kl import kl_loss
 from burnish.algorithms.mismatch import mismatch_stats, mismatch_weights
 from burnish.algorithms.policy_loss import TokenLosses, load_policy_loss, old_logprobs
-from burnish.config.schema import AlgorithmConfig
-from burnish.errors import BurnishError
+from burnish.config.schema import AggregationKind, AlgorithmConfig
 from burnish.records import MicroBatch, TokenOutputs
 from burnish.tracking.stats import Mean, Stats, Sum
 
@@ -26,20 +24,16 @@ Loss = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]
 
 
 def sft_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
-    """Negative log-likelihood per loss token: -Σ_s w_s Σ_t m_t log π(y_t) / (loss tokens of the global batch).
-
-    Statistics: `tokens`, the number of tokens trained on. The mean itself is the engine's `loss`.
-    """
+    """Return the negative log-likelihood, -Σ_t m_t log π(y_t) / (loss tokens of the global batch), and `tokens`, their number."""
     mean = aggregation("token_mean", micro, 1)
     loss = mean(-outputs.logprobs.float())
     return loss, Stats({"tokens": Sum(mean.local_units)})
 
 
 def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
-    """The loss of `config`: the surrogate, plus `kl.coef` · KL where it belongs in the loss, minus `entropy_coef` · H.
+    """Return the loss of `config`: the surrogate, plus `kl.coef` · KL where it belongs in the loss, minus `entropy_coef` · H.
 
-    All three are aggregated alike, `max_response_length` in tokens being sequence_sum_fixed's divisor.
-    The entropy bonus needs `TokenOutputs.entropy` with a gradient. Statistics, each a mean that merges:
+    All three are aggregated alike. The entropy bonus needs `TokenOutputs.entropy` with a gradient. Statistics, each a mean:
 
     - `pg_loss`, `kl_loss`: the terms as they enter the loss
     - `entropy`: nats per token
@@ -47,8 +41,8 @@ def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
     - `pg_clipfrac`, `pg_clipfrac_lower`: share of tokens held by the clip range, by the dual clip
     - `mismatch_...`: of the generator (`burnish.algorithms.mismatch`), where its log-probs are there
 
-    The correction of the generator's mismatch multiplies the policy loss of each token, and no other term.
-    The loss raises `BurnishError` for a micro-batch without advantages, or without reference or sampled log-probs where it needs them.
+    The correction of the generator's mismatch multiplies the policy loss of each token, and no other term. The loss raises
+    `BurnishError` for a micro-batch without advantages, or without reference or sampled log-probs where it needs them.
     """
     kl_in_loss = config.kl.coef > 0 and config.kl.place == "loss"
     surrogate = load_policy_loss(config)
@@ -69,7 +63,12 @@ def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
         stats["pg_loss"] = aggregate.mean_of(loss)
         if kl_in_loss:
             divergence = aggregate(
-                kl_loss(config.kl.estimator, outputs.logprobs, _reference(micro), micro.loss_mask)
+                kl_loss(
+                    config.kl.estimator,
+                    outputs.logprobs,
+                    micro.given("ref_logprobs"),
+                    micro.loss_mask,
+                )
             )
             loss = loss + config.kl.coef * divergence
             stats["kl_loss"] = aggregate.mean_of(divergence)
@@ -97,12 +96,33 @@ def _statistics(tokens: TokenLosses, outputs: TokenOutputs, micro: MicroBatch) -
     )
 
 
-def _reference(micro: MicroBatch) -> Tensor:
-    if micro.ref_logprobs is None:
-        raise BurnishError(
-            "A KL term was given a micro-batch without reference log-probs.",
-            have="ref_logprobs=None",
-            want="the frozen reference model's log-prob of each token",
-            do="fill them with Batch.with_ref_logprobs, or set algorithm.kl.coef to 0",
+def value_loss_fn(kind: AggregationKind, clip: float | None, max_response_length: int) -> Loss:
+    """Return PPO's value loss, clipped as in OpenAI's baselines (ppo2; arXiv 2005.12729, section 3).
+
+        ℓ_t = ½ max( (V_t - R_t)²,  (clip(V_t, V_old,t - `clip`, V_old,t + `clip`) - R_t)² )
+
+    Without `clip` it is ½ (V_t - R_t)². It is aggregated like the policy's loss. Statistics, each a mean that merges:
+    `vf_loss`, the loss; `vf_clipfrac`, the share of tokens that the clip holds back.
+
+    The loss raises `BurnishError` for a micro-batch without returns, or without old values where it clips.
+    """
+
+    def value_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
+        aggregate = aggregation(kind, micro, max_response_length)
+        mask = micro.loss_mask
+        returns = torch.where(mask, micro.given("returns"), 0.0)
+        values = torch.where(mask, outputs.values, 0.0)
+        losses = (values - returns).square() / 2
+        held = torch.zeros_like(mask)
+        if clip is not None:
+            old = torch.where(mask, micro.given("old_values"), 0.0)
+            moved = values - old
+            clipped = (old + moved.clamp(-clip, clip) - returns).square() / 2
+            held = (moved.abs() > clip) & (clipped > losses)  # and not by rounding
+            losses = torch.maximum(losses, clipped)
+        loss = aggregate(losses)
+        return loss, Stats(
+            vf_loss=aggregate.mean_of(loss), vf_clipfrac=Mean((held & mask).sum(), mask.sum())
         )
-    return micro.ref_logprobs
+
+    return value_loss

@@ -206,7 +206,7 @@ def dppo_kl(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> Tok
 def clip_cov(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
     """PPO's loss without the tokens of `MicroBatch.selected` (Clip-Cov, arXiv 2505.22617, equation 12)."""
     tokens = ppo(logprobs, micro, config)
-    held = _selected(micro)
+    held = micro.given("selected")
     return replace(tokens, loss=torch.where(held, 0.0, tokens.loss), clipped=tokens.clipped | held)
 
 
@@ -214,20 +214,9 @@ def kl_cov(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> Toke
     """ℓ_t = -r_t A_t, plus `cov_penalty` · |log r_t| at the tokens of `MicroBatch.selected` (KL-Cov, arXiv 2505.22617, equation 14)."""
     ratios = log_ratio(logprobs, micro)
     loss = -_bounded(ratios).exp() * _advantages(micro)
-    held = _selected(micro)
+    held = micro.given("selected")
     loss = loss + torch.where(held, config.cov_penalty * ratios.abs(), 0.0)
     return TokenLosses(loss, held, torch.zeros_like(held), ratios.detach())
-
-
-def _selected(micro: MicroBatch) -> Tensor:
-    if micro.selected is None:
-        raise BurnishError(
-            "a policy loss that treats some tokens apart was given none of them",
-            have="MicroBatch.selected is None",
-            want="the tokens that burnish.algorithms.token_selection chose",
-            do="choose them before the updates of the mini-batch",
-        )
-    return micro.selected
 
 
 def _masked_by_divergence(
@@ -271,11 +260,4 @@ def _bounded(ratios: Tensor) -> Tensor:
 
 
 def _advantages(micro: MicroBatch) -> Tensor:
-    if micro.advantages is None:
-        raise BurnishError(
-            "A policy loss was given a micro-batch without advantages.",
-            have="advantages=None",
-            want="one fp32 advantage per token",
-            do="make the examples of the batch with advantages (SFT data has none: use sft_loss)",
-        )
-    return torch.where(micro.loss_mask, micro.advantages, 0.0)
+    return torch.where(micro.loss_mask, micro.given("advantages"), 0.0)

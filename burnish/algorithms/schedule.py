@@ -1,8 +1,6 @@
 """The learning rate as a pure function of the step, so there is no scheduler to save or restore.
 
-Equal to transformers' schedules of the same names, except that `min_lr_ratio` lifts the end of the
-decay alone, where transformers' wsd also lifts the start of the warm-up. Left out: restarts, and
-schedules that look at the loss.
+It equals transformers' schedules of the same names, except that `min_lr_ratio` never lifts the start of the warm-up.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from burnish.config.schema import OptimConfig
 
 
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
-    """The learning rate of optimizer step `step`, counted from 0, of `total_steps`.
+    """Return the learning rate of optimizer step `step`, counted from 0, of `total_steps`.
 
     With W = `warmup_steps` and m = `min_lr_ratio`, lr · f where f = step / W during warm-up, and after it,
     with p = (step - W) / (`total_steps` - W), at most 1:
@@ -23,9 +21,8 @@ def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     - cosine: m + (1 - m) (1 + cos πp) / 2
     - wsd (arXiv 2404.06395, section 4): 1, then over the last `decay_steps` steps linearly down to m
 
-    As in transformers the first step of a warm-up is made at 0, and the end of the decay is reached
-    by the step after the last. A warm-up longer than the run is cut off with it; a wsd decay that
-    would begin before the warm-up ends begins there.
+    As in transformers, the first step of a warm-up is made at 0, and the step after the last would reach the end of the decay. A
+    wsd decay begins after the warm-up at the earliest.
     """
     warmup = config.warmup_steps
     if step < warmup:

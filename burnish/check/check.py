@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from burnish.algorithms.loss import policy_loss_fn, sft_loss
-from burnish.algorithms.value_loss import value_loss_fn
+from burnish.algorithms.loss import policy_loss_fn, sft_loss, value_loss_fn
 from burnish.boxes.shards import Shard
 from burnish.check.shrinking import shrunk
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig, RunConfig

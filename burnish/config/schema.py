@@ -41,6 +41,10 @@ PolicyLossName = Literal[
     "ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"
 ]
 """The built-in policy losses."""
+AggregationKind = Literal[
+    "token_mean", "token_sum", "sequence_mean", "sequence_sum", "sequence_sum_fixed"
+]
+KLEstimator = Literal["k1", "k2", "k3"]
 StopText = Annotated[str, Field(min_length=1)]
 """A text that ends a completion; an empty one would end all of them at once."""
 
@@ -350,7 +354,7 @@ class KLConfig(Section):
 
     coef: float = Field(0.0, ge=0)
     """Weight of the term; 0: no reference model is kept."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: KLEstimator = "k3"
     """Schulman's estimators (http://joschu.net/blog/kl-approx.html)."""
     place: Literal["loss", "reward"] = "loss"
     """Added to the loss, or subtracted from the reward of each token."""
@@ -387,9 +391,7 @@ class AlgorithmConfig(Section):
     """kl_cov only: weight of |log ratio| at the tokens of largest covariance."""
     top_entropy: float | None = Field(None, gt=0, lt=1)
     """Train on this share of a mini-batch's tokens, those of highest entropy (arXiv 2506.01939 has 0.2); all when not given."""
-    aggregation: Literal[
-        "token_mean", "token_sum", "sequence_mean", "sequence_sum", "sequence_sum_fixed"
-    ] = "token_mean"
+    aggregation: AggregationKind = "token_mean"
     """token_mean: over all tokens. token_sum: sum over all tokens. sequence_mean: mean of each sequence's token mean. sequence_sum: mean of each sequence's token sum. sequence_sum_fixed: sum over tokens / max_response_length, mean over sequences (Dr. GRPO)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""

@@ -50,6 +50,18 @@ class MicroBatch:
     temperature: float = 1.0
     """Divides the logits before log-probs are taken: the policy that sampled at this temperature is the one trained."""
 
+    def given(self, name: str) -> Tensor:
+        """Return a field that a loss needs. Raises `BurnishError` where the batch was made without it."""
+        tensor: Tensor | None = getattr(self, name)
+        if tensor is None:
+            raise BurnishError(
+                f"a loss needs {name}, and the micro-batch has none",
+                have=f"{name}=None",
+                want="one entry per token",
+                do=f"make all examples of the batch with {name}",
+            )
+        return tensor
+
     def to(self, device: torch.device) -> MicroBatch:
         """Return it with every tensor on `device`."""
         moved: dict[str, Any] = {

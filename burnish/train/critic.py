@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from burnish.algorithms.loss import value_loss_fn
 from burnish.algorithms.schedule import learning_rate
-from burnish.algorithms.value_loss import value_loss_fn
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.engines.factory import settings_beside

@@ -10,8 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.algorithms.advantages import ScoredRollouts, advantages, load_advantage
-from burnish.algorithms.gae import gae, value_stats
+from burnish.algorithms.advantages import (
+    ScoredRollouts,
+    advantages,
+    gae,
+    load_advantage,
+    value_stats,
+)
 from burnish.algorithms.kl import kl_penalty
 from burnish.algorithms.token_selection import select_tokens, selects_tokens
 from burnish.config.schema import RewardConfig, RunConfig

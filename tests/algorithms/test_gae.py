@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.algorithms.advantages import EPSILON
-from burnish.algorithms.gae import gae, value_stats
+from burnish.algorithms.advantages import EPSILON, gae, value_stats
 from burnish.errors import BurnishError
 
 
@@ -123,5 +122,5 @@ def test_of_nothing() -> None:
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -1e31])
 def test_rewards_that_cannot_be_learned_from(reward: float) -> None:
-    with pytest.raises(BurnishError, match="reward of rollout 1"):
+    with pytest.raises(BurnishError, match="rollout 1"):
         gae([0.0, reward], [np.zeros(2, np.float32)] * 2, None, 1.0, 1.0)

@@ -98,9 +98,8 @@ def test_each_tokens_surrogate_and_gradient_is_weighted_and_nothing_else(
 
 def test_a_micro_batch_without_the_generators_log_probs_is_refused(make_case) -> None:
     case = make_case()
-    with pytest.raises(BurnishError, match="without its log-probs") as caught:
+    with pytest.raises(BurnishError, match="sampled_logprobs"):
         policy_loss_fn(AlgorithmConfig(mismatch_cap=2.0), 16)(case.outputs, case.micro)
-    assert "sampled_logprobs=None" in str(caught.value)
 
 
 def test_a_filler_adds_nothing(make_case) -> None:
