@@ -1,7 +1,7 @@
 """The place of a process in the run, and which degrees of parallelism divide a model.
 
 A layout is a plain value, passed to whoever needs it; there is no current layout. Process groups are in
-`burnish.distributed.mesh`. Whether degrees divide the number of processes, which needs no model, is
+`burnish.distributed.processes`. Whether degrees divide the number of processes, which needs no model, is
 checked with the settings (`burnish.config`).
 """
 

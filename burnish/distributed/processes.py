@@ -11,18 +11,21 @@ import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from burnish.config.schema import DistributedConfig
 from burnish.distributed.device import keep_freed_pages, pick_device, share_cores
 from burnish.distributed.environment import Place, place_of
 from burnish.distributed.failure_watch import FailureWatch, naming_failures, watching
+from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
 
@@ -123,6 +126,47 @@ def wait_as_all(group: ProcessGroup) -> None:
         options = everybody._get_backend(device).options
         if options is not None:  # a fake group, made to measure memory, has none
             group._get_backend(device)._set_default_timeout(options._timeout)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mesh:
+    """This rank's groups, and the host memory that its engines share."""
+
+    weights: DeviceMesh
+    """(replicas, shard · sequence): weights are replicated along the first dim and sharded along the second."""
+    sequence: ProcessGroup | None
+    """The ranks that share the tokens of a micro-batch; None for 1."""
+    tensor: ProcessGroup | None
+    """The ranks that share the matrices of each layer; None for 1."""
+    arena: Arena
+    """Host memory for offloading."""
+
+    @classmethod
+    def of(cls, layout: Layout, replicas: int, device: torch.device) -> Mesh:
+        """Make the groups. Collective. The layout's sizes and `replicas` must divide its world."""
+        grid = init_device_mesh(
+            device.type,
+            (replicas, layout.world // (replicas * layout.tensor), layout.tensor),
+            mesh_dim_names=("replicas", "shard", "tensor"),
+        )
+        tensor = grid["tensor"].get_group() if layout.tensor > 1 else None
+        sequence = _sequence_group(layout, device)
+        weights = grid["replicas", "shard"]
+        for group in (*weights.get_all_groups(), tensor, sequence):
+            if group is not None:
+                wait_as_all(group)
+        return cls(weights, sequence, tensor, Arena(device))
+
+
+def _sequence_group(layout: Layout, device: torch.device) -> ProcessGroup | None:
+    if layout.sequence == 1:
+        return None
+    grid = init_device_mesh(
+        device.type,
+        (layout.data_size, layout.sequence, layout.tensor),
+        mesh_dim_names=("data", "sequence", "tensor"),
+    )
+    return grid["sequence"].get_group()
 
 
 @contextmanager

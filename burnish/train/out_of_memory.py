@@ -12,12 +12,14 @@ import torch
 
 from burnish.config.remedies import remedies
 from burnish.config.schema import RunConfig
-from burnish.distributed.allocations import (
+from burnish.distributed.device import (
     can_write_snapshot,
+    device_name,
+    peak_memory,
     recording_allocations,
+    total_memory,
     write_snapshot,
 )
-from burnish.distributed.device import device_name, peak_memory, total_memory
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.tracking.peaks import Peaks

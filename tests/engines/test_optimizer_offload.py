@@ -17,7 +17,7 @@ from torch import Tensor
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.distributed.mesh import Mesh
+from burnish.distributed.processes import Mesh
 from burnish.engines.base import Part
 from burnish.engines.optim import state_offload as resting
 from burnish.engines.optim.muon import Muon

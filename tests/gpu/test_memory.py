@@ -12,12 +12,12 @@ from tiny import VOCAB, save_tiny
 from transformers import AutoConfig
 
 from burnish.config.schema import EngineConfig, OptimConfig
-from burnish.distributed.allocations import (
+from burnish.distributed.device import (
     can_write_snapshot,
     recording_allocations,
+    total_memory,
     write_snapshot,
 )
-from burnish.distributed.device import total_memory
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
 from burnish.engines.torch.torch_engine import TorchEngine

@@ -9,7 +9,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from burnish.distributed.layout import Layout
-from burnish.distributed.mesh import Mesh
+from burnish.distributed.processes import Mesh
 from burnish.models.kernels.attention import PackedLayout
 from burnish.models.kernels.ulysses import Deal, Division, Joined, Ulysses, _repeats
 

@@ -6,7 +6,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from burnish.distributed.layout import Layout
-from burnish.distributed.mesh import Mesh
+from burnish.distributed.processes import Mesh
 from burnish.models.logprobs import LogitTransform, LogprobOptions, VocabularyPart, token_logprobs
 from burnish.models.names import Cut
 

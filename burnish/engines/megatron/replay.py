@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from burnish.distributed.autograd import gather_rows
+from burnish.distributed.collectives import gather_rows
 from burnish.engines.megatron.families import Experts
 from burnish.errors import IncompatibleError
 from burnish.models.routing import Balance, Routing, TokenRows, index_dtype, require_recorded

@@ -7,7 +7,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import Layout
-from burnish.distributed.mesh import Mesh
+from burnish.distributed.processes import Mesh
 from burnish.engines.base import compute_dtype
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.models.meta_init import build_on_meta

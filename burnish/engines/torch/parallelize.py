@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedModel
 
 from burnish.config.schema import EngineConfig
-from burnish.distributed.mesh import Mesh
+from burnish.distributed.processes import Mesh
 from burnish.engines.torch.activation_offload import ActivationOffload
 from burnish.engines.torch.compilation import compile_layers
 from burnish.engines.torch.tensor_parallel import share_matrices

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from burnish.boxes.shards import Publication, Shard, ShardSource
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.layout import Layout
-from burnish.distributed.mesh import Mesh
+from burnish.distributed.processes import Mesh
 from burnish.engines.base import LossFn, Part, compute_dtype, trained
 from burnish.engines.expert_load import ExpertLoad, routing_of
 from burnish.engines.offload import parked

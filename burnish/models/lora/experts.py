@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from burnish.distributed.autograd import uncompiled
+from burnish.distributed.collectives import uncompiled
 
 _RANK_MULTIPLE = 8
 """Grouped products on CUDA want rows of a multiple of 16 bytes, which are so many elements at least."""
