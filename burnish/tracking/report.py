@@ -1,44 +1,46 @@
 """`report.html`: a whole run on one page that needs only a browser.
 
-Reads only the run directory, so it can be made again at any time, without torch. Plots are SVG; a short script shows values under
-the pointer; nothing is fetched.
+It is made from the run's directory alone, at any time, without torch. A script in the page draws the charts from JSON; the page
+fetches nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
+import numpy as np
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from burnish.tracking.atomic import write_atomically
-from burnish.tracking.charts import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    Chart,
-    Point,
-    line_chart,
-    stacked_chart,
-)
 from burnish.tracking.console import duration
-from burnish.tracking.examples import choose_examples
-from burnish.tracking.jsonl import read_metrics
+from burnish.tracking.jsonl import number, read_metrics
+from burnish.tracking.rollouts import read_rollouts, rollout_files
 from burnish.tracking.rundir import RunDirectory
 
 State = Literal["running", "finished", "stopped", "failed", "unknown"]
-"""How a run stands when its report is written; unknown where nobody can say."""
-
-Series = dict[str, list[Point]]
+"""How a run stands when its report is written; unknown if nobody can say."""
+Points = list[tuple[float, float]]
+"""(step, value) pairs of a metric, by ascending step."""
+Series = dict[str, Points]
 """Points by metric."""
+Chart = dict[str, Any]
+"""A chart as the page's script takes it: `title`, `lines` (`label`, `points`, `smooth`), and `stacked`."""
+Row = dict[str, Any]
+"""A rollout as the page shows it."""
+
+MAX_POINTS = 400
+"""Points of a line that are drawn."""
+READ_BYTES = 32_000_000
+"""Size of the rollout files that are read; the newest and the oldest file are always read."""
+_SMOOTH_FROM = 20
+_LINES_PER_CHART = 6
+_TEXT_LIMIT = 3000
+_EXAMPLES = 3
 
 _LEARNING = (
     ("Reward", ("reward/mean",)),
@@ -62,78 +64,47 @@ _SPEED = (
     ("Peak memory, GB", ("perf/max_memory_gb",)),
 )
 _FIRST_VALIDATION = ("accuracy", "mean@", "exact_match", "reward", "pass@")
-"""What of the validation metrics stands in the header: the first of these there is."""
+# The first of these that the validation metrics have is in the header.
 _HEADLINE = {
     "reward/mean": "Training reward",
     "train/loss": "Training loss",
     "actor/loss": "Training loss",
 }
-"""What stands beside it: the first of these there is, and what to call it."""
-_LINES_PER_CHART = 6
-_PLOT = {
-    "width": WIDTH,
-    "height": HEIGHT,
-    "left": LEFT,
-    "right": WIDTH - RIGHT,
-    "top": TOP,
-    "bottom": HEIGHT - BOTTOM,
+# Beside it is the first of these that there is, under this label.
+_ABSENT: Row = {
+    "answer": None,
+    "reward_parts": {},
+    "reward_error": None,
+    "advantage": math.nan,
+    "stop_reason": "",
+    "length": 0,
 }
-"""The plots' geometry, for the template: the size, and the edges of the drawing area."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A number at the top of the page."""
-
-    label: str
-    """What it is."""
-    value: str
-    """The number."""
-    before: str = ""
-    """Where it started, for numbers that changed."""
-    note: str = ""
-    """A second, small line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Validation:
-    """One row of the before-and-after table."""
-
-    name: str
-    """The metric, without `val/`."""
-    before: float
-    """First value."""
-    after: float
-    """Last value."""
-    before_step: int
-    """Step of the first value."""
-    after_step: int
-    """Step of the last value."""
 
 
 def write_report(run_dir: Path, state: State = "unknown") -> Path:
-    """Write `report.html` for a run directory, atomically, and return its path.
+    """Write `report.html` for a run's directory, atomically, and return its path.
 
-    Whatever is missing is left out. Raises `CorruptError` for a broken file.
+    Missing files are left out. Raises `CorruptError` for a broken file.
     """
     run = RunDirectory(run_dir)
     series = _series(read_metrics(run.metrics))
     config_text = run.read_config() or ""
     config = _parsed(config_text)
-    learning, speed, others = _charts(series)
+    validation = sorted((name for name in series if name.startswith("val/")), key=_validation_rank)
+    learning, speed, others = _charts(series, validation)
+    environment = run.read_environment()
     page = _template().render(
         name=config.get("name") or run_dir.resolve().name,
         state=state,
-        subtitle=_subtitle(config, run.read_environment()),
-        tiles=_tiles(series, config),
+        subtitle=_subtitle(config, environment),
+        tiles=_tiles(series, validation, config.get("steps")),
         notices=_notices(series),
-        validation=_validation(series),
+        validation={name.removeprefix("val/"): series[name] for name in validation},
         sections=[("Learning", learning), ("Speed", speed)],
         others=others,
         examples=choose_examples(run.rollouts),
         config=config_text,
-        environment={k: v for k, v in run.read_environment().items() if v is not None},
-        plot=_PLOT,
+        environment={k: v for k, v in environment.items() if v is not None},
     )
     write_atomically(run.report, page)
     return run.report
@@ -152,7 +123,7 @@ def _template() -> Any:
 
 
 def _parsed(config_text: str) -> dict[str, Any]:
-    """The configuration as a mapping; empty where it is not YAML, because the page shows its text anyway."""
+    """Return the configuration as a mapping; empty if it is not YAML, since the page shows its text anyway."""
     try:
         config = yaml.safe_load(config_text)
     except yaml.YAMLError:
@@ -161,7 +132,7 @@ def _parsed(config_text: str) -> dict[str, Any]:
 
 
 def _series(rows: Iterable[dict[str, float]]) -> Series:
-    """The points of every metric, by step; a step that occurs twice counts as it was last."""
+    """Return the points of every metric; for a step that occurs twice, the last values count."""
     by_step: dict[float, dict[str, float]] = {}
     for row in rows:
         by_step.setdefault(row["step"], {}).update(row)
@@ -173,37 +144,28 @@ def _series(rows: Iterable[dict[str, float]]) -> Series:
     return series
 
 
-def _charts(series: Series) -> tuple[list[Chart], list[Chart], list[Chart]]:
-    """The plots of learning, of speed, and of all that neither has a place for."""
-    validation = _validation_groups(series)
+def _validation_rank(name: str) -> tuple[int, int, str]:
+    """Put metrics of all held-out data before those of a source or a part."""
+    ranks = [rank for rank, word in enumerate(_FIRST_VALIDATION) if word in name]
+    return (name.count("/"), min(ranks, default=len(_FIRST_VALIDATION)), name)
+
+
+def _charts(series: Series, validation: list[str]) -> tuple[list[Chart], list[Chart], list[Chart]]:
+    """Return the charts of learning, of speed, and of all metrics that belong to neither."""
+    groups = _validation_groups(series, validation)
     reward, *rest = _LEARNING
-    learning = _drawn(series, [reward, *validation, *rest])
-    timings = {name for name in series if name.startswith("timing_s/")}
-    speed = [*_drawn(series, _SPEED), _timing_chart(series)]
-    placed = {name for _, names in (*_LEARNING, *_SPEED, *validation) for name in names}
-    left = sorted(series.keys() - placed - timings)
-    others = _drawn(series, [(name, (name,)) for name in left])
-    return learning, [chart for chart in speed if chart], others
+    seconds = {name: points for name, points in series.items() if name.startswith("timing_s/")}
+    placed = {name for _, names in (*_LEARNING, *_SPEED, *groups) for name in names}
+    others = sorted(series.keys() - placed - seconds.keys())
+    return (
+        _drawn(series, [reward, *groups, *rest]),
+        [*_drawn(series, _SPEED), *_timing_chart(seconds)],
+        _drawn(series, [(name, (name,)) for name in others]),
+    )
 
 
-def _drawn(series: Series, specs: Iterable[tuple[str, tuple[str, ...]]]) -> list[Chart]:
-    charts = []
-    for title, names in specs:
-        there = [name for name in names if name in series]
-        labels = [name.partition("/")[2] or name for name in there]
-        if len(set(labels)) < len(labels):  # the policy's and the critic's
-            labels = there
-        chart = line_chart(
-            title, {label: series[name] for label, name in zip(labels, there, strict=True)}
-        )
-        if chart is not None:
-            charts.append(chart)
-    return charts
-
-
-def _validation_groups(series: Series) -> list[tuple[str, tuple[str, ...]]]:
-    """Validation metrics that share a plot: those between 0 and 1 together, a loss or any other alone."""
-    names = sorted((name for name in series if name.startswith("val/")), key=_validation_rank)
+def _validation_groups(series: Series, names: list[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return validation metrics that share a chart: fractions together, a loss or any other alone."""
     fractions = [
         name
         for name in names
@@ -217,95 +179,132 @@ def _validation_groups(series: Series) -> list[tuple[str, tuple[str, ...]]]:
     return groups + [(f"Validation: {name.removeprefix('val/')}", (name,)) for name in alone]
 
 
-def _timing_chart(series: Series) -> Chart | None:
-    """Where the seconds of a step went: its outermost spans, and what no span covered."""
-    spans = {
-        name.removeprefix("timing_s/"): dict(points)
-        for name, points in series.items()
-        if name.startswith("timing_s/") and name.count("/") == 1
+def _drawn(series: Series, specs: Iterable[tuple[str, tuple[str, ...]]]) -> list[Chart]:
+    """Return a chart for each title and its metrics; none without a finite value."""
+    charts = []
+    for title, names in specs:
+        there = [n for n in names if any(math.isfinite(v) for _, v in series.get(n, ()))]
+        labels = [name.partition("/")[2] or name for name in there]
+        if len(set(labels)) < len(labels):  # the policy's and the critic's
+            labels = there
+        lines = [_line(label, series[name]) for label, name in zip(labels, there, strict=True)]
+        if lines:
+            charts.append({"title": title, "lines": lines, "stacked": False})
+    return charts
+
+
+def _line(label: str, points: Points) -> dict[str, Any]:
+    """Return a line thinned out to `MAX_POINTS`, and its averages if it is long and not calm."""
+    steps, values = np.array(points, dtype=np.float64).T
+    kept = thinned(values, MAX_POINTS)
+    finite = values[np.isfinite(values)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        # The ups and downs of a line that needs no smoothing, as a schedule's, add up to few ranges.
+        calm = np.abs(np.diff(finite)).sum() <= 2.5 * np.ptp(finite)
+        averages = [] if calm or len(values) <= _SMOOTH_FROM else smooth(values)[kept].tolist()
+    drawn = zip(steps[kept].tolist(), values[kept].tolist(), strict=True)
+    return {
+        "label": label,
+        "points": [(step, _short_json(value)) for step, value in drawn],
+        "smooth": [_short_json(value) for value in averages],
     }
+
+
+def _timing_chart(seconds: Series) -> list[Chart]:
+    """Return a stacked chart of a step's outermost spans and of the time that no span covered."""
+    spans = {n.removeprefix("timing_s/"): dict(p) for n, p in seconds.items() if n.count("/") == 1}
     steps = spans.pop("step", {})
-    parts = {
-        name: [(step, seconds.get(step, 0.0)) for step in steps] for name, seconds in spans.items()
-    }
-    largest = sorted(parts, key=lambda name: -sum(value for _, value in parts[name]))
-    shown = {name: parts[name] for name in largest[: _LINES_PER_CHART - 1]}
-    covered = [sum(values) for values in zip(*map(_values, shown.values()), strict=True)]
-    covered = covered or [0.0] * len(steps)
-    pairs = zip(steps.items(), covered, strict=True)
-    shown["other"] = [(step, max(0.0, whole - part)) for (step, whole), part in pairs]
-    return stacked_chart("Seconds per step", shown)
+    if not steps:
+        return []
+    rows = {name: np.array([x.get(step, 0.0) for step in steps]) for name, x in spans.items()}
+    largest = sorted(rows, key=lambda name: -rows[name].sum())[: _LINES_PER_CHART - 1]
+    shown = {name: rows[name] for name in largest}
+    covered = sum(shown.values(), np.zeros(len(steps)))
+    shown["other"] = np.maximum(np.array(list(steps.values())) - covered, 0.0)
+    buckets = min(len(steps), MAX_POINTS // 2)
+    first = [bucket[0].item() for bucket in np.array_split(np.array(list(steps)), buckets)]
+    lines = []
+    for name, values in shown.items():
+        means = [_short_json(part.mean().item()) for part in np.array_split(values, buckets)]
+        lines.append({"label": name, "points": list(zip(first, means, strict=True)), "smooth": []})
+    return [{"title": "Seconds per step", "lines": lines, "stacked": True}]
 
 
-def _values(points: list[Point]) -> list[float]:
-    return [value for _, value in points]
+def _short_json(value: float) -> float | None:
+    """Return five digits, to keep the page small; None for NaN and infinities."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
-def _validation_rank(name: str) -> tuple[int, int, str]:
-    """What is of all held-out data comes before what is of a source or a part."""
-    ranks = [rank for rank, word in enumerate(_FIRST_VALIDATION) if word in name]
-    return (name.count("/"), min(ranks, default=len(_FIRST_VALIDATION)), name)
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Average over about a 15th of the values, without lag: s_t = Σ_i β^|t−i| v_i / Σ_i β^|t−i|.
+
+    Only finite values count; NaN without any.
+    """
+    span = min(max(len(values) / 15, 1.0), 100.0)
+    reach = min(len(values) - 1, math.ceil(5 * span))
+    kernel = (1 - 2 / (span + 1)) ** np.abs(np.arange(-reach, reach + 1))
+    finite = np.isfinite(values)
+    totals = np.convolve(np.where(finite, values, 0.0), kernel)[reach:][: len(values)]
+    weights = np.convolve(finite.astype(np.float64), kernel)[reach:][: len(values)]
+    averages = np.full(len(values), np.nan)
+    np.divide(totals, weights, out=averages, where=weights > 0)
+    return averages
 
 
-def _validation(series: Series) -> list[Validation]:
-    names = sorted((name for name in series if name.startswith("val/")), key=_validation_rank)
-    rows = []
-    for name in names:
-        (first, before), (last, after) = series[name][0], series[name][-1]
-        rows.append(Validation(name.removeprefix("val/"), before, after, int(first), int(last)))
-    return rows
+def thinned(values: np.ndarray, most: int) -> np.ndarray:
+    """Return ascending indices of at most `most` values: first, last, and each bucket's extremes."""
+    count = len(values)
+    if count <= most:
+        return np.arange(count)
+    kept = {0, count - 1}
+    for bucket in np.array_split(np.arange(count), most // 2 - 1):
+        finite = bucket[np.isfinite(values[bucket])]
+        bucket = finite if len(finite) else bucket[:1]
+        kept |= {int(bucket[values[bucket].argmin()]), int(bucket[values[bucket].argmax()])}
+    return np.array(sorted(kept))
 
 
-def _tiles(series: Series, config: dict[str, Any]) -> list[Tile]:
-    tiles = []
-    for row in _validation(series)[:1]:
-        before = short(row.before) if row.after_step > row.before_step else ""
-        tiles.append(Tile(f"Validation {row.name}", short(row.after), before, "held-out data"))
-    headline = [name for name in _HEADLINE if name in series]
-    if headline:
-        tiles.append(_change_tile(_HEADLINE[headline[0]], series[headline[0]]))
-    tiles.append(_steps_tile(series, config))
-    seconds = [value for _, value in series.get("timing_s/step", [])]
-    if seconds:
+def _tiles(series: Series, validation: list[str], total: Any) -> list[tuple[str, ...]]:
+    """Return the numbers at the top: label, value, value at the beginning, note."""
+    tiles: list[tuple[str, ...]] = []
+    for name in validation[:1]:
+        points = series[name]
+        before = short(points[0][1]) if len(points) > 1 else ""
+        label = f"Validation {name.removeprefix('val/')}"
+        tiles.append((label, short(points[-1][1]), before, "held-out data"))
+    for name in [name for name in _HEADLINE if name in series][:1]:
+        values = _finite(series, name) or [math.nan]
+        few = max(1, len(values) // 20)
+        before = short(fmean(values[:few])) if len(values) > 1 else ""
+        note = f"mean of {few} steps" if few > 1 else ""
+        tiles.append((_HEADLINE[name], short(fmean(values[-few:])), before, note))
+    last = max((int(points[-1][0]) for points in series.values()), default=0)
+    tiles.append(("Steps", f"{last:,}", "", f"of {total:,}" if isinstance(total, int) else ""))
+    if seconds := _finite(series, "timing_s/step"):
         note = f"{short(median(seconds))} s per step"
-        tiles.append(Tile("Time in steps", duration(sum(seconds)), "", note))
-    rates = [value for _, value in series.get("perf/tokens_per_s", []) if math.isfinite(value)]
-    if rates:
-        tiles.append(Tile("Tokens per second", short(median(rates)), "", "median step"))
+        tiles.append(("Time in steps", duration(sum(seconds)), "", note))
+    if rates := _finite(series, "perf/tokens_per_s"):
+        tiles.append(("Tokens per second", short(median(rates)), "", "median step"))
     return tiles
 
 
+def _finite(series: Series, name: str) -> list[float]:
+    return [value for _, value in series.get(name, ()) if math.isfinite(value)]
+
+
 def _notices(series: Series) -> list[str]:
-    """What went wrong without stopping the run."""
-    skipped = sum(_total(series, f"{role}/skipped") for role in ("actor", "critic", "train"))
-    errors = _total(series, "reward/errors")
-    notices = []
-    if skipped:
-        notices.append(
-            f"Optimizer steps skipped for a gradient norm that was not finite: {skipped:,}"
-        )
-    if errors:
-        notices.append(f"Rollouts on which a reward function failed: {errors:,}")
-    return notices
+    """Say what went wrong without stopping the run."""
 
+    def total(*names: str) -> int:
+        return round(sum(x for name in names for _, x in series.get(name, ()) if x > 0))
 
-def _total(series: Series, name: str) -> int:
-    return round(sum(value for _, value in series.get(name, []) if value > 0))
-
-
-def _change_tile(label: str, points: list[Point]) -> Tile:
-    """The mean of the first and of the last 20th of a metric."""
-    values = [value for _, value in points if math.isfinite(value)] or [math.nan]
-    few = max(1, len(values) // 20)
-    before = short(fmean(values[:few])) if len(values) > 1 else ""
-    note = f"mean of {few} steps" if few > 1 else ""
-    return Tile(label, short(fmean(values[-few:])), before, note)
-
-
-def _steps_tile(series: Series, config: dict[str, Any]) -> Tile:
-    last = max((int(points[-1][0]) for points in series.values()), default=0)
-    total = config.get("steps")
-    return Tile("Steps", f"{last:,}", "", f"of {total:,}" if isinstance(total, int) else "")
+    counts = {
+        "Optimizer steps skipped for a gradient norm that was not finite": total(
+            "actor/skipped", "critic/skipped", "train/skipped"
+        ),
+        "Rollouts on which a reward function failed": total("reward/errors"),
+    }
+    return [f"{said}: {count:,}" for said, count in counts.items() if count]
 
 
 def _subtitle(config: dict[str, Any], environment: dict[str, Any]) -> list[str]:
@@ -320,7 +319,88 @@ def _subtitle(config: dict[str, Any], environment: dict[str, Any]) -> list[str]:
 
 
 def short(value: float) -> str:
-    """A number for people: three significant digits, thousands as such."""
+    """Return three significant digits, or all digits and separators from 1,000 on."""
     if not math.isfinite(value):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def choose_examples(directory: Path, count: int = _EXAMPLES) -> dict[str, Any] | None:
+    """Return up to `count` rollouts of each kind from a directory of rollouts; None without rollouts.
+
+    `best` and `worst` are of the newest `step`, one per prompt. `changed` has the prompts whose mean reward changed most between
+    their earliest and latest answers: an early and a late rollout, and both means. Raises `CorruptError` for a broken file.
+    """
+    groups: dict[int, dict[int, list[Row]]] = {}
+    for path in _within_budget([path for _, path in rollout_files(directory)]):
+        for row in map(_row, read_rollouts(path)):
+            groups.setdefault(row["prompt_index"], {}).setdefault(row["step"], []).append(row)
+    if not groups:
+        return None
+    by_prompt = [groups[index] for index in sorted(groups)]
+    newest = max(step for by_step in by_prompt for step in by_step)
+    latest = [by_step[newest] for by_step in by_prompt if newest in by_step]
+    best = sorted((max(group, key=_order) for group in latest), key=lambda row: -_order(row))
+    worst = sorted((min(group, key=_order) for group in latest), key=_order)
+    return {
+        "step": newest,
+        "best": best[:count],
+        "worst": worst[:count],
+        "changed": _changes(by_prompt, count),
+    }
+
+
+def _within_budget(paths: list[Path]) -> list[Path]:
+    """Return the newest, the oldest, the second newest, ... up to `READ_BYTES`."""
+    alternating = [path for pair in zip(reversed(paths), paths, strict=True) for path in pair]
+    chosen: list[Path] = []
+    spent = 0
+    for path in alternating[: len(paths)]:
+        spent += path.stat().st_size
+        if len(chosen) >= 2 and spent > READ_BYTES:
+            break
+        chosen.append(path)
+    return chosen
+
+
+def _changes(
+    by_prompt: Iterable[dict[int, list[Row]]], count: int
+) -> list[tuple[Row, Row, float, float]]:
+    changes = []
+    for by_step in by_prompt:
+        early, late = by_step[min(by_step)], by_step[max(by_step)]
+        before, after = (fmean(map(_finite_reward, group)) for group in (early, late))
+        if before != after:
+            changes.append((_typical(early, before), _typical(late, after), before, after))
+    return sorted(changes, key=lambda change: -abs(change[3] - change[2]))[:count]
+
+
+def _typical(group: list[Row], mean: float) -> Row:
+    return min(group, key=lambda row: abs(_finite_reward(row) - mean))
+
+
+def _order(row: Row) -> float:
+    """Rank NaN below everything."""
+    return -math.inf if math.isnan(row["reward"]) else row["reward"]
+
+
+def _finite_reward(row: Row) -> float:
+    return row["reward"] if math.isfinite(row["reward"]) else 0.0
+
+
+def _row(written: Row) -> Row:
+    row = _ABSENT | written
+    for name in ("reward", "advantage"):
+        row[name] = number(row[name])
+    row["reward_parts"] = {name: number(value) for name, value in row["reward_parts"].items()}
+    for name in ("prompt", "completion", "answer"):
+        row[name] = row[name] and _shortened(row[name])
+    return row
+
+
+def _shortened(text: str) -> str:
+    """Return the beginning and the end of a long text, and how much was left out."""
+    if len(text) <= _TEXT_LIMIT:
+        return text
+    half = _TEXT_LIMIT // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters left out …]\n{text[-half:]}"

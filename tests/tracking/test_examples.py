@@ -7,8 +7,8 @@ import pytest
 from tracking.made_rollouts import made_rollout
 
 from burnish.records import Rollout
-from burnish.tracking import examples
-from burnish.tracking.examples import choose_examples
+from burnish.tracking import report
+from burnish.tracking.report import choose_examples
 from burnish.tracking.rollouts import read_rollouts, write_rollouts
 
 
@@ -27,9 +27,9 @@ def test_best_and_worst_are_of_the_newest_step_one_a_prompt(tmp_path: Path) -> N
     write(tmp_path, 2, {0: [0.5, 0.1], 1: [0.9, 0.8], 2: [0.3, math.nan], 3: [0.2, 0.2]})
     found = choose_examples(tmp_path, count=2)
     assert found is not None
-    assert found.step == 2
-    assert [shown.completion for shown in found.best] == ["2/1/0", "2/0/0"]
-    assert [shown.completion for shown in found.worst] == ["2/2/1", "2/0/1"]  # NaN is worst
+    assert found["step"] == 2
+    assert [row["completion"] for row in found["best"]] == ["2/1/0", "2/0/0"]
+    assert [row["completion"] for row in found["worst"]] == ["2/2/1", "2/0/1"]  # NaN is worst
 
 
 def test_changed_most_compares_the_same_prompt_early_and_late(tmp_path: Path) -> None:
@@ -38,11 +38,11 @@ def test_changed_most_compares_the_same_prompt_early_and_late(tmp_path: Path) ->
     write(tmp_path, 9, {0: [1.0, 0.8, 0.0], 1: [0.0, 0.0], 2: [0.5, 0.5]})
     found = choose_examples(tmp_path)
     assert found is not None
-    assert [(c.early.completion, c.late.completion) for c in found.changed] == [
+    assert [(early["completion"], late["completion"]) for early, late, *_ in found["changed"]] == [
         ("1/1/0", "9/1/0"),
         ("1/0/0", "9/0/1"),  # the sample nearest to the mean
     ]
-    assert [(c.early_mean, c.late_mean) for c in found.changed] == [
+    assert [tuple(means) for _, _, *means in found["changed"]] == [
         (1.0, 0.0),
         (0.0, pytest.approx(0.6)),
     ]
@@ -58,7 +58,7 @@ def test_long_texts_are_shortened_in_the_middle(tmp_path: Path) -> None:
     write_rollouts(tmp_path, 1, [made_rollout(text="a" * 5000 + "b" * 5000)], [0.0])
     found = choose_examples(tmp_path)
     assert found is not None
-    text = found.best[0].completion
+    text = found["best"][0]["completion"]
     assert len(text) < 3100
     assert "7,000 characters left out" in text
     assert text.startswith("aaa")
@@ -69,13 +69,13 @@ def test_a_long_run_is_read_from_both_ends(tmp_path: Path, monkeypatch: pytest.M
     for step in range(1, 11):
         write(tmp_path, step, {step: [1.0]})
     size = (tmp_path / "step-00000001.jsonl").stat().st_size
-    monkeypatch.setattr(examples, "_READ_BYTES", int(4.5 * size))
+    monkeypatch.setattr(report, "READ_BYTES", int(4.5 * size))
     read: list[str] = []
 
     def noted(path: Path) -> Iterator[dict[str, Any]]:
         read.append(path.stem)
         return read_rollouts(path)
 
-    monkeypatch.setattr(examples, "read_rollouts", noted)
+    monkeypatch.setattr(report, "read_rollouts", noted)
     choose_examples(tmp_path)
     assert read == [f"step-{step:08d}" for step in (10, 1, 9, 2)]

@@ -1,18 +1,22 @@
 import json
 import math
 import random
+import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tracking.made_rollouts import made_rollout
 
 from burnish.errors import CorruptError
-from burnish.tracking.charts import MAX_POINTS
 from burnish.tracking.jsonl import JsonlTracker
-from burnish.tracking.report import short, write_report
+from burnish.tracking.report import MAX_POINTS, short, smooth, thinned, write_report
 from burnish.tracking.rollouts import write_rollouts
 from burnish.tracking.rundir import RunDirectory, environment
 
@@ -253,6 +257,86 @@ def test_ten_thousand_steps_are_thinned_out(run: RunDirectory) -> None:
     lines = [line for plot in page.plots for line in plot["lines"]]  # type: ignore[attr-defined]
     assert all(100 < len(line["points"]) <= MAX_POINTS for line in lines)
     assert run.report.stat().st_size < 3_000_000
+
+
+any_numbers = st.lists(st.floats(-1e9, 1e9) | st.sampled_from([math.nan, math.inf]), max_size=80)
+
+
+@given(any_numbers)
+def test_smoothing_is_the_weighted_mean_of_its_formula(values: list[float]) -> None:
+    beta = 1 - 2 / (max(1.0, len(values) / 15) + 1)
+    for t, average in enumerate(smooth(np.array(values))) if values else ():
+        weights = [beta ** abs(t - i) if math.isfinite(v) else 0.0 for i, v in enumerate(values)]
+        total = sum(w * v for w, v in zip(weights, values, strict=True) if w)
+        if sum(weights) > 0.5:
+            worst = max(abs(v) for v in values if math.isfinite(v))
+            assert average == pytest.approx(total / sum(weights), rel=1e-6, abs=1e-3 * (1 + worst))
+
+
+@given(st.lists(st.floats(), max_size=300), st.integers(10, 100))
+def test_thinning_keeps_ends_and_extremes(values: list[float], most: int) -> None:
+    kept = thinned(np.array(values), most).tolist()
+    assert kept == sorted(set(kept))
+    assert len(kept) <= most
+    if values:
+        assert {0, len(values) - 1} <= set(kept)
+    finite = [value for value in values if math.isfinite(value)]
+    if finite:
+        shown = [values[index] for index in kept if math.isfinite(values[index])]
+        assert (min(shown), max(shown)) == (min(finite), max(finite))
+
+
+def test_noise_is_smoothed_and_a_schedule_is_not(run: RunDirectory) -> None:
+    rng = random.Random(0)
+    log(run, {i: {"actor/lr": min(1.0, i / 50), "actor/loss": rng.random()} for i in range(200)})
+    smoothed = {
+        line["label"]: line["smooth"] for plot in report(run).plots for line in plot["lines"]
+    }  # type: ignore[attr-defined]
+    assert len(smoothed["loss"]) == 200
+    assert smoothed["lr"] == []
+
+
+# A page with one figure, of which a script asks and to which it adds elements; printed are those that it added.
+DOCUMENT = """
+class Node {
+  constructor(kind) { this.kind = kind; this.attributes = {}; this.children = []; this.style = {}; }
+  setAttribute(name, value) { this.attributes[name] = String(value); }
+  appendChild(child) { this.children.push(child); return child; }
+  querySelector(kind) { return this.found[kind]; }
+  addEventListener() {}
+}
+const svg = new Node("svg"), now = new Node("span"), figure = new Node("figure");
+figure.found = {script: {textContent: process.argv[1]}, svg, ".tip": new Node("div"), ".now": now};
+globalThis.document = {querySelectorAll: () => [figure], createElementNS: (_, kind) => new Node(kind)};
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no JavaScript here")
+def test_the_script_draws_what_is_there(run: RunDirectory) -> None:
+    run.create()
+    loss, seconds = {"actor/loss": 4.0}, {"timing_s/rollout": 1.0, "timing_s/step": 4.0}
+    broken = {0: loss, 5: {"actor/loss": math.nan}, 10: {"actor/loss": 1.0}}
+    drawn = []
+    for steps in (broken, {1: seconds, 2: seconds}):
+        run.metrics.unlink(missing_ok=True)
+        log(run, steps)
+        (plot,) = report(run).plots
+        script = run.report.read_text("utf-8").rpartition("<script>")[2].partition("</script>")[0]
+        printed = "process.stdout.write(JSON.stringify([svg, now.textContent]));"
+        argv = ["node", "-e", DOCUMENT + script + printed, json.dumps(plot)]
+        drawn.append(json.loads(subprocess.run(argv, capture_output=True, check=True).stdout))
+    (svg, now), (stack, _) = drawn
+    assert now == "1"
+    (line,) = [child for child in svg["children"] if child["kind"] == "g"]
+    shapes = [child["attributes"] for child in line["children"]]
+    assert shapes[0]["d"] == "M50.0 18.9M410.0 130.7"  # broken where the value is not finite
+    assert [(dot["cx"], dot["cy"][:5]) for dot in shapes[1:]] == [("50", "18.94"), ("410", "130.7")]
+    ticks = [child["textContent"] for child in svg["children"] if child["kind"] == "text"]
+    assert ticks == ["0", "1", "2", "3", "4", "0", "2", "4", "6", "8", "10"]
+    areas = [g["children"][0]["attributes"]["d"] for g in stack["children"] if g["kind"] == "g"]
+    below, above = ([float(y) for y in re.findall(r" ([\d.]+)", area)] for area in areas)
+    assert above[2:] == below[:2][::-1]  # the second area stands on the first
+    assert (168 - above[0]) / (168 - below[0]) == pytest.approx(4, abs=0.02)
 
 
 def test_reports_need_no_torch() -> None:
