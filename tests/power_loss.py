@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import open_step
-from burnish.checkpoint.tools.export import export
-from burnish.checkpoint.tools.exportable import StepModel
+from burnish.checkpoint.tools.export import StepModel, export
 from burnish.distributed.layout import Layout
 from burnish.files.storage import LocalStorage
 

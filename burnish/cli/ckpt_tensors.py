@@ -15,10 +15,9 @@ from burnish.checkpoint.naming import MODEL
 from burnish.checkpoint.reader import StepReader
 from burnish.checkpoint.steps import Committed
 from burnish.checkpoint.tools.diff import Compared, compare
-from burnish.checkpoint.tools.export import export
-from burnish.checkpoint.tools.exportable import Exportable, MergedModel, StepModel, base_of
-from burnish.checkpoint.tools.import_pickled import Pickled, pickled_kind
-from burnish.checkpoint.tools.importing import Foreign, HuggingFace, save_foreign
+from burnish.checkpoint.tools.export import Exportable, MergedModel, StepModel, adapter_of, export
+from burnish.checkpoint.tools.import_pickled import pickled, pickled_kind
+from burnish.checkpoint.tools.importing import Foreign, hugging_face, save_foreign
 from burnish.cli.ckpt_paths import Say, is_step, one_step, source_of
 from burnish.cli.columns import bytes_text, count_text
 from burnish.errors import UsageError
@@ -78,7 +77,7 @@ def exportable(step: Committed, role: str, base: Path | None, *, merged: bool) -
         )
     source = source_of(step.path.parent)
     if merged:
-        return MergedModel(step, base or _base(base_of(step)), source)
+        return MergedModel(step, base or _base(adapter_of(step)["base"]), source)
     return StepModel(step, role, source)
 
 
@@ -99,18 +98,13 @@ def export_step(
             do="leave it out for the usual size",
         )
     with model:
-        done = export(model, target, DTYPES[dtype], int(shard_gb * 1e9))
-    say(f"{done.path}: {model.what} of {step.path.name} in {dtype}, {bytes_text(done.size)}")
-    for name in done.files:
+        files = export(model, target, DTYPES[dtype], int(shard_gb * 1e9))
+    path, size = str(target.absolute()), sum(files.values())
+    say(f"{path}: {model.what} of {step.path.name} in {dtype}, {bytes_text(size)}")
+    for name in files:
         say(f"  {name}")
-    files = list(done.files)
-    return {
-        "path": str(done.path),
-        "step": step.step,
-        "dtype": dtype,
-        "files": files,
-        "bytes": done.size,
-    }
+    report = {"path": path, "step": step.step, "dtype": dtype}
+    return report | {"files": list(files), "bytes": size}
 
 
 def import_weights(
@@ -132,9 +126,8 @@ def import_weights(
     with StepReader(done) as tensors:
         count = len(tensors.tensors)
     say(f"{path}: {count_text(count, 'tensor')} from {source} ({foreign.kind}), {bytes_text(size)}")
-    guard = foreign.guard if isinstance(foreign, Pickled) else None
-    if guard:
-        say(guard)
+    if foreign.guard:
+        say(foreign.guard)
     if not done.healthy:
         say("it is marked unhealthy, for there are weights that are not finite")
     say("training state is absent: a run begins from this, with")
@@ -148,7 +141,7 @@ def import_weights(
         "bytes": size,
         "healthy": done.healthy,
         "training": "absent",
-        "guard": guard,
+        "guard": foreign.guard,
     }
 
 
@@ -163,7 +156,7 @@ def _here(source: PurePath) -> Path:
 def _foreign(source: Path, assets: Path | None, unpickling: Unpickling) -> Foreign:
     kind = pickled_kind(source)
     if kind is None:
-        return HuggingFace(source)
+        return hugging_face(source)
     if unpickling == "never":
         raise UsageError(
             f"{source} has to be unpickled ({kind}), which can run code that is in it",
@@ -172,7 +165,7 @@ def _foreign(source: Path, assets: Path | None, unpickling: Unpickling) -> Forei
         )
     inside = source / "huggingface"  # where verl puts it
     assets = assets or (inside if inside.is_dir() else source)
-    return Pickled(source, assets, without_sandbox=unpickling == "anyhow")
+    return pickled(kind, source, assets, without_sandbox=unpickling == "anyhow")
 
 
 def _open(path: PurePath) -> TensorReader:

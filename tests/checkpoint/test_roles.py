@@ -28,8 +28,7 @@ from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import ModelContents
 from burnish.checkpoint.steps import newest
 from burnish.checkpoint.tools.diff import compare
-from burnish.checkpoint.tools.export import export
-from burnish.checkpoint.tools.exportable import StepModel
+from burnish.checkpoint.tools.export import StepModel, export
 from burnish.checkpoint.verify import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, MissingError
@@ -168,7 +167,7 @@ def test_export_of_a_role(tmp_path, root):
     assert caught.value.have == "further models: critic, judge_2"
     for role in ROLES:
         target = tmp_path / f"out{role}"
-        assert "config.json" in export(StepModel(step, role), target, torch.float32, 1 << 30).files
+        assert "config.json" in export(StepModel(step, role), target, torch.float32, 1 << 30)
         held, wanted = load_file(target / "model.safetensors"), state_of(role)[0]
         assert held.keys() == wanted.keys()
         for name, tensor in wanted.items():

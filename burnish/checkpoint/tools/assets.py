@@ -1,4 +1,4 @@
-"""What makes a directory of weights a Hugging Face model: config.json, the tokenizer's files, templates, code."""
+"""The small files of a Hugging Face model: config.json, the tokenizer's files, templates, code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def read_assets(directory: Path) -> dict[str, bytes]:
-    """Return the small files of a Hugging Face directory by name, without weights and documents.
+    """Return the small files of a Hugging Face directory by name.
 
     Raises `MissingError` without config.json, `IncompatibleError` for a file that is too large.
     """
@@ -33,10 +33,9 @@ def read_assets(directory: Path) -> dict[str, bytes]:
     names = {path.relative_to(directory).as_posix(): path for path in sorted(paths)}
     names.pop(INDEX, None)
     if CONFIG not in names:
-        have = few(sorted(path.name for path in directory.glob("*")))
         raise MissingError(
             f"{directory} has no {CONFIG}",
-            have=have or "nothing",
+            have=few(sorted(path.name for path in directory.glob("*"))) or "nothing",
             want="a Hugging Face directory",
             do="give the directory of the model that the weights are of",
         )
@@ -65,18 +64,16 @@ def with_dtype(data: bytes, dtype: torch.dtype, path: PurePath) -> bytes:
             do="put the model's own config.json there",
         )
     name = str(dtype).partition(".")[2]
-    _set_dtype(config, name)
+    config = _named(config, name)
     if not any(key in config for key in _DTYPE_KEYS):
         config["dtype"] = name
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _set_dtype(value: Any, name: str) -> None:
-    """Name the dtype wherever a configuration, or one inside it, does."""
+def _named(value: Any, name: str) -> Any:
     if not isinstance(value, dict):
-        return
-    for key, inner in value.items():
-        if key in _DTYPE_KEYS and isinstance(inner, str):
-            value[key] = name
-        else:
-            _set_dtype(inner, name)
+        return value
+    return {
+        key: name if key in _DTYPE_KEYS and isinstance(inner, str) else _named(inner, name)
+        for key, inner in value.items()
+    }

@@ -55,7 +55,10 @@ class Distance:
             a, b, x, y = a[finite], b[finite], x[finite], y[finite]
         if not len(a):
             return
-        apart = (x - y).abs_() if a.dtype.is_floating_point else _gaps(_ordered(a), _ordered(b))
+        if a.dtype.is_floating_point:
+            apart = (x - y).abs_()
+        else:
+            apart = _gaps(_ordered(a), _ordered(b)).to(torch.float64)
         largest = torch.maximum(x.abs(), y.abs()).clamp_(min=_TINIEST)
         self.max_ulp = max(self.max_ulp, _ulp(a, b))
         self.max_absolute = max(self.max_absolute, float(apart.max()))
@@ -109,14 +112,13 @@ def compare(a: TensorReader, b: TensorReader) -> Iterator[Compared]:
             yield Compared(key, "only in B", None, theirs)
 
 
-def _kind(dtype: torch.dtype) -> tuple[bool, bool, torch.dtype | None]:
+def _kind(dtype: torch.dtype) -> object:
     """Return what must agree for a comparison: any two floating-point dtypes do, others only with themselves."""
-    floats = dtype.is_floating_point
-    return floats, dtype.is_complex, None if floats else dtype
+    return "float" if dtype.is_floating_point else dtype
 
 
 def _differing(a: Tensor, b: Tensor) -> Tensor:
-    """Which elements differ: in their bits, or in value where the dtypes differ (NaN is NaN)."""
+    """Return which elements differ: in their bits, or in value where the dtypes differ (NaN is NaN)."""
     if a.dtype == b.dtype:
         kind = _BITS[a.dtype.itemsize]
         return a.view(kind) != b.view(kind)
@@ -125,43 +127,27 @@ def _differing(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _ulp(a: Tensor, b: Tensor) -> int:
-    """Most steps between the elements of two finite tensors."""
-    if not a.dtype.is_floating_point:
-        return _largest_gap(_ordered(a), _ordered(b))
+    """Return the most steps between the elements of two finite tensors."""
     if a.dtype != b.dtype:
         coarser = max(a.dtype, b.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         a, b = a.to(coarser), b.to(coarser)
-    return _largest_gap(_steps(a), _steps(b))
+    return int(_gaps(_ordered(a), _ordered(b)).numpy().max())
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """Return integers or booleans as int64 at equal distances; uint64 are moved by half their range."""
+    """Return elements as int64 at distances that count the numbers between them.
+
+    uint64 are moved by half their range. A float's bits are ordered by magnitude, so it becomes its number of steps above zero.
+    """
     if x.dtype == torch.uint64:
         return x.view(torch.int64) ^ torch.iinfo(torch.int64).min
-    return x.to(torch.int64)
-
-
-def _unsigned_gaps(x: Tensor, y: Tensor) -> Tensor:
-    """The bits of |x - y| as uint64, which holds the distance of any two int64."""
-    return torch.maximum(x, y) - torch.minimum(x, y)
-
-
-def _gaps(x: Tensor, y: Tensor) -> Tensor:
-    """|x - y| of int64 in fp64, rounded once."""
-    bits = _unsigned_gaps(x, y)
-    apart = bits.to(torch.float64)
-    return torch.where(bits < 0, apart + 2.0**64, apart)
-
-
-def _largest_gap(x: Tensor, y: Tensor) -> int:
-    """The largest |x - y| of int64, exactly."""
-    bits = _unsigned_gaps(x, y)
-    beyond = bits[bits < 0]  # 2^63 and more
-    return int(beyond.max()) + (1 << 64) if len(beyond) else int(bits.max())
-
-
-def _steps(x: Tensor) -> Tensor:
-    """Return each element's number of steps above zero, as int64: a float's bits are ordered by magnitude."""
+    if not x.dtype.is_floating_point:
+        return x.to(torch.int64)
     kind = _BITS[x.dtype.itemsize]
     bits = x.view(kind).to(torch.int64)
     return torch.where(bits >= 0, bits, torch.iinfo(kind).min - bits)
+
+
+def _gaps(x: Tensor, y: Tensor) -> Tensor:
+    """Return |x - y| of int64 as uint64, which holds the distance of any two."""
+    return (torch.maximum(x, y) - torch.minimum(x, y)).view(torch.uint64)

@@ -6,36 +6,172 @@ Burnish. The directory appears whole.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path, PurePath
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from burnish.boxes.tensor_reader import TensorInfo, chunks, dtype_name
+from burnish.boxes.tensor_reader import DirectoryReader, TensorInfo, chunks, dtype_name
 from burnish.checkpoint.layout import PlannedFile, Stored, plan_files
-from burnish.checkpoint.naming import MODEL
-from burnish.checkpoint.steps import require_outside_steps
-from burnish.checkpoint.tools.exportable import Exportable
-from burnish.errors import IncompatibleError, UsageError
-from burnish.files.durable import naming_failures, partial_directory
-from burnish.files.storage import File, LocalStorage, Storage
+from burnish.checkpoint.naming import MAIN, MODEL, prefix_of, roles_in
+from burnish.checkpoint.reader import StepReader
+from burnish.checkpoint.steps import Committed, files_below, require_outside_steps
+from burnish.checkpoint.tools.assets import CONFIG, read_assets, with_dtype
+from burnish.checkpoint.verify import read_file
+from burnish.config.schema import LoraConfig, ModelConfig
+from burnish.errors import IncompatibleError, MissingError, UsageError, few
+from burnish.files.durable import naming_failures, partial_directory, sync_dirs, write_new
+from burnish.files.safetensors import INDEX, SUFFIX, model_digest
+from burnish.files.storage import Closing, File, LocalStorage, Source, Storage
+from burnish.models.loading import read_model_config
+from burnish.models.lora.adapter import Adapter
+from burnish.models.lora.adapter_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_STATE,
+    adapted_weights,
+    are_parameters,
+    factor_name,
+)
+from burnish.models.lora.merge import Change
+from burnish.models.meta_init import build_on_meta
 
-_CHUNK = (
-    1 << 14
-)  # elements: temporaries that malloc keeps; larger ones cost ten times as much, in page faults
+_CHUNK = 1 << 14
+# Elements. malloc keeps temporaries of this size; larger ones cost ten times as much, in page faults.
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """What was written."""
+class Exportable(Closing, Protocol):
+    """A model that can be written. A context manager."""
 
-    path: Path
-    """The directory."""
-    files: tuple[str, ...]
-    """The names in it."""
-    size: int
-    """Bytes of all of them."""
+    what: str
+    """What it is, for people."""
+    weights: Mapping[str, TensorInfo]
+    """Its tensors by canonical name."""
+
+    def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return elements `start` to `stop` in C order, in `dtype` or a more exact one."""
+
+    def assets(self, dtype: torch.dtype) -> Iterator[tuple[str, bytes]]:
+        """Yield the small files by name; config.json names the dtype."""
+
+
+class StepModel(Closing):
+    """A step's model or adapter; an `Exportable` that checks each block.
+
+    bf16 is `model/` bit for bit; other dtypes come from the exact fp32 weights if the step has them. Raises `MissingError` for an
+    absent role, `IncompatibleError` for a model without its configuration.
+    """
+
+    def __init__(self, step: Committed, role: str = MAIN, storage: Source | None = None) -> None:
+        self._step, self._storage = step, storage or LocalStorage()
+        self._directory = _model_directory(step, role)
+        is_adapter = f"{self._directory}{ADAPTER_CONFIG}" in step.manifest.files
+        self.what = role or ("the adapter" if is_adapter else "the model")
+        self._tensors = StepReader(step, storage)
+        self.weights: Mapping[str, TensorInfo] = {
+            key.removeprefix(self._directory): described
+            for key, described in self._tensors.tensors.items()
+            if key.startswith(self._directory)
+        }
+
+    def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """See `Exportable.read`."""
+        rounded = torch.bfloat16 if dtype == torch.bfloat16 else None
+        return self._tensors.read_range(f"{self._directory}{name}", start, stop, rounded)
+
+    def assets(self, dtype: torch.dtype) -> Iterator[tuple[str, bytes]]:
+        """See `Exportable.assets`."""
+        for path in self._step.manifest.files:
+            if path.startswith(self._directory) and not path.endswith((SUFFIX, INDEX)):
+                name = path.removeprefix(self._directory)
+                data = read_file(self._step, path, self._storage)
+                yield name, _configured(name, data, dtype, self._step.path / path)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._tensors.close()
+
+
+class MergedModel(Closing):
+    """A model with its adapter merged in, W + s B A in fp32; an `Exportable`.
+
+    The model is at `base`. Holds A and B of one layer. Raises `IncompatibleError` for a step without an adapter or another model,
+    `MissingError` for an absent model.
+    """
+
+    what = "the model, with the adapter merged in,"
+
+    def __init__(self, step: Committed, base: Path, storage: Source | None = None) -> None:
+        record = adapter_of(step)
+        _check_base(step, record, base)
+        self._base = base
+        root = math.sqrt(record["rank"]) if record["rslora"] else record["rank"]
+        self._scale = record["alpha"] / root
+        self._adapter, self._tensors = StepModel(step, storage=storage), DirectoryReader(base)
+        self._changes = _changes(record, base, self._adapter.weights)
+        self._factors = lru_cache(maxsize=1)(self._read_factors)
+        plain = self._tensors.tensors
+        if absent := [name for name in self._changes if name not in plain]:
+            raise IncompatibleError(
+                f"{base} has not the weights that the adapter in {step.path} belongs to",
+                have=f"no {absent[0]}",
+                want=few(list(self._changes)),
+                do="say where the adapter's own model is with --base DIRECTORY",
+            )
+        self.weights: Mapping[str, TensorInfo] = {
+            name: TensorInfo(torch.float32, each.shape) if name in self._changes else each
+            for name, each in plain.items()
+        }
+
+    def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """See `Exportable.read`."""
+        own = self._tensors.read_range(name, start, stop)
+        change = self._changes.get(name)
+        if change is None:
+            return own
+        width = self.weights[name].shape[1]
+        first, last = start // width, -(-stop // width)
+        a, b = change.factors(*self._factors(change.layer))
+        rows = torch.mm(b[first:last], a[:, :width]).flatten()
+        begin = first * width
+        return own.float().add_(rows[start - begin : stop - begin], alpha=self._scale)
+
+    def _read_factors(self, layer: str) -> list[Tensor]:
+        """Return A and B of a layer of PEFT's, in fp32."""
+        found = []
+        for name in (factor_name(layer, letter) for letter in "AB"):
+            described = self._adapter.weights[name]
+            elements = self._adapter.read(name, 0, described.elements, torch.float32)
+            found.append(elements.float().view(described.shape))
+        return found
+
+    def assets(self, dtype: torch.dtype) -> Iterator[tuple[str, bytes]]:
+        """Yield the model's, with the tokenizer that the adapter was trained with."""
+        found = read_assets(self._base)
+        found |= {n: data for n, data in self._adapter.assets(dtype) if n != ADAPTER_CONFIG}
+        for name, data in found.items():
+            yield name, _configured(name, data, dtype, self._base / name)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._adapter.close()
+        self._tensors.close()
+
+
+def adapter_of(step: Committed) -> Mapping[str, Any]:
+    """Return what a step records of its adapter (`AdapterRecord`). Raises `IncompatibleError` without one."""
+    record = step.state.get(ADAPTER_STATE)
+    if not isinstance(record, Mapping):
+        raise IncompatibleError(
+            f"{step.path} holds no adapter to merge",
+            have="a whole model",
+            want="a step of a run that trains an adapter (model.lora)",
+            do="leave out --merged",
+        )
+    return record
 
 
 def export(
@@ -44,8 +180,8 @@ def export(
     dtype: torch.dtype,
     max_file_bytes: int,
     storage: Storage | None = None,
-) -> Exported:
-    """Write a model to the directory `target`, its floating-point tensors in `dtype`.
+) -> dict[str, int]:
+    """Write a model to the directory `target`, its floating-point tensors in `dtype`; return the sizes of its files by name.
 
     Tensors that stay in fp32 beside lower precision stay so. Files have `max_file_bytes` or one tensor. Holds a few blocks in memory.
     Raises `UsageError` if `target` exists or is inside a step, `IncompatibleError` naming a tensor with a number too large for
@@ -53,23 +189,6 @@ def export(
     """
     storage = storage or LocalStorage()
     target = target.absolute()
-    _check_new(target, storage)
-    with (
-        naming_failures(f"{target} could not be written"),
-        partial_directory(target, storage) as partial,
-    ):
-        _write_tensors(model, partial, dtype, max_file_bytes, storage)
-        for name, data in model.assets(dtype):
-            storage.make_dirs((partial / name).parent)
-            _write_file(partial / name, data, storage)
-        found = _sync(partial, partial, storage)
-        storage.rename(partial, target)
-        storage.sync_dir(target.parent)
-    return Exported(target, tuple(found), sum(found.values()))
-
-
-def _check_new(target: Path, storage: Storage) -> None:
-    """Refuse what is there; an empty directory is as good as none."""
     kind = storage.kind(target)
     if kind is not None and (kind != "directory" or storage.entries(target)):
         raise UsageError(
@@ -78,6 +197,21 @@ def _check_new(target: Path, storage: Storage) -> None:
             do="give another name, or remove it",
         )
     require_outside_steps(target, storage)
+    with (
+        naming_failures(f"{target} could not be written"),
+        partial_directory(target, storage) as partial,
+    ):
+        _write_tensors(model, partial, dtype, max_file_bytes, storage)
+        assets = {partial / name: data for name, data in model.assets(dtype)}
+        for directory in {path.parent for path in assets}:
+            storage.make_dirs(directory)
+        write_new(storage, assets)
+        found = dict(files_below(partial, "", storage))
+        parents = {parent for name in found for parent in (partial / name).parents}
+        sync_dirs(storage, (each for each in parents if each.is_relative_to(partial)))
+        storage.rename(partial, target)
+        storage.sync_dir(target.parent)
+    return found
 
 
 def _write_tensors(
@@ -99,8 +233,7 @@ def _write_tensors(
     for file in files:  # all of them first, so that a full disk shows at once
         with storage.create(directory / Path(file.path).name, file.size):
             pass
-    for path, data in indices.items():
-        _write_file(directory / Path(path).name, data, storage)
+    write_new(storage, {directory / Path(path).name: data for path, data in indices.items()})
     for file in files:
         with storage.open(directory / Path(file.path).name, write=True) as out:
             out.pwrite(file.header, 0)
@@ -132,8 +265,6 @@ def _converted(elements: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     if elements.dtype == dtype:
         return elements
     result = elements.to(dtype)
-    if not dtype.is_floating_point:
-        return result
     too_large = result.isinf() & elements.isfinite()
     if bool(too_large.any()):
         raise IncompatibleError(
@@ -145,20 +276,53 @@ def _converted(elements: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return result
 
 
-def _write_file(path: Path, data: bytes, storage: Storage) -> None:
-    with storage.create(path, len(data)) as out:
-        out.pwrite(data, 0)
-        out.sync()
+def _changes(record: Mapping[str, Any], base: Path, weights: Iterable[str]) -> Mapping[str, Change]:
+    """Return the model's tensors that an adapter changes."""
+    if not any(map(are_parameters, record["targets"])):
+        return {name: Change(layer) for name, layer in adapted_weights(weights).items()}
+    lora = LoraConfig(rank=record["rank"], targets=record["targets"])
+    hf_config = read_model_config(ModelConfig(path=str(base)))
+    return Adapter(build_on_meta(hf_config), lora).changes
 
 
-def _sync(directory: Path, root: Path, storage: Storage) -> dict[str, int]:
-    """Make the names durable; the files below by name, with their sizes."""
-    found: dict[str, int] = {}
-    for entry in storage.entries(directory):
-        path = directory / entry.name
-        if entry.kind == "directory":
-            found |= _sync(path, root, storage)
-        else:
-            found[path.relative_to(root).as_posix()] = entry.size
-    storage.sync_dir(directory)
-    return found
+def _model_directory(step: Committed, role: str) -> str:
+    """Return where the model lies below the step, with a slash at the end."""
+    roles = roles_in(step.manifest.files)
+    if role not in roles:
+        raise MissingError(
+            f"{step.path} holds no {role or 'model'}",
+            have=f"further models: {', '.join(each for each in roles if each) or 'none'}",
+            want=f"the name of one of them, or none for {MODEL}/",
+            do="name one of the models that the step holds",
+        )
+    directory = f"{prefix_of(role)}{MODEL}/"
+    if not {f"{directory}{CONFIG}", f"{directory}{ADAPTER_CONFIG}"} & step.manifest.files.keys():
+        raise IncompatibleError(
+            f"{step.path} holds no whole model",
+            have=f"weights without {directory}{CONFIG}",
+            want=f"{directory}{CONFIG}",
+            do="put the model's configuration beside the weights, and import the directory",
+        )
+    return directory
+
+
+def _configured(name: str, data: bytes, dtype: torch.dtype, path: PurePath) -> bytes:
+    return with_dtype(data, dtype, path) if name == CONFIG else data
+
+
+def _check_base(step: Committed, record: Mapping[str, Any], base: Path) -> None:
+    if not (base / CONFIG).is_file():
+        raise MissingError(
+            f"the model that the adapter in {step.path} belongs to is not there",
+            have=f"no {base / CONFIG}",
+            want=f"the model that was at {record['base']}",
+            do="say where it is with --base DIRECTORY",
+        )
+    found = model_digest(base)
+    if found != record["base_digest"]:
+        raise IncompatibleError(
+            f"{base} is not the model that the adapter in {step.path} was trained on",
+            have=f"digest {found}",
+            want=f"digest {record['base_digest']}, at {record['base']} then",
+            do="say where that one is with --base DIRECTORY",
+        )

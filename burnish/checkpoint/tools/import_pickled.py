@@ -12,25 +12,23 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
-from torch import Tensor
+from transformers import PreTrainedModel
 
 from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.checkpoint.tools.assets import read_assets
-from burnish.checkpoint.tools.foreign_pieces import ForeignPiece
-from burnish.checkpoint.tools.importing import mapped_tensors
+from burnish.checkpoint.tools.importing import Foreign, mapped_tensors
 from burnish.checkpoint.tools.torch_dist import is_torch_dist, shards_of, tensor_names
-from burnish.checkpoint.tools.unpickle import PIECES, known_part
+from burnish.checkpoint.tools.unpickle import known_part, without_numbers
 from burnish.config.schema import ModelConfig
 from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError, few
-from burnish.files.durable import read_whole
 from burnish.files.sandbox import landlock_version
-from burnish.files.storage import LocalStorage
 from burnish.files.strict_json import parse_json
 from burnish.models.loading import build_on_meta, read_model_config
 from burnish.models.megatron_names import Naming
@@ -38,7 +36,6 @@ from burnish.models.names import Region, regions, tied_names
 
 _DCP_METADATA = ".metadata"
 _VERL = re.compile(r"model_world_size_([0-9]{1,6})_rank_([0-9]{1,6})\.pt")
-_PIECES_LIMIT = 256 << 20
 _CHILD = """
 import json, sys
 task = json.load(sys.stdin)
@@ -72,111 +69,98 @@ def guarded_by(version: int) -> str:
     return "unpickled by a process of its own; this kernel has no Landlock to keep it from writing"
 
 
-class Pickled:
-    """A DCP directory, one of Megatron's iterations or verl's `actor/`; a `Foreign` that unpickles on demand.
+def pickled(
+    kind: str,
+    source: Path,
+    assets: Path,
+    *,
+    without_sandbox: bool = False,
+    landlock: int | None = None,
+) -> Foreign:
+    """The model of a directory of this `pickled_kind`, which is unpickled when its weights are asked for.
 
     `assets` is a Hugging Face directory with the model's config.json. `landlock` is the kernel's version, asked if None. Raises
     `UsageError` without Landlock, unless `without_sandbox`, and `MissingError` for missing files.
+
+    Asking for the weights raises `CorruptError` if unpickling fails or meets anything but tensors, `MissingError` for an absent
+    tensor, `IncompatibleError` for another shape.
     """
+    files = _verl_files(source) if kind == "verl" else _dcp_files(source)
+    version = landlock_version() if landlock is None else landlock
+    if not version and not without_sandbox:
+        raise UsageError(
+            f"{source} cannot be unpickled in a sandbox",
+            have="a kernel without Landlock",
+            want="one that keeps the process from writing and from starting programs",
+            do="import it on a machine with Linux 5.13 or later; or, where its origin is trusted, add --without-sandbox",
+        )
+    found = read_assets(assets)
+    hf_config = read_model_config(ModelConfig(path=str(assets)))
+    model = build_on_meta(hf_config)
+    parts = regions(model)
+    canonical = {region.name: region.shape for region in parts}
+    if kind == "torch_dist":
+        names = tensor_names()
+        name_pieces = partial(shards_of, naming=Naming.of(hf_config), canonical=canonical)
+    else:
+        names = frozenset(map(without_numbers, [*model.state_dict(), *canonical]))
+        name_pieces = partial(_of_module, model=model, parts=parts)
 
-    def __init__(
-        self,
-        source: Path,
-        assets: Path,
-        *,
-        without_sandbox: bool = False,
-        landlock: int | None = None,
-    ) -> None:
-        kind = pickled_kind(source)
-        if kind is None:
+    def weights(scratch: Path) -> list[Shard]:
+        _unpickle(kind, source, files, names, scratch, sandboxed=bool(version))
+        pieces = _below_one_prefix(_pieces(scratch, source), names)
+        shards = list(name_pieces(pieces))
+        if absent := canonical.keys() - {shard.spec.name for shard in shards}:
             raise MissingError(
-                f"{source} is no checkpoint of DCP, Megatron or verl",
-                have="no such directory" if not source.is_dir() else "none of their files",
-                want=f"{_DCP_METADATA} and *.distcp, or model_world_size_*_rank_*.pt",
-                do="give the directory that these files lie in",
-            )
-        self.kind, self.source = kind, source
-        self._files = _verl_files(source) if kind == "verl" else _dcp_files(source)
-        version = landlock_version() if landlock is None else landlock
-        if not version and not without_sandbox:
-            raise UsageError(
-                f"{source} cannot be unpickled in a sandbox",
-                have="a kernel without Landlock",
-                want="one that keeps the process from writing and from starting programs",
-                do="import it on a machine with Linux 5.13 or later; or, where its origin is trusted, add --without-sandbox",
-            )
-        self._sandboxed = bool(version)
-        self.guard = guarded_by(version)
-        self.assets: Mapping[str, bytes] = read_assets(assets)
-        hf_config = read_model_config(ModelConfig(path=str(assets)))
-        self._naming = Naming.of(hf_config) if kind == "torch_dist" else None
-        model = build_on_meta(hf_config)
-        self._regions: dict[str, list[Region]] = {}
-        for region in regions(model):
-            self._regions.setdefault(region.parameter, []).append(region)
-        self._canonical = {each.name: each for found in self._regions.values() for each in found}
-        self._tied = tied_names(model)
-        self._shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        self._names: Collection[str] = self._shapes.keys() | self._canonical.keys()
-        if self._naming is not None:
-            self._names = tensor_names(self._canonical)
-
-    def weights(self, scratch: Path) -> list[Shard]:
-        """Unpickle in a child process and name the tensors.
-
-        Raises `CorruptError` if unpickling fails or meets anything but tensors, `MissingError` for an absent tensor, `IncompatibleError`
-        for another shape.
-        """
-        task = _Task(self.kind, self.source, self._files, self._names, self._sandboxed)
-        _unpickle(task, scratch)
-        pieces = self._below_one_prefix(list(_pieces(scratch, self.source)))
-        present = {piece.name for piece in pieces}
-        shards = [shard for piece in pieces for shard in self._shards(piece, present)]
-        absent = self._canonical.keys() - {shard.spec.name for shard in shards}
-        if absent:
-            raise MissingError(
-                f"{self.source} lacks {len(absent)} tensors of the model",
-                have=f"{len(present)} that the model has",
+                f"{source} lacks {len(absent)} tensors of the model",
+                have=f"{len(canonical) - len(absent)} that the model has",
                 want=few(sorted(absent)),
                 do="give the config.json that belongs to these weights with --assets",
             )
         return shards
 
-    def _below_one_prefix(self, pieces: list[ForeignPiece]) -> list[ForeignPiece]:
-        """The pieces below the prefix that most of the model's names have, less the prefix."""
-        known = {piece.name: known_part(piece.name, self._names) for piece in pieces}
-        counts = Counter(key.removesuffix(known[key]) for key in known)
-        prefix = min(counts, key=lambda each: (-counts[each], len(each)), default="")
-        return [
-            ForeignPiece(known[p.name], p.shape, p.box, p.tensor)
-            for p in pieces
-            if p.name == prefix + known[p.name]
-        ]
+    return Foreign(kind, source, found, weights, guarded_by(version))
 
-    def _shards(self, piece: ForeignPiece, present: set[str]) -> Iterator[Shard]:
-        """The canonical tensors' parts that a piece is made of."""
-        if self._naming is not None:
-            shapes = {each: region.shape for each, region in self._canonical.items()}
-            yield from shards_of(piece, self._naming, shapes)
-            return
-        name = piece.name
-        if name in self._tied and self._tied[name] not in present:
-            name = self._tied[name]
-        found = self._regions.get(name, [])
-        wanted = self._shapes[name] if found else None
-        if name in self._canonical and piece.shape == self._canonical[name].shape != wanted:
-            spec = TensorSpec(name, piece.shape, piece.tensor.dtype)
-            yield Shard(spec, piece.box, piece.tensor)
-            return
-        if found and piece.shape != wanted:
-            raise IncompatibleError(
-                f"tensor {piece.name} in {self.source} has another shape than the model's",
-                have=list(piece.shape),
-                want=list(wanted or ()),
-                do="give the config.json that belongs to these weights with --assets",
-            )
-        for region in found:
-            yield from piece.part_of(region)
+
+def _of_module(
+    pieces: Sequence[Shard], model: PreTrainedModel, parts: Iterable[Region]
+) -> Iterator[Shard]:
+    """Yield the parts of checkpoint tensors in pieces of the module's parameters, or of such tensors themselves."""
+    by_parameter: dict[str, list[Region]] = {}
+    for region in parts:
+        by_parameter.setdefault(region.parameter, []).append(region)
+    canonical = {region.name: region.shape for region in parts}
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    tied, present = tied_names(model), {piece.spec.name for piece in pieces}
+    for piece in pieces:
+        name, shape = piece.spec.name, piece.spec.shape
+        if tied.get(name, name) not in present:
+            name = tied[name]
+        if name in canonical and shape == canonical[name] != shapes.get(name):
+            yield replace(piece, spec=replace(piece.spec, name=name))
+            continue
+        for region in by_parameter.get(name, ()):
+            if shape != shapes[name]:
+                raise IncompatibleError(
+                    f"tensor {piece.spec.name} has another shape than the model's",
+                    have=list(shape),
+                    want=list(shapes[name]),
+                    do="give the config.json that belongs to these weights with --assets",
+                )
+            if (shard := region.shard_of(piece.tensor, piece.box)) is not None:
+                yield shard
+
+
+def _below_one_prefix(pieces: Sequence[Shard], names: Collection[str]) -> list[Shard]:
+    """Return the pieces below the prefix that most of the known names have, without the prefix."""
+    known = {piece.spec.name: known_part(piece.spec.name, names) for piece in pieces}
+    counts = Counter(key.removesuffix(part) for key, part in known.items())
+    prefix = min(counts, key=lambda each: (-counts[each], len(each)), default="")
+    return [
+        replace(piece, spec=replace(piece.spec, name=known[piece.spec.name]))
+        for piece in pieces
+        if piece.spec.name == prefix + known[piece.spec.name]
+    ]
 
 
 def _verl_files(source: Path) -> list[str]:
@@ -193,11 +177,8 @@ def _verl_files(source: Path) -> list[str]:
     names = [f"model_world_size_{worlds[0]}_rank_{rank}.pt" for rank in range(worlds[0])]
     absent = [name for name in names if name not in found]
     if absent:
-        raise MissingError(
-            f"{source} lacks {absent[0]}",
-            have=f"{worlds[0] - len(absent)} files",
-            want=f"the files of {worlds[0]} ranks",
-            do="get those of all ranks: each machine may have its own",
+        raise _missing(
+            source, absent[0], f"{worlds[0] - len(absent)} files", f"the files of {worlds[0]} ranks"
         )
     return names
 
@@ -205,43 +186,39 @@ def _verl_files(source: Path) -> list[str]:
 def _dcp_files(source: Path) -> list[str]:
     found = sorted(path.name for path in source.glob("*.distcp"))
     if not found:
-        raise MissingError(
-            f"{source} lacks tensors",
-            have=_DCP_METADATA,
-            want="*.distcp",
-            do="get those of all ranks: each machine may have its own",
-        )
+        raise _missing(source, "tensors", _DCP_METADATA, "*.distcp")
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """What the child is to do."""
-
-    kind: str
-    source: Path
-    files: list[str]
-    names: Collection[str]
-    sandboxed: bool
+def _missing(source: Path, what: str, have: str, want: str) -> MissingError:
+    do = "get those of all ranks: each machine may have its own"
+    return MissingError(f"{source} lacks {what}", have=have, want=want, do=do)
 
 
-def _unpickle(task: _Task, scratch: Path) -> None:
+def _unpickle(
+    kind: str,
+    source: Path,
+    files: list[str],
+    names: Collection[str],
+    scratch: Path,
+    *,
+    sandboxed: bool,
+) -> None:
     """Run the child, with an empty environment; raises `CorruptError` where it fails."""
-    source = task.source
-    told = {
+    task = {
         "path": sys.path,
-        "kind": task.kind,
+        "kind": kind,
         "source": str(source.absolute()),
-        "files": task.files,
-        "names": sorted(task.names),
-        "sandboxed": task.sandboxed,
+        "files": files,
+        "names": sorted(names),
         "target": str(scratch.absolute()),
-        "most_bytes": sum((source / name).stat().st_size for name in task.files) + (64 << 20),
+        "sandboxed": sandboxed,
+        "most_bytes": sum((source / name).stat().st_size for name in files) + (64 << 20),
     }
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     done = subprocess.run(
         [sys.executable, "-I", "-c", _CHILD],
-        input=json.dumps(told),
+        input=json.dumps(task),
         capture_output=True,
         text=True,
         check=False,
@@ -258,35 +235,25 @@ def _unpickle(task: _Task, scratch: Path) -> None:
         )
 
 
-def _pieces(scratch: Path, source: Path) -> Iterator[ForeignPiece]:
-    """What the child left, read as if a stranger had written it."""
-    wrong = CorruptError(
-        f"what was unpickled from {source} is not in order",
-        do="do not trust it; convert it to safetensors with the program that wrote it",
-    )
-    try:
-        listed = parse_json(read_whole(LocalStorage(), scratch / PIECES, _PIECES_LIMIT), PIECES)
-    except (OSError, ValueError) as error:
-        raise wrong from error
-    opened: dict[str, dict[str, Tensor]] = {}
-    if not isinstance(listed, list):
-        raise wrong
-    for each in listed:
-        if not isinstance(each, dict) or not isinstance(each.get("name"), str):
-            raise wrong
-        file, shape, offsets = str(each.get("file")), each.get("shape"), each.get("offsets")
-        if Path(file).name != file or not _counts(shape) or not _counts(offsets):
-            raise wrong
-        if file not in opened:
-            opened[file] = mapped_tensors(scratch / file)
-        tensor = opened[file].get(str(each.get("tensor")))
-        if tensor is None or not len(tensor.shape) == len(shape) == len(offsets):
-            raise wrong
-        box = Box(tuple(offsets), tuple(tensor.shape))
-        if not box.fits(tuple(shape)):
-            raise wrong
-        yield ForeignPiece(each["name"], tuple(shape), box, tensor)
+def _pieces(scratch: Path, source: Path) -> list[Shard]:
+    """Return what the child left, read as if a stranger had written it."""
+    found = []
+    for path in sorted(scratch.glob("*.safetensors")):
+        for key, tensor in mapped_tensors(path).items():
+            match parse_json(key.encode(), f"the name of a tensor in {path}"):
+                case [str(name), [*shape], [*offsets]] if _are_sizes([*shape, *offsets]):
+                    box = Box(tuple(offsets), tuple(tensor.shape))
+                    if box.fits(tuple(shape)):
+                        spec = TensorSpec(name, tuple(shape), tensor.dtype)
+                        found.append(Shard(spec, box, tensor))
+                        continue
+            raise CorruptError(
+                f"what was unpickled from {source} is not in order",
+                have=key,
+                do="do not trust it; convert it to safetensors with the program that wrote it",
+            )
+    return found
 
 
-def _counts(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+def _are_sizes(values: Iterable[Any]) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)

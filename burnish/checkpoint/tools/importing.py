@@ -6,17 +6,18 @@ Source files are mapped, not read into memory.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Shard, TensorSpec
-from burnish.boxes.tensor_reader import TORCH_DTYPES
+from burnish.boxes.tensor_reader import locate
 from burnish.checkpoint.manifest import IMPORTED
 from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.retention import require_room
@@ -32,15 +33,16 @@ from burnish.checkpoint.steps import INFLIGHT, require_outside_steps
 from burnish.checkpoint.tools.assets import CONFIG, read_assets, with_dtype
 from burnish.checkpoint.writer import SavePlanner
 from burnish.distributed.layout import Layout
-from burnish.errors import CorruptError, IncompatibleError, MissingError, few
+from burnish.errors import MissingError, few
 from burnish.files.durable import make_dirs_durably, naming_failures
 from burnish.files.lease import Lease
-from burnish.files.safetensors import TensorEntry, indexed_tensors, read_header, weight_files
+from burnish.files.safetensors import indexed_tensors, read_header, weight_files
 from burnish.files.storage import LocalStorage, Storage
 
 
-class Foreign(Protocol):
-    """Weights of another program. Making one checks that all is there, and reads nothing."""
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """Weights of another program. All their files are there, and no tensor has been read."""
 
     kind: str
     """What wrote them: "huggingface", "dcp", "torch_dist" (Megatron), "verl"."""
@@ -48,46 +50,45 @@ class Foreign(Protocol):
     """Where they lie."""
     assets: Mapping[str, bytes]
     """config.json and what else belongs to the model, by name."""
+    weights: Callable[[Path], list[Shard]]
+    """Returns pieces by canonical name that together are the model. Its argument is an empty directory to work in."""
+    guard: str | None = None
+    """What protects this machine from code in the source, for people."""
 
-    def weights(self, scratch: Path) -> list[Shard]:
-        """Return pieces by canonical name that together are the model. `scratch` is an empty directory for the time of the block."""
 
-
-class HuggingFace:
+def hugging_face(source: Path) -> Foreign:
     """The model of a Hugging Face directory.
 
     Raises `MissingError` for missing files, `CorruptError` for a broken one, `IncompatibleError` for an unknown dtype.
     """
+    assets, files = read_assets(source), weight_files(source)
+    found = locate(source, [("", path.name, read_header(path)) for path in files])
+    if absent := sorted(indexed_tensors(source) - found.keys()):
+        raise MissingError(
+            f"{source} lacks tensors that its index names",
+            have=f"no {few(absent)}",
+            want="the model as a whole",
+            do="get its files again",
+        )
 
-    kind = "huggingface"
+    def weights(_: Path) -> list[Shard]:
+        tensors = [each for path in files for each in load_file(path).items()]
+        return [
+            Shard(TensorSpec(name, tuple(t.shape), t.dtype), whole(tuple(t.shape)), t)
+            for name, t in tensors
+        ]
 
-    def __init__(self, source: Path) -> None:
-        self.source = source
-        self.assets: Mapping[str, bytes] = read_assets(source)
-        self._weights: dict[str, Shard] = {}
-        for path in weight_files(source):
-            for tensor, value in mapped_tensors(path).items():
-                if tensor in self._weights:
-                    raise CorruptError(
-                        f"tensor {tensor} is in two files of {source}",
-                        have=f"it again in {path.name}",
-                        do="remove the file that is not the model's",
-                    )
-                shape = tuple(value.shape)
-                spec = TensorSpec(tensor, shape, value.dtype)
-                self._weights[tensor] = Shard(spec, whole(shape), value)
-        absent = sorted(indexed_tensors(source) - self._weights.keys())
-        if absent:
-            raise MissingError(
-                f"{source} lacks tensors that its index names",
-                have=f"no {few(absent)}",
-                want="the model as a whole",
-                do="get its files again",
-            )
+    return Foreign("huggingface", source, assets, weights)
 
-    def weights(self, scratch: Path) -> list[Shard]:
-        """Every tensor, whole."""
-        return list(self._weights.values())
+
+def mapped_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file by name; writing to them does not change the file.
+
+    Raises `CorruptError` and `IncompatibleError` naming the file.
+    """
+    locate(path.parent, [("", path.name, read_header(path))])
+    tensors: dict[str, Tensor] = load_file(path)
+    return tensors
 
 
 def save_foreign(foreign: Foreign, root: Path, step: int, storage: Storage | None = None) -> Path:
@@ -125,29 +126,3 @@ def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:
         healthy=all_finite(weights),
         split=split,
     )
-
-
-def mapped_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file by name, as read-only views of the mapped file.
-
-    Raises `CorruptError` and `IncompatibleError` naming the file.
-    """
-    entries = read_header(path).entries
-    size = path.stat().st_size
-    raw = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    return {name: _view(path, raw, entry) for name, entry in entries.items()}
-
-
-def _view(path: Path, raw: Tensor, entry: TensorEntry) -> Tensor:
-    if entry.dtype not in TORCH_DTYPES:
-        raise IncompatibleError(
-            f"tensor {entry.name} in {path} has a dtype that is not handled",
-            have=entry.dtype,
-            want=", ".join(TORCH_DTYPES),
-            do="convert the model to bf16 or fp32 with the program that wrote it",
-        )
-    dtype = TORCH_DTYPES[entry.dtype]
-    data = raw[entry.begin : entry.end]
-    if entry.begin % dtype.itemsize:  # allowed by the format, and seen in old files
-        data = data.clone()
-    return data.view(dtype).view(entry.shape)

@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from burnish.checkpoint.layout import rounded
 from burnish.checkpoint.steps import open_step
-from burnish.checkpoint.tools.export import export
-from burnish.checkpoint.tools.exportable import StepModel
+from burnish.checkpoint.tools.export import StepModel, export
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, UsageError
 from burnish.files.safetensors import read_header
@@ -63,9 +62,9 @@ def test_every_tensor_in_the_dtype_of_choice(tmp_path, dtype, split):
     assert found.keys() == weights.keys()
     for name, tensor in weights.items():
         assert torch.equal(bits(found[name]), bits(convert(tensor))), name
-    assert set(done.files) == {"config.json", "chat_templates/default.jinja", "model.safetensors"}
-    assert done.size == sum(p.stat().st_size for p in done.path.rglob("*") if p.is_file())
-    assert (done.path / "chat_templates/default.jinja").read_text() == "{{ messages }}"
+    assert set(done) == {"config.json", "chat_templates/default.jinja", "model.safetensors"}
+    assert done == {name: (tmp_path / "out" / name).stat().st_size for name in done}
+    assert (tmp_path / "out/chat_templates/default.jinja").read_text() == "{{ messages }}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "out"]
 
 
@@ -156,8 +155,7 @@ def test_what_is_there_is_not_touched(tmp_path, there):
 def test_an_empty_directory_is_filled(tmp_path):
     step = save_finite(tmp_path / "checkpoints")
     (tmp_path / "out").mkdir()
-    done = export(StepModel(step), tmp_path / "out", torch.float32, BIG, LOCAL)
-    assert done.path == tmp_path / "out"
+    export(StepModel(step), tmp_path / "out", torch.float32, BIG, LOCAL)
     assert (tmp_path / "out/config.json").is_file()
 
 

@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 from burnish.boxes.tensor_reader import DirectoryReader
 from burnish.checkpoint.reader import StepReader
 from burnish.checkpoint.steps import open_step
-from burnish.checkpoint.tools.export import export
-from burnish.checkpoint.tools.exportable import StepModel
-from burnish.checkpoint.tools.importing import HuggingFace, mapped_tensors, save_foreign
+from burnish.checkpoint.tools.export import StepModel, export
+from burnish.checkpoint.tools.importing import hugging_face, mapped_tensors, save_foreign
 from burnish.checkpoint.verify import verify
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, UsageError
 from burnish.files.lease import Lease
@@ -24,7 +23,7 @@ LOCAL = LocalStorage()
 
 
 def imported(source, root, step=0):
-    return open_step(save_foreign(HuggingFace(source), root, step), LOCAL)
+    return open_step(save_foreign(hugging_face(source), root, step), LOCAL)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

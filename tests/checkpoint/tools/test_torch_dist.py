@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from burnish.checkpoint.reader import StepReader
 from burnish.checkpoint.steps import open_step
 from burnish.checkpoint.tools import import_pickled as pickled
-from burnish.checkpoint.tools.import_pickled import Pickled, pickled_kind
+from burnish.checkpoint.tools.import_pickled import pickled_kind
 from burnish.checkpoint.tools.importing import mapped_tensors, save_foreign
 from burnish.checkpoint.tools.unpickle import convert
 from burnish.checkpoint.verify import verify
@@ -141,17 +141,13 @@ def checkpoints(
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Convert in this process: a child with torch takes seconds to start, and is tried once."""
 
-    def unpickle(task: Any, scratch: Path) -> None:
-        convert(task.kind, task.source, task.files, frozenset(task.names), scratch)
-
-    monkeypatch.setattr(pickled, "_unpickle", unpickle)
+    monkeypatch.setattr(pickled, "_unpickle", lambda *task, sandboxed: convert(*task))
 
 
 def require_imported(source: Path, model: Path, root: Path) -> None:
     assert pickled_kind(source) == "torch_dist"
-    step = open_step(
-        save_foreign(Pickled(source, model, without_sandbox=True), root, 0), LocalStorage()
-    )
+    foreign = pickled.pickled("torch_dist", source, model, without_sandbox=True)
+    step = open_step(save_foreign(foreign, root, 0), LocalStorage())
     assert list(verify(step.path)) == []
     wanted = {
         name: tensor
@@ -208,7 +204,8 @@ def test_weights_of_another_model_are_refused(
     said = json.loads((models[family] / "config.json").read_text())
     said.pop("layer_types", None)  # one for each layer
     (assets / "config.json").write_text(json.dumps(said | change))
+    foreign = pickled.pickled("torch_dist", checkpoints[name], assets, without_sandbox=True)
     with pytest.raises(error) as caught:
-        save_foreign(Pickled(checkpoints[name], assets, without_sandbox=True), root, 0)
+        save_foreign(foreign, root, 0)
     assert "--assets" in str(caught.value)
     assert [path.name for path in root.iterdir()] == [".lease"]

@@ -19,8 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import Committed, newest, open_step
-from burnish.checkpoint.tools.export import export
-from burnish.checkpoint.tools.exportable import MergedModel, StepModel, base_of
+from burnish.checkpoint.tools.export import MergedModel, StepModel, adapter_of, export
 from burnish.checkpoint.verify import verify
 from burnish.cli.main import main
 from burnish.config.schema import LoraConfig, ModelConfig
@@ -104,7 +103,7 @@ def test_exported_alone_it_is_exact_in_fp32(tmp_path: Path, base: Path, rslora: 
     step = save_adapter(tmp_path / "run", base, lora=lora)
     with StepModel(step) as model:
         done = export(model, tmp_path / "out", torch.float32, 1000)
-    assert "adapter_model.safetensors" in done.files  # whatever the size of files: PEFT reads one
+    assert "adapter_model.safetensors" in done  # whatever the size of files: PEFT reads one
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(plain, tmp_path / "out").eval()
     assert torch.equal(logits(loaded), logits(plain_adapted(base, lora)))
@@ -117,7 +116,7 @@ def test_merged_it_is_what_peft_merges(tmp_path: Path, family: str) -> None:
     targets = ["q_proj", "o_proj", *EXPERTS] if family == "qwen3_moe" else []
     lora = LORA.model_copy(update={"targets": targets})
     step = save_adapter(tmp_path / "run", base, family, lora)
-    with MergedModel(step, Path(base_of(step))) as model:
+    with MergedModel(step, Path(adapter_of(step)["base"])) as model:
         export(model, tmp_path / "out", torch.float32, 20_000)
     wanted = plain_adapted(base, lora).merge_and_unload()
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
@@ -133,7 +132,7 @@ def test_merged_it_is_what_peft_merges(tmp_path: Path, family: str) -> None:
 
 
 def test_merged_it_is_rounded_once(tmp_path: Path, step: Committed, base: Path) -> None:
-    with MergedModel(step, Path(base_of(step))) as model:
+    with MergedModel(step, Path(adapter_of(step)["base"])) as model:
         export(model, tmp_path / "exact", torch.float32, BIG)
         export(model, tmp_path / "rounded", torch.bfloat16, BIG)
     exact = load_file(tmp_path / "exact/model.safetensors")
@@ -145,7 +144,7 @@ def test_merged_it_is_rounded_once(tmp_path: Path, step: Committed, base: Path) 
 
 def test_pieces_that_begin_and_end_in_rows(step: Committed) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
-    with MergedModel(step, Path(base_of(step))) as model:
+    with MergedModel(step, Path(adapter_of(step)["base"])) as model:
         size = model.weights[name].elements
         whole = model.read(name, 0, size, torch.float32)
         for start, stop in ((0, 1), (5, 50), (47, 49), (48, 96), (size - 1, size)):
@@ -160,7 +159,7 @@ def test_a_model_that_has_moved(tmp_path: Path, base: Path) -> None:
     step = save_adapter(tmp_path / "run", here)
     here.rename(tmp_path / "there")
     with pytest.raises(MissingError) as missing:
-        MergedModel(step, Path(base_of(step)))
+        MergedModel(step, Path(adapter_of(step)["base"]))
     assert "--base" in str(missing.value)
     with MergedModel(step, tmp_path / "there") as model:
         assert model.weights
