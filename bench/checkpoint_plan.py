@@ -15,7 +15,7 @@ import torch
 from burnish.boxes.pieces import PieceTable
 from burnish.boxes.table import BoxTable
 from burnish.checkpoint.destinations.disks import Disks
-from burnish.checkpoint.layout import Stored, plan_files
+from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.writer import WritePlan
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
 from burnish.distributed.layout import Layout
@@ -44,12 +44,7 @@ def tables(ranks: int, tensors: int) -> list[PieceTable]:
 def plan(ranks: int, tensors: int) -> tuple[float, int]:
     """Seconds and bytes at the peak, beyond what was held before, of the first rank's plan."""
     have = tables(ranks, tensors)
-    stored = [
-        Stored("exp_avg", name.partition("/")[2], "F32", shape)
-        for name, shape, _ in have[0].tensors
-    ]
     reset_peak_memory(CPU)
     before, begun = used_memory(CPU), perf_counter()
-    files, _ = plan_files(stored)
-    WritePlan.of(files, have, Layout(0, ranks), Disks.one(ranks))
+    WritePlan.of(have, [MAIN], Layout(0, ranks), Disks.one(ranks))
     return perf_counter() - begun, peak_memory(CPU) - before

@@ -6,6 +6,7 @@ beside the rank takes. Here one process does both one after the other: the copy 
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -14,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from burnish.checkpoint.background import Memory, stage, staged_in
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.save import Contents, ModelContents
-from burnish.checkpoint.staging import Memory, stage
 from burnish.distributed.collectives import from_main
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
@@ -39,12 +40,12 @@ class Saves:
             self._checkpoints.save(self._step, replace(contents, arena=arena))
             return arena.held
         memory = Memory.make()
-        assets = {role: model.write_assets for role, model in contents.models.items()}
-        staged = stage(contents, memory, assets)
-        copied = staged.contents(memory.take(staged.size))
+        staged = stage(contents, memory)
+        size = os.fstat(memory.descriptor).st_size
+        copied = staged_in(memory.take(size), staged)
         self._checkpoints.save(self._step, replace(copied, arena=arena))
         memory.close()
-        return arena.held + staged.size
+        return arena.held + size
 
     def close(self) -> None:
         """Remove the steps."""

@@ -1,49 +1,133 @@
-"""Saving while training goes on: the training process's side.
+"""Save while training goes on: a copy in shared memory, and a writer process beside each rank.
 
-`begin` copies the step's contents and hands them to a writer process, which is started again if it died. At most one save is
-in flight. All ranks get the same outcome: a save that failed on any rank is cleared away and leaves the step before unchanged.
+`begin` copies the step's contents and hands them to the writer, which is started again if it died. At most one save is in flight.
+All ranks get the same outcome. A save that failed on any rank is cleared away and leaves the step before unchanged.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
+from burnish.boxes.shards import Shard
+from burnish.boxes.transfer import accelerator_of
 from burnish.checkpoint.save import Assets, Contents, Saved, Saver, check_new
-from burnish.checkpoint.staging import Memory, Staged, stage
 from burnish.checkpoint.subprocess import Companion, accompany
+from burnish.distributed import host_memory
 from burnish.distributed.collectives import agree, gather_objects
 from burnish.distributed.environment import place_of
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.durable import naming_failures
 
+_LOOK_SECONDS = 0.05
+# Between two questions of waiting ranks to each other.
+_ALIGN = 64
 
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the writers of all ranks meet for a job."""
+_log = logging.getLogger(__name__)
 
-    host: str
-    """Machine of the store, which the training process of rank 0 serves."""
-    port: int
-    """Its port."""
-    name: str
-    """Keeps the job apart from others."""
-    timeout_seconds: float
-    """How long they wait for each other, at the beginning and in every collective."""
+
+class Memory:
+    """An unnamed file in memory that two processes map by its descriptor. It grows and is kept between saves."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+
+    @classmethod
+    def make(cls) -> Memory:
+        """Make new memory, which goes when its last user has gone."""
+        if hasattr(os, "memfd_create"):
+            return cls(os.memfd_create("burnish-staging", os.MFD_CLOEXEC))
+        with tempfile.TemporaryFile() as file:
+            return cls(os.dup(file.fileno()))
+
+    def take(self, size: int, *, pin: bool = False) -> Tensor:
+        """Return the first `size` bytes, at the same address as before if they were enough. Raises `OSError` without room.
+
+        `pin` keeps them in place for the accelerator to copy into.
+        """
+        if size > self._bytes.numel():
+            self._release()
+            if os.fstat(self.descriptor).st_size < size:
+                _allocate(self.descriptor, size)
+            mapped = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
+            self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        if pin and not self._pinned:
+            self._pinned = host_memory.pin(self._bytes)
+        return self._bytes[:size]
+
+    def close(self) -> None:
+        """Give it back."""
+        self._release()
+        os.close(self.descriptor)
+
+    def _release(self) -> None:
+        if self._pinned:
+            host_memory.unpin(self._bytes)
+            self._pinned = False
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Take the pages at once, so that a lack of memory is an error here and no signal later."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        os.ftruncate(descriptor, size)
+
+
+def stage(contents: Contents, memory: Memory) -> Contents:
+    """Copy the shards into the memory; they may change when this returns. Raises `OSError` without room.
+
+    The result can be sent: its tensors have a dtype and a shape only. `staged_in` finds their elements again.
+    """
+    device = accelerator_of(contents.shards)
+    size = sum(map(_room, contents.shards))
+    copies = staged_in(
+        memory.take(size, pin=device is not None and device.type == "cuda"), contents
+    )
+    with torch.no_grad():
+        for shard, copy in zip(contents.shards, copies.shards, strict=True):
+            copy.tensor.copy_(shard.tensor, non_blocking=True)
+    if device is not None:
+        torch.accelerator.synchronize(device)
+    bare = copies.with_shards(lambda copy: replace(copy, tensor=copy.tensor.to("meta")))
+    return replace(bare, state=dict(contents.state), arena=None)
+
+
+def staged_in(room: Tensor, contents: Contents) -> Contents:
+    """Return the contents with shards that are views of the memory, in their order."""
+    start = 0
+
+    def view(shard: Shard) -> Shard:
+        nonlocal start
+        elements = room[start : start + shard.tensor.nbytes].view(shard.tensor.dtype)
+        start += _room(shard)
+        return Shard(shard.spec, shard.box, elements.view(shard.box.sizes))
+
+    return contents.with_shards(view)
+
+
+def _room(shard: Shard) -> int:
+    return -(-shard.tensor.nbytes // _ALIGN) * _ALIGN
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +135,13 @@ class Job:
     """One step to commit."""
 
     step: int
-    """Which."""
-    staged: Staged
-    """What goes into it; its tensors are in the shared memory."""
-    meeting: Meeting | None
-    """None for a lone process."""
+    """Its number."""
+    contents: Contents
+    """What `stage` returned."""
+    number: int
+    """Counts the jobs of a run, the same on all ranks."""
+    meeting: tuple[str, int] | None
+    """Host and port of the store where the writers of all ranks meet; None for a lone process."""
 
 
 Answer = Saved | BurnishError
@@ -67,29 +153,31 @@ def serve(pipe: int, parent: int, memory: int) -> None:
     accompany(parent)
     torch.set_num_threads(1)
     shared = Memory(memory)
+
+    def check_parent() -> None:
+        if os.getppid() != parent:
+            raise BurnishError(
+                "the training process has ended before its step was committed",
+                do="start the same command again: it continues from the step before",
+            )
+
     with Connection(pipe) as connection:
-        saver: Saver = connection.recv()
+        saver, timeout = connection.recv()
         while True:
             try:
                 job: Job = connection.recv()
             except EOFError:
                 return
-            connection.send(_answer(saver, job, shared, lambda: _check_parent(parent)))
+            connection.send(_answer(saver, job, shared, timeout, check_parent))
 
 
-def _check_parent(parent: int) -> None:
-    if os.getppid() != parent:
-        raise BurnishError(
-            "the training process has ended before its step was committed",
-            do="start the same command again: it continues from the step before",
-        )
-
-
-def _answer(saver: Saver, job: Job, memory: Memory, fence: Callable[[], None]) -> Answer:
+def _answer(
+    saver: Saver, job: Job, memory: Memory, timeout: float, fence: Callable[[], None]
+) -> Answer:
     try:
-        with _meeting(job.meeting, saver.layout):
-            contents = job.staged.contents(memory.take(job.staged.size))
-            return saver.save(job.step, contents, fence)
+        with _meeting(job, saver.layout, timedelta(seconds=timeout)):
+            room = memory.take(sum(map(_room, job.contents.shards)))
+            return saver.save(job.step, staged_in(room, job.contents), fence)
     except BurnishError as error:
         return error
     except Exception as error:  # noqa: BLE001 - told to the training process, which goes on
@@ -101,16 +189,15 @@ def _answer(saver: Saver, job: Job, memory: Memory, fence: Callable[[], None]) -
 
 
 @contextmanager
-def _meeting(meeting: Meeting | None, layout: Layout) -> Iterator[None]:
-    """The process group of the writers, as the default group of this process."""
-    if meeting is None:
+def _meeting(job: Job, layout: Layout, patience: timedelta) -> Iterator[None]:
+    """Make the writers of all ranks the default process group in the block."""
+    if job.meeting is None:
         yield
         return
-    patience = timedelta(seconds=meeting.timeout_seconds)
-    store = TCPStore(meeting.host, meeting.port, layout.world, False, patience)
+    store = TCPStore(*job.meeting, layout.world, False, patience)
     dist.init_process_group(
         "gloo",
-        store=PrefixStore(meeting.name, store),
+        store=PrefixStore(f"job-{job.number}", store),
         rank=layout.rank,
         world_size=layout.world,
         timeout=patience,
@@ -121,18 +208,12 @@ def _meeting(meeting: Meeting | None, layout: Layout) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-_LOOK_SECONDS = 0.05
-# Between two questions of waiting ranks to each other.
-
-_log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class Finished:
     """How a save in the background went."""
 
     step: int
-    """Which one."""
+    """Its number."""
     error: BurnishError | None
     """None when it is committed."""
     warning: BurnishError | None = None
@@ -162,6 +243,16 @@ class BackgroundSaver:
         self._answer: Answer | None = None
         self._writer = self._start_writer()
 
+    def _start_writer(self) -> Companion:
+        name = "the process that writes checkpoints"
+        writer = Companion(__name__, name, (self._memory.descriptor,), self._keep_open)
+        writer.send((self._saver, self._timeout))
+        return writer
+
+    def _restart_writer(self) -> None:
+        self._writer.kill()
+        self._writer = self._start_writer()
+
     def begin(self, step: int, contents: Contents) -> None:
         """Copy the contents and start writing them; they may change when this returns.
 
@@ -173,12 +264,12 @@ class BackgroundSaver:
         with agree(self._saver.layout), naming_failures(f"step {step} could not be copied"):
             if self._saver.leads:
                 check_new(self._saver.root, step, self._saver.storage)
-            staged = stage(contents, self._memory, self._kept_assets(contents))
-        job = Job(step, staged, self._meeting())
+            staged = stage(self._with_kept_assets(contents), self._memory)
+        self._jobs += 1
+        job = Job(step, staged, self._jobs, self._meeting())
         if not self._writer.send(job):
             _log.warning("the process that writes checkpoints had died and is started again")
-            self._writer.kill()
-            self._writer = self._start_writer()
+            self._restart_writer()
             self._writer.send(job)
         self._step, self._moved_at = step, time.monotonic()
 
@@ -229,16 +320,6 @@ class BackgroundSaver:
         self._writer.kill()
         self._memory.close()
 
-    def _start_writer(self) -> Companion:
-        writer = Companion(
-            "burnish.checkpoint.background",
-            "the process that writes checkpoints",
-            (self._memory.descriptor,),
-            self._keep_open,
-        )
-        writer.send(self._saver)
-        return writer
-
     def _survived(self, step: int, told: list[Answer | None]) -> bool:
         """Clear away a save that failed somewhere; return whether the step was committed all the same.
 
@@ -246,8 +327,7 @@ class BackgroundSaver:
         """
         layout, saver = self._saver.layout, self._saver
         if told[layout.rank] is None or not self._writer.is_alive():
-            self._writer.kill()
-            self._writer = self._start_writer()
+            self._restart_writer()
         with agree(layout):  # all writers have ended
             pass
         held = not saver.leads
@@ -260,29 +340,29 @@ class BackgroundSaver:
                 _log.error("%s", left)
         return committed
 
-    def _kept_assets(self, contents: Contents) -> dict[str, Assets]:
-        """What rank 0 writes beside the tensors of each model, from the first save on."""
-        is_main = self._saver.layout.is_main
+    def _with_kept_assets(self, contents: Contents) -> Contents:
+        """Replace the models' assets by what rank 0 made of them at the first save."""
         for role, model in contents.models.items():
             if role not in self._assets:
-                written = Assets.written_by(model.write_assets) if is_main else Assets({})
-                self._assets[role] = written
-        return self._assets
+                is_main = self._saver.layout.is_main
+                self._assets[role] = (
+                    Assets.written_by(model.write_assets) if is_main else Assets({})
+                )
+        models = {
+            role: replace(model, write_assets=self._assets[role])
+            for role, model in contents.models.items()
+        }
+        return replace(contents, models=models)
 
-    def _meeting(self) -> Meeting | None:
+    def _meeting(self) -> tuple[str, int] | None:
+        """Return where the writers of all ranks meet: a store that rank 0's training process serves."""
         layout = self._saver.layout
         if layout.world == 1:
             return None
         if self._store is None and layout.is_main:
-            host = _address(layout.local_world == layout.world)
+            is_local = layout.local_world == layout.world
+            host = "127.0.0.1" if is_local else place_of(os.environ).host or socket.gethostname()
             patience = timedelta(seconds=self._timeout)
             self._store = TCPStore(host, 0, layout.world, True, patience, False)
         mine = (self._store.host, self._store.port) if self._store else None
-        host, port = next(each for each in gather_objects(mine, layout) if each)
-        self._jobs += 1
-        return Meeting(host, port, f"job-{self._jobs}", self._timeout)
-
-
-def _address(local: bool) -> str:
-    """How the other ranks reach this machine, which is that of rank 0."""
-    return "127.0.0.1" if local else place_of(os.environ).host or socket.gethostname()
+        return gather_objects(mine, layout)[0]

@@ -7,7 +7,7 @@ bytes for any number of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -73,16 +73,42 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One block of a file, or several that follow each other and have one writer."""
+    """Bytes of a file: a block, or several that follow each other and have one writer."""
 
     file: int
     """Index among the planned files."""
-    number: int
-    """Index of the first among the file's blocks."""
     start: int
     """First byte in the file."""
     stop: int
     """One past the last."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """A table of spans, in the order of files and bytes, with the fields of `Span`."""
+
+    file: Ints
+    start: Ints
+    stop: Ints
+
+    @classmethod
+    def blocks(cls, sizes: Sequence[int], block_bytes: int) -> Spans:
+        """The blocks of files of these sizes."""
+        size = np.array(sizes, np.int64)
+        count = -(-size // block_bytes)
+        file = np.repeat(np.arange(len(size)), count)
+        start = (np.arange(len(file)) - (np.cumsum(count) - count)[file]) * block_bytes
+        return cls(file, start, np.minimum(start + block_bytes, size[file]))
+
+    def __getitem__(self, row: int) -> Span:
+        return Span(int(self.file[row]), int(self.start[row]), int(self.stop[row]))
+
+    def joined(self, owner: Ints, most_bytes: int) -> tuple[Spans, Ints]:
+        """Join neighbours of one file and owner, if they begin within the same `most_bytes`; return the spans and their owners."""
+        key = np.stack([self.file, self.start // most_bytes, owner])
+        first = np.flatnonzero((np.diff(key, prepend=-1) != 0).any(axis=0))
+        last = np.append(first[1:], len(owner)) - 1 if len(first) else first
+        return Spans(self.file[first], self.start[first], self.stop[last]), owner[first]
 
 
 def plan_files(
@@ -132,30 +158,6 @@ def block_bytes_for(files: Iterable[PlannedFile], most: int = MOST_BLOCKS) -> in
     while total > most * size and size < MAX_BLOCK_BYTES:
         size *= 2
     return size
-
-
-def blocks_of(file: int, size: int, block_bytes: int) -> list[Span]:
-    """Return the blocks of the file with this index and size, in order."""
-    return [
-        Span(file, number, start, min(start + block_bytes, size))
-        for number, start in enumerate(range(0, size, block_bytes))
-    ]
-
-
-def spans_of(blocks: Sequence[Span], owner: Ints, most_bytes: int) -> tuple[list[Span], Ints]:
-    """Join blocks that follow each other and have one owner, up to `most_bytes`; return the spans and their owners."""
-    spans: list[Span] = []
-    owners_of_spans: list[int] = []
-    for block, rank in zip(blocks, owner.tolist(), strict=True):
-        if spans and owners_of_spans[-1] == rank:
-            last = spans[-1]
-            follows = last.file == block.file and last.stop == block.start
-            if follows and block.stop - last.start <= most_bytes:
-                spans[-1] = replace(last, stop=block.stop)
-                continue
-        spans.append(block)
-        owners_of_spans.append(rank)
-    return spans, np.array(owners_of_spans, np.int64)
 
 
 def _shares(members: list[Stored], max_file_bytes: int) -> list[list[Stored]]:
@@ -211,26 +213,31 @@ class Parts:
     """First byte, counted from the start of the span."""
 
     @classmethod
-    def of(cls, files: Sequence[PlannedFile], spans: Sequence[Span], tensors: TensorIndex) -> Parts:
+    def of(cls, files: Sequence[PlannedFile], spans: Spans, tensors: TensorIndex) -> Parts:
         """The parts of those tensors of the files that `tensors` knows by key."""
-        entries = _Entries.of(files, tensors)
-        ends = np.array([(s.file, s.start, s.stop) for s in spans], np.int64).reshape(-1, 3)
-        span, entry, both = intersections(
-            _byte_ranges(ends[:, 0], ends[:, 1], ends[:, 2]),
-            _byte_ranges(entries.file, entries.begin, entries.end),
-        )
-        begin, itemsize = entries.begin[entry], entries.itemsize[entry]
+        rows: list[tuple[int, int, int]] = []
+        described: list[Described] = []
+        for index, file in enumerate(files):
+            for each in file.entries:
+                key = f"{file.tensor_set}/{each.name}"
+                if key in tensors:
+                    rows.append((index, each.begin, each.end))
+                    described.append((key, each.shape, TORCH_DTYPES[each.dtype]))
+        entries = Spans(*np.array(rows, np.int64).reshape(-1, 3).T)
+        tensor, dtype = tensors.add(described, "on disk")
+        span, entry, both = intersections(_byte_ranges(spans), _byte_ranges(entries))
+        begin, itemsize = entries.start[entry], tensors.itemsizes()[dtype[entry]]
         first = (both.offsets[:, 0] - begin) // itemsize
         last = first + both.sizes[:, 0] // itemsize
-        shapes = tensors.shape_table()[entries.tensor[entry]]
+        shapes = tensors.shape_table()[tensor[entry]]
         row, offsets, sizes = flat_ranges(shapes, first, last)
         entry, span = entry[row], span[row]
         flat = (offsets * strides(shapes)[row]).sum(axis=1)
-        start = begin[row] + flat * itemsize[row] - ends[span, 1]
+        start = begin[row] + flat * itemsize[row] - spans.start[span]
         order = np.lexsort((start, span))
-        boxes = BoxTable(entries.tensor[entry], offsets, sizes).take(order)
-        numbers, dtype = np.arange(len(order)), entries.dtype[entry][order]
-        pieces = Pieces(boxes, np.zeros_like(numbers), numbers, dtype)
+        boxes = BoxTable(tensor[entry], offsets, sizes).take(order)
+        numbers = np.arange(len(order))
+        pieces = Pieces(boxes, np.zeros_like(numbers), numbers, dtype[entry][order])
         return cls(tensors, pieces, span[order], start[order])
 
     def places(self, slots: Ints) -> dict[int, PartPlace]:
@@ -242,36 +249,9 @@ class Parts:
         return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Entries:
-    """Tensors in files as a table."""
-
-    file: Ints
-    begin: Ints
-    end: Ints
-    itemsize: Ints
-    tensor: Ints
-    dtype: Ints
-
-    @classmethod
-    def of(cls, files: Sequence[PlannedFile], tensors: TensorIndex) -> _Entries:
-        rows: list[tuple[int, int, int]] = []
-        described: list[Described] = []
-        for index, file in enumerate(files):
-            for entry in file.entries:
-                key = f"{file.tensor_set}/{entry.name}"
-                if key in tensors:
-                    rows.append((index, entry.begin, entry.end))
-                    described.append((key, entry.shape, TORCH_DTYPES[entry.dtype]))
-        table = np.array(rows, np.int64).reshape(-1, 3)
-        tensor, dtype = tensors.add(described, "on disk")
-        itemsize = tensors.itemsizes()[dtype]
-        return cls(table[:, 0], table[:, 1], table[:, 2], itemsize, tensor, dtype)
-
-
-def _byte_ranges(file: Ints, begin: Ints, end: Ints) -> BoxTable:
-    """Return ranges of bytes of files as boxes of one dim."""
-    return BoxTable(file, begin[:, None], (end - begin)[:, None])
+def _byte_ranges(spans: Spans) -> BoxTable:
+    """Return spans as boxes of one dim."""
+    return BoxTable(spans.file, spans.start[:, None], (spans.stop - spans.start)[:, None])
 
 
 def owners(block: Ints, rank: Ints, size: Ints, blocks: int, world: int) -> Ints:

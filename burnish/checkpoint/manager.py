@@ -70,8 +70,10 @@ class Checkpoints:
         self._root = root
         self._layout = layout
         self._storage = storage or LocalStorage()
-        planner, kept = SavePlanner(layout), retention or Retention()
-        self._saver = Saver(root, planner, self._storage, kept, reserve_bytes)
+        self._retention = retention or Retention()
+        self._saver = Saver(
+            root, SavePlanner(layout), self._storage, self._retention, reserve_bytes
+        )
         self._background_timeout = background_timeout
         self._background: BackgroundSaver | None = None
         self._mirror: Mirror | None = None
@@ -87,7 +89,7 @@ class Checkpoints:
             with agree(self._layout):
                 if self._layout.is_main:
                     token = self._take(lease)
-            meets = self._saver.retention.mirror is not None
+            meets = self._retention.mirror is not None
             disks = find_disks(
                 lease, token, lambda: self._take(lease), self._layout, may_differ=meets
             )

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
@@ -21,7 +21,7 @@ from burnish.checkpoint.destinations.mirrored import read_mirrored
 from burnish.checkpoint.destinations.partial_checkpoints import portion_paths
 from burnish.checkpoint.steps import TRASH, open_step, read_commit, step_paths
 from burnish.config.keeping import CheckpointConfig
-from burnish.errors import BurnishError, CorruptError, IncompatibleError, UsageError, few
+from burnish.errors import CorruptError, IncompatibleError, UsageError
 from burnish.files.durable import Removals, move_aside, read_whole, write_durably
 from burnish.files.storage import Source, Storage
 from burnish.files.strict_json import encode_json, parse_json
@@ -91,46 +91,6 @@ def _damaged(path: PurePath, have: object) -> CorruptError:
         have=have,
         want=f'{{"format": {_FORMAT}, "pins": {{"STEP": "REASON"}}}}',
         do="mend it, or remove it and pin again what has to stay",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """Steps that could go, were they on the mirror."""
-
-    mirror: str
-    """Its URL."""
-    steps: Sequence[int]
-    """Which, oldest first."""
-
-
-def require_room(
-    root: Path,
-    step: int,
-    needed: int,
-    reserve: int,
-    storage: Storage,
-    waiting: Callable[[], Waiting | None] = lambda: None,
-) -> None:
-    """Raise `BurnishError` if less than `needed` + `reserve` bytes are free below `root`.
-
-    The error names the steps `waiting` for the mirror, which exist only here.
-    """
-    storage.make_dirs(root)
-    free = storage.free_bytes(root)
-    if free >= needed + reserve:
-        return
-    have = f"{free / 1e9:.3f} GB free where {root} lies"
-    do = "free some space, or set checkpoint.keep_last or checkpoint.reserve_gb lower"
-    if (kept := waiting()) is not None and kept.steps:
-        names = few([str(each) for each in kept.steps])
-        have += f"; not on {kept.mirror} yet, and kept for it: {names}"
-        do = f"see that {kept.mirror} can be reached: what is on it makes room; or free some space"
-    raise BurnishError(
-        f"the disk has no room for step {step}",
-        have=have,
-        want=f"{needed / 1e9:.3f} GB for the step and {reserve / 1e9:.3f} GB in reserve",
-        do=do,
     )
 
 
@@ -242,14 +202,14 @@ class Retention:
         gone = self.outlived(self.facts(root, storage), pins)
         return [step for step in gone if step not in awaited]
 
-    def waiting(self, root: Path, storage: Storage) -> Waiting | None:
-        """Return the outlived steps below `root` that wait for the mirror; None without a mirror. For messages: pins are not read."""
+    def waiting(self, root: Path, storage: Storage) -> list[int]:
+        """Return the steps below `root` that could go, were they on the mirror. For messages: pins are not read."""
         if self.mirror is None:
-            return None
-        awaited = self._awaited(root, storage)
-        outlived = self.outlived(self.facts(root, storage))
-        portions = portion_paths(root, storage).values()
-        return Waiting(self.mirror, sorted({*portions, *awaited.intersection(outlived)}))
+            return []
+        outlived = self._awaited(root, storage).intersection(
+            self.outlived(self.facts(root, storage))
+        )
+        return sorted({*portion_paths(root, storage).values(), *outlived})
 
     def apply(self, root: Path, storage: Storage) -> list[int]:
         """Remove outlived steps below `root` and return them.

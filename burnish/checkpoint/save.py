@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import tempfile
 import uuid
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from burnish import __version__
 from burnish.boxes.pieces import PieceTable
-from burnish.boxes.plan import Move
-from burnish.boxes.shards import Piece, Shard
+from burnish.boxes.shards import Shard
 from burnish.boxes.transfer import accelerator_of, meeting_place
 from burnish.checkpoint.destinations.disks import Disks
 from burnish.checkpoint.destinations.partial_checkpoints import SEAL, portion_paths
@@ -40,13 +37,13 @@ from burnish.checkpoint.manifest import (
     sha256,
 )
 from burnish.checkpoint.naming import MODEL, RESIDUAL, prefix_of
-from burnish.checkpoint.retention import Retention, require_room
+from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.steps import INFLIGHT, PORTION, TRASH, open_step, step_name
-from burnish.checkpoint.writer import BlockHashes, BlockWriter, SavePlanner, WritePlan
+from burnish.checkpoint.writer import BlockHashes, BlockWriter, SavePlanner, StoredShard, WritePlan
 from burnish.distributed.collectives import agree, from_main, gather_objects
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.errors import BurnishError, CorruptError
+from burnish.errors import BurnishError, CorruptError, few
 from burnish.files.durable import (
     NotRemovedError,
     Removals,
@@ -97,9 +94,21 @@ class Contents:
         return [shard for model in self.models.values() for shard in model.weights]
 
     @property
-    def training(self) -> list[Shard]:
-        """The pieces of all models' slots."""
-        return [shard for model in self.models.values() for shard in model.training]
+    def shards(self) -> list[Shard]:
+        """The pieces of all models and their slots."""
+        return [s for model in self.models.values() for s in (*model.weights, *model.training)]
+
+    def with_shards(self, change: Callable[[Shard], Shard]) -> Contents:
+        """Return the same with other shards, each made of one of these, in the order of `shards`."""
+        models = {
+            role: replace(
+                model,
+                weights=[change(shard) for shard in model.weights],
+                training=[change(shard) for shard in model.training],
+            )
+            for role, model in self.models.items()
+        }
+        return replace(self, models=models)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,84 +137,13 @@ class Assets:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """A piece as it will be stored, and how its elements come out of a shard."""
+class Saved:
+    """A step that is committed."""
 
-    piece: Piece
-    shard: Shard
-    convert: Callable[[Tensor, Tensor], None] | None
-    """Writes the shard's elements as they are stored; None when they are stored as they are."""
-
-
-class _Elements:
-    """The elements of this rank's pieces."""
-
-    def __init__(self, held: Sequence[_Held]) -> None:
-        self._held = held
-
-    def read(self, move: Move, into: Tensor) -> None:
-        """See `burnish.checkpoint.writer.Elements`."""
-        held = self._held[move.have]
-        (held.convert or _copy)(held.shard.part(move.box), into)
-
-    def as_stored(self, move: Move) -> Tensor | None:
-        """See `burnish.checkpoint.writer.Elements`."""
-        held = self._held[move.have]
-        return held.shard.part(move.box) if held.convert is None else None
-
-
-def _copy(elements: Tensor, into: Tensor) -> None:
-    into.copy_(elements)
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where this rank's disk gets what it has of a step, and under which names."""
-
-    inflight: Path
-    """The directory while it is written."""
-    final: Path
-    """The same when it is sealed."""
-    seal: str
-    """The name of COMMIT in it."""
-    disk: int | None
-    """The disk, on its leader; None on the other ranks, which make and name nothing."""
-
-    @classmethod
-    def of(cls, root: Path, step: int, name: str, disks: Disks, rank: int) -> _Place:
-        inflight = root / f"{INFLIGHT}{step:08d}.{name}"
-        disk = disks.of_rank[rank] if rank in disks.leaders else None
-        if disks.are_several:
-            return cls(inflight, root / f"{PORTION}{step:08d}.{name}", SEAL, disk)
-        return cls(inflight, root / step_name(step), COMMIT, disk)
-
-    def discard(self, storage: Storage) -> None:
-        """Remove what is no step, as far as the disk lets go of it."""
-        for path in (self.inflight, self.final):
-            if self.disk is not None and path.name.startswith((INFLIGHT, PORTION)):
-                with suppress(OSError):
-                    discard(storage, path, path.parent / TRASH)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sealed:
-    """The manifest of a step, and its COMMIT, as they are written."""
-
-    manifest: bytes
-    commit: bytes
-
-    @classmethod
-    def of(cls, manifest: Manifest, *, healthy: bool) -> _Sealed:
-        encoded = manifest.encode()
-        commit = Commit(
-            version=__version__,
-            uuid=manifest.uuid,
-            step=manifest.step,
-            manifest_sha256=sha256(encoded),
-            total_bytes=manifest.total_bytes,
-            healthy=healthy,
-        )
-        return cls(encoded, commit.encode())
+    path: Path
+    """Its directory, or that of this rank's portion of it."""
+    warning: NotRemovedError | None
+    """Rank 0: what could not be removed beside it; None where all could."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,102 +157,186 @@ class _Told:
     plan: str
 
 
-def save_step(
-    root: Path,
-    step: int,
-    contents: Contents,
-    planner: SavePlanner,
-    storage: Storage,
-    require_room: Callable[[int], None],
-    fence: Callable[[], None] | None = None,
-) -> Path:
-    """Write and commit a step below `root`; return its directory, or this rank's partial checkpoint. Collective.
+@dataclass(frozen=True, slots=True)
+class Saver:
+    """Where steps are saved, by whom, and which of them stay."""
 
-    On the leader of each disk `require_room` is called with the needed bytes before anything is written, and `fence` before the
-    step is sealed. An error on any rank, theirs included, is raised on all and leaves committed steps unchanged. Raises
-    `BurnishError` if the step exists or writing fails.
-    """
-    layout, disks = planner.layout, planner.disks
-    with agree(layout):
-        held = list(_held(contents))
-        pieces = PieceTable.of(each.piece for each in held)
-        finite = not contents.check_finite or all_finite(contents.weights)
-    mine = _Told(
-        step,
-        uuid.uuid4().hex,
-        contents.healthy and finite,
-        accelerator_of([*contents.weights, *contents.training]),
-        planner.digest(pieces),
-    )
-    told = gather_objects(mine, layout)
-    _check_same_step(told)
-    plan = planner.plan(pieces, contents.models, [theirs.plan for theirs in told])
-    place = _Place.of(root, step, told[0].uuid, disks, layout.rank)
-    empty = Manifest(told[0].uuid, step, layout.world, {})
-    small: dict[str, bytes] = {}
-    device = meeting_place([theirs.device for theirs in told], mine.device)
-    what = f"step {step} could not be saved"
-    arena = contents.arena or Arena(torch.device("cpu"))
-    writer = BlockWriter(place.inflight, plan.writing, layout, device, arena)
-    try:
+    root: Path
+    """The run's `checkpoints/`."""
+    planner: SavePlanner = field(compare=False, repr=False)
+    """Who writes what, and where to; it keeps the plan from save to save, in each process that has this."""
+    storage: Storage
+    """The disk."""
+    retention: Retention | None = None
+    """Which steps stay; None: all."""
+    reserve_bytes: int = 0
+    """What stays free on the disk."""
+    token: Token | None = None
+    """The leader of a disk: the right to commit below `root`."""
+
+    @property
+    def layout(self) -> Layout:
+        """This process among those that save together."""
+        return self.planner.layout
+
+    @property
+    def disks(self) -> Disks:
+        """Where these write to."""
+        return self.planner.disks
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank makes and names what is on its disk."""
+        return self.layout.rank in self.disks.leaders
+
+    def save(self, step: int, contents: Contents, fence: Callable[[], None] | None = None) -> Saved:
+        """Commit a step and remove those that retention no longer keeps. Collective.
+
+        An error on any rank is raised on all and leaves earlier steps unchanged. `fence` is called on the leader of each disk before the
+        step is sealed; if it raises, the step does not come to exist. Raises `BurnishError` if the step exists or writing fails.
+        """
+        layout = self.layout
+        with agree(layout):
+            shards = list(_stored(contents))
+            pieces = PieceTable.of(each.piece for each in shards)
+            finite = not contents.check_finite or all_finite(contents.weights)
+        healthy, device = contents.healthy and finite, accelerator_of(contents.shards)
+        mine = _Told(step, uuid.uuid4().hex, healthy, device, self.planner.digest(pieces))
+        told = gather_objects(mine, layout)
+        _check_same_step(told)
+        plan = self.planner.plan(pieces, contents.models, [theirs.plan for theirs in told])
+        writer = BlockWriter(
+            plan,
+            shards,
+            layout,
+            meeting_place([theirs.device for theirs in told], device),
+            contents.arena or Arena(torch.device("cpu")),
+        )
+        empty = Manifest(told[0].uuid, step, layout.world, {})
+        healthy = all(theirs.healthy for theirs in told)
+        try:
+            path = self._write(writer, contents, empty, fence, healthy=healthy)
+        except BaseException:
+            if self.leads:
+                with suppress(OSError):
+                    self._discard(f"{step:08d}.{empty.uuid}", (INFLIGHT, PORTION))
+            raise
+        with agree(layout):
+            return Saved(path, self.let_go() if layout.is_main else None)
+
+    def _write(
+        self,
+        writer: BlockWriter,
+        contents: Contents,
+        empty: Manifest,
+        fence: Callable[[], None] | None,
+        *,
+        healthy: bool,
+    ) -> Path:
+        """Write all files and seal them; `empty` is the manifest that lacks them."""
+        layout, plan, what = self.layout, writer.plan, f"step {empty.step} could not be saved"
+        name = f"{empty.step:08d}.{empty.uuid}"
+        inflight, final, seal = self.root / f"{INFLIGHT}{name}", step_name(empty.step), COMMIT
+        if self.disks.are_several:
+            final, seal = f"{PORTION}{name}", SEAL
+        small: dict[str, bytes] = {}
         with agree(layout), naming_failures(what):
             if layout.is_main:
                 small |= {**plan.indices, **_small_files(contents)}
-                _check_manifest(replace(empty, files=_records(plan.writing, {}, small)))
-            if place.disk is not None:
-                check_new(root, step, storage)
-                files = plan.writing.files_on(place.disk)
-                require_room(sum(file.size for file in files) + sum(map(len, small.values())))
-                _lay_out(place.inflight, files, small, storage)
-        hashes = writer.write(_Elements(held), storage, what)
-        all_hashes, sealed = gather_objects(hashes, layout), None
+                _check_manifest(replace(empty, files=_records(plan, {}, small)))
+            if self.leads:
+                check_new(self.root, empty.step, self.storage)
+                files = plan.files_on(self.disks.of_rank[layout.rank])
+                needed = sum(file.size for file in files) + sum(map(len, small.values()))
+                self._require_room(empty.step, needed)
+                _lay_out(inflight, files, small, self.storage)
+        hashes = gather_objects(writer.write(inflight, self.storage, what), layout)
+        sealed: dict[str, bytes] = {}
         with agree(layout):
             if layout.is_main:
-                records = _records(plan.writing, _together(plan.writing, all_hashes), small)
-                healthy = all(theirs.healthy for theirs in told)
-                sealed = _Sealed.of(replace(empty, files=records), healthy=healthy)
-        if disks.are_several:
+                manifest = replace(empty, files=_records(plan, _together(plan, hashes), small))
+                sealed = _sealed(manifest, seal, healthy=healthy)
+        if self.disks.are_several:
             sealed = from_main(sealed, layout)
         with agree(layout), naming_failures(what):
-            if place.disk is not None and sealed is not None:
+            if self.leads:
+                if self.token is not None:
+                    self.token.check()
                 if fence is not None:
                     fence()
-                _commit(place, sealed, storage)
-    except BaseException:
-        place.discard(storage)
-        raise
-    return place.final
+                _commit(inflight, self.root / final, sealed, self.storage)
+        return self.root / final
+
+    def _require_room(self, step: int, needed: int) -> None:
+        """Raise `BurnishError` if less than `needed` + `reserve_bytes` bytes are free below `root`.
+
+        The error names the steps that exist only here and wait for the mirror.
+        """
+        self.storage.make_dirs(self.root)
+        free = self.storage.free_bytes(self.root)
+        if free >= needed + self.reserve_bytes:
+            return
+        have = f"{free / 1e9:.3f} GB free where {self.root} lies"
+        do = "free some space, or set checkpoint.keep_last or checkpoint.reserve_gb lower"
+        if self.retention and (steps := self.retention.waiting(self.root, self.storage)):
+            mirror = self.retention.mirror
+            have += f"; not on {mirror} yet, and kept for it: {few([str(each) for each in steps])}"
+            do = f"see that {mirror} can be reached: what is on it makes room; or free some space"
+        raise BurnishError(
+            f"the disk has no room for step {step}",
+            have=have,
+            want=f"{needed / 1e9:.3f} GB for the step and {self.reserve_bytes / 1e9:.3f} GB in reserve",
+            do=do,
+        )
+
+    def holds(self, step: int) -> bool:
+        """Whether this rank's disk has the step, or its portion, sealed."""
+        if self.disks.are_several:
+            return step in portion_paths(self.root, self.storage).values()
+        with suppress(CorruptError):
+            return bool(open_step(self.root / step_name(step), self.storage))
+        return False
+
+    def discard(self, step: int, *, portion: bool) -> NotRemovedError | None:
+        """Remove the remains of a failed save, its partial checkpoint too; return what could not be removed. For leaders."""
+        removals = Removals(self.root)
+        with removals.trying():
+            self._discard(f"{step:08d}.", (INFLIGHT, PORTION) if portion else (INFLIGHT,))
+        return removals.error()
+
+    def _discard(self, name: str, kinds: Iterable[str]) -> None:
+        """Remove directories that are no step and whose names begin like this."""
+        for entry in self.storage.entries(self.root):
+            if entry.name.startswith(tuple(f"{kind}{name}" for kind in kinds)):
+                discard(self.storage, self.root / entry.name, self.root / TRASH)
+
+    def let_go(self) -> NotRemovedError | None:
+        """Remove steps that retention no longer keeps; return what could not be removed. For rank 0."""
+        try:
+            if self.retention is not None:
+                self.retention.apply(self.root, self.storage)
+        except NotRemovedError as error:
+            return error
+        return None
 
 
-def _held(contents: Contents) -> Iterator[_Held]:
+def _stored(contents: Contents) -> Iterator[StoredShard]:
+    """Yield what is stored of each shard: fp32 weights are split in two."""
+    taken = {MODEL, RESIDUAL, *contents.models}
     for role, model in contents.models.items():
-        _check_slots(model.training, {MODEL, RESIDUAL, *contents.models})
-        yield from _held_of(model, prefix_of(role), split=contents.split)
-
-
-def _check_slots(shards: Iterable[Shard], taken: Container[str]) -> None:
-    """Refuse names that are not those of a slot and a weight."""
-    for shard in shards:
-        slot, _, name = shard.spec.name.partition("/")
-        if not name or slot in taken or not slot.isidentifier():
-            raise ValueError(f"{shard.spec.name!r} is not the name of a slot and a weight")
-
-
-def _held_of(model: ModelContents, prefix: str, *, split: bool) -> Iterator[_Held]:
-    for shard in model.weights:
-        key, beside = (f"{prefix}{each}/{shard.spec.name}" for each in (MODEL, RESIDUAL))
-        if split and shard.tensor.dtype == torch.float32 and shard.spec.name not in model.whole:
-            yield _Held(_piece(shard, key, torch.bfloat16), shard, rounded)
-            yield _Held(_piece(shard, beside, torch.int16), shard, residual)
-        else:
-            yield _Held(_piece(shard, key, shard.tensor.dtype), shard, None)
-    for shard in model.training:
-        key = f"{prefix}{shard.spec.name}"
-        yield _Held(_piece(shard, key, shard.tensor.dtype), shard, None)
-
-
-def _piece(shard: Shard, key: str, dtype: torch.dtype) -> Piece:
-    return Piece(key, shard.spec.shape, shard.box, dtype)
+        prefix = prefix_of(role)
+        for shard in model.weights:
+            name, dtype = shard.spec.name, shard.tensor.dtype
+            if contents.split and dtype == torch.float32 and name not in model.whole:
+                yield StoredShard(shard, f"{prefix}{MODEL}/{name}", torch.bfloat16, rounded)
+                yield StoredShard(shard, f"{prefix}{RESIDUAL}/{name}", torch.int16, residual)
+            else:
+                yield StoredShard(shard, f"{prefix}{MODEL}/{name}", dtype)
+        for shard in model.training:
+            slot, _, name = shard.spec.name.partition("/")
+            if not name or slot in taken or not slot.isidentifier():
+                raise ValueError(f"{shard.spec.name!r} is not the name of a slot and a weight")
+            yield StoredShard(shard, f"{prefix}{slot}/{name}", shard.tensor.dtype)
 
 
 def _check_same_step(told: Sequence[_Told]) -> None:
@@ -381,18 +403,21 @@ def _lay_out(
     write_new(storage, {inflight / name: data for name, data in small.items()})
 
 
-def _together(plan: WritePlan, hashes: Iterable[BlockHashes]) -> BlockHashes:
-    """All ranks' hashes; every block of every file has exactly one."""
-    known: BlockHashes = {}
-    for theirs in hashes:
-        if known.keys() & theirs.keys():
-            [(index, number), *_] = sorted(known.keys() & theirs.keys())
-            raise _misplanned(plan.files[index], number, "was written by two ranks")
-        known |= theirs
-    for index, file in enumerate(plan.files):
-        for number in range(-(-file.size // plan.block_bytes)):
-            if (index, number) not in known:
-                raise _misplanned(file, number, "was written by no rank")
+def _together(plan: WritePlan, hashes: Sequence[BlockHashes]) -> BlockHashes:
+    """Join all ranks' hashes. Raises `BurnishError` unless every block of every file has exactly one."""
+    known = {block: digest for theirs in hashes for block, digest in theirs.items()}
+    wanted = {
+        (index, number)
+        for index, file in enumerate(plan.files)
+        for number in range(plan.blocks_in(file))
+    }
+    if sum(map(len, hashes)) != len(known) or known.keys() != wanted:
+        raise BurnishError(
+            "ranks wrote other blocks than were planned",
+            have=f"{sum(map(len, hashes))} blocks written, {len(wanted - known.keys())} by no rank",
+            want=f"{len(wanted)} blocks, each by one rank",
+            do="see that all ranks run the same version; where they do, it is a mistake in Burnish",
+        )
     return known
 
 
@@ -402,7 +427,7 @@ def _records(
     """Return the manifest's records of the files; tensor files may lack hashes yet."""
     records = {path: record_of(data) for path, data in small.items()}
     for index, file in enumerate(plan.files):
-        numbers = range(-(-file.size // plan.block_bytes) if hashes else 0)
+        numbers = range(plan.blocks_in(file) if hashes else 0)
         blocks = tuple(hashes[index, number] for number in numbers)
         records[file.path] = FileRecord(file.size, plan.block_bytes, blocks)
     return records
@@ -420,21 +445,26 @@ def _check_manifest(manifest: Manifest) -> None:
         )
 
 
-def _misplanned(file: PlannedFile, number: int, what: str) -> BurnishError:
-    return BurnishError(
-        f"block {number} of {file.path} {what}",
-        want="one writer for each",
-        do="see that all ranks run the same version; where they do, it is a mistake in Burnish",
+def _sealed(manifest: Manifest, seal: str, *, healthy: bool) -> dict[str, bytes]:
+    """Return the manifest's and the seal's bytes by name."""
+    encoded = manifest.encode()
+    commit = Commit(
+        version=__version__,
+        uuid=manifest.uuid,
+        step=manifest.step,
+        manifest_sha256=sha256(encoded),
+        total_bytes=manifest.total_bytes,
+        healthy=healthy,
     )
+    return {MANIFEST: encoded, seal: commit.encode()}
 
 
-def _commit(place: _Place, sealed: _Sealed, storage: Storage) -> None:
+def _commit(inflight: Path, final: Path, sealed: Mapping[str, bytes], storage: Storage) -> None:
     """Seal the directory and rename it. Before the rename the step does not exist; after it, it is whole."""
-    files = {MANIFEST: sealed.manifest, place.seal: sealed.commit}
-    write_new(storage, {place.inflight / name: data for name, data in files.items()})
-    sync_dirs(storage, _directories(place.inflight, storage))
-    storage.rename(place.inflight, place.final)
-    storage.sync_dir(place.final.parent)
+    write_new(storage, {inflight / name: data for name, data in sealed.items()})
+    sync_dirs(storage, _directories(inflight, storage))
+    storage.rename(inflight, final)
+    storage.sync_dir(final.parent)
 
 
 def _directories(path: Path, storage: Storage) -> Iterator[Path]:
@@ -443,93 +473,3 @@ def _directories(path: Path, storage: Storage) -> Iterator[Path]:
     for entry in storage.entries(path):
         if entry.kind == "directory":
             yield from _directories(path / entry.name, storage)
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A step that is committed."""
-
-    path: Path
-    """Its directory, or that of this rank's portion of it."""
-    warning: NotRemovedError | None
-    """Rank 0: what could not be removed beside it; None where all could."""
-
-
-@dataclass(frozen=True, slots=True)
-class Saver:
-    """Where steps are saved, by whom, and which of them stay."""
-
-    root: Path
-    """The run's `checkpoints/`."""
-    planner: SavePlanner = field(compare=False, repr=False)
-    """Who writes what, and where to; it keeps the plan from save to save, in each process that has this."""
-    storage: Storage
-    """The disk."""
-    retention: Retention
-    """Which steps stay."""
-    reserve_bytes: int
-    """What stays free on the disk."""
-    token: Token | None = None
-    """The leader of a disk: the right to commit below `root`."""
-
-    @property
-    def layout(self) -> Layout:
-        """This process among those that save together."""
-        return self.planner.layout
-
-    @property
-    def disks(self) -> Disks:
-        """Where these write to."""
-        return self.planner.disks
-
-    def save(self, step: int, contents: Contents, fence: Callable[[], None] | None = None) -> Saved:
-        """Commit a step and remove those that retention no longer keeps. Collective.
-
-        An error on any rank is raised on all and leaves earlier steps unchanged. `fence` is called on the leader of each disk before the
-        step is sealed; if it raises, the step does not come to exist.
-        """
-
-        def check() -> None:
-            if self.token is not None:
-                self.token.check()
-            if fence is not None:
-                fence()
-
-        def require(needed: int) -> None:
-            waiting = partial(self.retention.waiting, self.root, self.storage)
-            require_room(self.root, step, needed, self.reserve_bytes, self.storage, waiting)
-
-        path = save_step(self.root, step, contents, self.planner, self.storage, require, check)
-        with agree(self.layout):
-            return Saved(path, self.let_go() if self.layout.is_main else None)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank makes and names what is on its disk."""
-        return self.layout.rank in self.disks.leaders
-
-    def holds(self, step: int) -> bool:
-        """Whether this rank's disk has the step, or its portion, sealed."""
-        if self.disks.are_several:
-            return step in portion_paths(self.root, self.storage).values()
-        with suppress(CorruptError):
-            return bool(open_step(self.root / step_name(step), self.storage))
-        return False
-
-    def discard(self, step: int, *, portion: bool) -> NotRemovedError | None:
-        """Remove the remains of a failed save, its partial checkpoint too; log what could not be removed. For leaders."""
-        starts = (INFLIGHT, PORTION) if portion else (INFLIGHT,)
-        removals = Removals(self.root)
-        with removals.trying():
-            for entry in self.storage.entries(self.root):
-                if entry.name.startswith(tuple(f"{start}{step:08d}." for start in starts)):
-                    discard(self.storage, self.root / entry.name, self.root / TRASH)
-        return removals.error()
-
-    def let_go(self) -> NotRemovedError | None:
-        """Remove steps that retention no longer keeps; log what could not be removed. For rank 0."""
-        try:
-            self.retention.apply(self.root, self.storage)
-        except NotRemovedError as error:
-            return error
-        return None

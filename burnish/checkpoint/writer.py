@@ -7,22 +7,21 @@ hashes and writes and another syncs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from burnish.boxes.pieces import Described, Pieces, PieceTable, TensorIndex, gather_pieces
+from burnish.boxes.pieces import Described, PieceTable, TensorIndex, gather_pieces
 from burnish.boxes.plan import Cover, Move
 from burnish.boxes.rounds import Group, schedule
-from burnish.boxes.table import Ints
+from burnish.boxes.shards import Piece, Shard
 from burnish.boxes.tensor_reader import dtype_name
 from burnish.boxes.transfer import Exchange
 from burnish.checkpoint.destinations.disks import Disks
@@ -31,13 +30,12 @@ from burnish.checkpoint.layout import (
     Parts,
     PlannedFile,
     Span,
+    Spans,
     Stored,
     block_bytes_for,
-    blocks_of,
     groups_of,
     owners_by_disk,
     plan_files,
-    spans_of,
 )
 from burnish.checkpoint.naming import key_parts
 from burnish.distributed.collectives import agree, same_on_all_ranks
@@ -55,14 +53,18 @@ _SPAN_BYTES, _GROUP_BYTES = 4 << 20, 16 << 20
 _WAVE_BYTES = 16 << 20
 _SYNC_BYTES = 32 << 20
 # The disk is asked to begin whenever so much has been written.
+_DIRECT_BYTES = 64 << 10
+# Smaller pieces are copied into the buffer: a system call costs more.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WritePlan:
-    """Which blocks this rank writes, and where their elements come from."""
+    """A step's files, which blocks this rank writes, and where their elements come from."""
 
     files: Sequence[PlannedFile]
-    """All of the step's."""
+    """All of the step's tensor files."""
+    indices: Mapping[str, bytes]
+    """The index files that belong to them, by path."""
     block_bytes: int
     """The size of their blocks."""
     disks: Sequence[int]
@@ -78,25 +80,38 @@ class WritePlan:
 
     @classmethod
     def of(
-        cls,
-        files: Sequence[PlannedFile],
-        have: Sequence[PieceTable],
-        layout: Layout,
-        disks: Disks,
+        cls, have: Sequence[PieceTable], roles: Iterable[str], layout: Layout, disks: Disks
     ) -> WritePlan:
-        """Plan for pieces named by their storage keys, and the ranks' disks. Raises `MissingError` for an incomplete tensor."""
+        """Plan for all ranks' pieces, named by their storage keys, and the ranks' disks.
+
+        Raises `MissingError` for an incomplete tensor, and `BurnishError` if ranks disagree about one.
+        """
+        files, indices = plan_files(_stored(have, roles))
         tensors = TensorIndex()
         [held] = tensors.merge(have)
         block_bytes = block_bytes_for(files)
         disk_of_file = disks.divide([file.size for file in files])
-        spans, owner = _divided(files, held, tensors, block_bytes, disks, disk_of_file)
+        blocks = Spans.blocks([file.size for file in files], block_bytes)
+        parts = Parts.of(files, blocks, tensors)
+        cover = Cover.of(held, parts.pieces, tensors)
+        part, holder = cover.holders()
+        size = cover.boxes.elements * tensors.itemsizes()[parts.pieces.dtype[cover.want]]
+        owner = owners_by_disk(
+            parts.span[cover.want[part]],
+            cover.held.rank[holder],
+            size[part],
+            np.array(disk_of_file, np.int64)[blocks.file],
+            np.array(disks.of_rank),
+        )
+        spans, owner = blocks.joined(owner, _SPAN_BYTES)
         parts = Parts.of(files, spans, tensors)
         moves = Cover.of(held, parts.pieces, tensors).moves(owner[parts.span])
-        travels = np.zeros(len(spans), bool)
+        travels = np.zeros(len(owner), bool)
         travels[parts.span[moves.want[moves.source != moves.target]]] = True
-        size = np.array([span.stop - span.start for span in spans], np.int64)
         most = max(_SPAN_BYTES, block_bytes)
-        group, index = groups_of(owner, size, travels, max(most, _GROUP_BYTES - most))
+        group, index = groups_of(
+            owner, spans.stop - spans.start, travels, max(most, _GROUP_BYTES - most)
+        )
         groups = int(group.max(initial=-1)) + 1
         mine = owner == layout.rank
         share: list[list[Span]] = [[] for _ in range(groups)]
@@ -104,6 +119,7 @@ class WritePlan:
             share[group[number]].append(spans[number])
         return cls(
             files,
+            indices,
             block_bytes,
             disk_of_file,
             share,
@@ -116,77 +132,121 @@ class WritePlan:
         """The files that go to a disk."""
         return [file for file, of in zip(self.files, self.disks, strict=True) if of == disk]
 
-
-def _divided(
-    files: Sequence[PlannedFile],
-    held: Pieces,
-    tensors: TensorIndex,
-    block_bytes: int,
-    disks: Disks,
-    disk_of_file: Sequence[int],
-) -> tuple[list[Span], Ints]:
-    """Return what is written at one time, and by which rank."""
-    blocks = [b for i, file in enumerate(files) for b in blocks_of(i, file.size, block_bytes)]
-    parts = Parts.of(files, blocks, tensors)
-    cover = Cover.of(held, parts.pieces, tensors)
-    part, holder = cover.holders()
-    size = cover.boxes.elements * tensors.itemsizes()[parts.pieces.dtype[cover.want]]
-    rank, in_block = cover.held.rank[holder], parts.span[cover.want[part]]
-    disk_of_block = np.array([disk_of_file[block.file] for block in blocks], np.int64)
-    owner = owners_by_disk(in_block, rank, size[part], disk_of_block, np.array(disks.of_rank))
-    return spans_of(blocks, owner, _SPAN_BYTES)
+    def blocks_in(self, file: PlannedFile) -> int:
+        """The number of blocks of a file."""
+        return -(-file.size // self.block_bytes)
 
 
-class Elements(Protocol):
-    """What this rank has, by the moves of a plan."""
+def _stored(have: Iterable[PieceTable], roles: Iterable[str]) -> list[Stored]:
+    """Every tensor that any rank has a piece of, once."""
+    found: dict[str, Stored] = {}
+    seen: set[tuple[Described, ...]] = set()
+    for table in have:
+        for key, shape, dtype in () if table.tensors in seen else table.tensors:
+            tensor_set, name = key_parts(key, roles)
+            stored = Stored(tensor_set, name, dtype_name(dtype, name), shape)
+            if found.setdefault(key, stored) != stored:
+                raise BurnishError(
+                    f"ranks disagree about tensor {key}",
+                    have=f"{found[key].dtype} {list(found[key].shape)}",
+                    want=f"{stored.dtype} {list(shape)}",
+                    do="start all ranks with one configuration and one model",
+                )
+        seen.add(table.tensors)
+    return list(found.values())
 
-    def read(self, move: Move, into: Tensor) -> None:
-        """Write a move's elements, as stored, into memory of their dtype and shape."""
 
-    def as_stored(self, move: Move) -> Tensor | None:
-        """The memory that already holds them as they are stored; None when there is none."""
+class SavePlanner:
+    """Plans the saves of a layout's ranks, to one disk unless others are named. It keeps the last plan."""
+
+    def __init__(self, layout: Layout, disks: Disks | None = None) -> None:
+        self.layout = layout
+        """This process among those that save together."""
+        self.disks = disks or Disks.one(layout.world)
+        """Where they write to."""
+        self._pieces = ""
+        self._plan: WritePlan | None = None
+
+    def digest(self, pieces: PieceTable) -> str:
+        """Of the plan that was made for such pieces of this rank; "" for none."""
+        if self._plan is None or pieces.digest() != self._pieces:
+            return ""
+        return self._plan.digest
+
+    def plan(self, pieces: PieceTable, roles: Iterable[str], known: Sequence[str]) -> WritePlan:
+        """Return the plan for every rank's pieces, by storage key. Collective.
+
+        If `known` has the same `digest` for all ranks, that plan is taken. Raises as `WritePlan.of` does.
+        """
+        if self._plan is None or set(known) != {self._plan.digest}:
+            have = gather_pieces(pieces, self.layout)
+            plan = WritePlan.of(have, roles, self.layout, self.disks)
+            same_on_all_ranks(plan.digest, "the plan of the save", self.layout)
+            self._pieces, self._plan = pieces.digest(), plan
+        return self._plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredShard:
+    """A shard as it will be stored."""
+
+    shard: Shard
+    """Where its elements are."""
+    key: str
+    """Names the stored tensor among all of the step."""
+    dtype: torch.dtype
+    """Its dtype on disk."""
+    convert: Callable[[Tensor, Tensor], None] | None = None
+    """Writes elements (first) as they are stored (second); None when they are stored as they are."""
+
+    @property
+    def piece(self) -> Piece:
+        """What the planner sees of it."""
+        return Piece(self.key, self.shard.spec.shape, self.shard.box, self.dtype)
 
 
 class BlockWriter:
-    """Writes this rank's blocks of the plan's files, which lie in `directory` at their final size.
+    """Writes this rank's blocks of a plan's files, from the shards that it was planned for.
 
     Blocks are put together in `arena`; messages between ranks meet on `device`.
     """
 
     def __init__(
         self,
-        directory: Path,
         plan: WritePlan,
+        shards: Sequence[StoredShard],
         layout: Layout,
         device: torch.device,
         arena: Arena,
     ) -> None:
-        self._directory = directory
-        self._plan = plan
+        self.plan = plan
+        """What is written."""
+        self._shards = shards
         self._layout = layout
         self._arena = arena
         self._exchange = Exchange(layout, device, arena)
 
-    def write(self, elements: Elements, storage: Storage, what: str) -> BlockHashes:
+    def write(self, directory: Path, storage: Storage, what: str) -> BlockHashes:
         """Write and sync all blocks, and return the hashes of this rank's. Collective, errors included.
 
-        `what` starts the message if the disk fails.
+        The files are in `directory` at their final size. `what` starts the message if the disk fails.
         """
-        size = max((sum(map(_room, share)) for share in self._plan.share), default=0)
+        plan = self.plan
+        size = max((sum(map(_room, share)) for share in plan.share), default=0)
         begun: list[Future[BlockHashes]] = []
         hashes: BlockHashes = {}
         with ExitStack() as opened:
             files: dict[int, File] = {}
             with agree(self._layout), naming_failures(what):
                 memory = [self._arena.take(size) for _ in range(2)]
-                for index in sorted({span.file for share in self._plan.share for span in share}):
-                    path = self._directory / self._plan.files[index].path
+                for index in sorted({span.file for share in plan.share for span in share}):
+                    path = directory / plan.files[index].path
                     files[index] = opened.enter_context(storage.open(path, write=True))
-            disk = opened.enter_context(_Disk(files, self._plan.block_bytes))
-            for number, moves in enumerate(self._plan.moves):
+            disk = opened.enter_context(_Disk(files, plan.block_bytes))
+            for number, moves in enumerate(plan.moves):
                 wait(begun[: max(0, number - 1)])  # errors are raised below, on all ranks
-                share = self._plan.share[number]
-                begun.append(disk.write(self._filled(share, moves, memory[number % 2], elements)))
+                spans = self._filled(plan.share[number], moves, memory[number % 2])
+                begun.append(disk.write(spans))
             with agree(self._layout), naming_failures(what):
                 for written in begun:
                     hashes |= written.result()
@@ -194,29 +254,41 @@ class BlockWriter:
         return hashes
 
     def _filled(
-        self, share: Sequence[Span], moves: Group, memory: Tensor, elements: Elements
+        self, share: Sequence[Span], moves: Group, memory: Tensor
     ) -> list[tuple[Span, SpanMemory]]:
         """Put a few spans together. Collective."""
-        spans = buffers(share, memory)
-        for span, there in zip(share, spans, strict=True):
-            header = self._plan.files[span.file].header[span.start : span.stop]
-            there.part(0, (len(header),), torch.uint8).numpy()[:] = np.frombuffer(header, np.uint8)
+        places, spans, start = self.plan.places, list[SpanMemory](), 0
+        for span in share:
+            spans.append(SpanMemory(memory[start : start + span.stop - span.start]))
+            start += _room(span)
+            header = self.plan.files[span.file].header[span.start : span.stop]
+            there = spans[-1].part(0, (len(header),), torch.uint8)
+            there.numpy()[:] = np.frombuffer(header, np.uint8)
 
         def into(move: Move) -> Tensor:
-            place = self._plan.places[move.want]
+            place = places[move.want]
             part = spans[place.slot].part(place.start, place.box.sizes, move.dtype)
             return part[move.box.relative_to(place.box).slices]
 
         with torch.no_grad():
             for move in moves.own:
-                place, stored = self._plan.places[move.want], elements.as_stored(move)
-                if stored is not None and move.box == place.box and is_plain(stored):
-                    spans[place.slot].put(place.start, stored)
+                place, stored = places[move.want], self._shards[move.have]
+                elements = stored.shard.part(move.box)
+                if stored.convert is None and move.box == place.box and _is_plain(elements):
+                    spans[place.slot].put(place.start, elements)
                 else:
-                    elements.read(move, into(move))
+                    (stored.convert or _copy)(elements, into(move))
             for wave in moves.waves:
-                self._exchange.run(wave, elements.read, lambda move, got: into(move).copy_(got))
+                self._exchange.run(wave, self._read, lambda move, got: into(move).copy_(got))
         return list(zip(share, spans, strict=True))
+
+    def _read(self, move: Move, into: Tensor) -> None:
+        stored = self._shards[move.have]
+        (stored.convert or _copy)(stored.shard.part(move.box), into)
+
+
+def _copy(elements: Tensor, into: Tensor) -> None:
+    into.copy_(elements)
 
 
 class _Disk(Closing):
@@ -246,7 +318,7 @@ class _Disk(Closing):
         for span, memory in spans:
             file, at = self._files[span.file], span.start
             for number, digest in enumerate(hashes_of(memory.pieces(), self._block_bytes)):
-                hashes[span.file, span.number + number] = digest
+                hashes[span.file, span.start // self._block_bytes + number] = digest
             for data in memory.pieces():
                 file.pwrite(data, at)
                 at += len(data)
@@ -260,71 +332,6 @@ class _Disk(Closing):
         """Wait for what has begun; drop the rest."""
         self._writing.shutdown(cancel_futures=True)
         self._syncing.shutdown(cancel_futures=True)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SavePlan:
-    """What is known of a step's files before a tensor is looked at."""
-
-    writing: WritePlan
-    """The tensor files, and who writes what of them."""
-    indices: Mapping[str, bytes]
-    """The index files that belong to them, by path."""
-
-
-class SavePlanner:
-    """Plans the saves of a layout's ranks, to one disk unless others are named."""
-
-    def __init__(self, layout: Layout, disks: Disks | None = None) -> None:
-        self.layout = layout
-        """This process among those that save together."""
-        self.disks = disks or Disks.one(layout.world)
-        """Where they write to."""
-        self._pieces = ""
-        self._plan: SavePlan | None = None
-
-    def digest(self, pieces: PieceTable) -> str:
-        """Of the plan that was made for such pieces of this rank; "" for none."""
-        if self._plan is None or pieces.digest() != self._pieces:
-            return ""
-        return self._plan.writing.digest
-
-    def plan(self, pieces: PieceTable, roles: Iterable[str], known: Sequence[str]) -> SavePlan:
-        """Return the plan for every rank's pieces, by storage key. Collective.
-
-        If `known` has the same `digest` for all ranks, that plan is taken. Raises `MissingError` for an incomplete tensor, and
-        `BurnishError` if ranks disagree about one.
-        """
-        if self._plan is None or set(known) != {self._plan.writing.digest}:
-            have = gather_pieces(pieces, self.layout)
-            files, indices = plan_files(_stored(have, roles))
-            plan = SavePlan(WritePlan.of(files, have, self.layout, self.disks), indices)
-            same_on_all_ranks(plan.writing.digest, "the plan of the save", self.layout)
-            self._pieces, self._plan = pieces.digest(), plan
-        return self._plan
-
-
-def _stored(have: Iterable[PieceTable], roles: Iterable[str]) -> list[Stored]:
-    """Every tensor that any rank has a piece of, once."""
-    found: dict[str, Stored] = {}
-    seen: set[tuple[Described, ...]] = set()
-    for table in have:
-        for key, shape, dtype in () if table.tensors in seen else table.tensors:
-            tensor_set, name = key_parts(key, roles)
-            stored = Stored(tensor_set, name, dtype_name(dtype, name), shape)
-            if found.setdefault(key, stored) != stored:
-                raise BurnishError(
-                    f"ranks disagree about tensor {key}",
-                    have=f"{found[key].dtype} {list(found[key].shape)}",
-                    want=f"{stored.dtype} {list(shape)}",
-                    do="start all ranks with one configuration and one model",
-                )
-        seen.add(table.tensors)
-    return list(found.values())
-
-
-DIRECT_BYTES = 64 << 10
-"""Smaller pieces are copied into the buffer: a system call costs more."""
 
 
 class SpanMemory:
@@ -348,20 +355,11 @@ class SpanMemory:
         at = 0
         for start, tensor in sorted(self._direct, key=lambda each: each[0]):
             if start > at:
-                yield as_bytes(self._buffer[at:start])
-            yield as_bytes(tensor)
+                yield _as_bytes(self._buffer[at:start])
+            yield _as_bytes(tensor)
             at = start + tensor.nbytes
         if at < self._buffer.numel():
-            yield as_bytes(self._buffer[at:])
-
-
-def buffers(spans: Iterable[Span], memory: Tensor) -> list[SpanMemory]:
-    """Return a place for each span in one memory."""
-    found, start = [], 0
-    for span in spans:
-        found.append(SpanMemory(memory[start : start + span.stop - span.start]))
-        start += _room(span)
-    return found
+            yield _as_bytes(self._buffer[at:])
 
 
 def _room(span: Span) -> int:
@@ -384,12 +382,12 @@ def hashes_of(pieces: Iterable[memoryview], block_bytes: int) -> Iterator[str]:
         yield digest.hexdigest()
 
 
-def is_plain(tensor: Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """Return whether elements lie in host memory as in a file, and are worth a system call."""
     on_cpu = tensor.device.type == "cpu"
-    return on_cpu and tensor.is_contiguous() and tensor.nbytes >= DIRECT_BYTES
+    return on_cpu and tensor.is_contiguous() and tensor.nbytes >= _DIRECT_BYTES
 
 
-def as_bytes(tensor: Tensor) -> memoryview:
+def _as_bytes(tensor: Tensor) -> memoryview:
     """A contiguous tensor's memory."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)

@@ -20,6 +20,7 @@ from checkpoints_for_tests import (
     OnceHangingStorage,
     SlowStorage,
     StubbornStorage,
+    bits,
     contents_of,
     fill_and_compare,
     make_state,
@@ -29,11 +30,10 @@ from checkpoints_for_tests import (
 )
 from ranks import forkserver, run_ranks
 
+from burnish.checkpoint.background import Memory, stage, staged_in
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.staging import Memory, stage
 from burnish.checkpoint.steps import committed
 from burnish.checkpoint.verify import verify
 from burnish.distributed.layout import Layout
@@ -275,14 +275,16 @@ def test_a_run_that_lost_its_lease_commits_nothing(tmp_path):
 def test_the_memory_is_kept_between_saves():
     memory = Memory.make()
     contents = contents_of(*make_state(1))
-    stage(contents, memory, {MAIN: lambda path: None})
+    stage(contents, memory)
     before = memory.take(1).data_ptr()
-    staged = stage(contents, memory, {MAIN: lambda path: None})
-    assert memory.take(staged.size).data_ptr() == before
-    bigger = stage(contents_of(*make_state(1, BIG_SHAPES)), memory, {MAIN: lambda path: None})
-    again = bigger.contents(memory.take(bigger.size))
-    shapes = {shard.spec.name: tuple(shard.tensor.shape) for shard in again.weights}
-    assert shapes == {name: tuple(shape) for name, shape in BIG_SHAPES.items()}
+    stage(contents, memory)
+    assert memory.take(1).data_ptr() == before
+    weights, slots = make_state(1, BIG_SHAPES)
+    staged = stage(contents_of(weights, slots), memory)
+    assert all(shard.tensor.is_meta for shard in staged.shards)
+    again = staged_in(memory.take(1 << 25), staged)
+    for shard, tensor in zip(again.shards, [*weights.values(), *slots.values()], strict=True):
+        assert torch.equal(bits(shard.tensor), bits(tensor))
     memory.close()
 
 
@@ -303,7 +305,7 @@ def test_a_lack_of_memory_is_an_error_and_the_next_save_works(tmp_path, monkeypa
 
     with opened(tmp_path) as checkpoints:
         with monkeypatch.context() as patched:
-            patched.setattr("burnish.checkpoint.staging._allocate", full)
+            patched.setattr("burnish.checkpoint.background._allocate", full)
             with pytest.raises(BurnishError, match="not be copied"):
                 checkpoints.begin_save(1, contents_of(*make_state(1)))
         assert checkpoints.finished(wait=True) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,13 +18,12 @@ from burnish.checkpoint.layout import (
     MOST_BLOCKS,
     Parts,
     PlannedFile,
+    Spans,
     Stored,
     block_bytes_for,
-    blocks_of,
     groups_of,
     owners,
     plan_files,
-    spans_of,
 )
 from burnish.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -54,16 +52,16 @@ stored = st.lists(
 @given(stored, st.sampled_from([4096, 8192]), st.integers(100, 100_000))
 def test_blocks_hold_every_byte_once(tensors, block_bytes, max_file_bytes):
     files, _ = plan_files(tensors, max_file_bytes)
-    for number, file in enumerate(files):
+    for file in files:
         count = np.zeros(file.size, dtype=int)
         count[: len(file.header)] += 1
-        blocks = blocks_of(number, file.size, block_bytes)
-        assert [b.start for b in blocks] == list(range(0, file.size, block_bytes))
+        blocks = Spans.blocks([file.size], block_bytes)
+        assert blocks.start.tolist() == list(range(0, file.size, block_bytes))
         known = TensorIndex()
         keys = {f"{file.tensor_set}/{entry.name}": entry for entry in file.entries}
         known.add([(k, e.shape, TORCH_DTYPES[e.dtype]) for k, e in keys.items()], "")
-        parts = Parts.of([file], [replace(block, file=0) for block in blocks], known)
-        places = parts.places(np.arange(len(blocks)))
+        parts = Parts.of([file], blocks, known)
+        places = parts.places(np.arange(len(blocks.file)))
         for part, place in places.items():
             key = known.names[parts.pieces.boxes.tensor[part]]
             entry, block = keys[key], blocks[place.slot]
@@ -117,18 +115,18 @@ def test_blocks_are_small_where_tensors_are(sizes, block_bytes):
 def test_spans_are_blocks_of_one_owner_that_follow_each_other(ranks, most, cut):
     owner = np.array(ranks, np.int64)
     first = min(cut, len(ranks))
-    blocks = blocks_of(0, first * 10, 10) + blocks_of(1, (len(ranks) - first) * 10, 10)
-    spans, owners_of_spans = spans_of(blocks, owner, most * 10)
+    blocks = Spans.blocks([first * 10, (len(ranks) - first) * 10], 10)
+    table, owners_of_spans = blocks.joined(owner, most * 10)
+    spans = [table[row] for row in range(len(owners_of_spans))]
     found = [
-        (span.file, number, rank)
+        (span.file, start, rank)
         for span, rank in zip(spans, owners_of_spans.tolist(), strict=True)
-        for number in range(span.start // 10, span.stop // 10)
+        for start in range(span.start, span.stop, 10)
     ]
-    assert found == [(b.file, b.number, rank) for b, rank in zip(blocks, ranks, strict=True)]
-    assert all(s.stop - s.start <= most * 10 and s.number == s.start // 10 for s in spans)
+    assert found == [(*b, r) for *b, r in zip(blocks.file, blocks.start, ranks, strict=True)]
+    assert all(span.stop - span.start <= most * 10 for span in spans)
     for one, two, a, b in zip(spans, spans[1:], owners_of_spans, owners_of_spans[1:], strict=False):
-        is_full = one.stop - one.start == most * 10
-        assert a != b or one.file != two.file or is_full
+        assert a != b or one.file != two.file or one.stop % (most * 10) == 0
 
 
 @given(

@@ -28,8 +28,8 @@ def test_the_same_pieces_have_the_same_plan():
     found = SavePlanner(Layout())
     assert found.digest(pieces("a")) == ""
     plan = found.plan(pieces("a"), [""], [""])
-    assert found.digest(pieces("a")) == plan.writing.digest
-    assert found.plan(pieces("a"), [""], [plan.writing.digest]) is plan
+    assert found.digest(pieces("a")) == plan.digest
+    assert found.plan(pieces("a"), [""], [plan.digest]) is plan
 
 
 @pytest.mark.parametrize("other", [pieces("b"), pieces("a", "b"), pieces("a", dtype=torch.int32)])
@@ -38,16 +38,16 @@ def test_other_pieces_have_another(other):
     plan = found.plan(pieces("a"), [""], [""])
     assert found.digest(other) == ""
     another = found.plan(other, [""], [""])
-    assert another.writing.digest != plan.writing.digest
+    assert another.digest != plan.digest
     assert found.digest(pieces("a")) == ""
 
 
 def test_a_rank_that_has_forgotten_has_all_plan_again():
     found = SavePlanner(Layout())
     plan = found.plan(pieces("a"), [""], [""])
-    again = found.plan(pieces("a"), [""], [plan.writing.digest, ""])
+    again = found.plan(pieces("a"), [""], [plan.digest, ""])
     assert again is not plan
-    assert again.writing.digest == plan.writing.digest
+    assert again.digest == plan.digest
 
 
 def count_plans(layout, root):

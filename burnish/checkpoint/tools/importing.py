@@ -8,7 +8,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,14 +19,13 @@ from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.tensor_reader import locate
 from burnish.checkpoint.manifest import IMPORTED
 from burnish.checkpoint.naming import MAIN
-from burnish.checkpoint.retention import require_room
 from burnish.checkpoint.save import (
     Assets,
     Contents,
     ModelContents,
+    Saver,
     all_finite,
     check_new,
-    save_step,
 )
 from burnish.checkpoint.steps import INFLIGHT, require_outside_steps
 from burnish.checkpoint.tools.assets import CONFIG, read_assets, with_dtype
@@ -101,7 +99,7 @@ def save_foreign(foreign: Foreign, root: Path, step: int, storage: Storage | Non
     require_outside_steps(root, storage)
     with naming_failures(f"{root} cannot be used"):
         make_dirs_durably(storage, root, above=3)
-    with naming_failures(f"{root} cannot be used"), Lease(root / ".lease"):
+    with naming_failures(f"{root} cannot be used"), Lease(root / ".lease") as lease:
         check_new(root, step, storage)
         scratch = root / f"{INFLIGHT}{step:08d}.{uuid.uuid4().hex}"
         try:
@@ -109,9 +107,8 @@ def save_foreign(foreign: Foreign, root: Path, step: int, storage: Storage | Non
             weights = foreign.weights(scratch)
         finally:
             storage.remove(scratch)  # what is mapped stays until it is let go
-        room = partial(require_room, root, step, reserve=0, storage=storage)
-        contents = _contents(foreign, weights, step)
-        return save_step(root, step, contents, SavePlanner(Layout()), storage, room)
+        saver = Saver(root, SavePlanner(Layout()), storage, token=lease.token)
+        return saver.save(step, _contents(foreign, weights, step)).path
 
 
 def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:
