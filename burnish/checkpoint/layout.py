@@ -84,7 +84,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spans:
+class SpanTable:
     """A table of spans, in the order of files and bytes, with the fields of `Span`."""
 
     file: Ints
@@ -92,7 +92,7 @@ class Spans:
     stop: Ints
 
     @classmethod
-    def blocks(cls, sizes: Sequence[int], block_bytes: int) -> Spans:
+    def blocks(cls, sizes: Sequence[int], block_bytes: int) -> SpanTable:
         """The blocks of files of these sizes."""
         size = np.array(sizes, np.int64)
         count = -(-size // block_bytes)
@@ -103,12 +103,12 @@ class Spans:
     def __getitem__(self, row: int) -> Span:
         return Span(int(self.file[row]), int(self.start[row]), int(self.stop[row]))
 
-    def joined(self, owner: Ints, most_bytes: int) -> tuple[Spans, Ints]:
+    def joined(self, owner: Ints, most_bytes: int) -> tuple[SpanTable, Ints]:
         """Join neighbours of one file and owner, if they begin within the same `most_bytes`; return the spans and their owners."""
         key = np.stack([self.file, self.start // most_bytes, owner])
         first = np.flatnonzero((np.diff(key, prepend=-1) != 0).any(axis=0))
         last = np.append(first[1:], len(owner)) - 1 if len(first) else first
-        return Spans(self.file[first], self.start[first], self.stop[last]), owner[first]
+        return SpanTable(self.file[first], self.start[first], self.stop[last]), owner[first]
 
 
 def plan_files(
@@ -213,7 +213,7 @@ class Parts:
     """First byte, counted from the start of the span."""
 
     @classmethod
-    def of(cls, files: Sequence[PlannedFile], spans: Spans, tensors: TensorIndex) -> Parts:
+    def of(cls, files: Sequence[PlannedFile], spans: SpanTable, tensors: TensorIndex) -> Parts:
         """The parts of those tensors of the files that `tensors` knows by key."""
         rows: list[tuple[int, int, int]] = []
         described: list[Described] = []
@@ -223,7 +223,7 @@ class Parts:
                 if key in tensors:
                     rows.append((index, each.begin, each.end))
                     described.append((key, each.shape, TORCH_DTYPES[each.dtype]))
-        entries = Spans(*np.array(rows, np.int64).reshape(-1, 3).T)
+        entries = SpanTable(*np.array(rows, np.int64).reshape(-1, 3).T)
         tensor, dtype = tensors.add(described, "on disk")
         span, entry, both = intersections(_byte_ranges(spans), _byte_ranges(entries))
         begin, itemsize = entries.start[entry], tensors.itemsizes()[dtype[entry]]
@@ -249,7 +249,7 @@ class Parts:
         return found
 
 
-def _byte_ranges(spans: Spans) -> BoxTable:
+def _byte_ranges(spans: SpanTable) -> BoxTable:
     """Return spans as boxes of one dim."""
     return BoxTable(spans.file, spans.start[:, None], (spans.stop - spans.start)[:, None])
 
@@ -298,7 +298,7 @@ def owners_by_disk(
 def groups_of(owner: Ints, size: Ints, travels: Bools, group_bytes: int) -> tuple[Ints, Ints]:
     """Divide each owner's spans into groups; return each span's group, and its index there.
 
-    A span begins within `group_bytes` of its group's first byte. Spans that get bytes from other ranks (`travels`) come first, so
+    A span begins within `group_bytes` of its group's first byte. SpanTable that get bytes from other ranks (`travels`) come first, so
     ranks wait for each other in few groups.
     """
     order = np.lexsort((~travels, owner))

@@ -30,7 +30,7 @@ from burnish.checkpoint.layout import (
     Parts,
     PlannedFile,
     Span,
-    Spans,
+    SpanTable,
     Stored,
     block_bytes_for,
     groups_of,
@@ -91,7 +91,7 @@ class WritePlan:
         [held] = tensors.merge(have)
         block_bytes = block_bytes_for(files)
         disk_of_file = disks.divide([file.size for file in files])
-        blocks = Spans.blocks([file.size for file in files], block_bytes)
+        blocks = SpanTable.blocks([file.size for file in files], block_bytes)
         parts = Parts.of(files, blocks, tensors)
         cover = Cover.of(held, parts.pieces, tensors)
         part, holder = cover.holders()

@@ -18,7 +18,7 @@ from burnish.checkpoint.layout import (
     MOST_BLOCKS,
     Parts,
     PlannedFile,
-    Spans,
+    SpanTable,
     Stored,
     block_bytes_for,
     groups_of,
@@ -55,7 +55,7 @@ def test_blocks_hold_every_byte_once(tensors, block_bytes, max_file_bytes):
     for file in files:
         count = np.zeros(file.size, dtype=int)
         count[: len(file.header)] += 1
-        blocks = Spans.blocks([file.size], block_bytes)
+        blocks = SpanTable.blocks([file.size], block_bytes)
         assert blocks.start.tolist() == list(range(0, file.size, block_bytes))
         known = TensorIndex()
         keys = {f"{file.tensor_set}/{entry.name}": entry for entry in file.entries}
@@ -115,7 +115,7 @@ def test_blocks_are_small_where_tensors_are(sizes, block_bytes):
 def test_spans_are_blocks_of_one_owner_that_follow_each_other(ranks, most, cut):
     owner = np.array(ranks, np.int64)
     first = min(cut, len(ranks))
-    blocks = Spans.blocks([first * 10, (len(ranks) - first) * 10], 10)
+    blocks = SpanTable.blocks([first * 10, (len(ranks) - first) * 10], 10)
     table, owners_of_spans = blocks.joined(owner, most * 10)
     spans = [table[row] for row in range(len(owners_of_spans))]
     found = [
