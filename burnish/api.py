@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from burnish.checkpoint.steps import newest
-from burnish.config.check import Command, check
+from burnish.config.constraints import Command, check, notices
 from burnish.config.load import load_settings
-from burnish.config.notices import notices
 from burnish.config.schema import RunConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import UsageError

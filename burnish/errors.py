@@ -101,6 +101,21 @@ def _rebuild_stopped(problem: str, signal_number: int) -> StoppedError:
     return StoppedError(problem, signal_number=signal_number)
 
 
+def together(errors: Sequence[BurnishError], subject: str) -> BurnishError:
+    """Return one error that lists all `errors`; a single one is returned as it is.
+
+    `subject` names what is refused (`rl.yaml`) in the headline. The kind is that of the errors if they agree, else `UsageError`.
+    """
+    if len(errors) == 1:
+        return errors[0]
+    lines = [f"{len(errors)} problems in {subject}"]
+    for number, error in enumerate(errors, start=1):
+        lines.append(f"{number}. {error}".replace("\n", "\n   "))
+    kinds = {type(error) for error in errors}
+    kind = kinds.pop() if len(kinds) == 1 else UsageError
+    return kind("\n".join(lines))
+
+
 def install(extra: str) -> str:
     """Return the command that installs an extra."""
     return f'pip install -e ".[{extra}]" in your clone of Burnish'

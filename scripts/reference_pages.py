@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from burnish.cli.arguments import make_parser
+from burnish.config.document import write_yaml
 from burnish.config.keys import Key, known_keys
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
@@ -31,6 +32,7 @@ def settings_page() -> str:
         "",
         "Every setting, its values and its default. `burnish config explain KEY` prints the same.",
         "On the command line write `key=value`, for example `optim.lr=1e-6`.",
+        "A setting marked ↻ may change when a run is resumed. The others decide what a run computes, and have to stay.",
     ]
     for name, keys in sections.items():
         lines += ["", f"## {f'`{name}`' if name else 'The run'}", "", docs.get(name, "")]
@@ -41,8 +43,9 @@ def settings_page() -> str:
 
 
 def _row(key: Key) -> str:
-    default = "required" if key.required else f"`{key.default}`"
-    cells = [f"`{key.name}`", key.values, default, key.doc]
+    default = "required" if key.required else f"`{write_yaml(key.default).split(chr(10))[0]}`"
+    name = f"`{key.name}`{' ↻' if key.may_change else ''}"
+    cells = [name, key.values, default, key.doc]
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 

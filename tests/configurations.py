@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from hypothesis import strategies as st
 
-from burnish.config.keys import alternatives, section_of
-from burnish.config.schema import RunConfig
-from burnish.config.section import Section
+from burnish.config.schema import RunConfig, Section
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
     ["1e5", "no", "null", "~", "<<", "1_000", "0x1f", "# x", "a: b", "- a", "'", "a\nb", "\x85", ""]
@@ -33,13 +31,15 @@ def sections(section: type[Section] = RunConfig) -> st.SearchStrategy[Any]:
 
 
 def values(annotation: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
-    return st.one_of([_one(each, metadata) for each in alternatives(annotation)])
+    is_union = get_origin(annotation) in (Union, UnionType)
+    alternatives = get_args(annotation) if is_union else (annotation,)
+    return st.one_of([_one(each, metadata) for each in alternatives])
 
 
 def _one(annotation: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if section := section_of(annotation):
-        return sections(section)
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return sections(annotation)
     if origin is Annotated:
         return _one(arguments[0], [*metadata, *arguments[1].metadata])
     if origin is Literal:

@@ -9,7 +9,7 @@ import pytest
 from chat_templates import HYBRID, tokenizer_of
 from transformers import AutoTokenizer
 
-from burnish.config.check import check
+from burnish.config.constraints import check
 from burnish.config.load import load_config
 from burnish.data.sources import load_rows
 from burnish.data.tasks import PromptDataset

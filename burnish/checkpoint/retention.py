@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 from burnish.checkpoint.destinations.mirrored import read_mirrored
 from burnish.checkpoint.destinations.partial_checkpoints import portion_paths
 from burnish.checkpoint.steps import TRASH, open_step, read_commit, step_paths
-from burnish.config.keeping import CheckpointConfig
+from burnish.config.schema import CheckpointConfig
 from burnish.errors import CorruptError, IncompatibleError, UsageError
 from burnish.files.durable import Removals, move_aside, read_whole, write_durably
 from burnish.files.storage import Source, Storage

@@ -144,15 +144,15 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 def _unknown_option(option: str, arguments: Namespace) -> UsageError:
     from burnish.config.keys import known_keys
-    from burnish.config.unknown import answer_unknown
+    from burnish.config.suggestions import suggestion
 
     name, _, value = option.lstrip("-").partition("=")
     key = name.replace("-", "_")
     if not hasattr(arguments, "overrides"):
         do = f"see burnish {arguments.command or ''} --help".replace("  ", " ")
         return UsageError(f"there is no option {option}", have=option, do=do)
-    if key in (keys := known_keys()):
+    if key in known_keys():
         want, do = "--dry-run", f"settings have no dashes: write {key}={value or 'VALUE'}"
     else:
-        want, do = answer_unknown(key, keys)
+        want, do = suggestion(key)
     return UsageError(f"there is no option {option}", have=option, want=want, do=do)

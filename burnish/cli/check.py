@@ -8,7 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from burnish.config.check import Command, check
+from burnish.config.constraints import Command, check
 from burnish.config.load import load_config
 from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError, UsageError

@@ -12,12 +12,11 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
-from burnish.config.check import Command
-from burnish.config.problems import Problem, refusal
+from burnish.config.constraints import Command
 from burnish.config.schema import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
 from burnish.data.columns import MissingColumn, answer_column, example_format, prompt_column
 from burnish.data.peek import Columns, columns_of, has_column
-from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, few
+from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, few, together
 from burnish.files.safetensors import read_header, weight_files
 from burnish.files.urls import is_url
 from burnish.functions import require_function
@@ -38,17 +37,8 @@ def require_contents(config: RunConfig, command: Command, run_dir: Path | None =
             look()
         except BurnishError as error:
             found.append(error)
-    if len(found) == 1:
-        raise found[0]
     if found:
-        kinds = {type(error) for error in found}
-        kind = kinds.pop() if len(kinds) == 1 else UsageError
-        raise refusal(list(map(_problem, found)), "what the inputs of this run hold", kind)
-
-
-def _problem(error: BurnishError) -> Problem:
-    have, want = (str(part) if part is not None else "-" for part in (error.have, error.want))
-    return Problem(error.problem, have=have, want=want, do=error.do or "correct it")
+        raise together(found, "what the inputs of this run hold")
 
 
 def _looks(config: RunConfig, command: Command, run_dir: Path | None) -> Iterator[_Look]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from burnish.cli.columns import bytes_text, count_text, table
 from burnish.cli.output import print_text
-from burnish.config.check import check_kind
+from burnish.config.constraints import check_settings
 from burnish.config.load import load_config
 from burnish.config.schema import ModelConfig, RunConfig
 from burnish.distributed.environment import place_of
@@ -45,7 +45,7 @@ def run_plan(arguments: Namespace) -> None:
     Raises `UsageError` if no layout fits. Settings that do not fit as they are only get a line.
     """
     config = load_config(arguments.config, arguments.overrides).config
-    check_kind(config)
+    check_settings(config)
     devices = devices_of(arguments.devices, arguments.device_memory, arguments.device_tflops)
     if devices is None:
         raise UsageError(

@@ -16,10 +16,9 @@ from burnish.cli.contents import require_contents
 from burnish.cli.output import print_text
 from burnish.cli.plan import devices_of, fit
 from burnish.cli.summary import summary
-from burnish.config.check import Command, check
-from burnish.config.identity import require_may_resume, require_same_run
+from burnish.config.constraints import Command, check, notices
 from burnish.config.load import load_config
-from burnish.config.notices import notices
+from burnish.config.resume import require_may_resume, require_same_run
 from burnish.config.schema import RunConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import MissingError, UsageError

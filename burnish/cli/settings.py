@@ -9,11 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from burnish.config.document import write_yaml
-from burnish.config.draft import DEFAULT
 from burnish.config.keys import Key, known_keys, plain_name
-from burnish.config.load import dump_yaml, load_config
+from burnish.config.load import DEFAULT, dump_yaml, load_config
 from burnish.config.schema import RunConfig
-from burnish.config.unknown import answer_unknown
+from burnish.config.suggestions import suggestion
 from burnish.errors import UsageError
 
 
@@ -41,12 +40,12 @@ def explain(name: str | None) -> None:
         return
     key = keys.get(plain_name(name))
     if key is None:
-        answer = answer_unknown(name, keys)
-        raise UsageError(f"there is no setting {name}", have=name, want=answer.want, do=answer.do)
+        want, do = suggestion(name)
+        raise UsageError(f"there is no setting {name}", have=name, want=want, do=do)
     console.print(Text(key.name, style="bold"))
     console.print(Text(key.doc), end="\n\n")
     below = [each for each in keys.values() if _parent(each.name) in (key.name, f"{key.name}[]")]
-    if key.section is None:
+    if not key.section:
         _facts(console, key)
         console.print()
     if below:
@@ -63,6 +62,7 @@ def _facts(console: Console, key: Key) -> None:
     table.add_row(
         "  default", "none: it has to be given" if key.required else Text(_plain(key.default))
     )
+    table.add_row("  on resume", "may change" if key.may_change else "has to stay")
     if "[" not in key.name:
         table.add_row("  set it", Text(f"{key.name}=VALUE on the command line"))
         table.add_row("", Text("or in the file"))

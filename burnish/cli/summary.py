@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from burnish.cli.columns import bytes_text, count_text
-from burnish.config.check import Command
+from burnish.config.constraints import Command
 from burnish.config.schema import CriticConfig, EngineConfig, ModelConfig, RunConfig, SamplingConfig
 from burnish.train.preflight import committed_steps, data_sizes
 

@@ -1,13 +1,13 @@
 """YAML text to plain values and back, with the line of every key.
 
 Unlike PyYAML's `safe_load`, a duplicate key is refused, and scalars follow YAML 1.2's core schema: `1e-6` is a number, `no`, `on`,
-`1:30` and `2024-01-01` are texts; numbers may have underscores.
+`1:30` and `2024-01-01` are texts. Numbers may have underscores.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,33 +16,50 @@ import yaml
 from burnish.errors import UsageError
 
 _SCALARS = (
-    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN\0"),
-    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
+    ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*)", [*"-+0123456789"]),
     (
-        "tag:yaml.org,2002:float",
+        "float",
         r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
         r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        "-+0123456789.",
+        [*"-+0123456789."],
     ),
-    ("tag:yaml.org,2002:merge", r"<<", "<"),
+    ("merge", r"<<", ["<"]),
 )
+"""Tag, pattern and first characters of plain scalars that are not texts."""
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """PyYAML's table: first character of a plain scalar ("" for an empty one) to tag and pattern."""
+    """Return PyYAML's table: first character of a plain scalar ("" for an empty one) to tag and pattern."""
     table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for tag, pattern, first_characters in _SCALARS:
-        compiled = re.compile(rf"(?:{pattern})\Z")
         for first in first_characters:
-            table.setdefault(first.strip("\0"), []).append((tag, compiled))
+            row = (f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"))
+            table.setdefault(first, []).append(row)
     return table
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain data only, with the core schema's scalars."""
+    """Reads plain data with the core schema's scalars, and every key once."""
 
     yaml_implicit_resolvers = _resolvers()
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a key that is given twice. Merged keys are added afterwards."""
+        lines: dict[str, int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise UsageError(
+                    f"{self.name}:{line} sets {key.value} a second time",
+                    have=f"{key.value} on lines {lines[key.value]} and {line}",
+                    want="every key once",
+                    do="remove one of them",
+                )
+            lines[key.value] = line
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
 
 
 class _Dumper(yaml.SafeDumper):
@@ -85,26 +102,24 @@ def parse_document(text: str, source: str) -> Document:
 
     `source` names the text in errors. Raises `UsageError` with the line for broken YAML, a duplicate key, or anything but a mapping.
     """
-    node, value, lines = _parse(text, source)
-    if value is None:
-        return Document({}, {})
-    if not isinstance(node, yaml.MappingNode):
+    value, lines = _parse(text, source)
+    if not isinstance(value, dict | None):
         raise UsageError(
             f"{source} does not hold settings",
             have=f"a {'list' if isinstance(value, list) else 'single value'} at the top level",
             want="a mapping",
             do="write `key: value` lines; `burnish config explain` lists the keys",
         )
-    return Document(value, lines)
+    return Document(value or {}, lines)
 
 
 def parse_value(text: str, source: str) -> Any:
     """Read the value of a command-line override. Raises `UsageError` naming `source`."""
-    return _parse(text, source)[1]
+    return _parse(text, source)[0]
 
 
 def write_yaml(value: Any) -> str:
-    """YAML that `parse_document` reads back equal; innermost lists and mappings on one line."""
+    """Return YAML that `parse_document` reads back equal, with innermost lists and mappings on one line."""
     text: str = yaml.dump(
         value,
         Dumper=_Dumper,
@@ -116,85 +131,45 @@ def write_yaml(value: Any) -> str:
     return text
 
 
-def _parse(text: str, source: str) -> tuple[yaml.Node | None, Any, dict[str, int]]:
-    lines: dict[str, int] = {}
+def _parse(text: str, source: str) -> tuple[Any, dict[str, int]]:
+    """Return the value, and the line of every path in it."""
     try:
         loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                return None, None, lines
-            _Lines(loader, source, lines).visit(node, "", ())
-            return node, loader.construct_document(node), lines
-        finally:
-            loader.dispose()
+        loader.name = source
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        return loader.construct_object(node, deep=True), dict(_lines(node, ""))
     except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
         raise UsageError(
-            f"{source}:{line} holds a character that YAML does not allow",
+            f"{source}:{text.count(chr(10), 0, error.position) + 1} holds a character that YAML does not allow",
             have=f"the character {text[error.position]!r}",
             want="printable text",
             do="remove it",
         ) from error
     except yaml.MarkedYAMLError as error:
-        raise _broken(error, text, source) from error
+        mark = error.problem_mark or error.context_mark
+        line = mark.line if mark else 0
+        rows = text.splitlines() or [""]
+        raise UsageError(
+            f"{source}:{line + 1} is not YAML: {error.problem or error.context}",
+            have=rows[min(line, len(rows) - 1)].strip() or "the end of the text",
+            want="`key: value` lines, indented with spaces",
+            do=f"correct line {line + 1} or the one before it",
+        ) from error
 
 
-def _broken(error: yaml.MarkedYAMLError, text: str, source: str) -> UsageError:
-    mark = error.problem_mark or error.context_mark
-    index = mark.line if mark else 0
-    rows = text.splitlines() or [""]
-    row = rows[min(index, len(rows) - 1)].strip()
-    return UsageError(
-        f"{source}:{index + 1} is not YAML: {error.problem or error.context}",
-        have=row or "the end of the text",
-        want="`key: value` lines, indented with spaces",
-        do=f"correct line {index + 1} or the one before it",
-    )
-
-
-class _Lines:
-    """Notes the line of every path in a node tree, refusing keys given twice."""
-
-    def __init__(self, loader: _Loader, source: str, lines: dict[str, int]) -> None:
-        self.loader = loader
-        self.source = source
-        self.lines = lines
-
-    def visit(self, node: yaml.Node, path: str, above: tuple[yaml.Node, ...]) -> None:
-        """`above` holds the nodes that contain this one; meeting one again is a cycle of aliases."""
-        if node in above:
-            raise UsageError(
-                f"{self.source}:{node.start_mark.line + 1} contains itself",
-                have=f"an alias in {path} to a value around it",
-                want="values without cycles",
-                do="write the value out",
-            )
-        if isinstance(node, yaml.MappingNode):
-            self._refuse_twice(node, path)
-            self.loader.flatten_mapping(node)
-            for key, value in node.value:
-                name = f"{path}.{key.value}" if path else str(key.value)
-                self.lines[name] = key.start_mark.line + 1
-                self.visit(value, name, (*above, node))
-        elif isinstance(node, yaml.SequenceNode):
-            for index, item in enumerate(node.value):
-                name = f"{path}[{index}]"
-                self.lines[name] = item.start_mark.line + 1
-                self.visit(item, name, (*above, node))
-
-    def _refuse_twice(self, node: yaml.MappingNode, path: str) -> None:
-        seen: dict[str, int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            line = key.start_mark.line + 1
-            if key.value in seen:
-                name = f"{path}.{key.value}" if path else key.value
-                raise UsageError(
-                    f"{self.source}:{line} sets {name} a second time",
-                    have=f"{name} on lines {seen[key.value]} and {line}",
-                    want="every key once",
-                    do="remove one of them",
-                )
-            seen[key.value] = line
+def _lines(node: yaml.Node, path: str) -> Iterator[tuple[str, int]]:
+    """Yield every path below a constructed node, where merged keys are in place, with its 1-based line."""
+    if isinstance(node, yaml.MappingNode):
+        inner = [
+            (f"{path}.{key.value}" if path else str(key.value), key, value)
+            for key, value in node.value
+        ]
+    elif isinstance(node, yaml.SequenceNode):
+        inner = [(f"{path}[{index}]", item, item) for index, item in enumerate(node.value)]
+    else:
+        inner = []
+    for name, first, value in inner:
+        yield name, first.start_mark.line + 1
+        yield from _lines(value, name)

@@ -1,21 +1,19 @@
-"""The schema as a flat table of dotted keys, with words for each one's values.
+"""The schema as a flat table of dotted keys, with words for the values of each.
 
-Error messages, `config explain` and the search for a misspelt key read this table.
+`burnish config explain`, the reference page and messages about wrong values read this table. It is made from pydantic's JSON schema.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from functools import cache
+from typing import Any
 
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from burnish.config.schema import MAY_CHANGE, RunConfig
 
-from burnish.config.schema import RunConfig
-from burnish.config.section import Section
+_Schema = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,145 +21,100 @@ class Key:
     """A setting, or a section of settings."""
 
     name: str
-    """Dotted (`rollout.n`); fields of a list's items are written `reward.functions[].weight`."""
+    """Dotted (`rollout.n`). Fields of a list's items are written `reward.functions[].weight`."""
     doc: str
-    """What it means: the string under the field, or the section's docstring."""
-    annotation: Any
-    """Its Python type."""
+    """Its meaning: the string under the field, or the section's docstring."""
     values: str
     """Its type and bounds in words."""
     default: Any
-    """Value when nothing is set; None for a section."""
+    """Value if nothing is set, as plain YAML values; None for a section."""
     required: bool
     """Whether there is no default."""
-    section: type[Section] | None
-    """The section's class; None for a setting."""
+    may_change: bool
+    """Whether it may change when a run is resumed."""
+    section: tuple[str, ...] = ()
+    """Names of the settings in a section; empty for a setting."""
+    item: tuple[str, ...] = ()
+    """Names of the settings in each item of a list, the required one first; empty for anything else."""
 
-    @property
-    def takes_mapping(self) -> bool:
-        """Whether a value may be a mapping with keys of the user's own."""
-        return any(get_origin(each) is dict for each in alternatives(self.annotation))
 
-
-def known_keys(section: type[Section] = RunConfig, prefix: str = "") -> dict[str, Key]:
-    """Every key below `section`, sections included, in the schema's order."""
-    return {key.name: key for key in _keys(section, prefix)}
+@cache
+def known_keys() -> Mapping[str, Key]:
+    """Return every key, sections included, in the schema's order."""
+    schema = RunConfig.model_json_schema()
+    return {key.name: key for key in _keys(schema, schema["$defs"], "", may_change=False)}
 
 
 def plain_name(name: str) -> str:
-    """`reward.functions[3].weight` as the table knows it: `reward.functions[].weight`."""
+    """Return `reward.functions[3].weight` as the table knows it: `reward.functions[].weight`."""
     return re.sub(r"\[\d+\]", "[]", name)
 
 
-def section_of(annotation: Any) -> type[Section] | None:
-    """The section class an annotation is, or None."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    return None
-
-
-def item_section_of(annotation: Any) -> type[Section] | None:
-    """The section class that an annotation is a list of, or None."""
-    return section_of(get_args(annotation)[0]) if get_origin(annotation) is list else None
-
-
-def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; the annotation itself where it is none."""
-    is_union = get_origin(annotation) in (Union, UnionType)
-    return get_args(annotation) if is_union else (annotation,)
-
-
-def _keys(section: type[Section], prefix: str) -> Iterator[Key]:
-    for field_name, field in section.model_fields.items():
-        key = _key(prefix + field_name, field)
+def _keys(schema: _Schema, sections: _Schema, prefix: str, *, may_change: bool) -> Iterator[Key]:
+    for field, found in schema["properties"].items():
+        section = _referred(found, sections)
+        item = _referred(found.get("items", {}), sections)
+        key = Key(
+            name=prefix + field,
+            doc=(section or found)["description"],
+            values=_words(found, sections),
+            default=None if section else found.get("default"),
+            required=field in schema.get("required", ()),
+            may_change=may_change or MAY_CHANGE.items() <= found.items(),
+            section=tuple(section.get("properties", ())),
+            item=tuple(item.get("properties", ())),
+        )
         yield key
-        if key.section:
-            yield from _keys(key.section, f"{key.name}.")
-        elif item := item_section_of(field.annotation):
-            yield from _keys(item, f"{key.name}[].")
+        if section:
+            yield from _keys(section, sections, f"{key.name}.", may_change=key.may_change)
+        elif item:
+            yield from _keys(item, sections, f"{key.name}[].", may_change=key.may_change)
 
 
-def _key(name: str, field: FieldInfo) -> Key:
-    section = section_of(field.annotation)
-    default = None if section else field.get_default(call_default_factory=True, validated_data={})
-    return Key(
-        name=name,
-        doc=((section.__doc__ if section else field.description) or "").strip(),
-        annotation=field.annotation,
-        values=_words(field.annotation, field.metadata),
-        default=None if default is PydanticUndefined else default,
-        required=field.is_required(),
-        section=section,
-    )
+def _referred(schema: _Schema, sections: _Schema) -> _Schema:
+    """Return the section that a schema refers to; an empty one if it refers to none."""
+    name = schema.get("$ref", "").rpartition("/")[2]
+    return sections[name] if name else {}
 
 
-_PLAIN = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    NoneType: "null",
+_KINDS = {
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "null": "null",
+    "object": "a mapping",
 }
-_PLURAL = {int: "whole numbers", float: "numbers", str: "texts"}
+_PLURALS = {"integer": "whole numbers", "number": "numbers", "string": "texts"}
+_BOUNDS = {
+    "minimum": "{} or more",
+    "exclusiveMinimum": "more than {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "less than {}",
+    "minLength": "not empty",
+}
 
 
-def _words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    if section_of(annotation):
+def _words(schema: _Schema, sections: _Schema) -> str:
+    """Return a schema in words, such as "a whole number, 1 or more, or null"."""
+    if "anyOf" in schema:
+        return ", or ".join(_words(each, sections) for each in schema["anyOf"])
+    if "$ref" in schema:
         return "a section of settings"
-    parts = [_words_of_one(each, metadata) for each in alternatives(annotation)]
-    return ", or ".join(parts)
-
-
-def _words_of_one(annotation: Any, metadata: Iterable[Any]) -> str:
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _words_of_one(arguments[0], [*metadata, *_constraints(arguments[1:])])
-    if origin is Literal:
-        return "one of " + ", ".join(str(each) for each in arguments)
-    if origin is dict:
-        return "a mapping"
-    if origin is list:
-        return f"a list of {_plural(arguments[0])}"
-    if origin is tuple:
-        return f"a list of {len(arguments)} {_plural(arguments[0])}"
-    if _is_name(metadata):
+    if "enum" in schema:
+        return f"one of {', '.join(schema['enum'])}"
+    if "pattern" in schema:
         return "file.py:name or module:name"
-    bounds = "" if annotation is NoneType else _bounds(metadata)
-    return _PLAIN[annotation] + (f", {bounds}" if bounds else "")
-
-
-def _plural(annotation: Any) -> str:
-    if item := section_of(annotation):
-        return f"mappings with the keys {', '.join(item.model_fields)}"
-    plain, *extras = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
-    if _is_name(_constraints(extras)):
-        return "names, each file.py:name or module:name"
-    bounds = _bounds(_constraints(extras))
-    return _PLURAL[plain] + (f", each {bounds}" if bounds else "")
-
-
-def _is_name(metadata: Iterable[Any]) -> bool:
-    """Return whether the constraints are those of `FunctionName`, the one setting with a pattern."""
-    return any(getattr(each, "pattern", None) for each in metadata)
-
-
-def _constraints(extras: Iterable[Any]) -> list[Any]:
-    return [each for extra in extras for each in getattr(extra, "metadata", [extra])]
-
-
-def _bounds(metadata: Iterable[Any]) -> str:
-    """Words for annotated-types' constraints: "0 or more, at most 1"."""
-    words = {
-        "ge": "{} or more",
-        "gt": "more than {}",
-        "le": "at most {}",
-        "lt": "less than {}",
-        "min_length": "not empty",
-    }
-    found = [
-        words[name].format(getattr(each, name))
-        for each in metadata
-        for name in words
-        if hasattr(each, name)
-    ]
-    return ", ".join(found)
+    bounds = [text.format(schema[name]) for name, text in _BOUNDS.items() if name in schema]
+    if schema["type"] != "array":
+        return ", ".join([_KINDS[schema["type"]], *bounds])
+    items = schema.get("items") or schema["prefixItems"][0]
+    if item := _referred(items, sections):
+        return f"a list of mappings with the keys {', '.join(item['properties'])}"
+    if "pattern" in items:
+        return "a list of names, each file.py:name or module:name"
+    each = [text.format(items[name]) for name, text in _BOUNDS.items() if name in items]
+    count = f"{len(schema['prefixItems'])} " if "prefixItems" in schema else ""
+    return f"a list of {count}{_PLURALS[items['type']]}" + (
+        f", each {', '.join(each)}" if each else ""
+    )

@@ -5,42 +5,45 @@ All mistakes are reported together, with file and line or "command line". Relati
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from burnish.config.document import Document, parse_document, write_yaml
-from burnish.config.draft import Draft
-from burnish.config.identity import difference, digest
-from burnish.config.keys import known_keys
-from burnish.config.problems import refusal
-from burnish.config.schema import RunConfig
-from burnish.config.section import Section
-from burnish.errors import MissingError, UsageError
+from burnish.config.document import Document, parse_document, parse_value, write_yaml
+from burnish.config.keys import Key, known_keys, plain_name
+from burnish.config.schema import RunConfig, Section
+from burnish.config.suggestions import foreign_names, suggestion
+from burnish.errors import BurnishError, MissingError, UsageError, together
 
-__all__ = [
-    "Resolved",
-    "difference",
-    "digest",
-    "dump_yaml",
-    "load_config",
-    "load_settings",
-    "read_document",
-]
+DEFAULT = "default"
+"""The origin of a value that nothing set."""
+_COMMAND_LINE = "command line"
+_ARGUMENT = "argument"
+"""The origin of a value that the Python API was given."""
+_LONGEST = 80
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Resolved:
     """A whole configuration."""
 
     config: RunConfig
     """Every setting."""
-    origin: Mapping[str, str]
-    """For the dotted key of every setting: "default", "FILE:LINE" or "command line"."""
+    origins: Mapping[str, str]
+    """"FILE:LINE", "command line" or "argument" for every path that something set (`reward.functions[0].weight`)."""
+
+    @cached_property
+    def origin(self) -> Mapping[str, str]:
+        """The origin of every setting by its dotted key, or "default"."""
+        names = [key.name for key in known_keys().values() if not key.section]
+        return {name: _origin(self.origins, name) for name in names if "[" not in name}
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Resolved:
@@ -50,14 +53,13 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Resol
     it names; a list is replaced. Keys inside a mapping `model.fresh` can be set one by one. Raises `MissingError` for an absent file and
     `UsageError` for everything else: broken YAML, unknown keys with the nearest known one, wrong types, values out of bounds.
     """
-    draft = Draft(known=known_keys())
-    subject = "the command line"
+    draft, subject = _Draft({}, {}, []), "the command line"
     if path is not None:
+        draft.take(read_document(path), str(path))
         subject = f"{path} and the command line" if overrides else str(path)
-        draft.take_document(read_document(path), str(path))
     for override in overrides:
-        draft.take_override(override)
-    return _resolved(draft, subject)
+        draft.override(override)
+    return draft.resolved(subject)
 
 
 def load_settings(
@@ -67,20 +69,18 @@ def load_settings(
 
     `settings` are sections as mappings (`optim={"lr": 1e-5}`) or dotted keys. Raises as `load_config` does.
     """
-    draft = Draft(known=known_keys())
+    draft = _Draft({}, {}, [])
     if isinstance(source, str | os.PathLike):
-        draft.take_document(read_document(source), str(source))
-    elif isinstance(source, RunConfig):
-        draft.take_document(Document(source.model_dump(exclude_unset=True), {}), "")
+        draft.take(read_document(source), str(source))
     else:
-        draft.take_document(Document(_plain(source), {}), "")
-    for name, value in _plain(settings).items():
-        draft.set(name, value)
-    return _resolved(draft, "the settings").config
+        given = source.model_dump(exclude_unset=True) if isinstance(source, RunConfig) else source
+        draft.set_all(_plain(given), _ARGUMENT)
+    draft.set_all(_plain(settings), _ARGUMENT)
+    return draft.resolved("the settings").config
 
 
 def _plain(value: Any) -> Any:
-    """Mappings as dictionaries and paths as texts, at every depth."""
+    """Return a copy with dictionaries, lists and texts in place of other mappings, tuples and paths."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -88,16 +88,191 @@ def _plain(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _resolved(draft: Draft, subject: str) -> Resolved:
-    try:
-        config = RunConfig.model_validate(draft.values)
-    except ValidationError as error:
-        draft.note_invalid(error)
-        raise refusal(draft.problems, subject) from None
-    if draft.problems:
-        raise refusal(draft.problems, subject)
-    settings = [name for name, key in draft.known.items() if not key.section and "[" not in name]
-    return Resolved(config, {name: draft.origin_of(name) for name in settings})
+@dataclass(slots=True)
+class _Draft:
+    """Values and their origins on the way to a `RunConfig`, with the problems so far."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+    """By path; a path inside a value that was set as a whole has none."""
+    problems: list[BurnishError]
+
+    def take(self, document: Document, source: str) -> None:
+        self.values = _plain(document.values)
+        self.origins = {name: f"{source}:{line}" for name, line in document.lines.items()}
+
+    def override(self, text: str) -> None:
+        """Apply one `a.b=c`."""
+        name, equals, written = text.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            self.problems.append(
+                UsageError(
+                    f"{text!r} is not an override",
+                    have=text,
+                    want="key=value",
+                    do="write as in optim.lr=1e-6",
+                )
+            )
+            return
+        try:
+            self.set(name, parse_value(written, name), _COMMAND_LINE)
+        except UsageError:
+            self.problems.append(
+                UsageError(
+                    f"the value of {name} on the command line is not YAML",
+                    have=written,
+                    want="a YAML value",
+                    do="quote it: once for YAML and once for the shell",
+                )
+            )
+
+    def set_all(self, values: Mapping[Any, Any], origin: str) -> None:
+        for name, value in values.items():
+            self.set(str(name), value, origin)
+
+    def set(self, name: str, value: Any, origin: str) -> None:
+        """Set a key; of a section, those of its keys that `value` has."""
+        if isinstance(value, Mapping) and value and _section_of(name):
+            self.set_all({f"{name}.{key}": each for key, each in value.items()}, origin)
+            return
+        *above, last = name.split(".")
+        target = self.values
+        for depth, part in enumerate(above, start=1):
+            if target.get(part) is None:
+                target[part] = {}
+            target = target[part]
+            if not isinstance(target, dict):
+                self._note_no_mapping(".".join(above[:depth]), target, name, value)
+                return
+        for each in [each for each in self.origins if each.startswith((f"{name}.", f"{name}["))]:
+            del self.origins[each]  # the line of a part of the value that is replaced
+        self.origins[name] = origin
+        target[last] = value
+
+    def resolved(self, subject: str) -> Resolved:
+        """Return the configuration, or raise `UsageError` with all problems."""
+        try:
+            config = RunConfig.model_validate(self.values)
+        except ValidationError as error:
+            self._note_findings(error)
+        if self.problems:
+            raise together(self.problems, subject)
+        return Resolved(config, self.origins)
+
+    def _note_findings(self, error: ValidationError) -> None:
+        """Note pydantic's findings, one per setting."""
+        noted = set()
+        for finding in error.errors(include_url=False, include_context=False):
+            name = _name_of(finding["loc"])
+            if finding["type"] == "extra_forbidden":
+                self._note_unknown(name, finding["input"])
+            elif name not in noted and finding["type"] == "missing":
+                self._note_misfit(name, "is not set", "nothing")
+            elif name not in noted:
+                self._note_misfit(name, "has a value that does not fit", self._value_of(name))
+            noted.add(name)
+
+    def _note_no_mapping(self, above: str, found: Any, name: str, value: Any) -> None:
+        """Note that `name` cannot be set, because the value above it is no mapping."""
+        key = known_keys().get(above)
+        if key is not None and "a mapping" in key.values:
+            fault = "has a value that does not fit"
+            self._note_misfit(above, fault, found, f"give {above} as a mapping to set {name}")
+        elif key is None or not key.section:  # of a section pydantic tells
+            self._note_unknown(name, value)
+
+    def _note_misfit(self, name: str, fault: str, value: Any, do: str | None = None) -> None:
+        plain, origin = plain_name(name), _origin(self.origins, name)
+        key = known_keys().get(plain) or known_keys()[plain.removesuffix("[]")]
+        self.problems.append(
+            UsageError(
+                f"{name} {fault} ({origin})",
+                have=value if fault == "is not set" else _shown(value),
+                want=key.values if key.name == plain else f"each item in {key.values}",
+                do=do or _advice(name, key, value, origin),
+            )
+        )
+
+    def _note_unknown(self, name: str, value: Any) -> None:
+        written = name in self.origins and name.partition(".")[0] not in foreign_names().sections
+        if isinstance(value, Mapping) and value and not written:
+            for part, inner in value.items():
+                self._note_unknown(f"{name}.{part}", inner)
+            return
+        want, do = suggestion(name)
+        origin = _origin(self.origins, name)
+        have = f"{name}: {_shown(value)}"
+        self.problems.append(
+            UsageError(f"there is no setting {name} ({origin})", have=have, want=want, do=do)
+        )
+
+    def _value_of(self, name: str) -> Any:
+        value: Any = self.values
+        for part in re.findall(r"[^.\[\]]+", name):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        return value
+
+
+def _section_of(name: str) -> type[Section] | None:
+    """Return the section with this dotted key, or None."""
+    section: type[Section] = RunConfig
+    for part in name.split("."):
+        field = section.model_fields.get(part)
+        kind = None if field is None else field.annotation
+        if not isinstance(kind, type) or not issubclass(kind, Section):
+            return None
+        section = kind
+    return section
+
+
+def _origin(origins: Mapping[str, str], name: str) -> str:
+    """Return where a value came from; for part of a value, where the whole came from."""
+    whole = name
+    while whole and whole not in origins:
+        whole = whole[: max(whole.rfind("."), whole.rfind("["), 0)]
+        whole = "" if _section_of(whole) else whole
+    found = [origins[whole]] if whole else []
+    found += {
+        origin
+        for part, origin in origins.items()
+        if part.startswith(f"{name}.") and origin in (_COMMAND_LINE, _ARGUMENT)
+    }
+    return ", ".join(found) or DEFAULT
+
+
+def _name_of(location: Sequence[int | str]) -> str:
+    """Return pydantic's location as a dotted key, without what lies inside a setting's own value."""
+    name = ""
+    for part in location:
+        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
+        key = known_keys().get(plain_name(name))
+        if key is not None and not key.section and not key.item:
+            break
+    return name
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+def _advice(name: str, key: Key, value: Any, origin: str) -> str:
+    """Return the exact thing to write where it can be guessed from the value."""
+    in_shell = origin == _COMMAND_LINE
+    colon, quote = ("=", "'") if in_shell else (": ", "")
+    if key.section and in_shell:
+        return f"set its keys: {name}.KEY=value"
+    if key.item and isinstance(value, str):
+        item = f"{{{key.item[0]}: {value}}}"
+        if name.endswith("]"):
+            return f"write it as a mapping: {item}"
+        return f"write it as a list of mappings: {name}{colon}{quote}[{item}]{quote}"
+    if key.values.startswith("a list") and isinstance(value, str):
+        return f"write it as a list: {name}{colon}[{value}]"
+    if key.values in ("text", "text, or null") and isinstance(value, int | float):
+        return f'quote it, so that YAML reads a text: {name}{colon}{quote}"{value}"{quote}'
+    return f"see `burnish config explain {key.name}`"
 
 
 def read_document(path: str | os.PathLike[str]) -> Document:
@@ -136,8 +311,7 @@ def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> s
 
     `comments` maps dotted keys to a remark behind each setting, aligned.
     """
-    rows = list(_rows(config, "", ""))
-    remarks = comments or {}
+    rows, remarks = list(_rows(config, "", "")), comments or {}
     commented = [len(text) for text, name in rows if name in remarks and len(text) <= 60]
     width = max(commented, default=0)
     lines = [
@@ -147,7 +321,7 @@ def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> s
 
 
 def _rows(section: Section, prefix: str, indent: str) -> Iterator[tuple[str, str]]:
-    """Lines of YAML, each with the dotted key of the setting that starts on it, or ""."""
+    """Yield lines of YAML, each with the dotted key of the setting that starts on it, or ""."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, Section):

@@ -1,27 +1,37 @@
-"""Every setting of a run, typed, with its meaning once, under the field.
+"""Every setting of a run: its type, its bounds and, under the field, its meaning.
 
-Sizes that change the algorithm are global (`batch.prompts`); sizes that change only speed are per
-device (`batch.tokens_per_device`). Importing this loads neither torch nor transformers, so a
-laptop can check a cluster's run. Left out: what a run leaves (`burnish.config.keeping`); reading files and overrides (`burnish.config.load`).
+Sizes that change the algorithm are global (`batch.prompts`). Sizes that change only speed are per device
+(`batch.tokens_per_device`). A field of type `MayChange[...]` may differ when a run is resumed. Importing this loads
+neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from burnish.config.keeping import CheckpointConfig, TrackingConfig
-from burnish.config.section import FunctionName, Section
 from burnish.errors import UsageError
 
 _LOGITS_AT_ONCE = 1 << 28
-"""Where `engine.logprob_chunk` does not say how many."""
+"""Logits that exist at one time if `engine.logprob_chunk` is not given."""
+
+Value = TypeVar("Value")
+MAY_CHANGE = {"may_change_on_resume": True}
+MayChange = Annotated[Value, Field(json_schema_extra=MAY_CHANGE)]
+"""The type of a setting, or of a whole section, that may change when a run is resumed.
+
+It decides how fast, how long or how visibly a run works, and not what a step computes.
+"""
+FunctionName = Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]
+"""file.py:name or module:name."""
 MomentDecay = Annotated[float, Field(ge=0, lt=1)]
 """AdamW's beta."""
-TokenId = Annotated[int, Field(ge=0, strict=True)]
+TokenId = Annotated[int, Field(ge=0)]
 """A token of the model's vocabulary."""
+StopText = Annotated[str, Field(min_length=1)]
+"""A text that ends a completion."""
 AdvantageName = Literal[
     "grpo",
     "dr_grpo",
@@ -45,173 +55,188 @@ AggregationKind = Literal[
     "token_mean", "token_sum", "sequence_mean", "sequence_sum", "sequence_sum_fixed"
 ]
 KLEstimator = Literal["k1", "k2", "k3"]
-StopText = Annotated[str, Field(min_length=1)]
-"""A text that ends a completion; an empty one would end all of them at once."""
+
+
+class Section(BaseModel):
+    """A group of settings. It refuses unknown keys, converts no types and cannot be changed once made."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_nothing_as_defaults(cls, value: Any) -> Any:
+        return {} if value is None else value
 
 
 class LoraConfig(Section):
-    """Train a low-rank adapter (arXiv 2106.09685) on the model's linear layers, or its experts, instead of the model."""
+    """Train a low-rank adapter (arXiv 2106.09685) on linear layers or experts, instead of the whole model."""
 
     path: str | None = None
-    """An adapter to go on from, which brings rank, alpha, layers and their scale: a directory of PEFT's, such as an earlier run's step/model; a path or a URL. Resuming reads it again; `burnish eval` does not."""
+    """An adapter to continue from: a directory that PEFT wrote, such as step/model of an earlier run; a path or a URL. It brings rank, alpha, layers and scale. Resuming reads it again; `burnish eval` does not."""
     rank: int = Field(0, ge=0)
-    """Width of a new adapter; 0: none, the whole model is trained."""
+    """Width of a new adapter. 0: none, the whole model is trained."""
     alpha: float = Field(32.0, gt=0)
     """The adapter's output is scaled by alpha / rank."""
-    targets: list[str] = Field(default_factory=list)
-    """Linear layers by the last part of their names, as q_proj, and fused experts as experts.gate_up_proj and experts.down_proj; all linear layers but the output layer, and no experts, when not given."""
+    targets: list[str] = []
+    """Linear layers by the last part of their names, such as q_proj; fused experts as experts.gate_up_proj and experts.down_proj. Default: all linear layers except the output layer, and no experts."""
     rslora: bool = False
     """Scale by alpha / √rank instead (arXiv 2312.03732)."""
-    publish: Literal["merged", "adapter"] = "merged"
-    """What the generator gets after each step. merged: the whole model, the adapter added to its weights, with which a token takes least time. adapter: A and B alone, few bytes, which it computes with beside the weights, as training does."""
+    publish: MayChange[Literal["merged", "adapter"]] = "merged"
+    """What the generator gets after each step. merged: the whole model with the adapter added to its weights, which decodes fastest. adapter: only A and B, which are few bytes; the generator computes with them beside the weights, as training does."""
 
 
 class ModelConfig(Section):
     """Which model is trained."""
 
-    path: str | None = None
-    """A Hugging Face model directory to start from. Like all inputs, a path or a URL: s3://, gs://, hdfs://, file://."""
+    path: MayChange[str | None] = None
+    """A Hugging Face model directory to start from. Like all inputs, it is a path or a URL: s3://, gs://, hdfs://, file://."""
     fresh: str | dict[str, Any] | None = None
-    """Instead of `path`: a config.json (a file, or its content as a mapping) to make a new model from, with random weights."""
-    tokenizer: str | None = None
-    """Directory of the tokenizer; the model's own when not given."""
+    """Instead of `path`: a config.json, as a file or a mapping. The run starts from a new model with random weights."""
+    tokenizer: MayChange[str | None] = None
+    """Directory of the tokenizer. Default: the model's own."""
     chat_template: str | None = None
     """A Jinja file to use instead of the tokenizer's own chat template."""
-    trust_remote_code: bool = False
-    """Run Python code that lies in the model's directory."""
-    lora: LoraConfig = Field(default_factory=LoraConfig)
-    """Train an adapter, on a model that stays as it is."""
+    trust_remote_code: MayChange[bool] = False
+    """Run the Python code in the model's directory."""
+    lora: LoraConfig = LoraConfig()
+    """Train an adapter and leave the model as it is."""
 
     @property
     def adapter(self) -> LoraConfig | None:
-        """The adapter that is trained; None where it is the model itself."""
+        """The adapter that is trained; None if the model itself is."""
         return self.lora if self.lora.rank or self.lora.path else None
 
     @property
     def adapter_beside(self) -> LoraConfig | None:
-        """The adapter that the generator holds beside the model; None where there is none, or it is merged in."""
+        """The adapter that the generator holds beside the model; None if there is none, or it is merged."""
         return self.adapter if self.lora.publish == "adapter" else None
 
 
 class EngineConfig(Section):
     """How the model is trained."""
 
-    kind: Literal["torch", "megatron"] = "torch"
-    """torch: PyTorch FSDP2 on any number of processes. megatron: Megatron-Core, with pipelines and experts in parallel; needs megatron-core."""
+    kind: MayChange[Literal["torch", "megatron"]] = "torch"
+    """torch: PyTorch FSDP2 on any number of processes. megatron: Megatron-Core, with pipeline and expert parallelism; needs megatron-core."""
     precision: Literal["bf16", "fp32"] = "bf16"
-    """bf16: fp32 main weights and optimizer state, bf16 compute, fp32 gradient reduction. fp32: everything fp32."""
+    """bf16: fp32 main weights and optimizer state, bf16 compute, fp32 gradient reduction. fp32: everything in fp32."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this global 2-norm."""
-    max_skipped_steps: int = Field(3, ge=1)
+    """Clip gradients to this global 2-norm."""
+    max_skipped_steps: MayChange[int] = Field(3, ge=1)
     """Stop the run after this many non-finite gradient norms in a row."""
-    replicas: int = Field(1, ge=1)
-    """HSDP: this many copies of the sharded model, so that gathers stay among processes / replicas neighbours. Divides the processes."""
-    sequence_parallel: int = Field(1, ge=1)
-    """Ulysses: so many processes share the tokens of a micro-batch, each of which may have as many times `batch.tokens_per_device`. Divides the attention heads."""
-    tensor_parallel: int = Field(1, ge=1)
-    """So many neighbouring processes share the matrices of each layer and the vocabulary. Divides the attention heads and the key heads; megatron: or is a multiple of the key heads."""
-    megatron_sequence_parallel: bool = True
-    """megatron, with `tensor_parallel`: between matrices each of the neighbours has a part of the tokens, which saves memory. Mixtures of experts need it."""
-    pipeline_parallel: int = Field(1, ge=1)
-    """megatron: the layers are divided among so many groups of processes, which micro-batches pass one after the other."""
-    virtual_stages: int = Field(1, ge=1)
-    """megatron, with `pipeline_parallel`: so many shorter stages for each process, which leaves less idle time in the pipeline and needs more exchanges."""
-    expert_parallel: int = Field(1, ge=1)
-    """megatron, mixtures of experts: so many processes share the experts of a layer, each of which has whole ones. Divides the experts."""
-    expert_tensor_parallel: int | None = Field(None, ge=1)
-    """megatron, mixtures of experts: so many processes share the matrices of each expert; `tensor_parallel` when not given."""
-    layers: Literal["auto", "torch", "transformer_engine"] = "auto"
-    """megatron: whose matrices, norms and experts. auto: TransformerEngine's where it is installed, on CUDA in bf16; else torch's. Where Apex is installed, these add gradients by its kernel, unless torch is asked for."""
-    reshard_after_forward: bool = True
-    """Free each layer's gathered weights between forward and backward: less memory, one more gather."""
-    reduce_each_microbatch: bool = True
-    """Where the model is sharded, reduce-scatter gradients after every micro-batch. Without, once a step: less to send, but until then each process holds the fp32 gradients of the whole model."""
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """What the backward pass computes again instead of keeping it: nothing; whole layers; within layers all but matrix products and attention. megatron, selective: attention and rotary positions alone (arXiv 2205.05198)."""
-    activation_offload: bool = False
-    """Keep on the host what decoder layers save for the backward pass, but for two of them. Copies run beside the computing."""
-    optimizer_offload: bool = False
-    """Keep the optimizer's state on the host; for a step it comes to the device, some weights' at a time."""
-    park: bool = False
-    """rl: weights, gradients and optimizer state are on the host while completions are generated; also those of critic and reference. An evaluation parks nothing."""
+    replicas: MayChange[int] = Field(1, ge=1)
+    """torch, HSDP: number of copies of the sharded model. Weights are gathered among processes / replicas neighbours only. Divides the processes."""
+    sequence_parallel: MayChange[int] = Field(1, ge=1)
+    """Ulysses: number of processes that share the tokens of a micro-batch. A micro-batch may then hold as many times `batch.tokens_per_device`. Divides the attention heads."""
+    tensor_parallel: MayChange[int] = Field(1, ge=1)
+    """Number of neighbouring processes that share the matrices of each layer and the vocabulary. Divides the attention heads and the key heads; with megatron it may also be a multiple of the key heads."""
+    megatron_sequence_parallel: MayChange[bool] = True
+    """megatron, with `tensor_parallel`: each neighbour holds a part of the tokens between matrices, which saves memory. Mixtures of experts need it."""
+    pipeline_parallel: MayChange[int] = Field(1, ge=1)
+    """megatron: number of pipeline stages that the layers are divided into."""
+    virtual_stages: MayChange[int] = Field(1, ge=1)
+    """megatron, with `pipeline_parallel`: stages per process. More stages leave less idle time in the pipeline and need more exchanges."""
+    expert_parallel: MayChange[int] = Field(1, ge=1)
+    """megatron, mixtures of experts: number of processes that share the experts of a layer; each holds whole experts. Divides the experts."""
+    expert_tensor_parallel: MayChange[int | None] = Field(None, ge=1)
+    """megatron, mixtures of experts: number of processes that share the matrices of each expert. Default: `tensor_parallel`."""
+    layers: MayChange[Literal["auto", "torch", "transformer_engine"]] = "auto"
+    """megatron: whose matrices, norms and experts to use. auto: TransformerEngine's where it is installed, on CUDA in bf16; otherwise torch's. If Apex is installed, torch's use its kernel to add gradients, unless you set torch."""
+    reshard_after_forward: MayChange[bool] = True
+    """torch: free each layer's gathered weights between forward and backward. Costs one more gather."""
+    reduce_each_microbatch: MayChange[bool] = True
+    """torch: reduce-scatter gradients after every micro-batch. false: once a step, which sends less; until then each process holds the fp32 gradients of the whole model."""
+    activation_checkpointing: MayChange[Literal["none", "full", "selective"]] = "none"
+    """What the backward pass recomputes. none: nothing. full: whole layers. selective: everything in a layer except matrix products and attention. megatron, selective: only attention and rotary positions (arXiv 2205.05198)."""
+    activation_offload: MayChange[bool] = False
+    """torch: keep on the host what decoder layers save for the backward pass, except for two layers. Copies overlap with compute."""
+    optimizer_offload: MayChange[bool] = False
+    """Keep the optimizer state on the host. A step brings it to the device in pieces."""
+    park: MayChange[bool] = False
+    """rl: move weights, gradients and optimizer state to the host while completions are generated, also those of critic and reference. An evaluation parks nothing."""
     compile: bool = False
-    """Compile each decoder layer with torch.compile: faster steps after a first one that takes a minute or more. Needs a C++ compiler."""
+    """torch: compile each decoder layer with torch.compile. Steps get faster after a first one of a minute or more. Needs a C++ compiler."""
     router_aux_loss: float = Field(0.0, ge=0)
-    """Mixtures of experts: weight of the load-balancing loss (arXiv 2101.03961), as config.json's `router_aux_loss_coef`; 0: none. Needs one more forward pass where the experts of a step are not known before it."""
-    logprob_chunk: int | None = Field(None, ge=1)
-    """Tokens whose logits exist at one time; as many as make 2²⁸ logits when not given, which are half a GiB in bf16. Those of all but the last so many are computed again in the backward pass."""
+    """Mixtures of experts: weight of the load-balancing loss (arXiv 2101.03961), as config.json's `router_aux_loss_coef`. 0: none. Needs one more forward pass if the experts of a step are not known before it."""
+    logprob_chunk: MayChange[int | None] = Field(None, ge=1)
+    """Chunk size, in tokens, for computing logits. The backward pass recomputes the logits of all chunks but the last. Default: as many as give 2²⁸ logits (0.5 GiB in bf16)."""
 
     @property
     def sharing(self) -> int:
-        """Processes that work on the same micro-batch."""
+        """Number of processes that work on the same micro-batch."""
         return self.sequence_parallel * self.tensor_parallel * self.pipeline_parallel
 
     def logprob_rows(self, vocabulary: int) -> int:
-        """Tokens whose logits exist at one time, of a model with a vocabulary of this size."""
+        """Return the chunk size for logits of a model with a vocabulary of this size."""
         return self.logprob_chunk or max(1, _LOGITS_AT_ONCE // vocabulary)
 
     @property
     def expert_sharing(self) -> int:
-        """Processes that the experts of a layer are divided among."""
+        """Number of processes that the experts of a layer are divided among."""
         return self.expert_parallel * (self.expert_tensor_parallel or self.tensor_parallel)
 
 
 class OptimConfig(Section):
-    """The optimizer and its learning rate, a pure function of the step."""
+    """The optimizer and its learning rate, which is a function of the step alone."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """adamw (arXiv 1711.05101). muon (arXiv 2502.16982): for the matrices of decoder layers, with adamw for the rest and one learning rate for both."""
+    """adamw (arXiv 1711.05101). muon (arXiv 2502.16982): for the matrices of decoder layers, with adamw for the rest. Both use one learning rate."""
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """What follows the warm-up: constant; linear or cosine decay to the end; wsd: constant, then linear over `decay_steps`."""
+    """What follows the warm-up. linear, cosine: decay to the end of the run. wsd: constant, then linear decay over `decay_steps`."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up from 0."""
     decay_steps: int = Field(0, ge=0)
-    """wsd only: steps of decay at the end."""
+    """wsd: steps of decay at the end."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """The decay ends at this fraction of `lr`."""
-    betas: tuple[MomentDecay, MomentDecay] = (0.9, 0.999)
+    betas: tuple[MomentDecay, MomentDecay] = Field((0.9, 0.999), strict=False)
     """AdamW's decay of first and second moment."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """AdamW's moments between steps, which compute with fp32 either way. bf16: half the memory (arXiv 2412.19437, section 3.3.3), with both of `betas` at most 0.996."""
+    """How AdamW's moments are kept between steps; a step computes in fp32 either way. bf16: half the memory (arXiv 2412.19437, section 3.3.3); both `betas` must be at most 0.996."""
     momentum: float = Field(0.95, ge=0, lt=1)
-    """muon only: decay of the momentum."""
+    """muon: decay of the momentum."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay, on matrices: not on norms and biases."""
+    """Decoupled weight decay. It applies to matrices, not to norms and biases."""
 
 
 class DataConfig(Section):
     """What is trained on and validated on: JSON Lines or Parquet files."""
 
-    train: list[str] = Field(default_factory=list)
-    """Files, directories or glob patterns, on this machine or as URLs."""
-    validation: list[str] = Field(default_factory=list)
-    """The same, held out."""
+    train: MayChange[list[str]] = []
+    """Files, directories or glob patterns on this machine, or URLs."""
+    validation: MayChange[list[str]] = []
+    """The same, for validation."""
     prompt_column: str | None = None
-    """RL and prompt/completion data: the column of the prompt, text or messages. Found by its usual names when not given."""
+    """RL, and prompt/completion data: the column of the prompt, which is text or messages. Default: one of the usual names."""
     completion_column: str | None = None
-    """SFT: the column of the answer, for prompt/completion data; `completion` when not given."""
+    """SFT, prompt/completion data: the column of the answer. Default: `completion`."""
     answer_column: str | None = None
-    """RL: the column of the ground truth; `answer`, `ground_truth` or verl's `reward_model.ground_truth` when not given."""
+    """RL: the column of the ground truth. Default: `answer`, `ground_truth` or verl's `reward_model.ground_truth`."""
     messages_column: str | None = None
-    """Chat data: the column of the messages; `messages` when not given."""
+    """Chat data: the column of the messages. Default: `messages`."""
     text_column: str | None = None
-    """Plain text data: the column of the text; `text` when not given. A column that is named here or above is the one that is read, whatever others there are; dots go into nested columns."""
+    """Plain text data: the column of the text. Default: `text`. A column that you name here or above is read whatever other columns there are. Dots lead into nested columns."""
     string_prompts: Literal["raw", "user"] = "raw"
-    """How a prompt that is a string is read. raw: as it stands, without the chat template, as TRL does. user: as the message of a user, so that reward functions and models get messages, and a string completion of SFT is the assistant's."""
+    """How to read a prompt that is a string. raw: as it is, without the chat template, as TRL does. user: as a user's message; reward functions and models then get messages, and a string completion of SFT is the assistant's message."""
     system_prompt: str | None = None
-    """A system message before every conversation that does not begin with one."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further variables of the chat template, as {enable_thinking: false}, for training and validation alike. They are not saved with the model: whoever asks it has to give them too."""
+    """A system message for every conversation that does not begin with one."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Further variables of the chat template, such as {enable_thinking: false}, for training and validation. They are not saved with the model: give them again when you use it."""
     max_prompt_length: int | None = Field(None, ge=1)
-    """RL: longest prompt in tokens; none when not given."""
+    """RL: longest prompt, in tokens. Default: no limit."""
     max_length: int | None = Field(None, ge=2)
-    """SFT: longest example in tokens; `batch.tokens_per_device` when not given."""
+    """SFT: longest example, in tokens. Default: `batch.tokens_per_device`."""
     overlong: Literal["drop", "error"] = "drop"
-    """What happens to a prompt or example over its limit: dropped and counted, or the run stops before it starts."""
+    """What to do with a prompt or example over its limit. drop: leave it out and count it. error: stop the run before it starts."""
     shuffle: bool = True
     """Draw a new order every epoch, from `seed`."""
 
@@ -224,38 +249,38 @@ class BatchConfig(Section):
     examples: int = Field(16, ge=1)
     """SFT: examples per step, over all ranks."""
     minibatches: int = Field(1, ge=1)
-    """RL: parts that a step's prompts are divided into, with one optimizer step each."""
+    """RL: number of parts of a step's prompts; each gets one optimizer step."""
     epochs: int = Field(1, ge=1)
-    """RL: passes of these optimizer steps over the completions of a step, each further one in another order. With each the policy is further from the one that the completions are from."""
-    tokens_per_device: int = Field(8192, ge=2)
-    """Most tokens in one micro-batch, times `engine.sequence_parallel`. Never exceeded; a longer sequence is an error."""
+    """RL: passes over the completions of a step, each after the first in another order. With every pass the policy moves further from the one that generated them."""
+    tokens_per_device: MayChange[int] = Field(8192, ge=2)
+    """Most tokens in one micro-batch, times `engine.sequence_parallel`. A longer sequence is an error."""
 
 
 class SamplingConfig(Section):
     """How completions are drawn."""
 
     temperature: float = Field(1.0, ge=0)
-    """Divides the logits; 0 takes the most probable token."""
+    """Divides the logits. 0: take the most probable token."""
     top_k: int = Field(0, ge=0)
-    """Keep the k most probable tokens; 0 keeps all."""
+    """Keep the k most probable tokens. 0: keep all."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Keep the smallest set of tokens that reaches this probability."""
     min_p: float = Field(0.0, ge=0, lt=1)
-    """Drop tokens less probable than this times the most probable."""
+    """Drop tokens less probable than this times the most probable one."""
 
 
 class RolloutConfig(SamplingConfig):
     """How the policy's completions are generated for training."""
 
     n: int = Field(8, ge=1)
-    """Completions per prompt: the group."""
+    """Completions per prompt, which form a group."""
     max_response_length: int = Field(256, ge=1)
-    """Longest completion in tokens."""
-    stop: list[StopText] = Field(default_factory=list)
-    """Texts that end a completion, besides the model's end-of-sequence ids. The text stays in it, with all of the token that ends it: it is learned, and rewards see it."""
-    stop_token_ids: list[TokenId] = Field(default_factory=list)
-    """Further token ids that end a completion, as those of the end of a turn; they stay in it and are learned."""
-    slots: int = Field(256, ge=1)
+    """Longest completion, in tokens."""
+    stop: list[StopText] = []
+    """Texts that end a completion, besides the model's end-of-sequence ids. The completion keeps the text and the whole token that completes it: they are trained on, and rewards see them."""
+    stop_token_ids: list[TokenId] = []
+    """Further token ids that end a completion, such as that of the end of a turn. They stay in it and are trained on."""
+    slots: MayChange[int] = Field(256, ge=1)
     """Most sequences generated at one time, per device."""
 
 
@@ -266,51 +291,51 @@ class RewardFunctionConfig(Section):
     """`module:function`, `file.py:function`, or a built-in: exact_match, numeric, regex, math_verify."""
     weight: float = 1.0
     """Factor on its value in the sum."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: dict[str, Any] = {}
     """Further keyword arguments for every call."""
     per_call: int | None = Field(None, ge=1)
-    """Of a function in TRL's signature: most completions in one call, so that calls are divided over `reward.workers` and each has its own deadline; all that this process has when not given. A multiple of `rollout.n` keeps the samples of a prompt together."""
+    """For a function in TRL's signature: most completions in one call. Calls are then divided over `reward.workers`, and each has its own deadline. A multiple of `rollout.n` keeps the samples of a prompt together. Default: all completions of a process."""
 
 
 class RewardModelConfig(Section):
     """One model that judges completions."""
 
     path: str
-    """A directory of a sequence or token classification model with one label, with its tokenizer; a path or a URL."""
+    """A directory, as a path or a URL, of a sequence or token classification model with one label, and its tokenizer."""
     weight: float = 1.0
     """Factor on its value in the sum."""
     name: str | None = None
-    """What its part of the reward is called in metrics and rollouts; the last part of `path` when not given."""
+    """Name of its part of the reward in metrics and rollouts. Default: the last part of `path`."""
 
     @property
     def part_name(self) -> str:
-        """Return its name, or the last part of its path."""
+        """Its name, or the last part of its path."""
         return self.name or self.path.rstrip("/").rpartition("/")[2]
 
 
 class RewardConfig(Section):
     """What completions are worth."""
 
-    functions: list[RewardFunctionConfig] = Field(default_factory=list)
-    """The functions; their weighted sum is the reward."""
-    models: list[RewardModelConfig] = Field(default_factory=list)
-    """Reward models: what each says at the last token of prompt and completion, as its own chat template writes them, is added to that."""
-    timeout_seconds: float = Field(30.0, gt=0)
-    """Deadline of each call, from when it begins. A call that misses it counts as an error on its rollouts; a function that misses it again and again is not called for the rest of the step. A function in TRL's signature gets all completions of a process in one call, so all of them fail when it is too slow: `per_call` divides them."""
-    workers: int = Field(4, ge=1)
-    """Processes that call functions, beside each training process, each making one call at a time. The calls of an async function are made in one of them."""
-    concurrency: int = Field(32, ge=1)
-    """Calls of an async function under way at one time, per training process: what a judge behind a network is asked at once is this times their number."""
+    functions: list[RewardFunctionConfig] = []
+    """Reward functions. The reward is the weighted sum of functions and models."""
+    models: list[RewardModelConfig] = []
+    """Reward models. Each reads prompt and completion in its own chat template; its value at the last token counts."""
+    timeout_seconds: MayChange[float] = Field(30.0, gt=0)
+    """Deadline of each call, from its start. A late call is an error on its rollouts. A function that is late again and again is not called for the rest of the step. A function in TRL's signature gets all completions of a process in one call, so all of them fail together; `per_call` divides them."""
+    workers: MayChange[int] = Field(4, ge=1)
+    """Processes that call functions, beside each training process. Each makes one call at a time. One of them makes all calls of an async function."""
+    concurrency: MayChange[int] = Field(32, ge=1)
+    """Most calls of an async function under way at one time, per training process. A judge behind a network gets this times the number of processes."""
     on_error: float = 0.0
     """The value of a function that raised, timed out or returned NaN, and of a model that cannot read so long a text."""
-    max_failed_rounds: int = Field(3, ge=1)
-    """Stop the run when functions fail for every completion of so many rounds in a row. A round is what is scored at once, in training or validation."""
+    max_failed_rounds: MayChange[int] = Field(3, ge=1)
+    """Stop the run when functions fail for every completion of this many rounds in a row. A round is what is scored at once, in training or validation."""
 
     @property
     def part_names(self) -> list[str]:
-        """Return the names of the reward's parts: those of the functions, then of the models; the second of a name is `name_2`.
+        """Names of the reward's parts: functions, then models; the second of a name is `name_2`.
 
-        Further numbers of a verl function are FUNCTION/NAME; only its answers tell which.
+        Further numbers that a verl function returns are called FUNCTION/NAME. They are not listed here, because only answers name them.
         """
         given = [function.function.rpartition(":")[2] for function in self.functions]
         given += [model.part_name for model in self.models]
@@ -325,7 +350,7 @@ class RewardConfig(Section):
 
     @property
     def given(self) -> bool:
-        """Whether there is anything that says what a completion is worth."""
+        """Whether there is any function or model."""
         return bool(self.functions or self.models)
 
 
@@ -335,169 +360,224 @@ class DynamicSamplingConfig(Section):
     enabled: bool = False
     """Replace groups whose rewards are all equal by groups of further prompts."""
     part: str | None = None
-    """The part of the reward that is compared, by its name in the metrics `reward/parts/NAME`; the whole reward when not given. With several functions the whole varies where only a lesser one does."""
+    """Compare this part of the reward, by its name in the metrics `reward/parts/NAME`. Default: the whole reward, which can vary because a lesser function does."""
     max_refills: int = Field(4, ge=1)
-    """Rounds of further generation in one step; after them the step runs with what there is."""
+    """Most rounds of further generation in one step. After them the step runs with the groups that it has."""
 
 
 class OverlongConfig(Section):
-    """DAPO's soft punishment of overlong completions (arXiv 2503.14476, equation 13)."""
+    """DAPO's soft penalty for overlong completions (arXiv 2503.14476, equation 13)."""
 
     buffer: int = Field(0, ge=0)
-    """Tokens before `rollout.max_response_length` over which the penalty grows linearly; 0: no penalty."""
+    """Tokens before `rollout.max_response_length` over which the penalty grows linearly. 0: no penalty."""
     penalty: float = Field(1.0, ge=0)
-    """The penalty at full length, subtracted from the reward."""
+    """Penalty at full length, subtracted from the reward."""
 
 
 class KLConfig(Section):
-    """Divergence from the frozen reference model, the one training started from."""
+    """Divergence from the frozen reference model, which is the one that training started from."""
 
     coef: float = Field(0.0, ge=0)
-    """Weight of the term; 0: no reference model is kept."""
+    """Weight of the term. 0: no reference model is kept."""
     estimator: KLEstimator = "k3"
     """Schulman's estimators (http://joschu.net/blog/kl-approx.html)."""
     place: Literal["loss", "reward"] = "loss"
-    """Added to the loss, or subtracted from the reward of each token."""
+    """loss: add it to the loss. reward: subtract it from the reward of each token."""
     target: float | None = Field(None, gt=0)
-    """With place reward: adapt coef so that the mean KL per token stays near this (arXiv 1909.08593, section 2.2); fixed when not given."""
+    """With place reward: adapt coef so that the mean KL per token stays near this (arXiv 1909.08593, section 2.2). Default: coef is fixed."""
     horizon: int = Field(10_000, ge=1)
     """With target: rollouts in which coef changes by its largest factor, about 1.2."""
 
 
 class AlgorithmConfig(Section):
-    """The formula."""
+    """The formula: advantages, policy loss and corrections."""
 
     advantage: AdvantageName | FunctionName = "grpo"
-    """How rewards become advantages; gae: with the critic of PPO. A function of your own: file.py:function or module:function."""
+    """How rewards become advantages. gae: with the critic of PPO. Or your own function: file.py:function or module:function."""
     policy_loss: PolicyLossName | FunctionName = "ppo"
-    """The policy loss. A function of your own: file.py:function or module:function. gspo (arXiv 2507.18071) belongs with aggregation sequence_mean, clip_low 3e-4 and clip_high 4e-4; cispo (arXiv 2506.13585) with token_mean and clip_low 1."""
+    """The policy loss, or your own function: file.py:function or module:function. gspo (arXiv 2507.18071) goes with aggregation sequence_mean, clip_low 3e-4 and clip_high 4e-4; cispo (arXiv 2506.13585) with token_mean and clip_low 1."""
     clip_low: float = Field(0.2, ge=0)
-    """The ratio is clipped below 1 - clip_low. gmpo: the log-ratio below -clip_low. dppo: the bound of the divergence where the advantage is negative."""
+    """Clip the ratio below 1 - clip_low. gmpo: clip the log-ratio below -clip_low. dppo: bound of the divergence where the advantage is negative."""
     clip_high: float = Field(0.2, ge=0)
-    """The ratio is clipped above 1 + clip_high. gmpo: the log-ratio above clip_high. dppo: the bound of the divergence where the advantage is positive."""
+    """Clip the ratio above 1 + clip_high. gmpo: clip the log-ratio above clip_high. dppo: bound of the divergence where the advantage is positive."""
     dual_clip: float | None = Field(None, gt=1)
-    """ppo and clip_cov only: bound of the ratio where the advantage is negative (arXiv 1912.09729); none when not given."""
+    """ppo, clip_cov: bound of the ratio where the advantage is negative (arXiv 1912.09729). Default: none."""
     sapo_temperature_pos: float = Field(1.0, gt=0)
-    """sapo only: how fast its gate closes where the advantage is positive."""
+    """sapo: how fast its gate closes where the advantage is positive."""
     sapo_temperature_neg: float = Field(1.05, gt=0)
-    """sapo only: how fast its gate closes where the advantage is negative."""
+    """sapo: how fast its gate closes where the advantage is negative."""
     cov_ratio: float = Field(2e-4, gt=0, le=1)
-    """clip_cov and kl_cov only: share of a mini-batch's tokens that they treat apart, for the covariance of log-prob and advantage."""
+    """clip_cov, kl_cov: share of a mini-batch's tokens that they treat apart, chosen by the covariance of log-prob and advantage."""
     cov_low: float = Field(1.0, ge=0)
-    """clip_cov only: smallest covariance of a token that it leaves out."""
+    """clip_cov: smallest covariance of a token that it leaves out."""
     cov_high: float = Field(5.0, gt=0)
-    """clip_cov only: largest covariance of a token that it leaves out."""
+    """clip_cov: largest covariance of a token that it leaves out."""
     cov_penalty: float = Field(1.0, ge=0)
-    """kl_cov only: weight of |log ratio| at the tokens of largest covariance."""
+    """kl_cov: weight of |log ratio| at the tokens of largest covariance."""
     top_entropy: float | None = Field(None, gt=0, lt=1)
-    """Train on this share of a mini-batch's tokens, those of highest entropy (arXiv 2506.01939 has 0.2); all when not given."""
+    """Train on this share of a mini-batch's tokens, those of highest entropy (arXiv 2506.01939 uses 0.2). Default: all tokens."""
     aggregation: AggregationKind = "token_mean"
-    """token_mean: over all tokens. token_sum: sum over all tokens. sequence_mean: mean of each sequence's token mean. sequence_sum: mean of each sequence's token sum. sequence_sum_fixed: sum over tokens / max_response_length, mean over sequences (Dr. GRPO)."""
+    """token_mean: mean over all tokens. token_sum: sum over all tokens. sequence_mean: mean of each sequence's token mean. sequence_sum: mean of each sequence's token sum. sequence_sum_fixed: sum over tokens / max_response_length, mean over sequences (Dr. GRPO)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     old_logprobs: Literal["rollout", "recompute"] = "recompute"
-    """Where the ratio's denominator comes from: a forward pass of the engine, or the generator's raw log-probs."""
+    """Where the ratio's denominator comes from. recompute: a forward pass of the engine. rollout: the generator's raw log-probs."""
     mismatch_cap: float | None = Field(None, ge=1)
-    """Truncated importance sampling (Yao et al. 2025): the policy loss of each token times the engine's probability of it before the update over the one that the generator drew it with, at most this; not at all when not given."""
+    """Truncated importance sampling (Yao et al. 2025): multiply each token's policy loss by the engine's probability before the update over the generator's, capped at this. Default: off."""
     mismatch_level: Literal["token", "sequence"] = "token"
-    """With mismatch_cap: whose probability is compared, the token's or the whole sequence's."""
+    """With mismatch_cap: compare the probability of the token, or of the whole sequence."""
     mismatch_reject: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Leave tokens out of the policy loss where the engine's probability over the generator's is outside [mismatch_low, mismatch_high]. token: of each token (IcePop). sequence: of the whole sequence (MIS). geometric: its mean per token."""
+    """Leave tokens out of the policy loss if the engine's probability over the generator's is outside [mismatch_low, mismatch_high]. token: of each token (IcePop). sequence: of the whole sequence (MIS). geometric: the sequence's mean per token."""
     mismatch_low: float = Field(0.5, gt=0, le=1)
     """Lower bound of mismatch_reject."""
     mismatch_high: float = Field(5.0, ge=1)
     """Upper bound of mismatch_reject."""
     mask_truncated: bool = False
-    """Do not train on completions that were cut at max_response_length. They count in the advantages of their group."""
+    """Do not train on completions that were cut at max_response_length. They still count in the advantages of their group."""
     router_replay: Literal["none", "recompute", "rollout"] = "none"
-    """Mixtures of experts: where the experts come from that tokens go to in the update. none: the routers as they are then. recompute (R2, arXiv 2507.18071): the routers before the step's updates. rollout (R3, arXiv 2510.11370): the generator's."""
-    kl: KLConfig = Field(default_factory=KLConfig)
-    """Divergence from the reference."""
-    dynamic_sampling: DynamicSamplingConfig = Field(default_factory=DynamicSamplingConfig)
-    """Refill groups without variance."""
-    overlong: OverlongConfig = Field(default_factory=OverlongConfig)
-    """Punish overlong completions softly."""
+    """Mixtures of experts: which routing the update uses. none: that of the routers at that moment. recompute (R2, arXiv 2507.18071): that of the routers before the step's updates. rollout (R3, arXiv 2510.11370): the generator's."""
+    kl: KLConfig = KLConfig()
+    """Divergence from the reference model."""
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    """Replace groups without variance."""
+    overlong: OverlongConfig = OverlongConfig()
+    """Penalize overlong completions softly."""
 
 
 class CriticConfig(Section):
-    """PPO's critic, for `algorithm.advantage` gae: a second model, of the policy's optimizer and layout, that learns what states are worth."""
+    """PPO's critic, for `algorithm.advantage` gae: a second model that learns values. It uses the policy's optimizer and layout."""
 
     path: str | None = None
-    """A directory to start it from: a token classification model with one label, or a language model, which gets a fresh head; the policy's model when not given."""
+    """A directory to start it from: a token classification model with one label, or a language model, which gets a new head. Default: the policy's model."""
     lr: float = Field(1e-5, ge=0)
-    """Its peak learning rate; all else is as `optim` says."""
+    """Its peak learning rate. All else is as `optim` says."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps at the beginning in which it learns alone and the policy, with its learning rate's schedule, waits."""
+    """Steps at the beginning in which only the critic learns. The policy and its learning rate's schedule wait."""
     clip: float | None = Field(0.2, gt=0)
-    """Its values are held within so much of those before the update; null: not at all."""
+    """Keep its values within this distance of those before the update. null: no limit."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount of the reward per token."""
     lam: float = Field(1.0, ge=0, le=1)
-    """λ of generalized advantage estimation (arXiv 1506.02438): 0 trusts the critic, 1 the rewards."""
+    """λ of generalized advantage estimation (arXiv 1506.02438). 0 trusts the critic, 1 the rewards."""
 
 
 class EvaluationConfig(SamplingConfig):
-    """Validation on held-out data."""
+    """Validation on held-out data. It reads the weights and never changes them."""
 
     every: int = Field(0, ge=0)
-    """Steps between validations, the last step always validated; 0: none after the first step."""
+    """Steps between validations; the last step is always validated. 0: none after the first step."""
     before: bool = True
-    """Validate before the first step, where there are held-out data."""
+    """Validate before the first step, if there are held-out data."""
     n: int = Field(1, ge=1)
-    """Completions per prompt, for mean@n, pass@n and maj@n, which the first reward function scores."""
+    """Completions per prompt, for mean@n, pass@n and maj@n. The first reward function scores them."""
     solved: float = 1.0
-    """The score from which a completion is correct, in pass@n."""
+    """Least score of a correct completion, for pass@n."""
     prompts: int | None = Field(None, ge=1)
-    """Use only the first so many prompts or examples."""
+    """Use only the first so many prompts or examples. Default: all."""
+
+
+class KeepBestConfig(Section):
+    """Which checkpoints to keep for their quality."""
+
+    metric: str | None = None
+    """A number of the validation, by its name in the log, such as val/loss, val/mean@1 or val/reward. Default: keep none."""
+    mode: Literal["min", "max"] | None = None
+    """Whether less or more is better. Needed with `metric`."""
+    count: int = Field(1, ge=1)
+    """How many to keep. Steps that were saved without a validation do not count."""
+
+
+class CheckpointConfig(Section):
+    """When to save and what to keep. A step is deleted if no setting keeps it and it is not pinned."""
+
+    save_every: int = Field(0, ge=0)
+    """Steps between checkpoints. 0: save only at the end and when stopped."""
+    keep_last: int = Field(2, ge=1)
+    """Number of newest committed steps to keep."""
+    keep_every: int = Field(0, ge=0)
+    """Keep every step that this divides. 0: none."""
+    keep_best: KeepBestConfig = KeepBestConfig()
+    """Keep the best steps by a metric."""
+    background: bool = False
+    """Save while training continues. Training waits only until weights and optimizer state are copied to host memory, where each process needs room for them. The run waits for its last save."""
+    model_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Type of the weights in `model/`. bf16: the rest of the fp32 weights lies beside the optimizer state, so a step has the same size either way."""
+    fresh_optimizer: bool = False
+    """Resume a step without optimizer state, with a fresh optimizer. false: refuse such a step."""
+    reserve_gb: float = Field(0.1, ge=0)
+    """Disk space, in GB, that must stay free after a save."""
+    mirror: str | None = None
+    """A URL: hdfs://, s3://, gs:// or file://. The run's directory is copied to URL/NAME after every save, while training continues. Resuming looks there as well. A step is deleted from the disk only after it has been copied. Machines that share no disk need it: their parts of a step meet there."""
+    mirror_keep_last: int = Field(0, ge=0)
+    """Number of newest steps to keep on the mirror, besides those that keep_every, keep_best and pins keep. 0: all steps."""
+    mirror_patience_seconds: float = Field(1800.0, ge=0)
+    """How long the end of a run waits for its mirror."""
+
+
+class TrackingConfig(Section):
+    """Where the numbers go."""
+
+    tensorboard: bool = True
+    """Write event files under `tensorboard/`."""
+    rollouts_every: int = Field(10, ge=0)
+    """Steps between files of rollouts. Unless it is 0, the completions of every validation are written as well. 0: none."""
+    trackers: list[FunctionName] = []
+    """Your own trackers: classes with the methods of `burnish.Tracker`, as file.py:Class or module:Class. Each is called with the run's directory."""
+    report: bool = True
+    """Write report.html at the end and at every checkpoint."""
+    progress: bool = True
+    """Show progress bars if the terminal can."""
+    allocations: bool = False
+    """Record which lines of the program allocate an accelerator's memory, for the snapshot that is written when it runs out. Costs about 2 µs per allocation and some hundred MB of host memory."""
 
 
 class DistributedConfig(Section):
     """Processes and their patience."""
 
     timeout_seconds: float = Field(600.0, gt=0)
-    """How long a collective may wait for the other ranks before the run stops, and the process that saves in the background may read and write nothing before its save has failed."""
+    """How long a collective waits for other ranks before the run stops. Also how long the process that saves in the background may read and write nothing before its save has failed."""
 
 
 class RunConfig(Section):
     """A whole run."""
 
-    name: str = "run"
-    """Names the run's directory."""
-    output_dir: str = "runs"
-    """Where run directories lie. A URL: they lie in runs/ and are copied below it, as with checkpoint.mirror."""
+    name: MayChange[str] = "run"
+    """Name of the run's directory."""
+    output_dir: MayChange[str] = "runs"
+    """Where run directories lie. A URL: they lie in runs/ and are copied below the URL, as with checkpoint.mirror."""
     seed: int = Field(0, ge=0)
     """All randomness derives from it."""
-    steps: int | None = Field(None, ge=1)
-    """Training steps, all of one size; `epochs` over the data when not given."""
-    epochs: int = Field(1, ge=1)
-    """Passes over the data, where `steps` is not given. In each, every prompt or example is taken once, so the last step of an epoch may be smaller. With `algorithm.dynamic_sampling`, which takes more prompts: as many steps as full batches of the data would make."""
-    resume: Literal["auto", "never"] = "auto"
-    """auto: continue from the newest committed step of this run. never: refuse when there is one."""
-    model: ModelConfig = Field(default_factory=ModelConfig)
+    steps: MayChange[int | None] = Field(None, ge=1)
+    """Training steps, all of one size. Default: `epochs` over the data. If you prolong a run, a decaying learning rate follows the longer schedule from then on."""
+    epochs: MayChange[int] = Field(1, ge=1)
+    """Passes over the data, if `steps` is not given. Each takes every prompt or example once, so the last step of an epoch may be smaller. With `algorithm.dynamic_sampling`, which takes more prompts: as many steps as full batches of the data would make."""
+    resume: MayChange[Literal["auto", "never"]] = "auto"
+    """auto: continue from the newest committed step of this run. never: refuse if there is one."""
+    model: ModelConfig = ModelConfig()
     """Which model is trained."""
-    engine: EngineConfig = Field(default_factory=EngineConfig)
+    engine: EngineConfig = EngineConfig()
     """How it is trained."""
-    optim: OptimConfig = Field(default_factory=OptimConfig)
+    optim: OptimConfig = OptimConfig()
     """The optimizer and its learning rate."""
-    data: DataConfig = Field(default_factory=DataConfig)
+    data: DataConfig = DataConfig()
     """What is trained on."""
-    batch: BatchConfig = Field(default_factory=BatchConfig)
+    batch: BatchConfig = BatchConfig()
     """How much goes into a step."""
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    rollout: RolloutConfig = RolloutConfig()
     """RL: how completions are generated."""
-    reward: RewardConfig = Field(default_factory=RewardConfig)
+    reward: RewardConfig = RewardConfig()
     """RL: what completions are worth."""
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     """RL: the formula."""
-    critic: CriticConfig = Field(default_factory=CriticConfig)
+    critic: CriticConfig = CriticConfig()
     """RL: PPO's critic."""
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    evaluation: MayChange[EvaluationConfig] = EvaluationConfig()
     """Validation on held-out data."""
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    checkpoint: MayChange[CheckpointConfig] = CheckpointConfig()
     """When to save, and what to keep."""
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    tracking: MayChange[TrackingConfig] = TrackingConfig()
     """Where the numbers go."""
-    distributed: DistributedConfig = Field(default_factory=DistributedConfig)
+    distributed: MayChange[DistributedConfig] = DistributedConfig()
     """Processes and their patience."""
 
     @property

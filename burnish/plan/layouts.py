@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import product
 from typing import get_args
 
-from burnish.config.check import check_layout
+from burnish.config.constraints import check_layout
 from burnish.config.remedies import remedies
 from burnish.config.schema import EngineConfig, RunConfig
 from burnish.distributed.layout import is_divisible, require_divisible

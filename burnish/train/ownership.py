@@ -18,10 +18,9 @@ from burnish.checkpoint.destinations.uploader import SyncProgress
 from burnish.checkpoint.resume import Resumed
 from burnish.checkpoint.retention import PINS, PINS_LIMIT, Retention
 from burnish.checkpoint.steps import step_name, step_paths
-from burnish.config.identity import require_may_resume, require_same_run
-from burnish.config.keeping import CheckpointConfig
 from burnish.config.load import dump_yaml, load_config
-from burnish.config.schema import RunConfig
+from burnish.config.resume import require_may_resume, require_same_run
+from burnish.config.schema import CheckpointConfig, RunConfig
 from burnish.distributed.collectives import agree, gather_objects
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError

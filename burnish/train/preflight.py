@@ -14,8 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from burnish.checkpoint.steps import step_paths
-from burnish.config.check import Command
-from burnish.config.problems import Problem, refusal
+from burnish.config.constraints import Command
 from burnish.config.schema import (
     CriticConfig,
     EngineConfig,
@@ -24,7 +23,7 @@ from burnish.config.schema import (
     RunConfig,
 )
 from burnish.data.columns import READERS, is_data
-from burnish.errors import MissingError, UsageError, few, install
+from burnish.errors import BurnishError, MissingError, UsageError, few, install, together
 from burnish.files.cache import select
 from burnish.files.remote import Remote
 from burnish.files.retry import RetryPolicy
@@ -53,7 +52,7 @@ def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = N
     if command != "sft":
         problems += _rewards(config.reward)
     if problems:
-        raise refusal(problems, "the inputs of this run", MissingError)
+        raise together(problems, "the inputs of this run")
 
 
 def recorded_config(run_dir: Path) -> Path:
@@ -99,7 +98,9 @@ def committed_steps(directory: Path) -> list[Path]:
     return list(step_paths(directory / CHECKPOINTS, LocalStorage()).values())
 
 
-def _models(model: ModelConfig, critic: CriticConfig, engine: EngineConfig) -> Iterator[Problem]:
+def _models(
+    model: ModelConfig, critic: CriticConfig, engine: EngineConfig
+) -> Iterator[BurnishError]:
     if model.path is not None:
         yield from _directory(model.path, "model.path", ["config.json"])
     if critic.path is not None:
@@ -107,14 +108,14 @@ def _models(model: ModelConfig, critic: CriticConfig, engine: EngineConfig) -> I
     if model.lora.path is not None:
         yield from _directory(model.lora.path, "model.lora.path", [ADAPTER_CONFIG])
     if model.adapter is not None and not _importable("peft"):
-        yield Problem(
+        yield MissingError(
             "model.lora needs a package that is not installed",
             have="no package peft",
             want="peft, which has the adapter's modules",
             do=f"{install('lora')}, or remove model.lora",
         )
     if engine.kind == "megatron" and not _importable("megatron"):
-        yield Problem(
+        yield MissingError(
             "engine.kind megatron needs a package that is not installed",
             have="no package megatron",
             want="megatron-core 0.16",
@@ -128,13 +129,13 @@ def _models(model: ModelConfig, critic: CriticConfig, engine: EngineConfig) -> I
         yield from _file(model.chat_template, "model.chat_template")
 
 
-def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[Problem]:
+def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[BurnishError]:
     if is_url(path):
         yield from _remote_directory(path, setting, members)
         return
     folder, wanted = Path(path).expanduser(), " or ".join(members)
     if not folder.is_dir():
-        yield Problem(
+        yield MissingError(
             f"{setting}: there is no directory {path}",
             have=_neighbours(folder),
             want=f"a directory on this machine that holds {wanted}",
@@ -143,7 +144,7 @@ def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[Prob
     elif not any((folder / each).is_file() for each in members):
         adapter = (folder / ADAPTER_CONFIG).is_file()
         merge = f"merge it into its model with burnish ckpt export {folder.parent} DIRECTORY --merged, and set {setting}=DIRECTORY"
-        yield Problem(
+        yield MissingError(
             f"{setting}: {path} holds no {wanted}",
             have=few(sorted(each.name for each in folder.iterdir())) or "nothing",
             want=f"a Hugging Face directory with {wanted}",
@@ -151,11 +152,11 @@ def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[Prob
         )
 
 
-def _remote_directory(url: str, setting: str, members: Sequence[str]) -> Iterator[Problem]:
+def _remote_directory(url: str, setting: str, members: Sequence[str]) -> Iterator[BurnishError]:
     remote, wanted = Remote(url, _PATIENCE), " or ".join(members)
     if not any(remote.stat(each) for each in members):
         names = remote.names()
-        yield Problem(
+        yield MissingError(
             f"{setting}: {url} holds no {wanted}",
             have=few(names) or "nothing",
             want=f"a Hugging Face directory with {wanted}",
@@ -163,13 +164,13 @@ def _remote_directory(url: str, setting: str, members: Sequence[str]) -> Iterato
         )
 
 
-def _file(path: str, setting: str) -> Iterator[Problem]:
+def _file(path: str, setting: str) -> Iterator[BurnishError]:
     if is_url(path):
         yield from _remote_file(path, setting)
         return
     file = Path(path).expanduser()
     if not file.is_file():
-        yield Problem(
+        yield MissingError(
             f"{setting}: there is no file {path}",
             have=_neighbours(file),
             want="a file",
@@ -177,11 +178,11 @@ def _file(path: str, setting: str) -> Iterator[Problem]:
         )
 
 
-def _remote_file(url: str, setting: str) -> Iterator[Problem]:
+def _remote_file(url: str, setting: str) -> Iterator[BurnishError]:
     remote = Remote(url, _PATIENCE)
     if remote.stat() is None:
         folder = remote.parent()
-        yield Problem(
+        yield MissingError(
             f"{setting}: there is no file {url}",
             have=f"{folder} with {few(folder.names()) or 'nothing'}",
             want="a file",
@@ -189,10 +190,10 @@ def _remote_file(url: str, setting: str) -> Iterator[Problem]:
         )
 
 
-def _data(path: str, setting: str) -> Iterator[Problem]:
+def _data(path: str, setting: str) -> Iterator[BurnishError]:
     have = _instead_of_data(path)
     if have is not None:
-        yield Problem(
+        yield MissingError(
             f"{setting}: nothing to read at {path}",
             have=have,
             want=f"a {', '.join(sorted(READERS))} file, a directory of such, or a pattern that matches",
@@ -210,7 +211,7 @@ def _instead_of_data(path: str) -> str | None:
     return _neighbours(Path(path).expanduser())
 
 
-def _rewards(rewards: RewardConfig) -> Iterator[Problem]:
+def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
     for index, model in enumerate(rewards.models):
         for members in (["config.json"], TOKENIZER_FILES):
             yield from _directory(model.path, f"reward.models[{index}].path", members)
@@ -218,7 +219,7 @@ def _rewards(rewards: RewardConfig) -> Iterator[Problem]:
         setting = f"reward.functions[{index}].function"
         module, colon, _ = reward.function.rpartition(":")
         if reward.function == "math_verify" and not _importable("math_verify"):
-            yield Problem(
+            yield MissingError(
                 f"{setting} needs a package that is not installed",
                 have="no package math_verify",
                 want="math-verify, which compares expressions",
@@ -227,7 +228,7 @@ def _rewards(rewards: RewardConfig) -> Iterator[Problem]:
         if colon and module.endswith(".py"):
             yield from _file(module, setting)
         elif colon and not _importable(module.partition(".")[0]):
-            yield Problem(
+            yield MissingError(
                 f"{setting}: there is no module {module}",
                 have=reward.function,
                 want="module:function that Python can import, or file.py:function",

@@ -25,8 +25,8 @@ from burnish.checkpoint.resume import Resumed
 from burnish.checkpoint.retention import Retention, require_measured
 from burnish.checkpoint.save import Contents
 from burnish.checkpoint.steps import Committed
-from burnish.config.identity import digest
 from burnish.config.load import dump_yaml
+from burnish.config.resume import digest
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree, same_on_all_ranks
 from burnish.distributed.device import (

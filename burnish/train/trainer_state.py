@@ -17,7 +17,7 @@ from burnish.models.lora.adapter_config import ADAPTER_STATE
 from burnish.train.fingerprints import INPUTS
 
 CONFIG_DIGEST, WEIGHTS_VERSION = "config_digest", "weights_version"
-"""Keys of state.json: the digest of the settings that decide the outcome (`burnish.config.identity`), and `weights_version`. Steps may lack them."""
+"""Keys of state.json: the digest of the settings that decide the outcome (`burnish.config.resume`), and `weights_version`. Steps may lack them."""
 
 _ABSENT = object()
 _COUNTS = ("optimizer_steps", "skipped_in_a_row")

@@ -17,8 +17,8 @@ HEAVY = (
         "burnish",
         "burnish.config.schema",
         "burnish.config.load",
-        "burnish.config.check",
-        "burnish.config.identity",
+        "burnish.config.constraints",
+        "burnish.config.resume",
         "burnish.cli.main",
     ],
 )

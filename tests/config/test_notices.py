@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from burnish.config.constraints import _UNUSED, notices
 from burnish.config.keys import known_keys
 from burnish.config.load import load_config
-from burnish.config.notices import _UNUSED, notices
 
 GSPO = "algorithm.policy_loss=gspo"
 PAPER = [

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.check import check
+from burnish.config.constraints import check
 from burnish.config.load import load_config
 from burnish.errors import UsageError
 

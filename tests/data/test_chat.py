@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from tokenizers_for_tests import CHARACTERS, CHATML, CHATML_MARKED, char_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from burnish.config.check import _HOW_TO_RENDER
+from burnish.config.constraints import _RENDERING
 from burnish.data.chat import ChatEncoder, Conversation, Text
 from burnish.errors import UsageError
 
@@ -62,7 +62,7 @@ MULTI = chat(("system", "s"), user("a"), bot("one"), user("b"), bot("two"))
 def test_what_is_no_variable_of_a_template_is_what_rendering_takes():
     """All that transformers takes beside the data for templates; `messages` is how it hands the conversation over."""
     takes = set(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
-    assert takes - {"self", "tools", "documents", "kwargs"} | {"messages"} == _HOW_TO_RENDER
+    assert takes - {"self", "tools", "documents", "kwargs"} | {"messages"} == _RENDERING
 
 
 @pytest.mark.parametrize("encoder", [PLAIN, MARKED])

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_shapes import QWEN3_8B
 
-from burnish.config.check import check
+from burnish.config.constraints import check
 from burnish.config.load import dump_yaml, load_config
 from burnish.config.schema import LoraConfig, RunConfig
 from burnish.families import ModelShape

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import committed, open_step
 from burnish.checkpoint.tools.export import StepModel, export
-from burnish.config.identity import digest
 from burnish.config.load import load_config
+from burnish.config.resume import digest
 from burnish.distributed.layout import Layout
 from burnish.files.storage import LocalStorage
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from model_shapes import QWEN3_8B
 
-from burnish.config.keeping import TrackingConfig
-from burnish.config.schema import RunConfig
+from burnish.config.schema import RunConfig, TrackingConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.tracking.peaks import Peaks

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from burnish.config.keys import known_keys
-from burnish.config.unknown import answer_unknown, foreign_names, nearest
+from burnish.config.suggestions import foreign_names, nearest, suggestion
 
 SECTIONS, RENAMED, DIFFERENT, ABSENT = foreign_names()
 
@@ -34,11 +34,11 @@ KEYS = known_keys()
     ],
 )
 def test_nearest(name: str, meant: str | None) -> None:
-    assert nearest(name, KEYS) == meant
+    assert nearest(name) == meant
 
 
 def test_every_known_key_is_nearest_to_itself() -> None:
-    assert [each for each in KEYS if nearest(each, KEYS) != each] == []
+    assert [each for each in KEYS if nearest(each) != each] == []
 
 
 @pytest.mark.parametrize(
@@ -73,16 +73,14 @@ def test_every_known_key_is_nearest_to_itself() -> None:
     ],
 )
 def test_a_name_from_elsewhere_is_answered_and_a_likeness_asked(name: str, do: str) -> None:
-    assert answer_unknown(name, KEYS).do == do
+    assert suggestion(name)[1] == do
 
 
 def test_what_is_said_of_a_name_from_elsewhere() -> None:
-    assert (
-        answer_unknown("lora_r", KEYS).want == "model.lora.rank, which is called lora_r elsewhere"
-    )
-    assert "a count and not a size" in answer_unknown("ppo_mini_batch_size", KEYS).want
-    assert answer_unknown("packing", KEYS).want.startswith("nothing in its place: sequences are")
-    assert answer_unknown("rolout.n", KEYS).want == "a known key"
+    assert suggestion("lora_r")[0] == "model.lora.rank, which is called lora_r elsewhere"
+    assert "a count and not a size" in suggestion("ppo_mini_batch_size")[0]
+    assert suggestion("packing")[0].startswith("nothing in its place: sequences are")
+    assert suggestion("rolout.n")[0] == "a known key"
 
 
 def test_names_from_elsewhere_are_answered_once_and_are_no_keys() -> None:

@@ -1,0 +1,562 @@
+"""Check settings against each other before anything heavy is loaded. All problems are reported at once.
+
+Bounds of single settings are in the schema. That files exist is checked by `burnish.train.preflight`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any, Literal
+
+from burnish.config.schema import EngineConfig, ModelConfig, RunConfig, Section, is_remote
+from burnish.errors import BurnishError, UsageError, together
+
+Command = Literal["sft", "rl", "eval"]
+"""Which command a configuration is for."""
+
+_LARGEST_BETA_IN_BF16 = 0.996
+"""bf16 has 8 bits, so a number times 0.997 may round to itself and never fall."""
+_RENDERING = frozenset(
+    [
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    ]
+)
+"""Arguments of `apply_chat_template` that Burnish gives itself."""
+
+Constraint = tuple[str, str, str]
+"""When the first holds, the second must hold; the third says why.
+
+Both are `SETTING`, which holds if the setting (or one of a section) is not its default, or `SETTING=VALUE|VALUE`.
+"""
+_OF_ALL: Sequence[Constraint] = (
+    ("model.fresh", "model.tokenizer", "a new model comes without one"),
+    ("model.lora", "engine.kind=torch", ""),
+    ("optim.kind=muon", "engine.kind=torch", ""),
+    ("optim.moments=bf16", "optim.kind=adamw", "muon has no such moments"),
+    ("engine.replicas", "engine.kind=torch", ""),
+    ("engine.reshard_after_forward", "engine.kind=torch", ""),
+    ("engine.reduce_each_microbatch", "engine.kind=torch", ""),
+    ("engine.activation_offload", "engine.kind=torch", ""),
+    ("engine.compile", "engine.kind=torch", ""),
+    ("engine.megatron_sequence_parallel", "engine.kind=megatron", ""),
+    ("engine.pipeline_parallel", "engine.kind=megatron", ""),
+    ("engine.virtual_stages", "engine.kind=megatron", ""),
+    ("engine.expert_parallel", "engine.kind=megatron", ""),
+    ("engine.expert_tensor_parallel", "engine.kind=megatron", ""),
+    ("engine.layers", "engine.kind=megatron", ""),
+    ("engine.virtual_stages", "engine.pipeline_parallel", "they are stages of a pipeline"),
+    (
+        "engine.layers=transformer_engine",
+        "engine.precision=bf16",
+        "TransformerEngine multiplies fp32 matrices in tf32",
+    ),
+    ("checkpoint.keep_best.metric", "checkpoint.keep_best.mode", ""),
+    ("checkpoint.keep_best.mode", "checkpoint.keep_best.metric", ""),
+)
+_OF_ACTIVATIONS: Sequence[Constraint] = (
+    (
+        "engine.activation_offload",
+        "engine.activation_checkpointing=none|full",
+        "what selective checkpointing keeps cannot be moved to the host",
+    ),
+    (
+        "engine.compile",
+        "engine.activation_checkpointing=none|full",
+        "selective checkpointing cannot see the operations of compiled layers, "
+        "and the compiler itself chooses what is cheap to compute again",
+    ),
+)
+_OF_TRAINING: Sequence[Constraint] = (
+    ("evaluation.every", "data.validation", "there is nothing to validate on"),
+    ("checkpoint.keep_best.metric", "evaluation.every", "only validated steps are compared"),
+    ("optim.schedule=wsd", "optim.decay_steps", ""),
+    ("optim.decay_steps", "optim.schedule=wsd", ""),
+    ("optim.min_lr_ratio", "optim.schedule=linear|cosine|wsd", "a constant rate does not decay"),
+)
+_OF_SAMPLING: Sequence[Constraint] = (
+    (
+        "evaluation.temperature=0.0",
+        "evaluation.n=1",
+        "all completions of a prompt would be the same",
+    ),
+)
+_OF_RL: Sequence[Constraint] = (
+    (
+        "algorithm.old_logprobs=rollout",
+        "rollout.temperature=1.0",
+        "the generator's log-probs are those of temperature 1",
+    ),
+    (
+        "rollout.n=1",
+        "algorithm.advantage=reinforce_plus_plus|remax|gae|FILE:NAME",
+        "other advantages compare the completions of a prompt, so they would all be 0",
+    ),
+    (
+        "rollout.n=1",
+        "algorithm.dynamic_sampling.enabled=false",
+        "a group of one has no variance",
+    ),
+    ("algorithm.dynamic_sampling.part", "algorithm.dynamic_sampling.enabled=true", ""),
+    ("algorithm.dual_clip", "algorithm.policy_loss=ppo|clip_cov|FILE:NAME", ""),
+    ("algorithm.sapo_temperature_pos", "algorithm.policy_loss=sapo|FILE:NAME", ""),
+    ("algorithm.sapo_temperature_neg", "algorithm.policy_loss=sapo|FILE:NAME", ""),
+    ("algorithm.cov_ratio", "algorithm.policy_loss=clip_cov|kl_cov|FILE:NAME", ""),
+    ("algorithm.cov_low", "algorithm.policy_loss=clip_cov|FILE:NAME", ""),
+    ("algorithm.cov_high", "algorithm.policy_loss=clip_cov|FILE:NAME", ""),
+    ("algorithm.cov_penalty", "algorithm.policy_loss=kl_cov|FILE:NAME", ""),
+    ("algorithm.policy_loss=clip_cov|kl_cov", "algorithm.top_entropy=null", "both choose tokens"),
+    ("algorithm.kl.target", "algorithm.kl.place=reward", "it adapts the KL term in the reward"),
+    ("algorithm.kl.target", "algorithm.kl.coef", "it adapts this coefficient"),
+    (
+        "algorithm.mismatch_cap",
+        "algorithm.old_logprobs=recompute",
+        "else updates are measured against the generator itself, and there is nothing to correct",
+    ),
+    (
+        "algorithm.mismatch_reject",
+        "algorithm.old_logprobs=recompute",
+        "else updates are measured against the generator itself, and there is nothing to correct",
+    ),
+    ("critic", "algorithm.advantage=gae", "no other has a critic"),
+)
+
+
+def check(config: RunConfig, command: Command, world: int = 1) -> None:
+    """Raise `UsageError` with everything that keeps `command` from running on `world` processes."""
+    shares = world // config.engine.sharing
+    problems = [*_of_settings(config), *_of_degrees(config.engine, world)]
+    if command == "eval":
+        problems += _broken(config, _OF_SAMPLING)
+        if not config.data.validation:
+            problems.append(_nothing("there is nothing to evaluate on", "data.validation"))
+    else:
+        problems += _of_training(config, config.critic.warmup_steps if command == "rl" else 0)
+    if command == "sft":
+        problems += _of_sft(config, shares)
+    if command == "rl":
+        problems += _of_rl(config, shares)
+    if problems:
+        raise together(problems, "this configuration")
+
+
+def check_settings(config: RunConfig) -> None:
+    """Raise `UsageError` for settings that contradict each other, whatever the command and the processes are."""
+    if problems := list(_of_settings(config)):
+        raise together(problems, "this configuration")
+
+
+def check_layout(config: RunConfig, command: Literal["sft", "rl"], world: int) -> None:
+    """Raise `UsageError` if the settings do not divide `world` processes, or a step's work among them."""
+    shares = world // config.engine.sharing
+    problems = [*_of_degrees(config.engine, world), *_broken(config, _OF_ACTIVATIONS)]
+    divided = _of_examples if command == "sft" else _of_completions
+    problems += divided(config, shares)
+    if problems:
+        raise together(problems, "this layout")
+
+
+def _broken(config: RunConfig, constraints: Sequence[Constraint]) -> Iterator[BurnishError]:
+    for when, requires, why in constraints:
+        if not _holds(config, when) or _holds(config, requires):
+            continue
+        settings, (needed, values) = _given(config, when), _parts(requires)
+        some, wanted = " and ".join(settings), " or ".join(values)
+        first = f"set {needed}={values[0]}" if values else f"set {needed}"
+        last = "change" if _parts(when)[1] else "remove"
+        yield UsageError(
+            f"{some} {'needs' if len(settings) == 1 else 'need'} {needed}"
+            + (f" to be {wanted}" if values else "")
+            + (f": {why}" if why else ""),
+            have=_have(config, *settings, needed),
+            want=f"{needed}: {wanted}" if values else f"a value of {needed}",
+            do=f"{first}, or {last} {some}",
+        )
+
+
+def _parts(condition: str) -> tuple[str, list[str]]:
+    """Return the setting and the values of a condition."""
+    name, _, values = condition.partition("=")
+    return name, values.split("|") if values else []
+
+
+def _holds(config: RunConfig, condition: str) -> bool:
+    name, values = _parts(condition)
+    if not values:
+        return bool(_given(config, name))
+    text = _text(_value(config, name))
+    return text in values or (":" in text and "FILE:NAME" in values)
+
+
+def _given(config: RunConfig, condition: str) -> list[str]:
+    """Return the setting of a condition, or the settings of a section, as far as they are not their defaults."""
+    name, values = _parts(condition)
+    value = _value(config, name)
+    if isinstance(value, Section):
+        return [f"{name}.{field}" for field in value.model_dump(exclude_defaults=True)]
+    above, _, last = name.rpartition(".")
+    section = _value(config, above) if above else config
+    return [name] if values or value != section.__class__.model_fields[last].default else []
+
+
+def _value(config: RunConfig, name: str) -> Any:
+    return reduce(getattr, name.split("."), config)
+
+
+def _text(value: Any) -> str:
+    """Return a value as it stands in a configuration file."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _have(config: RunConfig, *names: str) -> str:
+    return ", ".join(f"{name}: {_text(_value(config, name))}" for name in names)
+
+
+def _nothing(what: str, setting: str) -> UsageError:
+    return UsageError(
+        what, have=f"{setting}: []", want="at least one file", do=f"set {setting}=[FILE]"
+    )
+
+
+def _of_settings(config: RunConfig) -> Iterator[BurnishError]:
+    yield from _broken(config, _OF_ALL)
+    yield from _broken(config, _OF_ACTIVATIONS)
+    yield from _of_model(config.model)
+    yield from _of_places(config)
+    if config.optim.moments == "bf16" and max(config.optim.betas) > _LARGEST_BETA_IN_BF16:
+        yield UsageError(
+            "moments in bf16 cannot decay so slowly: rounding undoes each step's decay",
+            have=_have(config, "optim.moments", "optim.betas"),
+            want=f"both of optim.betas at most {_LARGEST_BETA_IN_BF16}",
+            do="set optim.betas=[0.9,0.95], or optim.moments=fp32",
+        )
+    if taken := ", ".join(sorted(config.data.chat_template_kwargs.keys() & _RENDERING)):
+        yield UsageError(
+            "data.chat_template_kwargs sets arguments that are no variables of a chat template",
+            have=taken,
+            want="variables that the template itself reads",
+            do=f"remove {taken}; model.chat_template sets another template",
+        )
+
+
+def _of_model(model: ModelConfig) -> Iterator[BurnishError]:
+    given = model.lora.model_dump(exclude_defaults=True)
+    others = ", ".join(f"model.lora.{each}" for each in given if each not in ("path", "publish"))
+    if (model.path is None) == (model.fresh is None):
+        yield UsageError(
+            "exactly one of model.path and model.fresh has to be set",
+            have="neither" if model.path is None else f"both, model.path={model.path}",
+            want="a model directory to start from, or a configuration to make a new model from",
+            do="set model.path" if model.path is None else "remove model.path or model.fresh",
+        )
+    if model.lora.path and others:
+        yield UsageError(
+            "model.lora.path brings its own rank, alpha and layers",
+            have=f"model.lora.path: {model.lora.path}, and {others}",
+            want="model.lora.path alone",
+            do=f"remove {others}",
+        )
+    if model.adapter is None and given:
+        yield UsageError(
+            "model.lora is set, and there is no adapter",
+            have="model.lora.rank: 0",
+            want="1 or more",
+            do="set model.lora.rank=16, or remove model.lora",
+        )
+    if model.adapter and model.path is None:
+        yield UsageError(
+            "model.lora needs a model that the adapter belongs to",
+            have="a new model, of which only the adapter would be saved",
+            want="model.path",
+            do="set model.path to a model directory, or remove model.lora",
+        )
+
+
+def _of_places(config: RunConfig) -> Iterator[BurnishError]:
+    checkpoint, mirror = config.checkpoint, config.checkpoint.mirror
+    if config.name in ("", ".", "..") or any(each in config.name for each in "/\\\0"):
+        yield UsageError(
+            "name cannot be used as a directory's name",
+            have=repr(config.name),
+            want="a plain name without slashes",
+            do="set name, and output_dir for where it lies",
+        )
+    if mirror is not None and not is_remote(mirror):
+        yield UsageError(
+            "checkpoint.mirror is no URL",
+            have=f"checkpoint.mirror: {mirror}",
+            want="hdfs://, s3://, gs:// or file://",
+            do=f"set checkpoint.mirror=file://{Path(mirror).absolute()}",
+        )
+    if mirror is not None and is_remote(config.output_dir):
+        yield UsageError(
+            "output_dir is a URL, and checkpoint.mirror is set",
+            have=_have(config, "output_dir", "checkpoint.mirror"),
+            want="one of them: both say where the run is copied to",
+            do="remove checkpoint.mirror, or set output_dir to a directory of this machine",
+        )
+    if checkpoint.mirror_keep_last and config.mirror_url is None:
+        yield UsageError(
+            "checkpoint.mirror_keep_last is set, and there is no mirror",
+            have=_have(config, "checkpoint.mirror_keep_last"),
+            want="checkpoint.mirror, or an output_dir that is a URL",
+            do="set checkpoint.mirror, or remove checkpoint.mirror_keep_last",
+        )
+    if checkpoint.save_every and checkpoint.keep_every % checkpoint.save_every:
+        next_saved = -(-checkpoint.keep_every // checkpoint.save_every) * checkpoint.save_every
+        yield UsageError(
+            "checkpoint.keep_every keeps steps that are not saved",
+            have=_have(config, "checkpoint.keep_every", "checkpoint.save_every"),
+            want="a multiple of checkpoint.save_every",
+            do=f"set checkpoint.keep_every={next_saved}",
+        )
+
+
+def _of_degrees(engine: EngineConfig, world: int) -> Iterator[BurnishError]:
+    """Yield which degrees of parallelism do not divide the processes."""
+    sharing, stage = engine.sharing, world // engine.pipeline_parallel
+    if world % sharing:
+        names = ["sequence_parallel", "tensor_parallel"]
+        names += ["pipeline_parallel"] if engine.pipeline_parallel > 1 else []
+        degrees = ", ".join(f"engine.{name}: {getattr(engine, name)}" for name in names)
+        yield UsageError(
+            "the processes cannot be divided into groups that share a micro-batch",
+            have=f"{degrees}, {world} processes",
+            want="a number of processes that their product divides",
+            do=f"make the product {_near(sharing, world)}, or start {sharing} processes or a multiple: "
+            f"torchrun --nproc-per-node {sharing} -m burnish ...",
+        )
+    elif world // sharing % engine.replicas:
+        groups = f" in groups of {sharing}" if sharing > 1 else ""
+        yield UsageError(
+            "the copies of the model do not divide the processes",
+            have=f"engine.replicas: {engine.replicas}, {world} processes{groups}",
+            want="a whole number of processes for each copy",
+            do=f"set engine.replicas={_near(engine.replicas, world // sharing)}, or start another number of processes",
+        )
+    elif stage % engine.expert_sharing:
+        tensor = engine.expert_sharing // engine.expert_parallel
+        yield UsageError(
+            "the experts cannot be divided among the processes of a pipeline stage",
+            have=f"engine.expert_parallel: {engine.expert_parallel} × {tensor} processes for each expert's matrices, "
+            f"{stage} processes",
+            want="a product that divides them",
+            do=f"make the product {_near(engine.expert_sharing, stage)}; engine.expert_tensor_parallel=1 leaves experts whole",
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _near(number: int, total: int) -> str:
+    """Return the divisors of `total` next to `number`."""
+    near = sorted(_divisors(total), key=lambda each: abs(each - number))[:2]
+    return " or ".join(map(str, sorted(near)))
+
+
+def _of_training(config: RunConfig, waiting: int) -> Iterator[BurnishError]:
+    yield from _broken(config, _OF_TRAINING)
+    if not config.data.train:
+        yield _nothing("there is nothing to train on", "data.train")
+    ramps = config.optim.warmup_steps + config.optim.decay_steps
+    if config.steps is not None and ramps > config.steps - waiting > 0:
+        names = ["optim.warmup_steps", "optim.decay_steps", "steps"]
+        names += ["critic.warmup_steps"] if waiting else []
+        yield UsageError(
+            "the learning rate's warm-up and decay are longer than the run",
+            have=_have(config, *(name for name in names if _given(config, name))),
+            want=f"at most {config.steps - waiting} steps of warm-up and decay together",
+            do=f"shorten them, or set steps={ramps + waiting} or more",
+        )
+
+
+def _of_sft(config: RunConfig, shares: int) -> Iterator[BurnishError]:
+    yield from _of_examples(config, shares)
+    if config.engine.park:
+        yield UsageError(
+            "engine.park is for reinforcement learning: nothing is generated here",
+            have="engine.park: true",
+            want="false",
+            do="remove engine.park; engine.optimizer_offload and engine.activation_offload save memory here",
+        )
+
+
+def _of_rl(config: RunConfig, shares: int) -> Iterator[BurnishError]:
+    yield from _broken(config, _OF_RL)
+    yield from _broken(config, _OF_SAMPLING)
+    yield from _of_completions(config, shares)
+    if not config.reward.given:
+        yield UsageError(
+            "there is no reward to learn from",
+            have="reward.functions: []",
+            want="at least one reward function or reward model",
+            do="set reward.functions='[{function: numeric}]', or module:function of your own",
+        )
+    if config.algorithm.overlong.buffer > config.rollout.max_response_length:
+        yield UsageError(
+            "algorithm.overlong.buffer is longer than a completion",
+            have=_have(config, "algorithm.overlong.buffer", "rollout.max_response_length"),
+            want=f"at most {config.rollout.max_response_length}",
+            do="lower algorithm.overlong.buffer",
+        )
+    if config.rollout.temperature == 0:
+        yield UsageError(
+            "rollout.temperature 0 always takes the same completion, so there is nothing to compare",
+            have="rollout.temperature: 0",
+            want="more than 0",
+            do="set rollout.temperature=1.0; evaluation.temperature may be 0",
+        )
+    part, names = config.algorithm.dynamic_sampling.part, config.reward.part_names
+    if part is not None and part not in names and part.rpartition("/")[0] not in names:
+        yield UsageError(
+            "algorithm.dynamic_sampling.part is no part of the reward",
+            have=_have(config, "algorithm.dynamic_sampling.part"),
+            want=f"one of {', '.join(names)}",
+            do="set algorithm.dynamic_sampling.part to one of them, or remove it",
+        )
+    if config.steps is not None and config.critic.warmup_steps >= config.steps:
+        yield UsageError(
+            "the policy would wait for the critic in all steps of the run",
+            have=_have(config, "critic.warmup_steps", "steps"),
+            want=f"critic.warmup_steps less than {config.steps}",
+            do="lower critic.warmup_steps, or raise steps",
+        )
+
+
+def _of_examples(config: RunConfig, shares: int) -> Iterator[BurnishError]:
+    """Yield what keeps a step's examples from being divided among groups of processes."""
+    examples, longest = config.batch.examples, config.data.max_length
+    if longest is not None and longest > config.microbatch_tokens:
+        yield UsageError(
+            "the longest example does not fit into a micro-batch",
+            have=f"data.max_length: {longest}, {_budget(config)}",
+            want=f"data.max_length at most {config.microbatch_tokens}",
+            do=f"set batch.tokens_per_device={_per_device(longest, config)}, or lower data.max_length",
+        )
+    if examples < shares:
+        yield UsageError(
+            "a step has fewer examples than there are processes",
+            have=f"batch.examples: {examples}, {_processes(shares, config)}",
+            want=f"{shares} or more",
+            do=f"set batch.examples={shares}, or start fewer processes",
+        )
+
+
+def _of_completions(config: RunConfig, shares: int) -> Iterator[BurnishError]:
+    """Yield what keeps a step's completions from being divided among groups of processes."""
+    prompts, parts = config.batch.prompts, config.batch.minibatches
+    sequences = prompts // parts * config.rollout.n
+    if prompts % parts:
+        whole = prompts - prompts % parts
+        sizes = " or ".join(str(each) for each in (whole, whole + parts) if each)
+        divisors = _divisors(prompts)
+        around = [max(each for each in divisors if each < parts)]
+        around += [each for each in divisors if each > parts][:1]
+        yield UsageError(
+            f"batch.prompts {prompts} does not divide by batch.minibatches {parts}",
+            have=f"{prompts} / {parts} = {prompts / parts:.2f} prompts per optimizer step",
+            want="a whole number",
+            do=f"set batch.prompts to {sizes}, or batch.minibatches to {' or '.join(map(str, around))}",
+        )
+    elif sequences < shares:
+        yield UsageError(
+            "an optimizer step has fewer completions than there are processes",
+            have=f"batch.prompts / batch.minibatches × rollout.n = {sequences}, {_processes(shares, config)}",
+            want=f"{shares} or more",
+            do="raise batch.prompts or rollout.n, or start fewer processes",
+        )
+    response, prompt = config.rollout.max_response_length, config.data.max_prompt_length
+    needed = config.longest_completed
+    if needed > config.microbatch_tokens:
+        first = "a prompt of 1" if prompt is None else f"data.max_prompt_length: {prompt}"
+        yield UsageError(
+            "the longest prompt and completion do not fit into a micro-batch",
+            have=f"{first} + rollout.max_response_length: {response} = {needed} tokens, {_budget(config)}",
+            want=f"at most {config.microbatch_tokens} together",
+            do=f"set batch.tokens_per_device={_per_device(needed, config)} or more, or lower the lengths",
+        )
+
+
+def _budget(config: RunConfig) -> str:
+    """Return how many tokens a micro-batch may have, by the settings that say so."""
+    device, ranks = config.batch.tokens_per_device, config.engine.sequence_parallel
+    shared = f" × engine.sequence_parallel: {ranks}" if ranks > 1 else ""
+    return f"batch.tokens_per_device: {device}{shared}"
+
+
+def _per_device(tokens: int, config: RunConfig) -> int:
+    """Return the `batch.tokens_per_device` at which a micro-batch has room for `tokens`."""
+    return -(-tokens // config.engine.sequence_parallel)
+
+
+def _processes(shares: int, config: RunConfig) -> str:
+    sharing = config.engine.sharing
+    return f"{shares} groups of {sharing} processes" if sharing > 1 else f"{shares} processes"
+
+
+_UNUSED: Mapping[Command, Sequence[str]] = {
+    "sft": (
+        "rollout",
+        "reward",
+        "algorithm",
+        "critic",
+        "batch.prompts",
+        "batch.minibatches",
+        "batch.epochs",
+        "data.answer_column",
+        "data.max_prompt_length",
+        "evaluation.n",
+        "evaluation.solved",
+        "evaluation.temperature",
+        "evaluation.top_k",
+        "evaluation.top_p",
+        "evaluation.min_p",
+    ),
+    "rl": ("batch.examples", "data.completion_column", "data.text_column", "data.max_length"),
+    "eval": (),  # of a file that is another command's
+}
+"""Sections and settings that a command does not read."""
+_WIDE_CLIP = 0.1
+"""A clip range for the ratios of tokens. Ratios of whole sequences hardly ever leave it."""
+
+
+def notices(config: RunConfig, command: Command) -> Iterator[str]:
+    """Yield remarks on a sound configuration, one line each."""
+    algorithm, evaluation = config.algorithm, config.evaluation
+    if unused := ", ".join(name for name in _UNUSED[command] if _given(config, name)):
+        yield f"set, and not used by burnish {command}: {unused}"
+    if command != "eval" and config.data.validation and not evaluation.every:
+        when = "before the first step only" if evaluation.before else "never"
+        yield f"data.validation is measured {when}; evaluation.every=N does it every N steps and after the last"
+    loss = algorithm.policy_loss if command == "rl" else ""
+    own = {"gspo": "sequence_mean", "cispo": "token_mean"}.get(loss, algorithm.aggregation)
+    if algorithm.aggregation != own:
+        yield (
+            f"algorithm.policy_loss {loss} is its paper's objective with algorithm.aggregation {own}; "
+            f"here it is {algorithm.aggregation}"
+        )
+    if loss == "gspo" and min(algorithm.clip_low, algorithm.clip_high) >= _WIDE_CLIP:
+        yield (
+            f"algorithm.policy_loss gspo with clip_low {algorithm.clip_low:g} and clip_high {algorithm.clip_high:g} "
+            "clips next to nothing; its paper has 3e-4 and 4e-4"
+        )
+    if loss == "cispo" and algorithm.clip_low < 1:
+        yield (
+            f"algorithm.policy_loss cispo with clip_low {algorithm.clip_low:g} holds weights at {1 - algorithm.clip_low:g} or more; "
+            "its paper leaves the lower side open, as clip_low 1 does"
+        )

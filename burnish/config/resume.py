@@ -1,0 +1,82 @@
+"""Whether two configurations describe the same run, so that it may be continued.
+
+The settings that do not say `MayChange` in the schema decide what a run computes. A run is continued only with the same ones.
+Model, tokenizer and data may move: `burnish.train.fingerprints` compares their content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from burnish.config.schema import MAY_CHANGE, RunConfig, Section
+from burnish.errors import IncompatibleError, UsageError
+
+
+def digest(config: RunConfig) -> str:
+    """Return sha256, in hex, of the settings that decide what the run computes."""
+    return hashlib.sha256(_canonical(dict(_deciding(config))).encode()).hexdigest()
+
+
+def difference(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the deciding settings that differ, with both values, by dotted key; empty if `digest` agrees."""
+    wanted = dict(_deciding(after))
+    return {
+        key: (value, wanted[key])
+        for key, value in _deciding(before)
+        if _canonical(value) != _canonical(wanted[key])
+    }
+
+
+def require_same_run(run_dir: PurePath, recorded: RunConfig, config: RunConfig) -> None:
+    """Raise `IncompatibleError`, with a table, if a directory's recorded configuration describes another run."""
+    found = difference(recorded, config)
+    if not found:
+        return
+    rows = [("setting", "have", "want")]
+    rows += [(key, _cell(before), _cell(after)) for key, (before, after) in found.items()]
+    wide, narrow = (max(len(row[column]) for row in rows) for column in range(2))
+    table = "\n".join(f"  {key:<{wide}}  {have:<{narrow}}  {want}" for key, have, want in rows)
+    raise IncompatibleError(
+        f"{run_dir} belongs to another configuration\n{table}",
+        have=f"a run that differs in {', '.join(found)}",
+        want="the configuration that began this run",
+        do="restore the settings above, or give this run a name of its own with name=NAME; "
+        "model.path=RUN_DIR/checkpoints/STEP/model lets it begin with what the other learned",
+    )
+
+
+def require_may_resume(run_dir: PurePath, steps: Sequence[str], config: RunConfig) -> None:
+    """Raise `UsageError` if a directory holds `steps` (names, oldest first) and `resume` is never."""
+    if steps and config.resume == "never":
+        raise UsageError(
+            f"{run_dir} holds checkpoints, and resume is never",
+            have=f"{len(steps)}, the newest {steps[-1]}",
+            want="a directory without checkpoints",
+            do="set resume=auto to continue, or name=NAME to begin another run",
+        )
+
+
+def _cell(value: Any, limit: int = 40) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _canonical(value: Any) -> str:
+    """Return the same text for the same value, whatever the order of its keys."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _deciding(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and plain value of every setting that may not change."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if field.json_schema_extra == MAY_CHANGE:
+            continue
+        if isinstance(value, Section):
+            yield from _deciding(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, section.model_dump(mode="json", include={name})[name]

@@ -1,0 +1,88 @@
+"""Answer a key that does not exist: another framework's name, a misspelt one, or neither.
+
+Names of other frameworks (`foreign_names.yaml`) get the setting to write. A similar name becomes a question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from burnish.config.keys import known_keys, plain_name
+
+
+class ForeignNames(NamedTuple):
+    """Names of settings in verl, TRL and OpenRLHF."""
+
+    sections: list[str]
+    """Sections without a counterpart; each name in them is answered by itself."""
+    renamed: dict[str, str]
+    """The key of the same setting here."""
+    different: dict[str, str]
+    """The nearest keys, a colon, and the difference."""
+    absent: dict[str, str]
+    """Why the setting is not needed, or not there."""
+
+
+@cache
+def foreign_names() -> ForeignNames:
+    """Return the table, which is read once."""
+    return ForeignNames(
+        **yaml.safe_load(Path(__file__).with_name("foreign_names.yaml").read_text())
+    )
+
+
+def suggestion(name: str) -> tuple[str, str]:
+    """Return `want` and `do` of the error for a key that does not exist (`trainer.save_freq`, `rolout.n`)."""
+    name, known, foreign = plain_name(name), known_keys(), foreign_names()
+    for end in _ends(name):
+        if key := foreign.renamed.get(end):
+            return f"{key}, which is called {end} elsewhere", f"write {key}"
+        if text := foreign.different.get(end):
+            return text, f"set {text.partition(':')[0]}"
+        if text := foreign.absent.get(end):
+            return f"nothing in its place: {text}", "leave it out"
+        if "." in end and end in known:
+            return "a known key", f"did you mean {end}?"
+    if near := nearest(name):
+        return "a known key", f"did you mean {near}?"
+    section = known.get(name.rpartition(".")[0])
+    if section and section.section:
+        want = f"one of {', '.join(section.section)}"
+        return want, f"see `burnish config explain {section.name}`"
+    return "a known key", "see `burnish config explain` for all keys"
+
+
+def nearest(name: str) -> str | None:
+    """Return the known key most like `name`, or None.
+
+    A key counts as alike by its last part or as a whole, whichever is more alike. A name as another framework spells it
+    counts by its last part.
+    """
+    last = name.rpartition(".")[2]
+    scores = {
+        key: max(_likeness(name, key), 0.92 * _likeness(last, key.rpartition(".")[2]))
+        + 0.1 * _likeness(name, key)
+        for key in known_keys()
+        if not name.startswith(f"{key}.") or not known_keys()[key].section
+    }
+    for elsewhere, key in foreign_names().renamed.items():
+        scores[key] = max(scores[key], 0.92 * _likeness(last, elsewhere))
+    best = max(scores, key=scores.__getitem__)
+    return best if scores[best] >= 0.75 else None
+
+
+def _likeness(one: str, other: str) -> float:
+    return SequenceMatcher(None, one, other).ratio()
+
+
+def _ends(name: str) -> Iterator[str]:
+    """Yield the whole name, then the name without its first section, without its second, ..."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
