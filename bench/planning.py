@@ -48,7 +48,7 @@ from burnish.distributed.device import has_matrix_units
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.engines.base import Engine, Part
-from burnish.engines.factory import make_engine, make_frozen
+from burnish.engines.factory import make_engine
 from burnish.models.loading import FreshSource
 from burnish.models.lora.adapter import FreshAdapter
 from burnish.models.meta_init import count_flops
@@ -79,8 +79,13 @@ class Subject:
             away = [self._engine]
             if case.command == "rl":
                 if not config.model.adapter:
-                    self._reference = make_frozen(
-                        self._hf, config.engine, layout=layout, device=CPU, beside=self._engine
+                    self._reference = make_engine(
+                        self._hf,
+                        config.engine,
+                        None,
+                        layout=layout,
+                        device=CPU,
+                        beside=self._engine,
                     )
                     self._reference.load(FreshSource(self._hf, 0), Part.WEIGHTS)
                     away.append(self._reference)

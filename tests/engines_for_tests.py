@@ -41,7 +41,7 @@ def make_engine(
 def make_frozen(layout: Layout, path: Path, beside: Engine, **settings: Any) -> Engine:
     """Of the same model and settings as the engine beside it, on the CPU."""
     config, hf_config = engine_config(**settings), AutoConfig.from_pretrained(path)
-    frozen = making.make_frozen(hf_config, config, layout=layout, device=CPU, beside=beside)
+    frozen = making.make_engine(hf_config, config, None, layout=layout, device=CPU, beside=beside)
     frozen.load(SafetensorsSource(path), Part.WEIGHTS)
     return frozen
 

@@ -9,9 +9,10 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from burnish.engines.base import LossFn, Part, trained
+from burnish.engines.base import LossFn, Part
 from burnish.engines.megatron import distributed_optimizer as optimizer
 from burnish.engines.megatron.megatron_engine import MegatronEngine
+from burnish.engines.sharded_engine import trained
 from burnish.engines.torch import torch_engine
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.models import routing
@@ -155,8 +156,8 @@ class Drifting(TorchEngine):
 class WrongBalance(TorchEngine):
     """The load-balancing loss of experts is that of one rank's share of the tokens, times the ranks."""
 
-    def _evened(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
-        evened, factors, stats = super()._evened(batch)
+    def _balanced(self, batch: Batch, *sizes: int) -> tuple[Batch, Tensor | None, Stats]:
+        evened, factors, stats = super()._balanced(batch, *sizes)
         assert factors is not None
         return evened, factors * self.layout.world, stats
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +18,9 @@ from burnish.boxes.shards import Publication, Shard, ShardSource
 from burnish.config.schema import EngineConfig
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.errors import BurnishError
 from burnish.models.flops import Passed
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
-
-T = TypeVar("T")
 
 LossFn = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]
 """Pure, knows no collectives. Returns the micro-batch's part of the loss (a scalar: sums already
@@ -40,18 +37,6 @@ class Part(Enum):
     """The model's parameters where an adapter is trained in their place, in the dtype of computing; none otherwise."""
     TRAINING = "training"
     """Optimizer slots, named `exp_avg/<weight>` and so on."""
-
-
-def trained(optimizer: T | None) -> T:
-    """The optimizer of an engine that is asked to train. Raises `BurnishError` for one that has none."""
-    if optimizer is None:
-        raise BurnishError(
-            "a frozen engine was asked to train",
-            have="an engine made without an optimizer",
-            want="an engine made with one",
-            do="pass `optim` when making the engine",
-        )
-    return optimizer
 
 
 def compute_dtype(config: EngineConfig) -> torch.dtype:

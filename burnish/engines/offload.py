@@ -1,9 +1,10 @@
-"""Free the device memory of tensors for a while and restore them."""
+"""Keep weights, gradients and optimizer slots on the host while the device does not need them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from burnish.distributed.collectives import agree
 from burnish.distributed.device import synchronize
 from burnish.distributed.host_memory import Arena, storage_bytes
 from burnish.distributed.layout import Layout
+
+WAVE = 256 << 20
+"""Bytes of slots that are on the device in fp32 at one time, or one weight's."""
 
 
 @contextmanager
@@ -46,3 +50,58 @@ def parked(
             held.untyped_storage().resize_(host.numel())
             held.copy_(host, non_blocking=asynchronous)
         synchronize(device)
+
+
+def zero_slot(tensor: Tensor, arena: Arena | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return zeros in the shape of a tensor: beside it, or in the arena."""
+    if arena is None:
+        return torch.zeros_like(tensor, dtype=dtype)
+    return arena.take(tensor.numel() * dtype.itemsize).view(dtype).view(tensor.shape).zero_()
+
+
+def step_in_waves(
+    optimizer: Any,
+    gradients: Sequence[tuple[Tensor, Tensor | None]],
+    slots: Sequence[str],
+    steps: int,
+) -> None:
+    """Step weights by their gradients, after `steps` steps, with slots that are on the host or in bf16.
+
+    Slots come to the device in fp32, some at a time, and are rounded to nearest when they are stored. Weights are independent, so the
+    result is that of one step of all.
+    """
+    for wave in _waves(gradients, len(slots)):
+        for group in optimizer.param_groups:
+            if "step" in group:  # fused optimizers count here; each wave is part of the same step
+                group["step"] = steps
+        stored = [(optimizer.state[weight], slot) for weight, _ in wave for slot in slots]
+        resting = [state[slot] for state, slot in stored]
+        for (state, slot), rested in zip(stored, resting, strict=True):
+            device = wave[0][0].device
+            state[slot] = rested.to(device, torch.float32, non_blocking=True, copy=True)
+        for weight, gradient in wave:
+            weight.grad = gradient
+        optimizer.step()
+        for weight, _ in wave:
+            weight.grad = None
+        for (state, slot), rested in zip(stored, resting, strict=True):
+            state[slot] = rested.copy_(state[slot], non_blocking=True)
+    for device in {weight.device for weight, _ in gradients}:
+        synchronize(device)  # the host may look at the slots now
+
+
+def _waves(
+    gradients: Iterable[tuple[Tensor, Tensor | None]], slots: int
+) -> Iterator[list[tuple[Tensor, Tensor | None]]]:
+    """Group weights in order, so that the slots of a group are at most `WAVE` bytes in fp32."""
+    wave: list[tuple[Tensor, Tensor | None]] = []
+    size = 0
+    for weight, gradient in gradients:
+        own = slots * weight.nbytes
+        if wave and size + own > WAVE:
+            yield wave
+            wave, size = [], 0
+        wave.append((weight, gradient))
+        size += own
+    if wave:
+        yield wave

@@ -15,7 +15,7 @@ The load-balancing loss is the families' own (arXiv 2101.03961, equations 4 to 6
     E Σ_e f_e P_e,  f_e = choices of e / (N L),  P_e = Σ p_e / (N L),
 
 over all tokens and routers of a step. f_e has no gradient, so with f_e known the loss is a sum over tokens, and each
-router adds the gradient of its own tokens where its layer is. Left out: where f_e comes from (`burnish.engines.expert_load`).
+router adds the gradient of its own tokens where its layer is. Left out: where f_e comes from (`burnish.engines.sharded_engine`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from burnish.data.tokenizer import load_tokenizer
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, Part
-from burnish.engines.factory import make_frozen
+from burnish.engines.factory import make_engine
 from burnish.errors import IncompatibleError
 from burnish.models.flops import ModelFlops
 from burnish.models.loading import read_model_config, require_embeddings, weights_source
@@ -87,7 +87,9 @@ def load_judge(
         _require_one_label(hf_config, settings)
         tokenizer = load_tokenizer(settings.path)
         require_embeddings(hf_config, tokenizer)
-        engine = make_frozen(hf_config, config.engine, layout=layout, device=device, beside=beside)
+        engine = make_engine(
+            hf_config, config.engine, None, layout=layout, device=device, beside=beside
+        )
         beside = beside or engine
         engine.load(weights_source(source, hf_config, config.seed), Part.WEIGHTS)
         positions = getattr(hf_config, "max_position_embeddings", None) or sys.maxsize

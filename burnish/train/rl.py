@@ -23,7 +23,6 @@ from burnish.data.tasks import PromptDataset
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.engines.base import Engine, Part
-from burnish.engines.factory import make_frozen
 from burnish.errors import UsageError
 from burnish.records import Rollout
 from burnish.rewards.overview import rollout_stats
@@ -161,17 +160,8 @@ def _reference(foundation: Foundation, engine: Engine, run: Run) -> Engine | Non
     if adapter and adapter.path is None:
         return engine
     run.intact.require(*foundation.beginnings)
-    if adapter:
-        reference = make_engine(foundation, None, run.layout, run.device, engine)
-        reference.load(foundation.base, Part.FROZEN)
-    else:
-        reference = make_frozen(
-            foundation.hf_config,
-            config.engine,
-            layout=run.layout,
-            device=run.device,
-            beside=engine,
-        )
+    reference = make_engine(foundation, None, run.layout, run.device, engine)
+    reference.load(foundation.base, Part.FROZEN)
     reference.load(foundation.source, Part.WEIGHTS)
     return reference
 

@@ -7,10 +7,10 @@ from tiny import tiny_config
 
 from burnish.check.shrinking import shrunk
 from burnish.config.schema import EngineConfig
-from burnish.engines.megatron.megatron_compatibility import (
+from burnish.engines.megatron.megatron_engine import (
     require_fitting as require_megatron_fitting,
 )
-from burnish.engines.torch.compatibility import require_fitting
+from burnish.engines.torch.parallelize import require_fitting
 from burnish.families import layers_with_experts
 
 

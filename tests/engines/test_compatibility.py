@@ -12,7 +12,7 @@ from tiny import tiny_config
 from transformers import AutoConfig
 
 from burnish.config.schema import EngineConfig
-from burnish.engines.torch.compatibility import require_fitting
+from burnish.engines.torch.parallelize import require_fitting
 from burnish.errors import UsageError
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])

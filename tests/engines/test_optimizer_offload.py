@@ -18,8 +18,8 @@ from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import Mesh
+from burnish.engines import offload as resting
 from burnish.engines.base import Part
-from burnish.engines.optim import state_offload as resting
 from burnish.engines.optim.muon import Muon
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import BurnishError

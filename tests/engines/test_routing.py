@@ -27,7 +27,7 @@ from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
 from burnish.engines.base import Engine
-from burnish.engines.torch.frozen import FrozenEngine
+from burnish.engines.factory import make_engine as make_bare
 from burnish.tracking.stats import Stats
 
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
@@ -146,4 +146,4 @@ def test_a_compiled_model_sends_tokens_where_it_is_told(
 def test_a_model_that_is_only_asked_need_have_no_routers() -> None:
     config = EngineConfig(router_aux_loss=0.1)
     with process_group(CPU, 60) as layout:
-        FrozenEngine(tiny_config("qwen3"), config, layout=layout, device=CPU).close()
+        make_bare(tiny_config("qwen3"), config, None, layout=layout, device=CPU).close()

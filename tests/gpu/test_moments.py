@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor
 
 from burnish.config.schema import OptimConfig
 from burnish.distributed.host_memory import Arena
-from burnish.engines.megatron.slots import prepare_slots, step_in_waves
-from burnish.engines.optim import state_offload as resting
-from burnish.engines.optim.adamw import SLOTS, ShardedAdamW
+from burnish.engines import offload as resting
+from burnish.engines.megatron.distributed_optimizer import prepare_slots, step_offloaded
+from burnish.engines.optim.optimizer import SLOTS, ShardedAdamW
 
 OPTIM = OptimConfig(moments="bf16", betas=(0.9, 0.95), weight_decay=0.1)
 SHAPES = {"matrix": (300, 70), "other": (90, 70), "vector": (70,)}
@@ -68,12 +67,11 @@ def by_the_megatron_engine(weights: Tensors, arena: Arena | None) -> dict[str, T
         for decays, wd in ((True, OPTIM.weight_decay), (False, 0.0))
     ]
     inner = Adam(groups, lr=LR, betas=OPTIM.betas, eps=OPTIM.eps)
-    optimizers = [SimpleNamespace(optimizer=inner)]
-    prepare_slots(optimizers, arena, torch.bfloat16)
+    prepare_slots(inner, arena, torch.bfloat16)
     for step in range(1, STEPS + 1):
         for name, gradient in noise(step).items():
             weights[name].grad = gradient.to(weights[name].device)
-        step_in_waves(optimizers, step - 1)
+        step_offloaded(inner, step - 1)
     return {slot: {n: inner.state[w][slot] for n, w in weights.items()} for slot in SLOTS}
 
 

@@ -15,7 +15,7 @@ from tiny import VOCAB, tiny_config, tiny_model
 from torch import Tensor
 
 from burnish.boxes.box import whole
-from burnish.engines.expert_load import ExpertLoad
+from burnish.engines.sharded_engine import ExpertLoad
 from burnish.errors import IncompatibleError, UsageError
 from burnish.models.kernels.ulysses import Deal
 from burnish.models.meta_init import build_on_meta, materialize

@@ -26,7 +26,7 @@ from transformers import (
 from burnish.config.schema import RunConfig
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
-from burnish.engines.torch.frozen import FrozenEngine
+from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError
 from burnish.models.value_head import value_class
 from burnish.records import Completion, Prompt, Rollout
@@ -218,9 +218,9 @@ def test_the_weights_are_kept_in_the_dtype_of_computing_and_have_no_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    load = FrozenEngine.load
+    load = TorchEngine.load
     monkeypatch.setattr(
-        FrozenEngine, "load", lambda self, *given: (made.append(self), load(self, *given))
+        TorchEngine, "load", lambda self, *given: (made.append(self), load(self, *given))
     )
     path = save_classifier(tmp_path / "judge")
     exact = [each.reward for each in judged([{"path": str(path)}])]

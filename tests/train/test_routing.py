@@ -14,7 +14,7 @@ from training_files import FRESH, RL, metrics
 
 from burnish.config.schema import RunConfig
 from burnish.engines.base import LossFn
-from burnish.engines.torch.compatibility import require_fitting
+from burnish.engines.torch.parallelize import require_fitting
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import BurnishError, UsageError
 from burnish.records import Batch, Completion, Request

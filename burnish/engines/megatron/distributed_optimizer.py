@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import (
@@ -21,12 +22,13 @@ from torch import Tensor
 
 from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.distributed.collectives import agree
+from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.engines.base import compute_dtype
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import PackedGPT
-from burnish.engines.megatron.slots import prepare_slots, set_steps, step_in_waves
-from burnish.engines.optim.adamw import moments_dtype
+from burnish.engines.offload import step_in_waves, zero_slot
+from burnish.engines.optim.optimizer import SLOTS, moments_dtype
 
 
 class MegatronOptimizer:
@@ -52,7 +54,8 @@ class MegatronOptimizer:
         """Of which it is made: one for experts, one for all else, as far as this rank has any."""
         with agree(layout):  # a rank may have no room in the arena
             arena, dtype = mesh.arena if config.optimizer_offload else None, moments_dtype(optim)
-            prepare_slots(self.parts, arena, dtype)
+            for part in self.parts:
+                prepare_slots(part.optimizer, arena, dtype)
         self._rests = config.optimizer_offload or dtype is not torch.float32
         self._steps = 0
         self.zero_grad()
@@ -65,7 +68,8 @@ class MegatronOptimizer:
     @steps.setter
     def steps(self, value: int) -> None:
         self._steps = value
-        set_steps(self.parts, value)
+        for part in self.parts:
+            set_steps(part.optimizer, value)
 
     def reduce(self) -> float:
         """Add the gradients up over all ranks, once a step; their global 2-norm. Collective."""
@@ -84,7 +88,8 @@ class MegatronOptimizer:
                 group["lr"] = lr
                 group["weight_decay"] = self._optim.weight_decay * group["wd_mult"]
             if self._rests:
-                step_in_waves(self.parts, self._steps)
+                for part in self.parts:
+                    step_offloaded(part.optimizer, self._steps)
             self._chained.step_with_ready_grads()  # and brings the weights to the model
             self._steps += 1
         self.zero_grad()
@@ -145,3 +150,43 @@ def _settings(config: EngineConfig, optim: OptimConfig) -> OptimizerConfig:
         bf16=dtype is torch.bfloat16,
         use_distributed_optimizer=True,
     )
+
+
+def prepare_slots(optimizer: Any, arena: Arena | None, dtype: torch.dtype) -> None:
+    """Make zero moments, so that they can be loaded and saved before the first step; in the arena if there is one.
+
+    Takes Megatron's inner optimizer: torch's AdamW, or a fused one of TransformerEngine or Apex.
+    """
+    for weight in _weights_of(optimizer):
+        optimizer.state[weight] |= {slot: zero_slot(weight.data, arena, dtype) for slot in SLOTS}
+    set_steps(optimizer, 0)
+
+
+def step_offloaded(optimizer: Any, steps: int) -> None:
+    """Step every weight, with offloaded moments, after `steps` steps; gradients are gone afterwards."""
+    weights = list(_weights_of(optimizer))
+    gradients = [(weight, weight.grad) for weight in weights]
+    for weight in weights:
+        weight.grad = None
+    step_in_waves(optimizer, gradients, SLOTS, steps)
+
+
+def set_steps(optimizer: Any, steps: int) -> None:
+    """Set how many steps were taken; Adam's bias correction runs on it.
+
+    torch's AdamW counts steps per weight, the fused ones per group.
+    """
+    for group in optimizer.param_groups:
+        if not isinstance(optimizer, torch.optim.AdamW):
+            group["step"] = steps
+            continue
+        on_device = group["fused"] or group["capturable"]
+        for weight in group["params"]:
+            device = weight.device if on_device else None
+            count = torch.tensor(float(steps), dtype=torch.float32, device=device)
+            optimizer.state[weight]["step"] = count
+
+
+def _weights_of(optimizer: Any) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -17,27 +17,34 @@ from transformers import PretrainedConfig
 
 from burnish.boxes.shards import Publication, Shard, ShardSource
 from burnish.config.schema import EngineConfig, OptimConfig
-from burnish.distributed.layout import Layout
-from burnish.engines.base import LossFn, Part, trained
-from burnish.engines.expert_load import ExpertLoad
+from burnish.distributed.layout import Layout, require_divisible
+from burnish.engines.base import LossFn, Part
 from burnish.engines.megatron.calls import megatron_called
 from burnish.engines.megatron.distributed_optimizer import MegatronOptimizer
 from burnish.engines.megatron.families import Architecture
-from burnish.engines.megatron.megatron_compatibility import require_fitting
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.meta_init import build_stages
 from burnish.engines.megatron.replay import Replay
 from burnish.engines.megatron.schedule import Schedule
 from burnish.engines.megatron.shards import MegatronShards
 from burnish.engines.offload import parked
-from burnish.engines.step_stats import loss_stats, optimizer_stats, skipped_in_a_row
-from burnish.models.flops import Passed
+from burnish.engines.sharded_engine import ShardedEngine, trained
 from burnish.models.kernels.ulysses import Division
+from burnish.models.meta_init import model_sizes
+from burnish.models.routing import require_routers
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
 
 
-class MegatronEngine:
+def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
+    """Raise `UsageError` for an unknown family, settings that cannot divide the model, or a router loss without routers."""
+    Architecture.of(hf_config)
+    if config.router_aux_loss:
+        require_routers(hf_config, "engine.router_aux_loss")
+    require_divisible(model_sizes(hf_config), config)
+
+
+class MegatronEngine(ShardedEngine):
     """A causal language model, or one with a value head, trained with Megatron-Core; implements `burnish.engines.base.Engine`.
 
     Without `optim` it is frozen, in the compute dtype: `forward`, `published` and `load(source, Part.WEIGHTS)` only. Weights are
@@ -56,30 +63,29 @@ class MegatronEngine:
     ) -> None:
         """`mesh`: that of another engine at this layout, to be shared; made here when not given."""
         require_fitting(hf_config, config)
-        self.layout = replace(
+        layout = replace(
             layout,
             sequence=config.sequence_parallel,
             tensor=config.tensor_parallel,
             pipeline=config.pipeline_parallel,
         )
-        self._config, self._device = config, device
-        self.skipped_in_a_row, self.passed = 0, Passed()
         self.mesh = mesh or MegatronMesh.of(config, device)
         """Its process groups, and host memory."""
-        self.arena = self.mesh.arena
+        super().__init__(config, layout, device, self.mesh.arena)
         self._owns_mesh = mesh is None
+        self._optimizer: MegatronOptimizer | None = None
         with megatron_called():
             stages = build_stages(hf_config, config, self.mesh, device)
-            self._optimizer = (
-                None
-                if optim is None
-                else MegatronOptimizer(stages, config, optim, self.mesh, self.layout)
-            )
+            if optim is not None:
+                self._optimizer = MegatronOptimizer(stages, config, optim, self.mesh, layout)
         self._chunks = stages if self._optimizer is None else self._optimizer.chunks
         parts = [] if self._optimizer is None else self._optimizer.parts
         self._shards = MegatronShards(self._chunks, hf_config, parts)
         shape = Architecture.of(hf_config)
-        self._experts = shape.experts
+        experts = shape.experts
+        self._routers = (
+            (sum(experts.layers), experts.count, experts.chosen) if experts else (0, 0, 0)
+        )
         self._said = ("logprobs", "entropy") if shape.value_bias is None else ("values",)
         """What the model says of each token."""
         self._schedule = Schedule(
@@ -87,22 +93,13 @@ class MegatronEngine:
             _division(config, self.mesh),
             config.pipeline_parallel if config.virtual_stages > 1 else 1,
             device,
-            Replay(self._experts, self.mesh.groups, device),
+            Replay(experts, self.mesh.groups, device),
         )
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps taken."""
-        return trained(self._optimizer).steps
-
-    @steps.setter
-    def steps(self, value: int) -> None:
-        trained(self._optimizer).steps = value
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """Run every micro-batch and add up gradients, which `optim_step` reduces; see `Engine.forward_backward`."""
         trained(self._optimizer)
-        batch, factors, of_experts = self._evened(batch)
+        batch, factors, of_experts = self._balanced(batch, *self._routers)
         stats, total = Stats(), torch.zeros((), dtype=torch.float32, device=self._device)
 
         def of_micro(outputs: TokenOutputs, micro: MicroBatch) -> Tensor:
@@ -120,9 +117,7 @@ class MegatronEngine:
         # Of a pipeline the last stage alone has statistics, so its ranks do not count several times.
         counted = replace(self.layout, pipeline=1)
         of_routers *= counted.sharing  # each of which has routers or rows of its own
-        aux = None if factors is None else of_routers / self._config.router_aux_loss
-        said = loss_stats(stats, total + of_routers, aux, counted, self._device)
-        return Stats(said | of_experts)
+        return Stats(self._reduced(stats, total, of_routers, counted) | of_experts)
 
     @torch.no_grad()
     def forward(
@@ -155,10 +150,7 @@ class MegatronEngine:
         with megatron_called():
             norm = optimizer.reduce()
             optimizer.step(lr, norm)
-        self.skipped_in_a_row = skipped_in_a_row(
-            self.skipped_in_a_row, norm, self._config.max_skipped_steps
-        )
-        return optimizer_stats(norm, lr)
+        return self._stepped(norm, lr)
 
     def shards(self, what: Part) -> Iterator[Shard]:
         """This rank's pieces of the weights, or of the optimizer's slots."""
@@ -187,17 +179,6 @@ class MegatronEngine:
         tensors += [] if self._optimizer is None else self._optimizer.tensors()
         with parked(tensors, self.arena, self._device, self.layout):
             yield
-
-    def _evened(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
-        """Return the batch with experts, the cost of their probabilities and their load; the batch alone without a router loss."""
-        weight, experts, known = self._config.router_aux_loss, self._experts, batch.is_routed
-        if weight == 0 or experts is None:
-            return batch, None, Stats()
-        if not known:
-            batch = batch.with_experts(self.forward(batch, experts=True))
-        routers = sum(experts.layers)
-        load = ExpertLoad.of(batch, routers, experts.count, self.layout, self._device)
-        return batch, load.factors(weight, experts.chosen), load.stats()
 
     def close(self) -> None:
         """Free the model and the optimizer, and the groups if they were made here. Collective."""

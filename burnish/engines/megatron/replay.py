@@ -20,8 +20,9 @@ from torch import Tensor
 
 from burnish.distributed.collectives import gather_rows
 from burnish.engines.megatron.families import Experts
+from burnish.engines.sharded_engine import routing_of
 from burnish.errors import IncompatibleError
-from burnish.models.routing import Balance, Routing, TokenRows, index_dtype, require_recorded
+from burnish.models.routing import Routing, TokenRows, index_dtype, require_recorded
 from burnish.records import MicroBatch
 
 
@@ -83,25 +84,10 @@ class Replay:
     def routing_of(
         self, micro: MicroBatch, rows: TokenRows, *, record: bool, factors: Tensor | None = None
     ) -> Routing | None:
-        """Return the routers' instructions for a micro-batch; None if there are none.
-
-        They send tokens to its experts, if any. `record`: note where tokens go. `factors` (`ExpertLoad.factors`): add the load-balancing
-        loss of this rank's rows.
-        """
-        if micro.experts is None and factors is None and not record:
-            return None
-        routing = Routing()
-        if micro.experts is not None:
-            all_rows = rows.rows_of(micro.experts).to(self.device, non_blocking=True)
-            routing.prescribed = self._own(all_rows)
-        if factors is not None:
-            routing.balance = Balance(factors, self._own(rows.weights(self.device)))
-        return routing
-
-    def _own(self, rows: Tensor) -> Tensor:
-        """Of rows that tensor ranks share those of this one."""
-        own = len(rows) // self.groups.tp.size()
-        return rows.narrow(0, self.groups.tp.rank() * own, own)
+        """Return the instructions for the routers of this rank, which see its part of the rows that tensor ranks share."""
+        tensor, own = self.groups.tp.rank(), rows.deal.rows // self.groups.tp.size()
+        part = slice(tensor * own, (tensor + 1) * own)
+        return routing_of(micro, rows, self.device, record=record, factors=factors, part=part)
 
     def record(self, chosen: Mapping[int, Tensor], rows: TokenRows) -> Tensor:
         """Return the experts [T, L, k] of all tokens and routers. Collective among the ranks that share the micro-batch."""

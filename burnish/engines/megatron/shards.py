@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Shard, ShardSource, TensorSpec
 from burnish.engines.megatron.flat_ranges import boxes_in_range
-from burnish.engines.optim.adamw import SLOTS
+from burnish.engines.optim.optimizer import SLOTS
 from burnish.models.megatron_names import Naming, Seat, regions_of, stacked
 from burnish.models.names import Region
 

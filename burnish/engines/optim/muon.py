@@ -6,23 +6,25 @@ whole, so any layout computes the same, up to the rounding of bf16. Momentum is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.transfer import Transfer
+from burnish.config.schema import OptimConfig
 from burnish.data.balance import share_evenly
 from burnish.distributed.collectives import agree
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.engines.optim.state_offload import resting_zeros
-
-MOMENTUM = "momentum_buffer"
-"""What Muon keeps per weight, by torch's name."""
+from burnish.engines.offload import zero_slot
+from burnish.engines.torch.parallelize import decoder_layers
+from burnish.models.names import Region, is_matrix, model_shards
 
 Describe = Callable[[Mapping[str, Tensor]], Iterator[Shard]]
 """Local tensors by weight name, each as the shards of checkpoint tensors that it is made of."""
@@ -56,35 +58,35 @@ class Muon:
         arena: Arena | None = None,
     ) -> None:
         """`weights` are local tensors by name, `matrices` the whole checkpoint tensors that all ranks' parts make up."""
-        self._weights, self._describe = dict(weights), describe
+        self.weights, self._describe = dict(weights), describe
         self._momentum, self._weight_decay = momentum, weight_decay
         with agree(layout):
-            self.buffers = {name: resting_zeros(tensor, arena) for name, tensor in weights.items()}
-            """The momentum, by weight name."""
+            self._buffers = {name: zero_slot(tensor, arena) for name, tensor in weights.items()}
+        self.slots = {"momentum_buffer": self._buffers}
+        """By torch's name of the slot, its tensors by weight name."""
         self._mine = _share(list(matrices), layout)
-        updates = self._shards_of({n: t.bfloat16() for n, t in weights.items()})
+        updates = list(describe({n: t.bfloat16() for n, t in weights.items()}))
         mine = self._matrices()
         self._gather = Transfer(updates, mine, layout)
         self._scatter = Transfer(mine, updates, layout)
 
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
         """One update at learning rate `lr`; a weight without a gradient counts as having one of zeros. Collective."""
-        updates = self._shards_of(
-            {name: self._direction(name, gradients).bfloat16() for name in self._weights}
-        )
+        directions = {n: self._direction(n, gradients).bfloat16() for n in self.weights}
+        updates = list(self._describe(directions))
         mine = self._matrices()
         self._gather.run(updates, mine)
         for matrix in mine:
             matrix.tensor.copy_(orthogonalized(matrix.tensor))
         self._scatter.run(mine, updates)
-        for weight, update in zip(self._shards_of(self._weights), updates, strict=True):
+        for weight, update in zip(self._describe(self.weights), updates, strict=True):
             weight.tensor.mul_(1 - lr * self._weight_decay)
             size = 0.2 * max(weight.spec.shape) ** 0.5
             weight.tensor.add_(update.tensor, alpha=-lr * size)
 
     def _direction(self, name: str, gradients: Mapping[str, Tensor]) -> Tensor:
         """Nesterov's momentum."""
-        resting, device = self.buffers[name], self._weights[name].device
+        resting, device = self._buffers[name], self.weights[name].device
         buffer = resting.to(device)
         gradient = gradients[name] if name in gradients else torch.zeros_like(buffer)
         buffer.lerp_(gradient, 1 - self._momentum)
@@ -92,20 +94,11 @@ class Muon:
             resting.copy_(buffer)
         return gradient.lerp(buffer, self._momentum)
 
-    def _shards_of(self, tensors: Mapping[str, Tensor]) -> list[Shard]:
-        return list(self._describe(tensors))
-
     def _matrices(self) -> list[Shard]:
         """Room for the matrices that this rank makes whole."""
-        device = next((weight.device for weight in self._weights.values()), None)
-        return [
-            Shard(
-                spec,
-                whole(spec.shape),
-                torch.empty(spec.shape, dtype=torch.bfloat16, device=device),
-            )
-            for spec in self._mine
-        ]
+        device = next((weight.device for weight in self.weights.values()), None)
+        empty = partial(torch.empty, dtype=torch.bfloat16, device=device)
+        return [Shard(spec, whole(spec.shape), empty(spec.shape)) for spec in self._mine]
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
@@ -125,3 +118,38 @@ def _share(matrices: list[TensorSpec], layout: Layout) -> list[TensorSpec]:
         return []
     work = [float(min(m.shape) ** 2 * max(m.shape)) for m in matrices]
     return [matrices[index] for index in share_evenly(np.array(work), layout.world)[layout.rank]]
+
+
+def muon_of(
+    model: PreTrainedModel,
+    regions: Sequence[Region],
+    weights: Mapping[str, Tensor],
+    config: OptimConfig,
+    layout: Layout,
+    arena: Arena | None,
+) -> Muon:
+    """Make Muon for those of the local `weights` that are matrices of decoder layers. Collective.
+
+    A parameter may hold several matrices of the checkpoint; `regions` say which.
+    """
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    names = {name for name, p in model.named_parameters() if id(p) in inside}
+    found: dict[str, dict[str, TensorSpec]] = {}
+    for region in regions:
+        if region.parameter in names:
+            spec = TensorSpec(region.name, region.shape, torch.bfloat16)
+            found.setdefault(region.parameter, {})[region.name] = spec
+    hidden = {
+        name: specs.values()
+        for name, specs in found.items()
+        if all(len(spec.shape) == 2 and is_matrix(name, 2) for spec in specs.values())
+    }
+    return Muon(
+        {name: tensor for name, tensor in weights.items() if name in hidden},
+        lambda tensors: model_shards(model, tensors, parts=regions),
+        [spec for name in weights for spec in hidden.get(name, ())],
+        layout,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        arena=arena,
+    )

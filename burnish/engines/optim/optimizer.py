@@ -1,31 +1,111 @@
-"""The engine's optimizer: AdamW, and Muon for the matrices of the layers if configured.
+"""AdamW on this rank's shards, whatever the layout, and Muon for the matrices of the layers if configured.
 
 Parameters may be DTensors; all work on their local tensors, so slots lie on the weights' boxes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib import import_module
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from burnish.boxes.shards import Shard, TensorSpec
+from burnish.boxes.shards import Shard
 from burnish.config.schema import OptimConfig
 from burnish.distributed.collectives import agree
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.engines.optim.adamw import ShardedAdamW
-from burnish.engines.optim.muon import MOMENTUM, Muon
-from burnish.engines.torch.parallelize import decoder_layers
+from burnish.engines.offload import step_in_waves, zero_slot
 from burnish.models.names import Region, is_matrix, model_shards
+
+SLOTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps per weight, by torch's names."""
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor: the local tensor of a DTensor, anything else as it is."""
+    """Return this rank's part of a tensor: the local tensor of a DTensor, anything else as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def moments_dtype(config: OptimConfig) -> torch.dtype:
+    """Return the dtype of AdamW's slots between steps; in a step they are fp32."""
+    return torch.bfloat16 if config.moments == "bf16" else torch.float32
+
+
+class ShardedAdamW:
+    """AdamW (arXiv 1711.05101, algorithm 2) on this rank's parts of weights. Slots are zeros from the start, so they can be loaded."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        decayed: Collection[str],
+        config: OptimConfig,
+        arena: Arena | None = None,
+    ) -> None:
+        """Take local fp32 tensors by name; weight decay applies to those in `decayed`.
+
+        Slots in `arena` or in bf16 come to the device in fp32 for a step, some at a time.
+        """
+        self._weights = dict(weights)
+        held = {name: tensor for name, tensor in weights.items() if tensor.numel() > 0}
+        groups = [
+            {
+                "params": [tensor for name, tensor in held.items() if (name in decayed) is decays],
+                "weight_decay": config.weight_decay if decays else 0.0,
+            }
+            for decays in (True, False)
+        ]
+        self._adamw = torch.optim.AdamW(
+            groups, lr=0.0, betas=config.betas, eps=config.eps, fused=True
+        )
+        self._steps, dtype = 0, moments_dtype(config)
+        for tensor in held.values():
+            self._adamw.state[tensor] = {
+                "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
+                **{slot: zero_slot(tensor, arena, dtype) for slot in SLOTS},
+            }
+        self._rests = arena is not None or dtype is not torch.float32
+
+    @property
+    def steps(self) -> int:
+        """Steps taken; the bias correction runs on it."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._steps = value
+        for state in self._adamw.state.values():
+            state["step"].fill_(float(value))
+
+    def slots(self) -> dict[str, dict[str, Tensor]]:
+        """For each slot, its local tensors by weight name; zero-size for a weight this rank holds nothing of."""
+        state = self._adamw.state
+        return {
+            slot: {n: state[t][slot] if t.numel() > 0 else t for n, t in self._weights.items()}
+            for slot in SLOTS
+        }
+
+    def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
+        """One update at learning rate `lr`; a weight without a gradient stays as it is."""
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        pairs = [
+            (tensor, gradients[name])
+            for name, tensor in self._weights.items()
+            if name in gradients and tensor.numel() > 0
+        ]
+        if self._rests:
+            step_in_waves(self._adamw, pairs, SLOTS, self._steps)
+        else:
+            for tensor, gradient in pairs:
+                tensor.grad = gradient
+            self._adamw.step()
+            for tensor, _ in pairs:
+                tensor.grad = None
+        self._steps += 1
 
 
 class ShardedOptimizer:
@@ -40,31 +120,18 @@ class ShardedOptimizer:
         arena: Arena | None = None,
     ) -> None:
         """`regions` are the checkpoint tensors that the trained parameters hold; with `arena` the slots rest there."""
+        self._model, self._regions = model, regions
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         weights = {name: local(p.data) for name, p in self._parameters.items()}
-        hidden = _matrices(model, regions) if config.kind == "muon" else {}
-        matrices = {name: weights.pop(name) for name in list(weights) if name in hidden}
+        muon = None
+        if config.kind == "muon":
+            make = import_module("burnish.engines.optim.muon").muon_of
+            muon = make(model, regions, weights, config, layout, arena)
+            weights = {n: t for n, t in weights.items() if n not in muon.weights}
         decayed = {name for name in weights if is_matrix(name, self._parameters[name].ndim)}
         with agree(layout):  # a rank may have no room in the arena
             self._adamw = ShardedAdamW(weights, decayed, config, arena)
-        self._model, self._regions = model, regions
-
-        def describe(tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
-            return model_shards(model, tensors, parts=regions)
-
-        self._muon = (
-            Muon(
-                matrices,
-                describe,
-                [spec for name in matrices for spec in hidden[name]],
-                layout,
-                momentum=config.momentum,
-                weight_decay=config.weight_decay,
-                arena=arena,
-            )
-            if matrices
-            else None
-        )
+        self._muon = muon
 
     @property
     def steps(self) -> int:
@@ -77,8 +144,7 @@ class ShardedOptimizer:
 
     def slots(self) -> dict[str, dict[str, Tensor]]:
         """For each slot, its local tensors by weight name; zero-size for a weight this rank holds nothing of."""
-        slots = self._adamw.slots()
-        return slots if self._muon is None else slots | {MOMENTUM: self._muon.buffers}
+        return self._adamw.slots() | ({} if self._muon is None else self._muon.slots)
 
     def shards(self) -> Iterator[Shard]:
         """This rank's pieces of the slots, `exp_avg/<weight>` and so on."""
@@ -100,19 +166,3 @@ class ShardedOptimizer:
         """Forget the gradients, freeing their memory."""
         for parameter in self._parameters.values():
             parameter.grad = None
-
-
-def _matrices(model: PreTrainedModel, regions: Sequence[Region]) -> dict[str, list[TensorSpec]]:
-    """The parameters of decoder layers that are made of matrices, with the checkpoint's matrices in each."""
-    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
-    names = {name for name, p in model.named_parameters() if id(p) in inside}
-    found: dict[str, dict[str, TensorSpec]] = {}
-    for region in regions:
-        if region.parameter in names:
-            spec = TensorSpec(region.name, region.shape, torch.bfloat16)
-            found.setdefault(region.parameter, {})[region.name] = spec
-    return {
-        name: list(specs.values())
-        for name, specs in found.items()
-        if all(len(spec.shape) == 2 and is_matrix(name, 2) for spec in specs.values())
-    }

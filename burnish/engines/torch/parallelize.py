@@ -5,12 +5,17 @@ Sequence parallelism changes no module: it is in the attention of each micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import operator
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal
+from importlib import import_module
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -18,17 +23,21 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.config.schema import EngineConfig
+from burnish.distributed.layout import require_divisible
 from burnish.distributed.processes import Mesh
-from burnish.engines.torch.activation_offload import ActivationOffload
-from burnish.engines.torch.compilation import compile_layers
-from burnish.engines.torch.tensor_parallel import share_matrices
+from burnish.families import family_of, names_of
+from burnish.models.meta_init import model_sizes
 from burnish.models.names import Cut
+from burnish.models.routing import require_routers
 from burnish.models.scorer import Scorer
 
-CheckpointKind = Literal["none", "full", "selective"]
+_log = logging.getLogger(__name__)
+
+Run = Callable[..., Any]
+"""Calls its first argument with the others: plainly, or as `torch.utils.checkpoint.checkpoint` does."""
 
 _PRODUCTS = frozenset(
     getattr(torch.ops.aten, name)
@@ -49,6 +58,28 @@ _PRODUCTS = frozenset(
 }
 """Operators whose results selective checkpointing keeps."""
 
+_TENSOR_PARALLEL = "burnish.engines.torch.tensor_parallel"
+
+
+def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
+    """Raise `UsageError` if a setting cannot divide the model, or needs routers that are not known.
+
+    Log a warning for tensor parallelism of a family that Burnish does not test.
+    """
+    if config.router_aux_loss:
+        require_routers(hf_config, "engine.router_aux_loss")
+    if config.tensor_parallel > 1:
+        import_module(_TENSOR_PARALLEL).layer_plan(hf_config)
+        kind = hf_config.get_text_config().model_type
+        if not family_of(kind).cuts_heads:
+            _log.warning(
+                "Burnish does not test tensor parallelism of model type %r (it tests %s): it follows "
+                "transformers' plan; burnish check CONFIG compares a step of it with one process",
+                kind,
+                names_of("cuts_heads"),
+            )
+    require_divisible(model_sizes(hf_config), config)
+
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a decoder: the entries of its longest ModuleList outside any other."""
@@ -62,26 +93,21 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def keep_activations(
-    model: PreTrainedModel, kind: CheckpointKind, offload: ActivationOffload | None
+    model: PreTrainedModel, config: EngineConfig, around: Callable[[Run], Run] | None = None
 ) -> None:
-    """Recompute activations in the backward pass (Chen et al., arXiv 1604.06174), and keep the rest on the host with `offload`.
+    """Recompute activations in the backward pass (Chen et al., arXiv 1604.06174).
 
     full keeps the input of each decoder layer. selective also keeps the results of matrix products and attention. No random state is
-    kept, since layers have none.
+    kept, since layers have none. `around` wraps the call of a layer (`ActivationOffload.around`).
     """
-    if kind == "none" and offload is None:
+    kind = config.activation_checkpointing
+    if kind == "none" and around is None:
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
-    run = _plainly if kind == "none" else partial(checkpoint, **options)
-    if offload is not None:
-        run = offload.around(run)
-    model._set_gradient_checkpointing(gradient_checkpointing_func=run)
-
-
-def _plainly(call: Callable[..., Any], *args: Any) -> Any:
-    return call(*args)
+    run: Run = operator.call if kind == "none" else partial(checkpoint, **options)
+    model._set_gradient_checkpointing(gradient_checkpointing_func=around(run) if around else run)
 
 
 def _keep_products(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) -> Any:
@@ -90,18 +116,23 @@ def _keep_products(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: 
 
 
 def parallelize(
-    scorer: Scorer, config: EngineConfig, mesh: Mesh, offload: ActivationOffload | None
+    scorer: Scorer,
+    config: EngineConfig,
+    mesh: Mesh,
+    around: Callable[[Run], Run] | None = None,
 ) -> dict[str, Cut]:
     """Cut the matrices of `scorer` (on meta) for tensor parallelism, shard it with FSDP2, one group per decoder layer, and return the cuts.
 
     Each copy of the model is sharded over neighbouring ranks; several copies are HSDP. Main weights keep their dtype, compute is
     bf16 if `config.precision` says so, gradients are summed over all ranks in fp32.
     """
-    cuts = {} if mesh.tensor is None else share_matrices(scorer, mesh.tensor)
-    keep_activations(scorer.model, config.activation_checkpointing, offload)
+    cuts: dict[str, Cut] = {}
+    if mesh.tensor is not None:
+        cuts = import_module(_TENSOR_PARALLEL).share_matrices(scorer, mesh.tensor)
+    keep_activations(scorer.model, config, around)
     layers = decoder_layers(scorer)
     if config.compile:
-        compile_layers(scorer.model, layers)
+        import_module("burnish.engines.torch.compilation").compile_layers(scorer.model, layers)
     weights = mesh.weights if config.replicas > 1 else mesh.weights["shard"]
     parts = mesh.weights["shard"].size()
     policy = MixedPrecisionPolicy(
@@ -123,3 +154,32 @@ def parallelize(
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
     return cuts
+
+
+def sum_over(group: ProcessGroup, gradients: list[Tensor]) -> None:
+    """Add up over the ranks of a group, in place, in one collective. They are of one dtype."""
+    if not gradients:
+        return
+    joined = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(joined, group=group)
+    parts = torch.split(joined, [gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def norm_over(
+    groups: Iterable[ProcessGroup], gradients: Iterable[Tensor], device: torch.device
+) -> Tensor:
+    """2-norm of gradients of which each rank of these groups has other parts, fp32 scalar, on `device`. Collective."""
+    squares = [_square(gradient) for gradient in gradients]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def _square(gradient: Tensor) -> Tensor:
+    """Return the sum of squares, fp32, without a copy; by rows, since a whole matrix's norm is less exact on a CPU."""
+    rows: Tensor = torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32)
+    return rows.square_().sum()

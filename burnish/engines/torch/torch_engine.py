@@ -6,30 +6,26 @@ Main weights and optimizer slots are fp32; compute is bf16 or fp32. One process 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from importlib import import_module
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from burnish.boxes.shards import Publication, Shard, ShardSource
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import Mesh
-from burnish.engines.base import LossFn, Part, compute_dtype, trained
-from burnish.engines.expert_load import ExpertLoad, routing_of
+from burnish.engines.base import LossFn, Part, compute_dtype
 from burnish.engines.offload import parked
 from burnish.engines.optim.optimizer import ShardedOptimizer, local
-from burnish.engines.step_stats import loss_stats, optimizer_stats, skipped_in_a_row
-from burnish.engines.torch.activation_offload import ActivationOffload
-from burnish.engines.torch.compatibility import require_fitting
-from burnish.engines.torch.gradients import norm_over, sum_over
-from burnish.engines.torch.parallelize import parallelize
-from burnish.models.flops import Passed
+from burnish.engines.sharded_engine import ShardedEngine, routing_of, trained
+from burnish.engines.torch.parallelize import norm_over, parallelize, require_fitting, sum_over
 from burnish.models.kernels.liger import liger_kernels, use_kernels
 from burnish.models.kernels.ulysses import Division
 from burnish.models.lora.adapter import Adapter
@@ -40,11 +36,11 @@ from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
 
 
-class TorchEngine:
+class TorchEngine(ShardedEngine):
     """A causal language model trained with FSDP2; implements `burnish.engines.base.Engine`.
 
-    Without `optim` it is frozen: `forward` and `shards(WEIGHTS)` only. With `lora` an adapter is trained, and the model stays frozen
-    in the compute dtype. Weights are undefined until `load(source, Part.WEIGHTS)`, and `Part.FROZEN` with an adapter.
+    Without `optim` it is frozen, in the compute dtype: `forward`, `published` and `load` only. With `lora` an adapter is trained, and the
+    model stays frozen in the compute dtype. Weights are undefined until `load(source, Part.WEIGHTS)`, and `Part.FROZEN` with an adapter.
     """
 
     def __init__(
@@ -60,13 +56,14 @@ class TorchEngine:
     ) -> None:
         """`mesh`: that of another engine at this layout, to be shared; made here when not given."""
         require_fitting(hf_config, config)
-        self.layout = replace(
-            layout, sequence=config.sequence_parallel, tensor=config.tensor_parallel
-        )
-        self._config = config
-        self._device = device
-        self.skipped_in_a_row, self.passed = 0, Passed()
-        model = self._build(hf_config)
+        layout = replace(layout, sequence=config.sequence_parallel, tensor=config.tensor_parallel)
+        self.mesh = mesh or Mesh.of(layout, config.replicas, device)
+        """Its process groups, and host memory."""
+        super().__init__(config, layout, device, self.mesh.arena)
+        model = build_on_meta(hf_config)
+        if optim is None and lora is None:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(compute_dtype(config))
         if not config.compile and (kernels := liger_kernels(device)):
             use_kernels(model, kernels)
         self._adapter = None if lora is None else Adapter(model, lora, compute_dtype(config))
@@ -74,59 +71,46 @@ class TorchEngine:
         self._scorer = Scorer(model, config.logprob_rows(hf_config.get_text_config().vocab_size))
         if optim is None:
             self._scorer.requires_grad_(False)
-        self.mesh = mesh or Mesh.of(self.layout, config.replicas, device)
-        """Its process groups, and host memory."""
-        self.arena = self.mesh.arena
-        moves = config.activation_offload and optim is not None
-        self._offload = ActivationOffload(self.arena, device) if moves else None
-        self._division = Division(self.mesh.sequence, self.layout.tensor)
+        self._moving: Callable[[], AbstractContextManager[None]] = nullcontext
+        around = None
+        if config.activation_offload and optim is not None:
+            activations = import_module("burnish.engines.torch.activation_offload")
+            offload = activations.ActivationOffload(self.arena, device)
+            self._moving, around = offload.forward_and_backward, offload.around
+        self._division = Division(self.mesh.sequence, layout.tensor)
         whole = () if self._adapter else regions(model)
-        self._cuts = parallelize(self._scorer, config, self.mesh, self._offload)
+        self._cuts = parallelize(self._scorer, config, self.mesh, around)
         materialize(self._scorer, device)
         if self._adapter is not None:
             self._adapter.cut(self._cuts)
         self._regions = self._adapter.weights if self._adapter else cut_regions(whole, self._cuts)
-        arena = self.arena if config.optimizer_offload else None
-        self._optimizer = (
-            None
-            if optim is None
-            else ShardedOptimizer(model, self._regions, optim, self.layout, arena)
-        )
-
-    def _build(self, hf_config: PretrainedConfig) -> PreTrainedModel:
-        """The model on meta, in the dtypes that its weights are kept in."""
-        return build_on_meta(hf_config)
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps taken."""
-        return trained(self._optimizer).steps
-
-    @steps.setter
-    def steps(self, value: int) -> None:
-        trained(self._optimizer).steps = value
+        self._optimizer: ShardedOptimizer | None = None
+        if optim is not None:
+            arena = self.arena if config.optimizer_offload else None
+            self._optimizer = ShardedOptimizer(model, self._regions, optim, layout, arena)
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """Run every micro-batch and add up gradients; see `Engine.forward_backward`."""
         trained(self._optimizer)
-        batch, factors, of_experts = self._evened(batch)
+        routers = self._scorer.routers
+        batch, factors, of_experts = self._balanced(
+            batch, routers.count, routers.experts, routers.chosen
+        )
         pairs = list(zip(batch.microbatches, batch.examples, strict=True))
         self._scorer.train()
         stats, (total, aux) = Stats(), torch.zeros(2, dtype=torch.float32, device=self._device)
         for index, (micro, numbers) in enumerate(pairs):
             self._reduce_in_next_backward(last=index == len(pairs) - 1)
-            with self._offload.forward_and_backward() if self._offload else nullcontext():
+            with self._moving():
                 plan = self._planned(micro)
                 outputs = self._score(micro, plan, factors=None if numbers == (-1,) else factors)
                 value, of_micro = loss(outputs, micro.to(self._device))
                 value.backward()  # type: ignore[no-untyped-call]
-            of_routers = outputs.router_loss.sum() * self.layout.sharing
-            total += value.detach() + of_routers
-            aux += of_routers
+            total += value.detach()
+            aux += outputs.router_loss.sum() * self.layout.sharing
             stats = stats.merge(of_micro)
             self.passed += plan.passed
-        of_balance = None if factors is None else aux / self._config.router_aux_loss
-        return Stats(loss_stats(stats, total, of_balance, self.layout, self._device) | of_experts)
+        return Stats(self._reduced(stats, total, aux, self.layout) | of_experts)
 
     @torch.no_grad()
     def forward(
@@ -156,21 +140,17 @@ class TorchEngine:
                 torch._foreach_mul_(list(gradients.values()), scale)
             optimizer.step(lr)
         optimizer.zero_grad()
-        self.skipped_in_a_row = skipped_in_a_row(
-            self.skipped_in_a_row, norm, self._config.max_skipped_steps
-        )
-        return optimizer_stats(norm, lr)
+        return self._stepped(norm, lr)
 
     def shards(self, what: Part) -> Iterator[Shard]:
         """This rank's pieces of the weights, or of the optimizer's slots."""
         if what is Part.WEIGHTS:
             yield from model_shards(self._scorer.model, parts=self._regions)
-            return
-        if what is Part.FROZEN:
+        elif what is Part.FROZEN:
             parts = self._adapter.base if self._adapter else ()
             yield from model_shards(self._scorer.model, parts=parts)
-            return
-        yield from trained(self._optimizer).shards()
+        else:
+            yield from trained(self._optimizer).shards()
 
     def published(self) -> Publication:
         """This rank's pieces of the model; see `Engine.published`."""
@@ -201,7 +181,7 @@ class TorchEngine:
 
     def close(self) -> None:
         """Free the model and the optimizer."""
-        del self._scorer, self._optimizer, self._adapter, self._offload
+        del self._scorer, self._optimizer, self._adapter, self._moving
 
     def _planned(self, micro: MicroBatch) -> ScoringPlan:
         """Return the scoring plan of a micro-batch that is on the host, where planning needs no wait."""
@@ -226,7 +206,7 @@ class TorchEngine:
             self._device,
             record=record,
             factors=factors,
-            tensor=self.layout.tensor,
+            copies=self.layout.tensor,
         )
         output: TokenOutputs = self._scorer(plan, micro.temperature, routing)
         if routing is None:
@@ -245,16 +225,6 @@ class TorchEngine:
         root.set_requires_gradient_sync(reduces)
         root.set_requires_all_reduce(last)
         root.set_is_last_backward(reduces)  # frees what was sent
-
-    def _evened(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
-        """Return the batch with experts, the cost of their probabilities and their load; the batch alone without a router loss."""
-        weight, routers, known = self._config.router_aux_loss, self._scorer.routers, batch.is_routed
-        if weight == 0:
-            return batch, None, Stats()
-        if not known:
-            batch = batch.with_experts(self.forward(batch, experts=True))
-        load = ExpertLoad.of(batch, routers.count, routers.experts, self.layout, self._device)
-        return batch, load.factors(weight, routers.chosen), load.stats()
 
     def _gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Global 2-norm, fp32 scalar; the ranks of one copy of the model hold all of it."""

@@ -19,7 +19,7 @@ from ranks import run_ranks
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 
-from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
+from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
 from burnish.engines.base import Engine, Part
@@ -27,7 +27,7 @@ from burnish.engines.megatron.calls import megatron_called
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.meta_init import build_stages
 from burnish.engines.megatron.schedule import Schedule
-from burnish.errors import BurnishError, UsageError
+from burnish.errors import BurnishError
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
 
@@ -270,15 +270,3 @@ def test_a_run_may_follow_another_in_one_process() -> None:
             assert MegatronMesh.of(config, CPU).groups.tp.size() == 1
     with process_group(CPU, 60):
         MegatronMesh.of(config, CPU).close()
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"lora": LoraConfig(rank=2)}, "does not have model.lora"),
-        ({"optim": OptimConfig(kind="muon")}, "does not have optim.kind"),
-    ],
-)
-def test_what_it_does_not_train_is_refused(model: Path, asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        make_engine(Layout(), model, kind="megatron", **asked)

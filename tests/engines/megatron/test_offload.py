@@ -18,10 +18,10 @@ from torch import Tensor
 from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
+from burnish.engines import offload as resting
 from burnish.engines.base import Part
 from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.engines.megatron.mesh import MegatronMesh
-from burnish.engines.optim import state_offload as resting
 from burnish.errors import BurnishError
 
 NARROW = OPTIM.model_copy(update={"moments": "bf16"})

@@ -1,0 +1,175 @@
+"""What both engines do around their passes and updates.
+
+They count steps, skip those with non-finite gradients, reduce statistics, and even out experts. The load-balancing loss
+(`burnish.models.routing`) is a product of two means over tokens. Per micro-batch, as in transformers, it would depend on the cut. Here
+both means are over all tokens of a step on all ranks, so every cut gives the value of one micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burnish.config.schema import EngineConfig
+from burnish.distributed.collectives import reduce_stats
+from burnish.distributed.host_memory import Arena
+from burnish.distributed.layout import Layout
+from burnish.errors import BurnishError
+from burnish.models.flops import Passed
+from burnish.models.routing import Balance, Routing, TokenRows
+from burnish.records import Batch, MicroBatch, TokenOutputs
+from burnish.tracking.stats import Mean, Stats, Sum
+
+T = TypeVar("T")
+
+
+class _CountsSteps(Protocol):
+    steps: int
+
+
+def trained(optimizer: T | None) -> T:
+    """Return the optimizer of an engine that is asked to train. Raises `BurnishError` for one that has none."""
+    if optimizer is None:
+        raise BurnishError(
+            "a frozen engine was asked to train",
+            have="an engine made without an optimizer",
+            want="an engine made with one",
+            do="pass `optim` when making the engine",
+        )
+    return optimizer
+
+
+class ShardedEngine(ABC):
+    """The common part of the engines; attributes are those of `burnish.engines.base.Engine`."""
+
+    _optimizer: _CountsSteps | None
+
+    def __init__(
+        self, config: EngineConfig, layout: Layout, device: torch.device, arena: Arena
+    ) -> None:
+        self._config, self._device = config, device
+        self.layout, self.arena = layout, arena
+        self.skipped_in_a_row, self.passed = 0, Passed()
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken."""
+        return trained(self._optimizer).steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        trained(self._optimizer).steps = value
+
+    @abstractmethod
+    def forward(
+        self, batch: Batch, *, adapter: bool = True, experts: bool = False
+    ) -> list[TokenOutputs]:
+        """See `Engine.forward`."""
+
+    def _balanced(
+        self, batch: Batch, routers: int, experts: int, chosen: int
+    ) -> tuple[Batch, Tensor | None, Stats]:
+        """Return the batch with its tokens' experts, `Balance.factors`, and how even the load is.
+
+        `routers` choose `chosen` of so many `experts`. Without a router loss return the batch alone.
+        """
+        if self._config.router_aux_loss == 0:
+            return batch, None, Stats()
+        if not batch.is_routed:
+            batch = batch.with_experts(self.forward(batch, experts=True))
+        load = ExpertLoad.of(batch, routers, experts, self.layout, self._device)
+        return batch, load.factors(self._config.router_aux_loss, chosen), load.stats()
+
+    def _reduced(self, stats: Stats, loss: Tensor, router_loss: Tensor, layout: Layout) -> Stats:
+        """Return the statistics of all ranks with `loss`, and `moe/aux_loss` if there is one. Collective.
+
+        Both are 0-d, this rank's parts of sums over the global batch.
+        """
+        sums = {"loss": Sum(loss + router_loss)}
+        if self._config.router_aux_loss:
+            sums["moe/aux_loss"] = Sum(router_loss / self._config.router_aux_loss)
+        reduced = reduce_stats(Stats(stats | sums), layout, self._device)
+        return Stats(reduced | {name: Mean(reduced[name].value(), 1.0) for name in sums})
+
+    def _stepped(self, norm: float, lr: float) -> Stats:
+        """Count a step whose gradients had this 2-norm before clipping; return its statistics.
+
+        Raises `BurnishError` after too many skipped steps in a row.
+        """
+        is_skipped = not math.isfinite(norm)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
+        if self.skipped_in_a_row >= self._config.max_skipped_steps:
+            raise BurnishError(
+                f"training diverged: the gradient norm was not finite in {self.skipped_in_a_row} steps in a row",
+                have=f"gradient norm {norm}",
+                want="a finite norm",
+                do="lower optim.lr, or start from an earlier checkpoint; "
+                "engine.max_skipped_steps sets how many are borne",
+            )
+        return Stats(grad_norm=Mean(norm, 1.0), lr=Mean(lr, 1.0), skipped=Sum(float(is_skipped)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertLoad:
+    """How many choices of each router fell on each expert, over all ranks."""
+
+    counts: Tensor
+    """[L, E] int64."""
+
+    @classmethod
+    def of(
+        cls, batch: Batch, routers: int, experts: int, layout: Layout, device: torch.device
+    ) -> ExpertLoad:
+        """Count the experts of a batch's tokens, filler left out. Collective."""
+        counts = torch.zeros(routers * experts, dtype=torch.int64, device=device)
+        starts = torch.arange(routers, device=device)[:, None] * experts
+        for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
+            if micro.experts is not None and numbers != (-1,):
+                places = micro.experts.to(device).long() + starts
+                counts += torch.bincount(places.flatten(), minlength=len(counts))
+        if layout.world > 1:
+            dist.all_reduce(counts)
+            counts //= layout.sharing
+        return cls(counts.view(routers, experts))
+
+    def factors(self, coefficient: float, chosen: int) -> Tensor:
+        """[E] fp32: c E f_e / (N L), with `chosen` experts per token (`Balance.factors`)."""
+        choices = self.counts.sum(dim=0)
+        rows = (choices.sum() / chosen).clamp(min=1)
+        return coefficient * len(choices) * choices / rows.square()
+
+    def stats(self) -> Stats:
+        """Return `moe/load_imbalance`: a router's busiest expert over the mean of its experts, averaged over routers; 1 is even."""
+        busiest, mean = self.counts.amax(dim=1), self.counts.float().mean(dim=1)
+        return Stats({"moe/load_imbalance": Mean((busiest / mean).mean(), 1.0)})
+
+
+def routing_of(
+    micro: MicroBatch,
+    rows: TokenRows,
+    device: torch.device,
+    *,
+    record: bool,
+    factors: Tensor | None,
+    part: slice = slice(None),
+    copies: int = 1,
+) -> Routing | None:
+    """Return the routers' instructions for a micro-batch; None if there are none.
+
+    They send tokens to the batch's experts, if any. `record`: note where tokens go. `factors`: add the load-balancing loss. This rank's
+    routers see the `part` of the rows, and so do those of `copies` ranks.
+    """
+    if micro.experts is None and factors is None and not record:
+        return None
+    routing = Routing()
+    if micro.experts is not None:
+        routing.prescribed = rows.rows_of(micro.experts)[part].to(device, non_blocking=True)
+    if factors is not None:
+        routing.balance = Balance(factors, rows.weights(device)[part] / copies)
+    return routing
