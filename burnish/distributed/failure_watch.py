@@ -13,21 +13,21 @@ sends every rank the first `Failure`, or `{"done": true}` when rank 0 leaves.
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import json
 import os
 import secrets
-import selectors
 import socket
 import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
@@ -43,7 +43,6 @@ _MACHINERY = ("torch", "contextlib", "threading", "burnish.distributed", "burnis
 # Frames of these modules do not tell what a rank was doing.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 # Seconds of silence before the other machine is asked, seconds between questions, questions.
-_SEND_SECONDS = 1.0
 _LONGEST_LINE = 1 << 20
 
 
@@ -93,7 +92,12 @@ class FailureWatch:
         self._left = threading.Event()
         self._reported = False
         self._main = threading.get_ident()
-        self._relay = Relay.start_for(layout, store) if layout.rank == 0 else None
+        self._me = {"rank": layout.rank, "host": socket.gethostname(), "pid": os.getpid()}
+        self._relay: _Relay | None = None
+        if layout.rank == 0:
+            self._relay = _Relay(local=layout.local_world == layout.world)
+            store.set("watch", json.dumps(self._relay.contact | self._me))
+            self._relay.start()
         self._contact = json.loads(store.get("watch"))
         self._socket = self._connect(host)
         self._listener = threading.Thread(target=self._listen, name="burnish-watch", daemon=True)
@@ -125,7 +129,7 @@ class FailureWatch:
 
     def _send(self, message: dict[str, Any]) -> None:
         with suppress(OSError):  # rank 0 is gone, which every rank notices
-            send_line(self._socket, message)
+            self._socket.sendall(_line(message))
 
     def _connect(self, host: str) -> socket.socket:
         address = (self._contact["address"] or host, self._contact["port"])
@@ -139,10 +143,8 @@ class FailureWatch:
                 do="check the firewall between the machines, and that MASTER_ADDR is the machine of rank 0",
             ) from error
         connection.settimeout(None)
-        keep_alive(connection)
-        close_when_forked(connection)
-        me = {"rank": self._rank, "host": socket.gethostname(), "pid": os.getpid()}
-        send_line(connection, {"token": self._contact["token"]} | me)
+        _prepare(connection)
+        connection.sendall(_line({"token": self._contact["token"]} | self._me))
         return connection
 
     def _listen(self) -> None:
@@ -164,7 +166,7 @@ class FailureWatch:
             for line in lines:
                 message = json.loads(line)
                 return None if "done" in message else Failure(**message)
-        return Failure(0, self._contact["host"], self._contact["pid"], "")
+        return Failure(0, self._contact["host"], self._contact["pid"])
 
 
 def _may_be_a_peers(error: BaseException) -> bool:
@@ -206,7 +208,7 @@ class Failure:
     rank: int
     host: str
     pid: int
-    reason: str
+    reason: str = ""
 
     def error(self, rank: int, work: str) -> BurnishError:
         """Return the error that `rank` raises, which was in `work` meanwhile."""
@@ -227,119 +229,84 @@ class Failure:
         )
 
 
-@dataclass(slots=True, eq=False)
-class _Peer:
-    """A connection to a rank; `rank` is -1 until it introduces itself."""
-
-    connection: socket.socket
-    unread: bytes = b""
-    rank: int = -1
-    host: str = ""
-    pid: int = 0
-    said_goodbye: bool = False
-
-
-class Relay(threading.Thread):
+class _Relay(threading.Thread):
     """Hear of every rank's end and tell the others, until rank 0 leaves. Runs in rank 0."""
 
-    @classmethod
-    def start_for(cls, layout: Layout, store: Store) -> Self:
-        """Open a port, start the thread, and put address and token into the store as `watch`."""
-        relay = cls(local=layout.local_world == layout.world)
-        me = {"host": socket.gethostname(), "pid": os.getpid()}
-        store.set("watch", json.dumps(relay.contact | me))
-        relay.start()
-        return relay
-
-    def __init__(self, local: bool) -> None:
+    def __init__(self, *, local: bool) -> None:
+        """Open a port: on this machine alone if all ranks are `local`."""
         super().__init__(name="burnish-relay", daemon=True)
-        self._open = ExitStack()
-        self._listener = self._open.enter_context(_listen_on("localhost" if local else ""))
-        close_when_forked(self._listener)
-        self._selector = self._open.enter_context(selectors.DefaultSelector())
+        self._listener = _listen_on("localhost" if local else "")
+        _prepare(self._listener)
+        self._listener.setblocking(False)
         self._token = secrets.token_hex(16)
         self._failure: Failure | None = None
-        self._peers: list[_Peer] = []
+        self._ranks: dict[int, asyncio.StreamWriter] = {}
         address, port = self._listener.getsockname()[:2]
         self.contact = {"address": address if local else "", "port": port, "token": self._token}
+        """How ranks reach it."""
 
     def run(self) -> None:
         """Serve until rank 0's connection ends."""
-        with self._open:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-            serving = True
-            while serving:
-                for key, _ in self._selector.select():
-                    if key.data is None:
-                        self._accept()
-                    elif not self._hear(key.data):
-                        serving &= key.data.rank != 0
-            self._tell_all({"done": True})
-            for peer in self._peers:
-                peer.connection.close()
+        with closing(self._listener):
+            asyncio.run(self._serve())
 
-    def _accept(self) -> None:
-        with suppress(OSError):  # the caller hung up
-            connection, _ = self._listener.accept()
-            connection.settimeout(_SEND_SECONDS)
-            keep_alive(connection)
-            close_when_forked(connection)
-            peer = _Peer(connection)
-            self._peers.append(peer)
-            self._selector.register(connection, selectors.EVENT_READ, peer)
+    async def _serve(self) -> None:
+        main_has_left = asyncio.Event()
+        accepting = asyncio.create_task(self._accept(main_has_left))
+        await main_has_left.wait()
+        accepting.cancel()
+        self._tell({"done": True})
 
-    def _hear(self, peer: _Peer) -> bool:
-        """Read a peer's messages; return False when its connection has ended."""
-        received = b""
-        with suppress(OSError):  # reset, or closed by keep-alive
-            received = peer.connection.recv(1 << 16)
-        *lines, peer.unread = (peer.unread + received).split(b"\n")
-        listening = all(self._understand(peer, line) for line in lines)
-        if received and listening and len(peer.unread) < _LONGEST_LINE:
-            return True
-        if peer.rank >= 0 and not peer.said_goodbye:
-            self._fail(peer, "")
-        self._peers.remove(peer)
-        self._selector.unregister(peer.connection)
-        peer.connection.close()
-        return False
+    async def _accept(self, main_has_left: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as hearing:
+            while True:
+                connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+                _prepare(connection)
+                hearing.create_task(self._hear(connection, main_has_left))
 
-    def _understand(self, peer: _Peer, line: bytes) -> bool:
-        """Act on one message; return False from a stranger."""
-        try:
-            message = json.loads(line)
-            if peer.rank < 0:
-                return self._greet(peer, message)
-            reason = message["reason"]
-        except (ValueError, KeyError, TypeError):
-            return False
-        peer.said_goodbye = True
-        if reason is not None:
-            self._fail(peer, str(reason) or "no text")
-        return True
+    async def _hear(self, connection: socket.socket, main_has_left: asyncio.Event) -> None:
+        """Read a connection until it ends. A rank that ends it without a goodbye has died."""
+        reader, writer = await asyncio.open_connection(sock=connection, limit=_LONGEST_LINE)
+        peer: Failure | None = None
+        said_goodbye = False
+        with closing(writer):
+            # A connection that is reset, or a stranger who does not speak our language.
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                async for line in reader:
+                    message = json.loads(line)
+                    if peer is None:
+                        peer = self._greet(message, writer)
+                    else:
+                        said_goodbye = True
+                        if message["reason"] is not None:
+                            self._fail(replace(peer, reason=str(message["reason"]) or "no text"))
+            if peer is None:
+                return
+            del self._ranks[peer.rank]
+            if not said_goodbye:
+                self._fail(peer)
+            if peer.rank == 0:
+                main_has_left.set()
 
-    def _greet(self, peer: _Peer, message: dict[str, Any]) -> bool:
-        if not secrets.compare_digest(str(message["token"]), self._token):
-            return False
-        peer.rank, peer.host, peer.pid = message["rank"], message["host"], message["pid"]
+    def _greet(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> Failure:
+        """Return what to say if this rank dies. Raises `ValueError` for a stranger."""
+        if not secrets.compare_digest(str(message.pop("token")), self._token):
+            raise ValueError("not the run's token")
+        peer = Failure(**message)
+        self._ranks[peer.rank] = writer
         if self._failure is not None:
-            self._tell(peer, asdict(self._failure))
-        return True
+            writer.write(_line(asdict(self._failure)))
+        return peer
 
-    def _fail(self, peer: _Peer, reason: str) -> None:
+    def _fail(self, failure: Failure) -> None:
         """Tell all ranks of the first failure; later ones follow from it."""
         if self._failure is None:
-            self._failure = Failure(peer.rank, peer.host, peer.pid, reason)
-            self._tell_all(asdict(self._failure))
+            self._failure = failure
+            self._tell(asdict(failure))
 
-    def _tell_all(self, message: dict[str, Any]) -> None:
-        for peer in self._peers:
-            if peer.rank >= 0:
-                self._tell(peer, message)
-
-    def _tell(self, peer: _Peer, message: dict[str, Any]) -> None:
-        with suppress(OSError):  # the peer is ending too, and is noticed in turn
-            send_line(peer.connection, message)
+    def _tell(self, message: dict[str, Any]) -> None:
+        for writer in self._ranks.values():
+            writer.write(_line(message))
 
 
 def _listen_on(host: str) -> socket.socket:
@@ -352,21 +319,19 @@ def _listen_on(host: str) -> socket.socket:
     return socket.create_server((str(address[0]), 0), family=family)
 
 
-def send_line(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Send one JSON object as a line."""
-    connection.sendall(json.dumps(message).encode() + b"\n")
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Let the system probe a silent machine, and close the connection when it does not answer."""
+def _prepare(connection: socket.socket) -> None:
+    """Have the system close the connection when the other machine is silent, and in forked workers.
+
+    Workers would otherwise hold it open after this process has died.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():
         if hasattr(socket, name):  # not on every system
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def close_when_forked(connection: socket.socket) -> None:
-    """Keep forked workers from holding the connection open after this process has died."""
     held = weakref.ref(connection)
 
     def close() -> None:

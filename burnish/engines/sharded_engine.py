@@ -79,9 +79,10 @@ class ShardedEngine(ABC):
 
         `routers` choose `chosen` of so many `experts`. Without a router loss return the batch alone.
         """
+        is_routed = batch.is_routed  # raises if it is routed in part
         if self._config.router_aux_loss == 0:
             return batch, None, Stats()
-        if not batch.is_routed:
+        if not is_routed:
             batch = batch.with_experts(self.forward(batch, experts=True))
         load = ExpertLoad.of(batch, routers, experts, self.layout, self._device)
         return batch, load.factors(self._config.router_aux_loss, chosen), load.stats()
