@@ -180,7 +180,9 @@ def share_cores(local_world: int) -> None:
     torch gives every process a thread per core, and the processes then slow each other down.
     """
     if local_world > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, _cores() // local_world))
+        is_linux = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world))
 
 
 def keep_freed_pages() -> None:
@@ -193,12 +195,6 @@ def keep_freed_pages() -> None:
     if mallopt is not None:
         for parameter, value in _MALLOC_SETTINGS:
             mallopt(parameter, value)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @contextmanager
@@ -219,14 +215,12 @@ def recording_allocations(device: torch.device) -> Iterator[None]:
         record(None)
 
 
-def can_write_snapshot(device: torch.device) -> bool:
-    """Tell whether the device's backend can write a snapshot."""
-    return hasattr(_memory_of(device), "_dump_snapshot")
-
-
-def write_snapshot(device: torch.device, path: Path) -> None:
-    """Write a snapshot for https://pytorch.org/memory_viz. Raises `OSError`."""
-    _memory_of(device)._dump_snapshot(str(path))
+def write_snapshot(device: torch.device, path: Path) -> bool:
+    """Write a snapshot for https://pytorch.org/memory_viz; return False if the backend has none. Raises `OSError`."""
+    dump = getattr(_memory_of(device), "_dump_snapshot", None)
+    if dump is not None:
+        dump(str(path))
+    return dump is not None
 
 
 def _memory_of(device: torch.device) -> Any:

@@ -75,7 +75,10 @@ def naming_failures(watch: FailureWatch | None, rank: int) -> Iterator[None]:
     except BaseException as error:
         if watch is None:
             raise
-        failure = watch.failure(_VERDICT_SECONDS if _may_be_a_peers(error) else 0.0)
+        may_be_a_peers = isinstance(
+            error, RuntimeError | OSError
+        )  # torch raises such an error then
+        failure = watch.failure(_VERDICT_SECONDS if may_be_a_peers else 0.0)
         watch.report(error)
         if failure is not None and not isinstance(error, BurnishError):
             raise failure.error(rank, _work(traceback.walk_tb(error.__traceback__))) from error
@@ -113,7 +116,8 @@ class FailureWatch:
         """Tell the others that this rank failed. They reach an orderly stop by themselves."""
         if not isinstance(error, StoppedError):
             self._reported = True
-            self._send({"reason": _reason(error)})
+            ours = isinstance(error, BurnishError)
+            self._send({"reason": str(error) if ours else f"{type(error).__name__}: {error}"})
 
     def leave(self) -> None:
         """Say goodbye, unless this rank reported a failure, and close the connection."""
@@ -155,7 +159,8 @@ class FailureWatch:
         self._told.set()
         if not self._left.wait(_GRACE_SECONDS):
             frame = sys._current_frames().get(self._main)
-            _end_process(failure.error(self._rank, _work(_frames_of(frame))))
+            stack = [] if frame is None else list(traceback.walk_stack(frame))
+            _end_process(failure.error(self._rank, _work(reversed(stack))))
 
     def _next(self) -> Failure | None:
         """Return the failure that the relay reports, or None when the run ends well.
@@ -169,15 +174,6 @@ class FailureWatch:
         return Failure(0, self._contact["host"], self._contact["pid"])
 
 
-def _may_be_a_peers(error: BaseException) -> bool:
-    """Tell whether another rank's end may have caused the error; torch raises RuntimeError then."""
-    return isinstance(error, RuntimeError | OSError)
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) if isinstance(error, BurnishError) else f"{type(error).__name__}: {error}"
-
-
 def _work(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Name the innermost frame outside torch and our own machinery."""
     place = "no code of its own"
@@ -186,10 +182,6 @@ def _work(frames: Iterable[tuple[FrameType, int]]) -> str:
         if not any(module == name or module.startswith(name + ".") for name in _MACHINERY):
             place = f"{module}.{frame.f_code.co_qualname} (line {line})"
     return place
-
-
-def _frames_of(frame: FrameType | None) -> list[tuple[FrameType, int]]:
-    return list(traceback.walk_stack(frame))[::-1] if frame is not None else []
 
 
 def _end_process(error: BurnishError) -> None:

@@ -78,30 +78,25 @@ def indivisible(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]
 
     Sizes of 0, which the model's configuration does not give, are not checked.
     """
-    if engine.kind == "megatron":
-        yield from _by_megatron(sizes, engine)
-    else:
-        yield from _by_torch(sizes, engine)
+    divided = _by_megatron if engine.kind == "megatron" else _by_torch
+    yield from divided(sizes, engine)
+    tensor = engine.tensor_parallel
+    of = f"attention heads on each of {tensor} tensor ranks" if tensor > 1 else "attention heads"
+    left = sizes.heads // tensor
+    yield from _division("engine.sequence_parallel", engine.sequence_parallel, left, of)
 
 
 def _by_torch(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
-    tensor = engine.tensor_parallel
-    if sizes.experts:
-        yield from _grouped_products(sizes, engine)
-    yield from _division("engine.tensor_parallel", tensor, sizes.key_heads, "key heads")
-    yield from _sequence(sizes, engine)
-
-
-def _grouped_products(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
     multiple = _ROW_BYTES // (2 if engine.precision == "bf16" else 4)
     tensor, width = engine.tensor_parallel, sizes.expert_intermediate
-    if width % (tensor * multiple) or sizes.hidden % multiple:
+    if sizes.experts and (width % (tensor * multiple) or sizes.hidden % multiple):
         yield UsageError(
             "grouped matrix products cannot take experts of these widths",
             have=f"{width} columns of an expert, hidden size {sizes.hidden}, engine.tensor_parallel: {tensor}, engine.precision: {engine.precision}",
             want=f"a multiple of {multiple} of both on every process",
             do="lower engine.tensor_parallel, or take a model of other widths",
         )
+    yield from _division("engine.tensor_parallel", tensor, sizes.key_heads, "key heads")
 
 
 def _by_megatron(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
@@ -118,19 +113,6 @@ def _by_megatron(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError
             want="a token for every rank",
             do=f"lower {name}",
         )
-    yield from _sequence(sizes, engine)
-    yield from _pipeline(sizes, engine)
-    yield from _experts(sizes, engine)
-
-
-def _sequence(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
-    tensor = engine.tensor_parallel
-    of = f"attention heads on each of {tensor} tensor ranks" if tensor > 1 else "attention heads"
-    name, degree = "engine.sequence_parallel", engine.sequence_parallel
-    yield from _division(name, degree, sizes.heads // tensor, of)
-
-
-def _pipeline(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
     if engine.pipeline_parallel * engine.virtual_stages > sizes.depth > 0:
         yield UsageError(
             "the pipeline has more stages than the model has layers",
@@ -138,6 +120,7 @@ def _pipeline(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
             want=f"at most {sizes.depth} stages",
             do="lower engine.virtual_stages, or engine.pipeline_parallel",
         )
+    yield from _experts(sizes, engine)
 
 
 def _experts(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:

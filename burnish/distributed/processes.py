@@ -5,7 +5,6 @@ The group reduces tensors of the rank's device and of the CPU alike.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import socket
@@ -194,11 +193,10 @@ def _connect(place: Place, timeout: timedelta) -> Store:
         server = TCPStore(place.host, place.port, layout.world, serves, timeout, False)
         opening = server.add(f"burnish/{place.attempt}/openings/{layout.rank}", 1)
     except (RuntimeError, OSError) as error:
-        address = _format_address(place.host, place.port)
         raise BurnishError(
-            f"rank {layout.rank} cannot {'open' if serves else 'reach'} the meeting point {address}",
+            f"rank {layout.rank} cannot {'open' if serves else 'reach'} the meeting point {place.host} port {place.port}",
             have=str(error).partition("\n")[0],
-            want=f"all {layout.world} ranks at {address} within {timeout.total_seconds():g} s",
+            want=f"all {layout.world} ranks there within {timeout.total_seconds():g} s",
             do="check that rank 0 runs, and set MASTER_ADDR and MASTER_PORT to its machine and a free port",
         ) from error
     return PrefixStore(f"burnish/{place.attempt}/{opening}", server)
@@ -241,12 +239,3 @@ def _named_timeout(layout: Layout, seconds: float) -> Iterator[None]:
             want="every rank in the same collective",
             do="see where the other ranks were; raise distributed.timeout_seconds if they are only slow",
         ) from error
-
-
-def _format_address(host: str, port: int) -> str:
-    """Return `host:port`, with brackets around an IPv6 address: `[fd00::2]:29500`."""
-    try:
-        bracketed = ipaddress.ip_address(host.partition("%")[0]).version == 6
-    except ValueError:
-        bracketed = False
-    return f"[{host}]:{port}" if bracketed else f"{host}:{port}"

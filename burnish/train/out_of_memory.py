@@ -13,7 +13,6 @@ import torch
 from burnish.config.remedies import remedies
 from burnish.config.schema import RunConfig
 from burnish.distributed.device import (
-    can_write_snapshot,
     device_name,
     peak_memory,
     recording_allocations,
@@ -73,11 +72,10 @@ class OutOfMemory:
 
     def _snapshot(self, directory: Path) -> str:
         """Leave a snapshot; what the message says of it."""
-        if not can_write_snapshot(self.device):
-            return ""
         path = directory / f"out-of-memory-rank{self.layout.rank}.pickle"
         try:
-            write_snapshot(self.device, path)
+            if not write_snapshot(self.device, path):
+                return ""
         except OSError as failed:  # the lack of memory is what has to be told
             return f"; what was allocated could not be written: {failed}"
         lines = "" if self.config.tracking.allocations else " (for what: tracking.allocations=true)"

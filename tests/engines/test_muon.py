@@ -58,7 +58,9 @@ def test_a_step_is_torchs_own_muon() -> None:
         oracle.step()
     for name, parameter in theirs.items():
         assert torch.equal(ours[name], parameter.detach()), name
-        assert torch.equal(muon.slots["momentum_buffer"][name], oracle.state[parameter]["momentum_buffer"])
+        assert torch.equal(
+            muon.slots["momentum_buffer"][name], oracle.state[parameter]["momentum_buffer"]
+        )
 
 
 def test_orthogonalizing_keeps_directions_and_evens_out_sizes() -> None:
