@@ -8,7 +8,7 @@ and what selective checkpointing keeps.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,42 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from burnish.distributed.host_memory import Arena, storage_bytes
+from burnish.engines.torch.parallelize import Run
 
 _SMALL = 1024
 # Bytes that are not worth a copy.
-
-Run = Callable[..., Any]
-"""Calls its first argument with the others: plainly, or as `torch.utils.checkpoint.checkpoint` does."""
-
-
-class ActivationOffload:
-    """Moves what layers save, for one device. Gradients are those without it, bit for bit."""
-
-    def __init__(self, arena: Arena, device: torch.device) -> None:
-        self._copies = _Copies(arena, device)
-        self._pass: _Pass | None = None
-
-    @contextmanager
-    def forward_and_backward(self) -> Iterator[None]:
-        """Around both passes over one micro-batch; outside of it nothing is moved."""
-        self._pass = _Pass(self._copies)
-        try:
-            yield
-        finally:
-            self._pass = None
-            self._copies.finish()
-
-    def around(self, run: Run) -> Run:
-        """`run` for a layer's bound `__call__`, or a partial of it; what it saves is moved."""
-
-        def running(call: Any, *args: Any) -> Any:
-            if self._pass is None:
-                return run(call, *args)
-            layer: nn.Module = getattr(call, "func", call).__self__
-            with self._pass.layer(layer):
-                return run(call, *args)
-
-        return running
 
 
 class _Stored:
@@ -93,10 +61,6 @@ class _Saved:
     shape: torch.Size
     strides: Sequence[int | torch.SymInt]
 
-    @classmethod
-    def of(cls, tensor: Tensor, stored: _Stored) -> _Saved:
-        return cls(stored, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
-
     def tensor(self) -> Tensor:
         held = self.stored.held.untyped_storage()
         empty = torch.empty(0, dtype=self.dtype, device=held.device)
@@ -123,35 +87,65 @@ class _Layer:
         return self._weights
 
 
-class _Pass:
-    """The layers of one forward and backward pass. Autograd alone holds what they saved; here are weak references."""
+class ActivationOffload:
+    """Moves what layers save, for one device. Gradients are those without it, bit for bit.
 
-    def __init__(self, copies: _Copies) -> None:
-        self._copies = copies
+    Autograd alone holds what they saved; here are weak references. Copies are made at once on a CPU, else on one stream.
+    """
+
+    def __init__(self, arena: Arena, device: torch.device) -> None:
+        self._arena, self._device = arena, device
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._moves = False
         self._layers: list[_Layer] = []
+        """Those of this forward pass."""
         self._known: weakref.WeakValueDictionary[tuple[int, int], _Stored] = (
             weakref.WeakValueDictionary()
         )
 
     @contextmanager
-    def layer(self, module: nn.Module) -> Iterator[None]:
+    def forward_and_backward(self) -> Iterator[None]:
+        """Around both passes over one micro-batch; outside of it nothing is moved."""
+        self._moves = True
+        try:
+            yield
+        finally:
+            self._moves = False
+            self._layers.clear()
+            self._known.clear()
+            if self._stream is not None:
+                self._wait(self._stream.record_event())
+
+    def around(self, run: Run) -> Run:
+        """`run` for a layer's bound `__call__`, or a partial of it; what it saves is moved."""
+
+        def running(call: Any, *args: Any) -> Any:
+            if not self._moves:
+                return run(call, *args)
+            with self._layer(getattr(call, "func", call).__self__):
+                return run(call, *args)
+
+        return running
+
+    @contextmanager
+    def _layer(self, module: nn.Module) -> Iterator[None]:
         """Note what the block saves, and meanwhile move what the layer before saved; so the last one's stays."""
         before = self._layers[-1] if self._layers else None
         if before is not None:
-            before.copied = self._copies.out(before.stored)
+            before.copied = self._copy_out(before.stored)
         number, here = len(self._layers), _Layer(module)
         self._layers.append(here)
         with saved_tensors_hooks(partial(self._pack, here), partial(self._unpack, number)):
             yield
         if before is not None:
-            self._copies.wait(before.copied)
+            self._wait(before.copied)
             for stored in before.stored:
                 if stored.copy is not None and not stored.changed:
                     stored.move(stored.copy)
 
     def _pack(self, here: _Layer, tensor: Tensor) -> Tensor | _Saved:
         tensor = tensor.detach()  # its history would hold what is returned here, and that it
-        storage = tensor.untyped_storage() if self._copies.can_move(tensor) else None
+        storage = tensor.untyped_storage() if self._can_move(tensor) else None
         if storage is None or storage.data_ptr() in here.weights():
             return tensor
         key = (storage._cdata, tensor._version)
@@ -159,34 +153,21 @@ class _Pass:
         if stored is None:
             stored = self._known[key] = _Stored(tensor)
         here.stored.add(stored)
-        return _Saved.of(tensor, stored)
+        offset = tensor.storage_offset()
+        return _Saved(stored, tensor.dtype, offset, tensor.shape, tensor.stride())
 
     def _unpack(self, number: int, saved: Tensor | _Saved) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         if saved.stored.changed:
             raise RuntimeError("a tensor that a layer had saved for its gradient was changed since")
-        self._fetch(number)
-        self._copies.wait(self._layers[number].copied)
+        self._fetch(self._layers[number])
+        self._wait(self._layers[number].copied)
         if number > 0:
-            self._fetch(number - 1)
+            self._fetch(self._layers[number - 1])
         return saved.tensor()
 
-    def _fetch(self, number: int) -> None:
-        """Begin to bring back what a layer saved."""
-        layer = self._layers[number]
-        if not layer.fetched:
-            layer.fetched, layer.copied = True, self._copies.back(layer.stored)
-
-
-class _Copies:
-    """Copies between a device and its arena: at once on a CPU, else on one stream."""
-
-    def __init__(self, arena: Arena, device: torch.device) -> None:
-        self._arena, self._device = arena, device
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
-
-    def can_move(self, tensor: Tensor) -> bool:
+    def _can_move(self, tensor: Tensor) -> bool:
         """Whether it is a plain tensor on the device, and large enough."""
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
         return (
@@ -196,31 +177,25 @@ class _Copies:
             and tensor.untyped_storage().nbytes() >= _SMALL
         )
 
-    def out(self, each: Iterable[_Stored]) -> torch.Event | None:
+    def _copy_out(self, each: Iterable[_Stored]) -> torch.Event | None:
         """Begin copying to the host what has not been copied, nor changed since it was saved."""
-        moving = [s for s in each if not (s.on_host or s.copy is not None or s.changed)]
-        for stored in moving:
-            stored.copy = self._arena.take(stored.held.untyped_storage().nbytes())
-        return self._copy([(s.copy, storage_bytes(s.held)) for s in moving if s.copy is not None])
+        pairs = []
+        for stored in each:
+            if not (stored.on_host or stored.copy is not None or stored.changed):
+                source = storage_bytes(stored.held)
+                stored.copy = self._arena.take(len(source))
+                pairs.append((stored.copy, source))
+        return self._copy(pairs)
 
-    def back(self, each: Iterable[_Stored]) -> torch.Event | None:
-        """Begin to copy to the device what is on the host, and free it there."""
-        moving = [stored for stored in each if stored.on_host]
+    def _fetch(self, layer: _Layer) -> None:
+        """Begin to copy what a layer saved to the device, once, and free it on the host."""
+        if layer.fetched:
+            return
+        moving = [stored for stored in layer.stored if stored.on_host]
         pairs = [(torch.empty_like(s.held, device=self._device), s.held) for s in moving]
-        event = self._copy(pairs)
+        layer.fetched, layer.copied = True, self._copy(pairs)
         for stored, (held, _) in zip(moving, pairs, strict=True):
             stored.move(held)
-        return event
-
-    def wait(self, event: torch.Event | None) -> None:
-        """What the device is told from here on begins when the copies are done."""
-        if event is not None:
-            torch.accelerator.current_stream(self._device).wait_event(event)
-
-    def finish(self) -> None:
-        """The same for all copies."""
-        if self._stream is not None:
-            self.wait(self._stream.record_event())
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event | None:
         if self._stream is None:
@@ -232,3 +207,8 @@ class _Copies:
             for target, source in pairs:
                 target.copy_(source, non_blocking=self._device.type == "cuda")
         return self._stream.record_event()
+
+    def _wait(self, event: torch.Event | None) -> None:
+        """What the device is told from here on begins when the copies are done."""
+        if event is not None:
+            torch.accelerator.current_stream(self._device).wait_event(event)
