@@ -1,6 +1,7 @@
 """Every layout × kind of model × way to spare memory or time against one plain transformers model, in fp32.
 
-The suite runs a part in which most pairs of these meet (`some_cases`); `make contract` runs all.
+`make test` runs a part in which every layout has a case (`some_cases`), `make nightly` one in which most pairs of these meet;
+`make contract` runs all.
 """
 
 from __future__ import annotations
@@ -128,14 +129,19 @@ def oracles(models: dict[str, Path]) -> dict[str, dict[str, Any]]:
     }
 
 
-def some_cases() -> list[Case]:
-    """Without compilation, which takes long (`test_compilation.py` has one case): every layout of up to two processes with every kind of model, of four with two of five."""
+KINDS_MET = {1: 5, 2: 2, 4: 1}
+"""How many kinds of model a layout meets in `make test`, by its processes."""
+KINDS_MET_BY_NIGHT = {1: 5, 2: 5, 4: 2}
+
+
+def some_cases(kinds_met: Mapping[int, int]) -> list[Case]:
+    """Every layout with some kinds of model; without compilation, which takes long (`test_compilation.py` has one case)."""
     ways = [way for way in SPARING if way != "compiled"]
     return [
         (name, kind, ways[(i + j + 2 * (i // len(ways))) % len(ways)])
         for i, name in enumerate(LAYOUTS)
         for j, kind in enumerate(KINDS)
-        if LAYOUTS[name][0] < 4 or (j - i) % len(KINDS) < 2
+        if (j - i) % len(KINDS) < kinds_met[LAYOUTS[name][0]]
     ]
 
 
@@ -160,8 +166,18 @@ def check_cases(
 def test_every_layout_trains_like_one_plain_model(
     models: dict[str, Path], oracles: dict[str, dict[str, Any]], world: int
 ) -> None:
-    cases = [case for case in some_cases() if LAYOUTS[case[0]][0] == world]
+    cases = [case for case in some_cases(KINDS_MET) if LAYOUTS[case[0]][0] == world]
     check_cases(models, oracles, cases)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_layout_trains_more_kinds_like_one_plain_model(
+    models: dict[str, Path], oracles: dict[str, dict[str, Any]], world: int
+) -> None:
+    by_day = some_cases(KINDS_MET)
+    cases = [each for each in some_cases(KINDS_MET_BY_NIGHT) if each not in by_day]
+    check_cases(models, oracles, [case for case in cases if LAYOUTS[case[0]][0] == world])
 
 
 @pytest.mark.contract
@@ -175,15 +191,15 @@ def test_the_whole_contract(
 
 
 def test_what_meets_in_what_the_suite_runs() -> None:
-    """But for compilation: every kind of model and every way to spare, and every layout two of each at least; on four processes each kind twice."""
-    some = some_cases()
-    ways = [way for way in SPARING if way != "compiled"]
-    assert {case[1:] for case in some} == set(product(KINDS, ways))
-    for name, (world, _) in LAYOUTS.items():
-        for place, all_of_them in ((1, KINDS), (2, ways)):
-            met = {case[place] for case in some if case[0] == name}
-            assert len(met) >= (len(all_of_them) if world < 4 else 2), name
-    on_four = Counter(kind for name, kind, _ in some if LAYOUTS[name][0] == 4)
+    """But for compilation: by day every layout, every kind of model on several processes, every way to spare on two and on four; by night every pair of kind and way."""
+    ways = {way for way in SPARING if way != "compiled"}
+    by_day, by_night = some_cases(KINDS_MET), some_cases(KINDS_MET_BY_NIGHT)
+    assert set(by_day) <= set(by_night)
+    assert {name for name, *_ in by_day} == set(LAYOUTS)
+    assert {kind for name, kind, _ in by_day if LAYOUTS[name][0] > 1} == set(KINDS)
+    assert {(LAYOUTS[name][0], way) for name, _, way in by_day} == set(product(KINDS_MET, ways))
+    assert {case[1:] for case in by_night} == set(product(KINDS, ways))
+    on_four = Counter(kind for name, kind, _ in by_night if LAYOUTS[name][0] == 4)
     assert min(on_four[kind] for kind in KINDS) == 2
 
 

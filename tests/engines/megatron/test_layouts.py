@@ -1,6 +1,6 @@
 """Every Megatron layout × kind of model × recomputation against one plain transformers process, in fp32.
 
-The suite runs a part (`some_cases`); `make contract` runs all.
+`make test` runs every layout once (`some_cases`), `make nightly` with more kinds of model; `make contract` runs all.
 """
 
 from __future__ import annotations
@@ -81,16 +81,17 @@ ALL_CASES: list[Case] = [
 ]
 
 
-KINDS_MET = {1: 3, 2: 2, 4: 1}
-"""How many kinds of model a layout meets in the suite, by its processes."""
+KINDS_MET = {1: 2, 2: 1, 4: 1}
+"""How many kinds of model a layout meets in `make test`, by its processes."""
+KINDS_MET_BY_NIGHT = {1: 3, 2: 2, 4: 1}
 
 
-def some_cases() -> list[Case]:
-    """Every layout, with so many kinds of model as it meets in the suite, of those that have a meaning; each way to recompute in turn."""
+def some_cases(kinds_met: Mapping[int, int]) -> list[Case]:
+    """Every layout, with so many kinds of model, of those that have a meaning; each way to recompute in turn."""
     pairs = []
     for i, (name, (world, _)) in enumerate(LAYOUTS.items()):
         kinds = [kind for kind in MODELS if has_meaning(name, kind)]
-        met = range(min(KINDS_MET[world], len(kinds)))
+        met = range(min(kinds_met[world], len(kinds)))
         pairs += [(name, kinds[(i + number) % len(kinds)]) for number in met]
     return [(*pair, RECOMPUTED[i % len(RECOMPUTED)]) for i, pair in enumerate(pairs)]
 
@@ -169,18 +170,30 @@ def check_cases(
 def test_every_layout_trains_like_one_plain_model(
     models: dict[Shape, Path], oracles: dict[Shape, dict[str, Any]], world: int
 ) -> None:
-    cases = [case for case in some_cases() if LAYOUTS[case[0]][0] == world]
+    cases = [case for case in some_cases(KINDS_MET) if LAYOUTS[case[0]][0] == world]
     check_cases(models, oracles, cases)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_layout_trains_more_kinds_like_one_plain_model(
+    models: dict[Shape, Path], oracles: dict[Shape, dict[str, Any]], world: int
+) -> None:
+    by_day = some_cases(KINDS_MET)
+    cases = [each for each in some_cases(KINDS_MET_BY_NIGHT) if each not in by_day]
+    check_cases(models, oracles, [case for case in cases if LAYOUTS[case[0]][0] == world])
+
+
 def test_what_meets_in_what_the_suite_runs() -> None:
-    """Every layout, every kind of model and every way to recompute, each kind at layouts of two and of four processes."""
-    some = some_cases()
-    assert set(some) <= set(ALL_CASES)
-    assert {name for name, *_ in some} == set(LAYOUTS)
-    assert {case[1:] for case in some} == set(product(MODELS, RECOMPUTED))
-    met = {(LAYOUTS[name][0], kind) for name, kind, _ in some}
-    assert met == set(product(KINDS_MET, MODELS))
+    """Every layout; each kind of model and each way to recompute on two and on four processes; by night each pair of them."""
+    by_day, by_night = some_cases(KINDS_MET), some_cases(KINDS_MET_BY_NIGHT)
+    assert {*by_day, *by_night} <= set(ALL_CASES)
+    assert {case[1:] for case in by_night} == set(product(MODELS, RECOMPUTED))
+    for some in (by_day, by_night):
+        assert {name for name, *_ in some} == set(LAYOUTS)
+        for place, all_of_them in ((1, MODELS), (2, RECOMPUTED)):
+            met = {(LAYOUTS[case[0]][0], case[place]) for case in some}
+            assert met >= set(product((2, 4), all_of_them))
 
 
 @pytest.mark.contract
