@@ -11,9 +11,10 @@ from torch import Tensor
 
 from burnish.config.schema import OptimConfig
 from burnish.distributed.host_memory import Arena
+from burnish.distributed.layout import Layout
 from burnish.engines import offload as resting
 from burnish.engines.megatron.distributed_optimizer import prepare_slots, step_offloaded
-from burnish.engines.optim.optimizer import SLOTS, ShardedAdamW
+from burnish.engines.optim.optimizer import SLOTS, ShardedOptimizer
 
 OPTIM = OptimConfig(moments="bf16", betas=(0.9, 0.95), weight_decay=0.1)
 SHAPES = {"matrix": (300, 70), "other": (90, 70), "vector": (70,)}
@@ -50,10 +51,13 @@ def by_the_formula() -> tuple[Tensors, dict[str, Tensors]]:
 
 
 def by_the_torch_engine(weights: Tensors, arena: Arena | None) -> dict[str, Tensors]:
-    adamw = ShardedAdamW(weights, DECAYED, OPTIM, arena)
+    model = torch.nn.ParameterDict(weights)
+    optimizer = ShardedOptimizer(model, (), OPTIM, Layout(), arena)
     for step in range(1, STEPS + 1):
-        adamw.step(LR, {name: g.to(weights[name].device) for name, g in noise(step).items()})
-    return adamw.slots()
+        for name, gradient in noise(step).items():
+            model[name].grad = gradient.to(weights[name].device)
+        optimizer.step(LR)
+    return optimizer.slots()
 
 
 def by_the_megatron_engine(weights: Tensors, arena: Arena | None) -> dict[str, Tensors]:

@@ -5,13 +5,12 @@ Parameters may be DTensors; all work on their local tensors, so slots lie on the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from burnish.boxes.shards import Shard
 from burnish.config.schema import OptimConfig
@@ -35,43 +34,58 @@ def moments_dtype(config: OptimConfig) -> torch.dtype:
     return torch.bfloat16 if config.moments == "bf16" else torch.float32
 
 
-class ShardedAdamW:
-    """AdamW (arXiv 1711.05101, algorithm 2) on this rank's parts of weights. Slots are zeros from the start, so they can be loaded."""
+class ShardedOptimizer:
+    """AdamW (arXiv 1711.05101, algorithm 2) on this rank's shards of what `model` trains, and Muon for its matrices if configured.
+
+    Slots are zeros from the start, so they can be loaded. Making it is collective.
+    """
 
     def __init__(
         self,
-        weights: Mapping[str, Tensor],
-        decayed: Collection[str],
+        model: nn.Module,
+        regions: Sequence[Region],
         config: OptimConfig,
+        layout: Layout,
         arena: Arena | None = None,
     ) -> None:
-        """Take local fp32 tensors by name; weight decay applies to those in `decayed`.
+        """`regions` are the checkpoint tensors that the trained parameters hold.
 
         Slots in `arena` or in bf16 come to the device in fp32 for a step, some at a time.
         """
-        self._weights = dict(weights)
-        held = {name: tensor for name, tensor in weights.items() if tensor.numel() > 0}
-        groups = [
-            {
-                "params": [tensor for name, tensor in held.items() if (name in decayed) is decays],
-                "weight_decay": config.weight_decay if decays else 0.0,
-            }
-            for decays in (True, False)
-        ]
+        self._model, self._regions = model, regions
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        weights = {name: local(p.data) for name, p in self._parameters.items()}
+        self._muon = None
+        if config.kind == "muon":
+            make = import_module("burnish.engines.optim.muon").muon_of
+            self._muon = muon = make(model, regions, weights, config, layout, arena)
+            weights = {n: t for n, t in weights.items() if n not in muon.weights}
+        self._weights, self._steps, dtype = weights, 0, moments_dtype(config)
+        groups: dict[bool, list[Tensor]] = {True: [], False: []}
+        for name, tensor in weights.items():
+            if tensor.numel() > 0:
+                groups[is_matrix(name, self._parameters[name].ndim)].append(tensor)
         self._adamw = torch.optim.AdamW(
-            groups, lr=0.0, betas=config.betas, eps=config.eps, fused=True
+            [
+                {"params": groups[True], "weight_decay": config.weight_decay},
+                {"params": groups[False], "weight_decay": 0.0},
+            ],
+            lr=0.0,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
         )
-        self._steps, dtype = 0, moments_dtype(config)
-        for tensor in held.values():
-            self._adamw.state[tensor] = {
-                "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
-                **{slot: zero_slot(tensor, arena, dtype) for slot in SLOTS},
-            }
         self._rests = arena is not None or dtype is not torch.float32
+        with agree(layout):  # a rank may have no room in the arena
+            for tensor in (*groups[True], *groups[False]):
+                self._adamw.state[tensor] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
+                    **{slot: zero_slot(tensor, arena, dtype) for slot in SLOTS},
+                }
 
     @property
     def steps(self) -> int:
-        """Steps taken; the bias correction runs on it."""
+        """Steps taken; Adam's bias correction runs on it."""
         return self._steps
 
     @steps.setter
@@ -83,13 +97,27 @@ class ShardedAdamW:
     def slots(self) -> dict[str, dict[str, Tensor]]:
         """For each slot, its local tensors by weight name; zero-size for a weight this rank holds nothing of."""
         state = self._adamw.state
-        return {
+        moments = {
             slot: {n: state[t][slot] if t.numel() > 0 else t for n, t in self._weights.items()}
             for slot in SLOTS
         }
+        return moments if self._muon is None else moments | self._muon.slots
 
-    def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
-        """One update at learning rate `lr`; a weight without a gradient stays as it is."""
+    def shards(self) -> Iterator[Shard]:
+        """This rank's pieces of the slots, `exp_avg/<weight>` and so on."""
+        for slot, held in self.slots().items():
+            yield from model_shards(self._model, held, f"{slot}/", self._regions)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's gradients by weight name, those that exist."""
+        return {n: local(p.grad) for n, p in self._parameters.items() if p.grad is not None}
+
+    def step(self, lr: float) -> None:
+        """One update at learning rate `lr`, from the parameters' gradients. Collective for Muon.
+
+        AdamW leaves a weight without a gradient as it is.
+        """
+        gradients = self.gradients()
         for group in self._adamw.param_groups:
             group["lr"] = lr
         pairs = [
@@ -106,59 +134,6 @@ class ShardedAdamW:
             for tensor, _ in pairs:
                 tensor.grad = None
         self._steps += 1
-
-
-class ShardedOptimizer:
-    """The optimizer of `config.kind` on this rank's shards of what `model` trains. Making it is collective."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        regions: Sequence[Region],
-        config: OptimConfig,
-        layout: Layout,
-        arena: Arena | None = None,
-    ) -> None:
-        """`regions` are the checkpoint tensors that the trained parameters hold; with `arena` the slots rest there."""
-        self._model, self._regions = model, regions
-        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        weights = {name: local(p.data) for name, p in self._parameters.items()}
-        muon = None
-        if config.kind == "muon":
-            make = import_module("burnish.engines.optim.muon").muon_of
-            muon = make(model, regions, weights, config, layout, arena)
-            weights = {n: t for n, t in weights.items() if n not in muon.weights}
-        decayed = {name for name in weights if is_matrix(name, self._parameters[name].ndim)}
-        with agree(layout):  # a rank may have no room in the arena
-            self._adamw = ShardedAdamW(weights, decayed, config, arena)
-        self._muon = muon
-
-    @property
-    def steps(self) -> int:
-        """Steps taken; Adam's bias correction runs on it."""
-        return self._adamw.steps
-
-    @steps.setter
-    def steps(self, value: int) -> None:
-        self._adamw.steps = value
-
-    def slots(self) -> dict[str, dict[str, Tensor]]:
-        """For each slot, its local tensors by weight name; zero-size for a weight this rank holds nothing of."""
-        return self._adamw.slots() | ({} if self._muon is None else self._muon.slots)
-
-    def shards(self) -> Iterator[Shard]:
-        """This rank's pieces of the slots, `exp_avg/<weight>` and so on."""
-        for slot, held in self.slots().items():
-            yield from model_shards(self._model, held, f"{slot}/", self._regions)
-
-    def gradients(self) -> dict[str, Tensor]:
-        """This rank's gradients by weight name, those that exist."""
-        return {n: local(p.grad) for n, p in self._parameters.items() if p.grad is not None}
-
-    def step(self, lr: float) -> None:
-        """One update at learning rate `lr`, from the parameters' gradients. Collective for Muon."""
-        gradients = self.gradients()
-        self._adamw.step(lr, gradients)
         if self._muon is not None:
             self._muon.step(lr, gradients)
 
