@@ -14,7 +14,7 @@ import torch
 
 from burnish.boxes.pieces import PieceTable
 from burnish.boxes.table import BoxTable
-from burnish.checkpoint.destinations.disks import Disks
+from burnish.checkpoint.disks import Disks
 from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.writer import WritePlan
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory

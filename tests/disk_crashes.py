@@ -18,8 +18,8 @@ from checkpoints_for_tests import contents_of, fill_and_compare, make_state
 from mirror_crashes import FaultyRemote, mirror_at
 from ranks import forkserver, run_ranks
 
-from burnish.checkpoint.destinations.mirror import Mirror
-from burnish.checkpoint.destinations.partial_sync import PortionSync
+from burnish.checkpoint.destinations.mirror import Mirror, Sync
+from burnish.checkpoint.destinations.run_mirror import RunMirror
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.distributed.collectives import agree
@@ -96,7 +96,7 @@ def save(layout, disks: Disks, step=1, shapes=None):
         disk = disks.disk(layout.rank)
         if disk is not None:
             mirror = replace(disks.mirror(layout.rank), disk=disk)
-            PortionSync(mirror, lambda count: None).run(look)
+            Sync(mirror).run(pause=look)
         with agree(layout):
             pass
 
@@ -114,7 +114,7 @@ def go_on(layout, disks: Disks, shapes=None):
         fill_and_compare(source, *make_state(step.step, shapes), layout, dim=1)
 
     with disks.open(layout) as checkpoints:
-        checkpoints.mirror_to(disks.mirror(layout.rank))
+        checkpoints.mirror_to(RunMirror(disks.mirror(layout.rank), layout))
         resumed = checkpoints.resume(compare)
     found = 0 if resumed is None else resumed.step.step
     save(layout, disks, found + 1, shapes)
@@ -129,12 +129,12 @@ def prepare(directory: Path) -> None:
     run_ranks(save_portions, 2, disks, 2)
 
 
-class Dying(PortionSync):
+class Dying(Sync):
     """One that meets trouble before it removes a portion as well."""
 
-    def _remove(self, portion):
+    def _remove(self, step):
         self._mirror.remote.trouble.meet("removed", PORTION)
-        super()._remove(portion)
+        super()._remove(step)
 
 
 def bring(url: str, directory: str, disk: int, moment: str) -> None:
@@ -143,7 +143,7 @@ def bring(url: str, directory: str, disk: int, moment: str) -> None:
     if moment:
         remote.trouble.matches = MOMENTS[disk, moment]
     mirror = Mirror(Path(directory), remote, None, "this", disk)
-    Dying(mirror, lambda count: None).run(look)
+    Dying(mirror).run(pause=look)
 
 
 def try_moment(

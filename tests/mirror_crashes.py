@@ -20,6 +20,7 @@ from checkpoints_for_tests import BIG_SHAPES, contents_of, fill_and_compare, mak
 from ranks import forkserver
 
 from burnish.checkpoint.destinations.mirror import Mirror, Sync
+from burnish.checkpoint.destinations.run_mirror import RunMirror
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.steps import committed
@@ -104,7 +105,7 @@ def mirror_at(directory: Path, remote: Remote, keep: int = 1) -> Mirror:
 
 
 def sync(mirror: Mirror) -> None:
-    Sync(mirror, lambda count: None).run()
+    Sync(mirror).run()
 
 
 def save(mirror: Mirror, step: int, shapes=None) -> None:
@@ -146,7 +147,7 @@ def aftermath(url: str, empty: Path, acked: int, newest: int, shapes=None) -> Ve
 
     mirror = mirror_at(empty, Remote(url))
     with Checkpoints(mirror.root, Layout()) as checkpoints:
-        checkpoints.mirror_to(mirror)
+        checkpoints.mirror_to(RunMirror(mirror, Layout()))
         try:
             resumed = checkpoints.resume(load)
         except AssertionError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,23 +10,13 @@ from pathlib import Path
 from typing import Self
 
 from burnish.checkpoint.background import BackgroundSaver, Finished
-from burnish.checkpoint.destinations.disks import find_disks
-from burnish.checkpoint.destinations.mirror import Mirror, clear_unfinished
-from burnish.checkpoint.destinations.uploader import SyncProgress, Uploader
-from burnish.checkpoint.resume import (
-    Load,
-    OnDisk,
-    OnMirror,
-    Resumed,
-    Resuming,
-    Side,
-    require_meeting,
-)
+from burnish.checkpoint.disks import find_disks
+from burnish.checkpoint.resume import Destination, Load, OnDisk, Resumed, Resuming, Side
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents, Saver
 from burnish.checkpoint.steps import clear
 from burnish.checkpoint.writer import SavePlanner
-from burnish.distributed.collectives import agree, any_rank, gather_objects
+from burnish.distributed.collectives import agree
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
@@ -40,10 +29,6 @@ _OWN_LEVELS = 3
 # The run's directory, that of all runs, and the one that holds it: the run may have made the former.
 _PATIENCE_SECONDS = 30.0
 # For a save in flight when a run ends with an error.
-_LOOK_SECONDS = 0.2
-# Between two looks at the mirror at the end of a run.
-_PAUSE_SECONDS = 5.0
-# Before what failed there is tried again.
 
 _log = logging.getLogger(__name__)
 
@@ -76,8 +61,7 @@ class Checkpoints:
         )
         self._background_timeout = background_timeout
         self._background: BackgroundSaver | None = None
-        self._mirror: Mirror | None = None
-        self._uploader: Uploader | None = None
+        self._mirror: Destination | None = None
         self._lease: Lease | None = None
         self._held = ExitStack()
 
@@ -131,9 +115,8 @@ class Checkpoints:
         if self._background is not None:
             self._background.close(patience_seconds)
             self._background = None
-        if self._uploader is not None:
-            self._uploader.close()
-            self._uploader = None
+        if self._mirror is not None:
+            self._mirror.close()
         self._held.close()
 
     def save(self, step: int, contents: Contents) -> Path:
@@ -163,83 +146,42 @@ class Checkpoints:
         finished = None if self._background is None else self._background.finished(wait=wait)
         if finished is not None and finished.error is None:
             self._begin_upload()
-        elif self._uploader is not None:
-            self._uploader.hear()
+        elif self._mirror is not None:
+            self._mirror.hear()
         return finished
 
-    def _let_go(self) -> None:
-        """Remove what only waited for the mirror."""
-        with agree(self._layout), naming_failures(f"{self._root} cannot be cleared"):
-            if self._layout.is_main and (left := self._saver.let_go()) is not None:
-                _log.error("%s", left)
-
     def _begin_upload(self) -> None:
-        if self._uploader is not None:
-            self._uploader.begin()
+        if self._mirror is not None:
+            self._mirror.begin()
 
     def resume(self, load: Load, arena: Arena | None = None) -> Resumed | None:
         """Load the newest usable step of this directory and its mirror, through `arena`; see `Resuming.resume`."""
         here = OnDisk(self._root, self._storage)
-        there = None if self._mirror is None else OnMirror(self._mirror)
-        sides: list[Side] = [here] if there is None else [here, there]
-        if self.meets_on_mirror and there is not None:
-            require_meeting(here, there, self._layout, leads=self._saver.leads)
-            self._clear_mirror(there)
-            sides = [there]
+        sides: list[Side] = [here] if self._mirror is None else [here, self._mirror]
+        if self.meets_on_mirror and self._mirror is not None:
+            self._mirror.meet(here, leads=self._saver.leads)
+            sides = [self._mirror]
         return Resuming(sides, self._layout, arena).resume(load)
 
-    def _clear_mirror(self, there: OnMirror) -> None:
-        """Remove what was never committed, while no disk sends anything."""
-        with agree(self._layout):
-            if self._layout.is_main and self._mirror is not None:
-                clear_unfinished(self._mirror, there.source)
-                if self._mirror.remote.may_change_late:
-                    raise BurnishError(
-                        f"a removal from {self._mirror.remote} hangs, and could come over what is sent later",
-                        want="a service that answers",
-                        do="start the same command again",
-                    )
-
-    def mirror_to(self, mirror: Mirror | None) -> None:
+    def mirror_to(self, mirror: Destination | None) -> None:
         """Resume from this mirror too, and sync it after every save."""
         self._mirror = mirror
         disks = self._saver.disks
         if mirror is not None and self._saver.leads:
-            disk = disks.of_rank[self._layout.rank] if disks.are_several else None
-            self._uploader = Uploader(replace(mirror, disk=disk))
+            mirror.lead(disks.of_rank[self._layout.rank] if disks.are_several else None)
 
     def settle_mirror(
-        self, seconds: float, stopped: Callable[[], bool], show: Callable[[SyncProgress], None]
+        self, seconds: float, stopped: Callable[[], bool], show: Callable[[float], None]
     ) -> BurnishError | None:
-        """Sync the mirror once more, wait for it, and return why it is not in sync; None if it is, or without a mirror.
+        """Wait for the mirror, and return why it is not in sync; None if it is, or without a mirror.
 
-        Retries while the time lasts and `stopped` is false on every rank; rank 0 shows progress. The same on every rank.
+        Retries while the time lasts and `stopped` is false on every rank; rank 0 shows parts of 1. The same on every rank. Then
+        removes what only waited for the mirror.
         """
         if self._mirror is None:
             return None
-        deadline = time.monotonic() + seconds
-        left = BurnishError(
-            f"{self._mirror.remote} is not waited for any longer",
-            have="a copy that is still under way",
-            want=f"one that is done within {seconds:.0f} seconds, and before a signal",
-            do="start the same command again, or set checkpoint.mirror_patience_seconds higher",
-        )
-        if self._uploader is not None:
-            self._uploader.begin()
-        while True:
-            done, error = True, None
-            if self._uploader is not None:
-                done = not self._uploader.hear(_LOOK_SECONDS)
-                error = self._uploader.error
-                show(self._uploader.progress)
-            told = gather_objects((done, error), self._layout)
-            failed = [error for done, error in told if done and error is not None]
-            lasting = [error for error in failed if type(error) is not BurnishError]
-            if lasting or (not failed and all(done for done, _ in told)):
-                self._let_go()
-                return next(iter(lasting), None)  # another try would not change it
-            if any_rank(stopped() or time.monotonic() > deadline, self._layout):
-                return next((error for _, error in told if error is not None), left)
-            if failed and self._uploader is not None:
-                time.sleep(max(0.0, min(_PAUSE_SECONDS, deadline - time.monotonic())))
-                self._uploader.begin()
+        left = self._mirror.settle(seconds, stopped, show)
+        with agree(self._layout), naming_failures(f"{self._root} cannot be cleared"):
+            if self._layout.is_main and (kept := self._saver.let_go()) is not None:
+                _log.error("%s", kept)
+        return left

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Protocol
 
-from burnish.checkpoint.destinations.mirror import Mirror
-from burnish.checkpoint.destinations.remote_steps import DAMAGED
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.steps import (
     QUARANTINE,
@@ -22,12 +20,14 @@ from burnish.checkpoint.steps import (
     require_healthy,
     step_paths,
 )
-from burnish.distributed.collectives import agree, from_main, gather_objects, same_on_all_ranks
+from burnish.config.schema import RunConfig
+from burnish.distributed.collectives import agree, gather_objects, same_on_all_ranks
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.errors import BurnishError, CorruptError, IncompatibleError, UsageError
+from burnish.errors import BurnishError, CorruptError
 from burnish.files.durable import move_aside, naming_failures
 from burnish.files.storage import Source, Storage
+from burnish.tracking.rundir import RunDirectory
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +69,44 @@ class Side(Protocol):
         """What was set aside, now or earlier."""
 
 
+class Destination(Side, Protocol):
+    """A copy of the run behind a URL, on this rank. A run that sets one loads `burnish.checkpoint.destinations` by name."""
+
+    url: str
+    """Of the copy of the run's directory."""
+
+    def lead(self, disk: int | None) -> None:
+        """Copy this rank's disk from now on: one of several that meet there, or the only one (None)."""
+
+    def begin(self) -> None:
+        """Ask for a copy of what is new. Returns at once."""
+
+    def hear(self) -> bool:
+        """Take and log the news of copying; return whether it is under way."""
+
+    def settle(
+        self, seconds: float, stopped: Callable[[], bool], show: Callable[[float], None]
+    ) -> BurnishError | None:
+        """Copy once more and wait for it; return why the copy lacks something. Shows parts of 1. Collective."""
+
+    def meet(self, here: Side, *, leads: bool) -> None:
+        """Before resuming on several disks: refuse steps that only one disk has, and clear what no disk committed. Collective."""
+
+    def require_own(
+        self, directory: RunDirectory, config: RunConfig, trainer: str
+    ) -> dict[str, str]:
+        """Return what the copy adds to the directory's environment.json. Raises if it is another run's, and changes nothing."""
+
+    def claim(self, directory: RunDirectory) -> None:
+        """Make the copy this start's."""
+
+    def bring_back(self, directory: RunDirectory) -> None:
+        """Fetch metrics and pins that are not in the directory."""
+
+    def close(self) -> None:
+        """Stop copying, whatever is under way."""
+
+
 class OnDisk:
     """A run's `checkpoints/`."""
 
@@ -90,67 +128,6 @@ class OnDisk:
         """The content of `quarantine/`."""
         quarantine = self.root / QUARANTINE
         return [str(quarantine / entry.name) for entry in self.source.entries(quarantine)]
-
-
-class OnMirror:
-    """The mirror of one."""
-
-    sharing = "see that nobody removes steps there, and that all ranks reach one service"
-
-    def __init__(self, mirror: Mirror) -> None:
-        self.source = mirror.steps()
-        self.root = self.source.root
-        self._check = mirror.check
-
-    def paths(self) -> Mapping[int, PurePath]:
-        """What has a COMMIT."""
-        self.source.refresh()
-        return step_paths(self.root, self.source)
-
-    def set_aside(self, path: PurePath, error: CorruptError) -> str:
-        """By another seal: COMMIT goes, and a file says why."""
-        self._check()
-        self.source.mark_damaged(path, str(error))
-        return f"{path / DAMAGED}"
-
-    def check_seen(self, rank: int) -> None:
-        """Raise `UsageError` if this rank does not see what rank 0 wrote there at the start."""
-        try:
-            self._check()
-        except IncompatibleError as error:
-            raise UsageError(
-                f"{self.root} is not one place for all ranks",
-                have=f"rank {rank} finds {error.have}",
-                want=error.want,
-                do="set checkpoint.mirror to a URL that is the same place for all machines",
-            ) from error
-
-    def aside(self) -> list[str]:
-        """The steps with that file."""
-        return [str(self.root / name / DAMAGED) for name in self.source.damaged()]
-
-
-def require_meeting(here: OnDisk, there: OnMirror, layout: Layout, *, leads: bool) -> None:
-    """Refuse a mirror that some disk does not see, and a whole step on one disk that is newer than all of the mirror's. Collective.
-
-    `leads` is true on the rank that speaks for its disk.
-    """
-    found = -1
-    with agree(layout), naming_failures(f"{there.root} cannot be read"):
-        if leads:
-            there.check_seen(layout.rank)
-        if layout.is_main:
-            found = max(there.paths(), default=-1)
-    newest = from_main(found, layout)
-    with agree(layout), naming_failures(f"{here.root} cannot be read"):
-        paths = here.paths() if leads else {}
-        if paths and max(paths) > newest:
-            raise UsageError(
-                f"{paths[max(paths)]} is on a disk that not all ranks share, and not on {there.root}",
-                have=f"step {newest} as the newest there" if newest >= 0 else "no step there",
-                want="all steps where the disks meet",
-                do="start the command on that machine alone until the mirror has the step, or move the step away",
-            )
 
 
 class Resuming:

@@ -17,9 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal, Self
 
-from burnish.checkpoint.destinations.mirrored import read_mirrored
-from burnish.checkpoint.destinations.partial_checkpoints import portion_paths
-from burnish.checkpoint.steps import TRASH, open_step, read_commit, step_paths
+from burnish.checkpoint.steps import TRASH, open_step, portion_paths, read_commit, step_paths
 from burnish.config.schema import CheckpointConfig
 from burnish.errors import CorruptError, IncompatibleError, UsageError
 from burnish.files.durable import Removals, move_aside, read_whole, write_durably
@@ -30,6 +28,8 @@ PINS = "pins.json"
 """Its name below `checkpoints/`."""
 PINS_LIMIT = 1 << 20
 """Most bytes that it may have."""
+MIRRORED = "mirrored.json"
+"""The note below `checkpoints/` of the steps that need not be kept for the mirror's sake."""
 
 _FORMAT = 1
 _LOCK = ".pins.lock"
@@ -271,6 +271,33 @@ def _state(path: PurePath, storage: Source) -> Mapping[str, Any]:
     except (CorruptError, IncompatibleError) as error:
         _log.warning("counts as not measured: %s", error)
         return {}
+
+
+def read_mirrored(root: Path, url: str, storage: Storage) -> dict[int, str]:
+    """Return the uuids, by step, of the steps below `root` that the mirror at `url` has or does not want.
+
+    The truth is on the mirror. This note lets retention decide without asking it. A note that is missing, damaged or of another
+    mirror says nothing, and no step goes.
+    """
+    path = root / MIRRORED
+    try:
+        value = parse_json(read_whole(storage, path, PINS_LIMIT), str(path))
+        if value["format"] != _FORMAT or value["url"] != url:
+            return {}
+        return {int(step): str(uuid) for step, uuid in value["steps"].items()}
+    except FileNotFoundError:
+        return {}
+    except (CorruptError, OSError, ValueError, EOFError, KeyError, TypeError, AttributeError) as e:
+        _log.warning("%s is damaged, so every step counts as not mirrored: %s", path, e)
+        return {}
+
+
+def write_mirrored(root: Path, url: str, steps: Mapping[int, str], storage: Storage) -> None:
+    """Write that note, unless it says so already."""
+    if steps != read_mirrored(root, url, storage):
+        by_step = {str(step): uuid for step, uuid in sorted(steps.items())}
+        content = encode_json({"format": _FORMAT, "url": url, "steps": by_step})
+        write_durably(storage, root / MIRRORED, content)
 
 
 def _mapping(value: object) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from burnish import __version__
 from burnish.boxes.pieces import PieceTable
 from burnish.boxes.shards import Shard
 from burnish.boxes.transfer import accelerator_of, meeting_place
-from burnish.checkpoint.destinations.disks import Disks
-from burnish.checkpoint.destinations.partial_checkpoints import SEAL, portion_paths
+from burnish.checkpoint.disks import Disks
 from burnish.checkpoint.layout import PlannedFile, residual, rounded
 from burnish.checkpoint.manifest import (
     COMMIT,
@@ -38,7 +37,15 @@ from burnish.checkpoint.manifest import (
 )
 from burnish.checkpoint.naming import MODEL, RESIDUAL, prefix_of
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.steps import INFLIGHT, PORTION, TRASH, open_step, step_name
+from burnish.checkpoint.steps import (
+    INFLIGHT,
+    PORTION,
+    SEAL,
+    TRASH,
+    open_step,
+    portion_paths,
+    step_name,
+)
 from burnish.checkpoint.writer import BlockHashes, BlockWriter, SavePlanner, StoredShard, WritePlan
 from burnish.distributed.collectives import agree, from_main, gather_objects
 from burnish.distributed.host_memory import Arena

@@ -35,6 +35,8 @@ from burnish.files.strict_json import parse_json
 
 INFLIGHT, PORTION = ".inflight-", ".portion-"
 """Start the names of directories that are being written, and of what one of several disks has of a step."""
+SEAL = "SEAL"
+"""A partial checkpoint's copy of the COMMIT that the step will have, under a name that makes no step of it."""
 TRASH, QUARANTINE = "trash", "quarantine"
 """Where directories go by rename before they are removed, and where steps go that could not be resumed from."""
 
@@ -99,6 +101,14 @@ def step_paths(root: P, storage: Source) -> dict[int, P]:
         if step is not None:
             found[step] = root / entry.name
     return dict(sorted(found.items()))
+
+
+def portion_paths(root: Path, storage: Storage) -> dict[Path, int]:
+    """Return the partial checkpoints below `root` with their steps, oldest first."""
+    names = [entry.name for entry in storage.entries(root) if entry.name.startswith(PORTION)]
+    steps = {root / name: name.removeprefix(PORTION).partition(".")[0] for name in names}
+    found = {path: int(step) for path, step in steps.items() if step.isdecimal()}
+    return dict(sorted(found.items(), key=lambda each: each[1]))
 
 
 def read_commit(path: PurePath, storage: Source) -> Commit:

@@ -24,7 +24,7 @@ from burnish.boxes.rounds import Group, schedule
 from burnish.boxes.shards import Piece, Shard
 from burnish.boxes.tensor_reader import dtype_name
 from burnish.boxes.transfer import Exchange
-from burnish.checkpoint.destinations.disks import Disks
+from burnish.checkpoint.disks import Disks
 from burnish.checkpoint.layout import (
     PartPlace,
     Parts,

@@ -88,8 +88,7 @@ def _pins(root: PurePath, source: Source) -> tuple[dict[int, str], CorruptError 
 def _beside(root: PurePath, source: Source) -> dict[str, list[str]]:
     """What lies beside the steps."""
     if isinstance(source, RemoteSteps):
-        unfinished = [path.name for path in source.unfinished()]
-        return {"unfinished": unfinished, QUARANTINE: source.damaged(), TRASH: []}
+        return {"unfinished": source.unfinished(), QUARANTINE: source.damaged(), TRASH: []}
     names = [entry.name for entry in source.entries(root)]
     return {
         "unfinished": [name for name in names if name.startswith((INFLIGHT, PORTION))],

@@ -49,6 +49,17 @@ def require_same_run(run_dir: PurePath, recorded: RunConfig, config: RunConfig) 
     )
 
 
+def require_trainer(place: object, found: object, wanted: str) -> None:
+    """Refuse a place whose run another command trains. Raises `IncompatibleError`."""
+    if found != wanted:
+        raise IncompatibleError(
+            f"{place} holds a run of another kind",
+            have=f"burnish {found}",
+            want=f"burnish {wanted}",
+            do="set name=NAME to begin another run",
+        )
+
+
 def require_may_resume(run_dir: PurePath, steps: Sequence[str], config: RunConfig) -> None:
     """Raise `UsageError` if a directory holds `steps` (names, oldest first) and `resume` is never."""
     if steps and config.resume == "never":

@@ -29,6 +29,8 @@ _GIT_SECONDS = 5.0
 
 CHECKPOINTS = "checkpoints"
 """The directory of steps, below a run's directory as below its mirror."""
+RUN, START, TRAINER = "run", "start", "trainer"
+"""Keys of environment.json: the run, this start of it, and the command that it belongs to."""
 
 
 class RunDirectory:

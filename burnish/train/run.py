@@ -17,11 +17,10 @@ from typing import Literal
 
 import torch
 
-from burnish.checkpoint.destinations.mirror import Mirror
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.naming import MAIN
-from burnish.checkpoint.resume import Resumed
+from burnish.checkpoint.resume import Destination, Resumed
 from burnish.checkpoint.retention import Retention, require_measured
 from burnish.checkpoint.save import Contents
 from burnish.checkpoint.steps import Committed
@@ -48,7 +47,7 @@ from burnish.tracking.jsonl import JsonlTracker, json_numbers, logged_values, nu
 from burnish.tracking.peaks import Peaks
 from burnish.tracking.progress import Progress
 from burnish.tracking.rollouts import discard_rollouts_after, write_rollouts
-from burnish.tracking.rundir import RunDirectory, environment
+from burnish.tracking.rundir import TRAINER, RunDirectory, environment
 from burnish.tracking.spans import Spans, added
 from burnish.tracking.stats import Stats
 from burnish.tracking.tensorboard import TensorBoardTracker
@@ -58,7 +57,6 @@ from burnish.train.fingerprints import Inputs
 from burnish.train.intact import Intact
 from burnish.train.out_of_memory import OutOfMemory
 from burnish.train.ownership import (
-    TRAINER,
     behind,
     bring_back,
     claim,
@@ -125,7 +123,7 @@ class Run:
         self.progress = Progress(config.tracking.progress and layout.is_main)
         self.validate: Validation | None = None
         """Validates the current weights; set by the trainer where there are held-out data."""
-        self.mirror: Mirror | None = None
+        self.mirror: Destination | None = None
         """Where the run's directory is copied to."""
         self.intact = Intact(layout, self.progress)
         """Models in steps that were read against their hashes, as all have to be before they are loaded."""
@@ -305,7 +303,7 @@ class Run:
         self.save()
         self._report("stopped")
         meets = self.checkpoints.meets_on_mirror
-        place = self.mirror.remote if meets and self.mirror is not None else self.directory.root
+        place = self.mirror.url if meets and self.mirror is not None else self.directory.root
         patience = self.config.checkpoint.mirror_patience_seconds if meets else _GRACE_SECONDS
         if meets and self.layout.is_main:
             log.warning(

@@ -12,7 +12,7 @@ from checkpoints_for_tests import save_once
 from corruption import flip
 
 from burnish.checkpoint.destinations.mirror import Mirror, Sync
-from burnish.checkpoint.destinations.mirrored import write_mirrored
+from burnish.checkpoint.retention import write_mirrored
 from burnish.checkpoint.steps import committed
 from burnish.cli.main import main
 from burnish.files.remote import Remote
@@ -27,7 +27,7 @@ def far(tmp_path):
     mirror = Mirror(tmp_path / "run", remote, None, "this")
     for step in (1, 2, 3):
         save_once(mirror.root, step, seed=step)
-    Sync(mirror, lambda count: None).run()
+    Sync(mirror).run()
     steps = mirror.steps()
     steps.mark_damaged(steps.root / "step-00000003", "a flipped bit")
     remote.put("checkpoints/step-00000009/model/config.json", b"{}")

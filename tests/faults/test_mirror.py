@@ -11,7 +11,8 @@ from checkpoints_for_tests import BIG_SHAPES, fill_and_compare, make_state
 from fault_proxy import Fault
 from mirror_crashes import mirror_at, save, sync, try_kills, try_moment
 
-from burnish.checkpoint.destinations.mirror import Sync
+from burnish.checkpoint.destinations.mirror import Meter, Sync
+from burnish.checkpoint.destinations.run_mirror import RunMirror
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import committed, newest
@@ -139,13 +140,15 @@ def test_hdfs_killed_and_restarted_in_the_middle(hdfs_server, tmp_path, node):
     mirror = mirror_at(tmp_path / "run", remote)
     save(mirror, 1, BIG_SHAPES)
     sending = Break(hdfs_server, node, 1 << 20)
-    Sync(mirror, sending.hear).run()
+    meter = Meter()
+    meter.moved = sending.hear
+    Sync(mirror).run(meter)
     assert sending.came
     reading = Break(hdfs_server, node, 5 << 20)
     remote.hear = reading.hear
     check(mirror, 1)
     assert reading.came
     with Checkpoints(tmp_path / "empty", Layout()) as checkpoints:
-        checkpoints.mirror_to(mirror)
+        checkpoints.mirror_to(RunMirror(mirror, Layout()))
         resumed = checkpoints.resume(lambda step, source: None)
     assert str(resumed.step.path).startswith("hdfs://")

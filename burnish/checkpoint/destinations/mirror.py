@@ -1,7 +1,13 @@
-"""Sync a mirror with a run's directory: upload what is missing, remove what its retention drops.
+"""Sync a mirror with a run's directory: upload what is missing, remove what its retention drops. No torch here.
 
-Each sync compares both sides and remembers nothing, so a machine that dies leaves only work for the next. It runs in a process of
-its own (`burnish.checkpoint.destinations.uploader`). No torch here.
+Each sync compares both sides, so a machine that dies leaves only work for the next. A step's files go up first, then its manifest,
+then COMMIT, which makes it exist. Every file is read back and every block compared with the hash from the training processes'
+memory. ETags prove less: they are no content hash for multipart or encrypted uploads, and HDFS has none.
+
+Where machines share no disk, each disk has a portion: some of a step's files, in a directory `.portion-N.UUID`. The process of each
+disk sends its portion, and then puts a small object that names the files, `portions/step-N/UUID.DISK`: its word. When all files are
+named, the first disk's process puts manifest and COMMIT. The others wait for COMMIT. Then each removes its portion and its word. The
+mirror's retention keeps a step while there is a word of it. UUIDs tell attempts apart.
 """
 
 from __future__ import annotations
@@ -10,32 +16,69 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Container, Iterable, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import TypeVar
 
-from burnish.checkpoint.destinations.mirrored import write_mirrored
-from burnish.checkpoint.destinations.remote_steps import RemoteSteps
-from burnish.checkpoint.destinations.upload import Moved, upload
-from burnish.checkpoint.manifest import Commit
-from burnish.checkpoint.retention import Facts, Retention, completed, read_pins
-from burnish.checkpoint.steps import open_step, read_commit, step_paths
-from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
-from burnish.files.durable import naming_failures
+from burnish.checkpoint.destinations.remote_steps import PORTIONS, RemoteSteps
+from burnish.checkpoint.manifest import (
+    COMMIT,
+    COMMIT_LIMIT,
+    MANIFEST,
+    MANIFEST_LIMIT,
+    Commit,
+    FileRecord,
+    block_hash,
+    parse_commit,
+    parse_manifest,
+)
+from burnish.checkpoint.retention import Facts, Retention, completed, read_pins, write_mirrored
+from burnish.checkpoint.steps import (
+    SEAL,
+    TRASH,
+    Committed,
+    files_below,
+    open_step,
+    portion_paths,
+    read_commit,
+    read_small,
+    step_name,
+    step_paths,
+)
+from burnish.checkpoint.verify import verify_files
+from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, few
+from burnish.files.durable import discard, naming_failures
 from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage, Source
+from burnish.files.strict_json import encode_json, parse_json
 from burnish.tracking.rundir import CHECKPOINTS
 
 ENVIRONMENT = "environment.json"
 """The file that says which run a mirror belongs to, and which start of it has it."""
 ENVIRONMENT_LIMIT = 1 << 20
 """Most bytes that it may have."""
+LOOK_SECONDS = 1.0
+"""Between two looks at what the other disks have done."""
 
 _KEPT = ("rollouts", "tensorboard")
 _CHANGING = ("config.yaml", "metrics.jsonl", "report.html", f"{CHECKPOINTS}/pins.json")
+_FILES_AT_ONCE = 4
+_TRIES = 3
+_REPORTS = 100
+# Most messages of progress in one sync: they have to fit into the pipe, for nobody may be reading.
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Portion = tuple[Committed, list[str]]
+"""A step, at the path of what one disk has of it, and the names of the files that lie there."""
+Pause = Callable[[float], bool]
+"""Waits so many seconds; returns whether to wait no longer, for something else is to be done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +102,7 @@ class Mirror:
         return self.directory / CHECKPOINTS
 
     def steps(self) -> RemoteSteps:
-        """The steps on the mirror."""
+        """Return the steps on the mirror."""
         return RemoteSteps(self.remote.below(CHECKPOINTS))
 
     def check(self) -> None:
@@ -78,128 +121,129 @@ class Mirror:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What one process has seen or put on a mirror, and need not ask for again.
+class Meter:
+    """Tells which part of a sync's bytes has moved, in hundredths. Several threads may use it."""
 
-    Seals of local steps are read each time all the same: they decide what may be removed here.
-    """
+    def __init__(self, tell: Callable[[float], None] = lambda part: None) -> None:
+        self.total = 0
+        """Bytes to move at most: each is sent and read back."""
+        self._tell = tell
+        self._done = self._told = 0
+        self._lock = threading.Lock()
 
-    commits: dict[int, Commit] = field(default_factory=dict)
-    """The seals of its steps that are not here."""
-    facts: dict[int, Facts] = field(default_factory=dict)
-    """What retention asks of those that are not here."""
-    files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Size and time of the run's small files when they were sent."""
-
-    def forget(self, kept: Container[int]) -> None:
-        """Drop the steps that are gone from there."""
-        for known in (self.commits, self.facts):
-            for step in [step for step in known if step not in kept]:
-                del known[step]
+    def moved(self, count: int) -> None:
+        """Count so many bytes more."""
+        with self._lock:
+            self._done = min(self._done + count, self.total)
+            if self._done - self._told > self.total // _REPORTS:
+                self._told = self._done
+                self._tell(self._done / self.total)
 
 
 class Sync:
-    """One comparison of both sides; `run` acts on it. Raises `BurnishError`.
+    """The syncs of one process, which need not ask again for what it has seen or sent.
 
-    `seen` is what earlier syncs of this process know.
+    Local steps go only when the mirror has them, so the seals of their copies are read in every sync all the same.
     """
 
-    def __init__(self, mirror: Mirror, moved: Moved, seen: Seen | None = None) -> None:
+    def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
-        self._seen = seen or Seen()
-        self._moved = moved
         self._storage = LocalStorage()
         self._there = mirror.steps()
-        mirror.check()
-        self._paths = step_paths(mirror.root, self._storage)
-        self._local = _commits(self._paths, self._storage)
-        self._remote = self._find_remote()
-        self._facts: dict[int, Facts] = {}
-        self._pins: dict[int, str] | None = None
-        if mirror.retention is not None:
-            self._facts = self._find_facts(mirror.retention)
-            self._pins = _pins(mirror.root, self._storage)
-        self._unwanted = self._outlived(self._facts)
-        self.unseen: set[int] = set()
-        """After `run` or `retain`: steps that outlived their use on the mirror, and that another disk has yet to see there."""
+        self._words = self._there.remote.below(PORTIONS)
+        self._meter = Meter()
+        self._failed: CorruptError | None = None
+        self._apart: dict[int, Commit] = {}  # the seals of steps that only the mirror has
+        self._facts_apart: dict[int, Facts] = {}
+        self._outputs: dict[
+            str, tuple[int, int]
+        ] = {}  # sizes and times of files when they were sent
+        self._named: dict[str, frozenset[str]] = {}  # the files that a word names
 
-    def missing(self) -> list[int]:
-        """The committed steps that the mirror wants and has not, newest first."""
+    def run(self, meter: Meter | None = None, pause: Pause = lambda seconds: True) -> list[int]:
+        """Send the run's small files, then steps, newest first, then apply the mirror's retention; return the steps sent.
+
+        Small files go first, so a step is never there without its metrics. Portions come last; `pause` is called while they
+        wait for other disks, and what is missing when it says so is left for the next time. A step that is damaged or removed
+        meanwhile holds back no other; damage is raised at the end. Raises `BurnishError`.
+        """
+        self._meter, self._failed = meter or Meter(), None
+        self._mirror.check()
+        is_first = not self._mirror.disk
+        if is_first:
+            self._compare()
+        missing, portions = self._missing() if is_first else [], self._portions()
+        sizes = [self._local[step].total_bytes for step in missing]
+        sizes += [_size(step, names) for step, names in portions]
+        self._meter.total = 2 * sum(sizes)
+        sent: list[int] = []
+        if is_first:
+            self._send_outputs()
+            self._note()
+            for step in missing:
+                if self._send_step(step):
+                    sent.append(step)
+                    self._note()
+            self._retain()
+        made = self._bring(portions, pause)
+        if is_first and made:  # which may let other steps go
+            self._compare()
+            self._note()
+            while self._retain() and not pause(LOOK_SECONDS):
+                pass
+        if self._failed is not None:
+            raise self._failed
+        return sent + made
+
+    def _compare(self) -> None:
+        """Read what both sides have, and find what the mirror's retention would not keep of it."""
+        self._there.refresh()
+        self._paths = step_paths(self._mirror.root, self._storage)
+        self._local = _commits(self._paths, self._storage)
+        paths = step_paths(self._there.root, self._there)
+        apart = paths.keys() - self._local.keys()
+        self._apart = {step: commit for step, commit in self._apart.items() if step in apart}
+        unknown = {step: path for step, path in paths.items() if step not in self._apart}
+        found = _commits(unknown, self._there)
+        self._remote = self._apart | found
+        self._apart |= {step: commit for step, commit in found.items() if step in apart}
+        self._facts, self._pins = self._find_facts({step: paths[step] for step in apart})
+        self._unwanted = self._outlived(self._facts)
+
+    def _find_facts(
+        self, apart: Mapping[int, PurePath]
+    ) -> tuple[dict[int, Facts], Collection[int] | None]:
+        """Return what retention asks of the steps of both sides, and the pins; None if these cannot be read."""
+        retention, known = self._mirror.retention, self._facts_apart
+        if retention is None:
+            return {}, None
+        for step in known.keys() - apart.keys():
+            del known[step]
+        facts = [retention.fact(path, self._storage) for path in self._paths.values()]
+        facts += [retention.fact(path, self._there) for s, path in apart.items() if s not in known]
+        both = known | {each.step: each for each in facts if each is not None}
+        known |= {step: fact for step, fact in both.items() if step in apart}
+        try:
+            pins = read_pins(self._mirror.root, self._storage)
+        except CorruptError as error:
+            _log.warning("nothing is removed from the mirror: %s", error)
+            pins = None
+        return {each.step: each for each in completed(both.values())}, pins
+
+    def _outlived(self, steps: Iterable[int]) -> set[int]:
+        """Return which of these the mirror's retention would not keep, if these were all."""
+        if self._mirror.retention is None or self._pins is None:
+            return set()
+        facts = [self._facts[step] for step in steps if step in self._facts]
+        return set(self._mirror.retention.outlived(facts, self._pins))
+
+    def _missing(self) -> list[int]:
+        """Return the committed steps that the mirror wants and has not, newest first."""
         return [
             step
             for step, commit in sorted(self._local.items(), reverse=True)
             if self._remote.get(step) != commit and step not in self._unwanted
         ]
-
-    def size(self) -> int:
-        """Bytes to be moved: each is sent and read back."""
-        return 2 * sum(self._local[step].total_bytes for step in self.missing())
-
-    def run(self) -> list[int]:
-        """Send the run's small files, then steps, then apply the mirror's retention; return the steps sent.
-
-        Files go first, so a step is never there without its metrics. A step that is damaged or removed meanwhile holds back no other;
-        damage is raised at the end.
-        """
-        sent, failed = [], None
-        send_outputs(self._mirror.directory, self._mirror.remote, self._seen.files)
-        self._note()
-        for step in self.missing():
-            try:
-                if self._send(step):
-                    sent.append(step)
-                    self._note()
-            except CorruptError as error:
-                failed = failed or error
-        self.retain()
-        if failed is not None:
-            raise failed
-        return sent
-
-    def _send(self, step: int) -> bool:
-        """Whether it was there to be sent."""
-        path = self._paths[step]
-        try:
-            with naming_failures(f"{path} cannot be read"):
-                opened = open_step(path, self._storage)
-                upload(opened, self._there, self._mirror.check, self._moved)
-        except BurnishError:
-            if path.exists():
-                raise
-            _log.warning("%s is not on the mirror: it went from here meanwhile", path)
-            return False
-        # Where another step of this number was, its removal may have hung and still come: the next sync will tell.
-        if self._remote.pop(step, None) is None:
-            self._remote[step] = self._local[step]
-        return True
-
-    def _find_remote(self) -> dict[int, Commit]:
-        """The seals on the mirror; of steps that are not here, only the unknown are read."""
-        paths, known = step_paths(self._there.root, self._there), self._seen.commits
-        self._seen.forget(paths.keys() - self._local.keys())
-        found = _commits({s: path for s, path in paths.items() if s not in known}, self._there)
-        known |= {step: commit for step, commit in found.items() if step not in self._local}
-        return known | found
-
-    def _find_facts(self, retention: Retention) -> dict[int, Facts]:
-        """What retention asks, of the steps of both sides."""
-        paths = step_paths(self._there.root, self._there)
-        found = [retention.fact(path, self._storage) for path in self._paths.values()]
-        known = self._seen.facts
-        for step in paths.keys() - self._local.keys() - known.keys():
-            fact = retention.fact(paths[step], self._there)
-            if fact is not None:
-                known[step] = fact
-        both = known | {each.step: each for each in found if each is not None}
-        return {each.step: each for each in completed(both.values())}
-
-    def _outlived(self, steps: Iterable[int]) -> set[int]:
-        """Which of these the mirror's retention would not keep, if these were all."""
-        if self._mirror.retention is None or self._pins is None:
-            return set()
-        facts = [self._facts[step] for step in steps if step in self._facts]
-        return set(self._mirror.retention.outlived(facts, self._pins))
 
     def _note(self) -> None:
         """Write down which local steps need not be kept for the mirror's sake."""
@@ -211,34 +255,260 @@ class Sync:
         with naming_failures(f"{self._mirror.root} cannot be written"):
             write_mirrored(self._mirror.root, str(self._mirror.remote), settled, self._storage)
 
-    def retain(self) -> None:
-        """Remove what the mirror's retention drops and what was never finished, but nothing that another disk may be using."""
+    def _retain(self) -> set[int]:
+        """Remove what retention drops and what was never finished; return the steps that another disk has yet to see there."""
         there = self._there
         there.refresh()
         alone, outlived = self._mirror.disk is None, self._outlived(self._remote)
         told = set[str]() if alone else there.told()
-        self.unseen = {step for step in outlived if self._remote[step].uuid in told}
-        gone = outlived - self.unseen
-        for path in [path for step, path in step_paths(there.root, there).items() if step in gone]:
+        unseen = {step for step in outlived if self._remote[step].uuid in told}
+        paths = step_paths(there.root, there)
+        for step in paths.keys() & outlived - unseen:
             self._mirror.check()
-            there.remove(path)
+            there.remove(paths[step])
         if alone:
-            clear_unfinished(self._mirror, there)
+            there.clear(self._mirror.check)
+        return unseen
+
+    def _send_step(self, step: int) -> bool:
+        """Send a whole step; return whether it was there to be sent."""
+
+        def send(path: Path) -> bool:
+            opened = open_step(path, self._storage)
+            if self._send_files(opened, opened.manifest.files):
+                self._seal(opened)
+            return True
+
+        if not self._tried(self._paths[step], send):
+            return False
+        # Where another step of this number was, its removal may have hung and still come: the next sync will tell.
+        if self._remote.pop(step, None) is None:
+            self._remote[step] = self._local[step]
+        return True
+
+    def _tried(self, path: Path, use: Callable[[Path], T]) -> T | None:
+        """Return what comes of using what lies at a path; None if it is damaged or has gone from there."""
+        try:
+            with naming_failures(f"{path} cannot be read"):
+                return use(path)
+        except BurnishError as error:
+            if self._storage.kind(path) is None:
+                _log.warning("%s is not on the mirror: it went from here meanwhile", path)
+            elif isinstance(error, CorruptError):
+                self._failed = self._failed or error
+            else:
+                raise
+            return None
+
+    def _send_files(self, step: Committed, names: Iterable[str]) -> bool:
+        """Send these files of a local step; return False if its COMMIT is there already.
+
+        Compares and keeps what an interrupted upload left; first removes another step of this number and foreign files.
+        """
+        remote = self._place_of(step)
+        sizes = {file.name: file.size for file in remote.files()}
+        if COMMIT in sizes:
+            if remote.read(COMMIT, COMMIT_LIMIT) == step.commit.encode():
+                return False
+            self._mirror.check()
+            remote.remove(COMMIT)
+        for name in sizes.keys() - step.manifest.files.keys() - {COMMIT}:
+            remote.remove(name)
+        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+            sending = [
+                pool.submit(self._send_file, step, name, remote, sizes.get(name)) for name in names
+            ]
+            try:
+                for each in sending:
+                    each.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return True
+
+    def _send_file(self, step: Committed, name: str, remote: Remote, there: int | None) -> None:
+        """Send a file until it reads back as committed; do nothing if it is there already."""
+        self._mirror.check()
+        record = step.manifest.files[name]
+        if there == record.size and self._is_intact(remote, name, record):
+            self._meter.moved(record.size)
+            return
+        for _ in range(_TRIES):
+            remote.put_file(name, Path(step.path) / name, self._meter.moved)
+            if self._is_intact(remote, name, record):
+                return
+        for damage in verify_files(step, [name]):
+            raise damage
+        raise BurnishError(
+            f"{remote.url.below(name)} is not what was sent, {_TRIES} times",
+            have="a file of which a block read back has another hash",
+            want="the bytes that were committed",
+            do="see that the service is in order",
+        )
+
+    def _is_intact(self, remote: Remote, name: str, record: FileRecord) -> bool:
+        """Return whether a file's blocks, read back, have the hashes that they had when they were committed."""
+        buffer = memoryview(bytearray(min(record.block_bytes, record.size)))
+        for number, wanted in enumerate(record.blocks):
+            start = number * record.block_bytes
+            block = buffer[: min(record.block_bytes, record.size - start)]
+            try:
+                remote.read_into(name, block, start)
+            except CorruptError:  # it ends before
+                return False
+            if block_hash(block) != wanted:
+                return False
+            self._meter.moved(len(block))
+        return True
+
+    def _seal(self, step: Committed) -> None:
+        """Put the manifest and COMMIT of a step whose files are all there."""
+        remote = self._place_of(step)
+        for name, data in ((MANIFEST, step.manifest.encode()), (COMMIT, step.commit.encode())):
+            self._mirror.check()
+            remote.put(name, data)
+            if remote.read(name, MANIFEST_LIMIT) != data:
+                raise BurnishError(
+                    f"{remote.url.below(name)} is not what was sent",
+                    have="other bytes, when it was read back",
+                    want=f"the {len(data)} bytes that were sent",
+                    do="see that the service is in order, and that nobody else writes there",
+                )
+
+    def _place_of(self, step: Committed) -> Remote:
+        return self._there.remote.below(step_name(step.step))
+
+    def _portions(self) -> list[Portion]:
+        """Return the portions on this disk, newest first."""
+        paths = reversed(portion_paths(self._mirror.root, self._storage))
+        found = [
+            self._tried(path, lambda path: open_portion(path, self._storage)) for path in paths
+        ]
+        return [portion for portion in found if portion is not None]
+
+    def _bring(self, portions: Iterable[Portion], pause: Pause) -> list[int]:
+        """Send portions, wait for other disks', and return the steps that the mirror then has."""
+        waiting = [step for step, names in portions if self._send_portion(step, names)]
+        done: list[int] = []
+        while waiting:
+            for step in [each for each in waiting if self._is_whole(each)]:
+                waiting.remove(step)
+                done.append(step.step)
+                self._remove(step)
+            if waiting and pause(LOOK_SECONDS):
+                break
+        return done
+
+    def _send_portion(self, step: Committed, names: list[str]) -> bool:
+        """Send a portion and say so; return False if it is damaged, has gone, or is the next process's to send."""
+        if self._words.stat(self._word(step)) is not None:
+            self._meter.moved(2 * _size(step, names))
+            return True
+        is_new = self._tried(Path(step.path), lambda path: self._send_files(step, names))
+        if not is_new:
+            return is_new is not None
+        if self._mirror.remote.may_change_late:
+            return False  # the process after this one says so, over which nothing can come
+        self._mirror.check()
+        self._words.put(self._word(step), encode_json({"files": names}))
+        return True
+
+    def _is_whole(self, step: Committed) -> bool:
+        """Return whether the step is on the mirror; the first disk commits it once all files are there."""
+        is_sealed = False
+        with suppress(MissingError):
+            is_sealed = self._place_of(step).read(COMMIT, COMMIT_LIMIT) == step.commit.encode()
+        if is_sealed or self._mirror.disk:
+            return is_sealed
+        if not self._files_named(step) >= step.manifest.files.keys():
+            return False
+        self._require_all(step)
+        self._seal(step)
+        return True
+
+    def _require_all(self, step: Committed) -> None:
+        """Raise `BurnishError` if a sent file is gone; then all are looked at again."""
+        there = self._place_of(step)
+        found = {file.name: file.size for file in there.files()}
+        files = step.manifest.files
+        gone = [name for name, record in files.items() if found.get(name) != record.size]
+        if gone:
+            self._mirror.check()
+            self._words.remove_below(step_name(step.step))
+            raise BurnishError(
+                f"{there} is not what the disks have sent",
+                have=f"without, or in another size: {few(gone)}",
+                want=f"the {len(files)} files of {MANIFEST}",
+                do="see that nobody else removes or writes files there; they are sent again",
+            )
+
+    def _word(self, step: Committed) -> str:
+        """The object by which this disk says that all of its portion was sent."""
+        return f"{step_name(step.step)}/{step.commit.uuid}.{self._mirror.disk or 0}"
+
+    def _files_named(self, step: Committed) -> set[str]:
+        """Return the files that the disks say they have sent of this writing of a step."""
+        found: set[str] = set()
+        for file in self._words.files(step_name(step.step)):
+            if file.name.startswith(f"{step_name(step.step)}/{step.commit.uuid}."):
+                if file.name not in self._named:
+                    text = self._words.read(file.name, MANIFEST_LIMIT)
+                    told = parse_json(text, f"{self._words.url.below(file.name)}")
+                    self._named[file.name] = frozenset(told["files"])
+                found |= self._named[file.name]
+        return found
+
+    def _remove(self, step: Committed) -> None:
+        """Make room here for a portion that is on the mirror; after that nobody needs its word."""
+        path = Path(step.path)
+        with naming_failures(f"{path} cannot be removed"):
+            discard(self._storage, path, self._mirror.root / TRASH)
+        self._words.remove(self._word(step))
+
+    def _send_outputs(self) -> None:
+        """Copy the run's files beside its steps: configuration, metrics, report, rollouts, events, pins.
+
+        Files in subdirectories are sent if their size differs there, others if they have changed since they were sent.
+        """
+        directory, remote = self._mirror.directory, self._mirror.remote
+        there = {file.name: file.size for kept in _KEPT for file in remote.files(kept)}
+        changing = [directory / name for name in _CHANGING]
+        kept = [path for each in _KEPT for path in sorted((directory / each).rglob("*"))]
+        for path in changing + kept:
+            name = path.relative_to(directory).as_posix()
+            with naming_failures(f"{path} cannot be read"), suppress(FileNotFoundError):
+                state = path.stat()
+                mark = (state.st_size, state.st_mtime_ns)
+                if path in changing and self._outputs.get(name) != mark:
+                    _put_copy(remote, name, path)
+                    self._outputs[name] = mark
+                elif path in kept and path.is_file() and there.get(name) != state.st_size:
+                    _put_copy(remote, name, path)
 
 
-def clear_unfinished(mirror: Mirror, there: RemoteSteps) -> None:
-    """Remove what earlier starts sent and did not seal, while nobody sends.
+def open_portion(path: Path, storage: Source) -> Portion:
+    """Open the portion at `path`. Raises `CorruptError` unless seal, manifest and names are in order."""
+    seal = read_small(path, SEAL, COMMIT_LIMIT, storage)
+    commit = parse_commit(seal, f"{path / SEAL}")
+    data = read_small(path, MANIFEST, MANIFEST_LIMIT, storage)
+    manifest = parse_manifest(data, commit, f"{path / MANIFEST}")
+    names = {name for name, _ in files_below(path, "", storage)} - {SEAL, MANIFEST}
+    if alien := names - manifest.files.keys():
+        raise CorruptError(
+            f"{path / min(alien)} is in no manifest",
+            have="a file that was not saved with the step",
+            want="files of the manifest",
+            do="move it away",
+        )
+    return Committed(path, commit, manifest, {}), sorted(names)
 
-    A seal that a listing lacks is asked for: stores may list late.
-    """
-    for path in there.unfinished():
-        mirror.check()
-        if not there.is_sealed(path):
-            there.remove(path)
+
+def _size(step: Committed, names: Iterable[str]) -> int:
+    return sum(step.manifest.files[name].size for name in names)
 
 
 def _commits(paths: Mapping[int, PurePath], source: Source) -> dict[int, Commit]:
-    """The seals of these steps; those that cannot be read are named in the log."""
+    """Return the seals of these steps; those that cannot be read are named in the log."""
     found = {}
     for step, path in paths.items():
         try:
@@ -246,36 +516,6 @@ def _commits(paths: Mapping[int, PurePath], source: Source) -> dict[int, Commit]
         except (CorruptError, IncompatibleError) as error:
             _log.warning("not mirrored, for it cannot be read: %s", error)
     return found
-
-
-def _pins(root: Path, storage: Source) -> dict[int, str] | None:
-    """The pinned steps; None when they cannot be read, and all count as pinned."""
-    try:
-        return read_pins(root, storage)
-    except CorruptError as error:
-        _log.warning("nothing is removed from the mirror: %s", error)
-        return None
-
-
-def send_outputs(directory: Path, remote: Remote, sent: dict[str, tuple[int, int]]) -> None:
-    """Copy the run's files beside its steps: configuration, metrics, report, rollouts, events, pins.
-
-    Files in subdirectories are sent if their size differs there; others if size and time differ from those in `sent`, which is
-    updated. Copies are sent, since training goes on writing. Raises `BurnishError`.
-    """
-    there = {file.name: file.size for kept in _KEPT for file in remote.files(kept)}
-    changing = [directory / name for name in _CHANGING]
-    kept = [path for each in _KEPT for path in sorted((directory / each).rglob("*"))]
-    for path in changing + kept:
-        name = path.relative_to(directory).as_posix()
-        with naming_failures(f"{path} cannot be read"), suppress(FileNotFoundError):
-            state = path.stat()
-            mark = (state.st_size, state.st_mtime_ns)
-            if path in changing and sent.get(name) != mark:
-                _put_copy(remote, name, path)
-                sent[name] = mark
-            elif path in kept and path.is_file() and there.get(name) != state.st_size:
-                _put_copy(remote, name, path)
 
 
 def _put_copy(remote: Remote, name: str, source: Path) -> None:

@@ -5,8 +5,8 @@ Files arrive one by one, so a step exists when its COMMIT does, which comes last
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import PurePath, PurePosixPath
 from typing import NoReturn, Self
 
@@ -61,9 +61,9 @@ class RemoteSteps:
         """The same files, to be changed."""
         self.root = RemotePath.of(remote.url)
         """The directory."""
+        self.block = lru_cache(_BLOCKS_HELD)(self._read_block)
+        """Returns a block by its file's name and its number. The last few are kept."""
         self._listed: tuple[str, dict[str, int]] | None = None
-        self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
-        self._lock = threading.Lock()
 
     def entries(self, path: PurePath) -> list[Entry]:
         """What is in a directory; steps without COMMIT are not."""
@@ -74,13 +74,10 @@ class RemoteSteps:
         for each, size in sizes.items():
             if each.startswith(prefix):
                 head, inside, _ = each.removeprefix(prefix).partition("/")
-                found[head] = Entry(head, "directory", 0) if inside else Entry(head, "file", size)
-        if not name:
-            found = {
-                head: entry
-                for head, entry in found.items()
-                if entry.kind == "file" or f"{head}/{COMMIT}" in sizes
-            }
+                if not inside:
+                    found[head] = Entry(head, "file", size)
+                elif name or f"{head}/{COMMIT}" in sizes:
+                    found[head] = Entry(head, "directory", 0)
         return [found[head] for head in sorted(found)]
 
     def kind(self, path: PurePath) -> Kind | None:
@@ -98,49 +95,15 @@ class RemoteSteps:
         return RemoteReader(self, self.name_of(path))
 
     def size(self, name: str) -> int:
-        """A file's length in bytes. Raises `FileNotFoundError`."""
-        found = self.remote.stat(name)
-        if found is None:
+        """A file's length in bytes, as listed, or asked for. Raises `FileNotFoundError`."""
+        if self._listed is not None and name in self._listed[1]:
+            return self._listed[1][name]
+        if (found := self.remote.stat(name)) is None:
             raise FileNotFoundError(f"{self.remote.url.below(name)}")
         return found.size
 
-    def read_into(self, name: str, buffer: memoryview, offset: int) -> int:
-        """Fill the buffer from byte `offset` of a file, up to the end of its block; return the number of bytes.
-
-        Fetches whole blocks, since a hash is of all of it. Raises `EOFError` if the file ends before.
-        """
-        block, start = divmod(offset, BLOCK_BYTES)
-        part = buffer[: BLOCK_BYTES - start]
-        if start == 0 and len(part) == BLOCK_BYTES:
-            self._fetch(name, part, offset)
-            return len(part)
-        data = self._block(name, block)
-        if start + len(part) > len(data):
-            raise EOFError(f"the file ends {start + len(part) - len(data)} bytes too early")
-        part[:] = data[start : start + len(part)]
-        return len(part)
-
-    def _block(self, name: str, number: int) -> bytes:
-        """A block of a file, one of the last that were read or fetched."""
-        with self._lock:
-            if (name, number) in self._blocks:
-                self._blocks.move_to_end((name, number))
-                return self._blocks[name, number]
-        start = number * BLOCK_BYTES
-        data = bytearray(max(0, min(BLOCK_BYTES, self._length(name) - start)))
-        self._fetch(name, memoryview(data), start)
-        with self._lock:
-            self._blocks[name, number] = bytes(data)
-            while len(self._blocks) > _BLOCKS_HELD:
-                self._blocks.popitem(last=False)
-            return self._blocks[name, number]
-
-    def _length(self, name: str) -> int:
-        """A file's length, as listed, or asked for."""
-        listed = self._listed[1] if self._listed else {}
-        return listed[name] if name in listed else self.size(name)
-
-    def _fetch(self, name: str, buffer: memoryview, offset: int) -> None:
+    def read_into(self, name: str, buffer: memoryview, offset: int) -> None:
+        """Fill the buffer from byte `offset` of a file."""
         try:
             self.remote.read_into(name, buffer, offset)
         except MissingError as error:
@@ -148,34 +111,40 @@ class RemoteSteps:
         except CorruptError as error:
             raise EOFError(f"the file is too short: {error.have}") from error
 
-    def unfinished(self) -> list[RemotePath]:
-        """Return unsealed directories with a step's name, as last listed, and the objects about them."""
-        damaged = self.damaged()
-        names = [name for name in self._unsealed() if name not in damaged]
-        return [self.root / name for name in [*names, *([PORTIONS] if self.told() else [])]]
+    def _read_block(self, name: str, number: int) -> bytes:
+        start = number * BLOCK_BYTES
+        data = bytearray(max(0, min(BLOCK_BYTES, self.size(name) - start)))
+        self.read_into(name, memoryview(data), start)
+        return bytes(data)
+
+    def damaged(self) -> list[str]:
+        """Return the names of the steps that were marked as damaged, as last listed."""
+        sizes = self._sizes("")
+        heads = {name.partition("/")[0] for name in sizes if name.endswith(f"/{DAMAGED}")}
+        return sorted(head for head in heads if f"{head}/{COMMIT}" not in sizes)
+
+    def unfinished(self) -> list[str]:
+        """Return the names of other directories without COMMIT that are called like steps, and of that of the words."""
+        sizes = self._sizes("")
+        heads = {name.partition("/")[0] for name in sizes}
+        left = {head for head in heads if step_number(head) is not None}
+        left -= {head for head in left if f"{head}/{COMMIT}" in sizes}
+        return sorted(left - {*self.damaged()} | heads & {PORTIONS})
 
     def told(self) -> set[str]:
-        """The uuids of writings of steps of which there is a disk's word, as last listed."""
+        """Return the uuids of steps of which a disk has left its word, as last listed."""
         words = [name for name in self._sizes("") if name.startswith(f"{PORTIONS}/")]
         return {name.rpartition("/")[2].partition(".")[0] for name in words}
 
-    def damaged(self) -> list[str]:
-        """Names of the steps that were marked as damaged, as last listed."""
-        sizes = self._sizes("")
-        return [name for name in self._unsealed() if f"{name}/{DAMAGED}" in sizes]
+    def clear(self, check: Callable[[], None]) -> None:
+        """Remove what is unfinished, while nobody sends. `check` is called before each removal.
 
-    def _unsealed(self) -> list[str]:
-        sizes = self._sizes("")
-        heads = {name.partition("/")[0] for name in sizes if "/" in name}
-        return sorted(
-            head
-            for head in heads
-            if step_number(head) is not None and f"{head}/{COMMIT}" not in sizes
-        )
-
-    def is_sealed(self, path: PurePath) -> bool:
-        """Whether what lies there is a step with a COMMIT, which is asked for whatever was listed."""
-        return self.remote.stat(f"{self.name_of(path)}/{COMMIT}") is not None
+        A COMMIT that a listing lacks is asked for: stores may list late.
+        """
+        for name in self.unfinished():
+            check()
+            if self.remote.stat(f"{name}/{COMMIT}") is None:
+                self.remove(self.root / name)
 
     def remove(self, path: PurePath) -> None:
         """Remove a step: first the COMMIT, without which the rest is none."""
@@ -196,8 +165,7 @@ class RemoteSteps:
 
     def refresh(self) -> None:
         """Forget what was listed and read."""
-        with self._lock:
-            self._blocks.clear()
+        self.block.cache_clear()
         self._listed = None
 
     def _sizes(self, name: str) -> dict[str, int]:
@@ -212,7 +180,7 @@ class RemoteSteps:
 
 
 class RemoteReader(Closing):
-    """A file behind a URL; a `ReadableFile`."""
+    """A file behind a URL; a `ReadableFile`. Parts of a block are taken from the whole block, since a hash is of all of it."""
 
     def __init__(self, steps: RemoteSteps, name: str) -> None:
         self._steps = steps
@@ -226,8 +194,16 @@ class RemoteReader(Closing):
         """Fill the whole buffer from `offset`."""
         left = memoryview(buffer).cast("B")
         while left:
-            count = self._steps.read_into(self._name, left, offset)
-            left, offset = left[count:], offset + count
+            number, start = divmod(offset, BLOCK_BYTES)
+            part = left[: BLOCK_BYTES - start]
+            if len(part) == BLOCK_BYTES:
+                self._steps.read_into(self._name, part, offset)
+            else:
+                data = self._steps.block(self._name, number)[start : start + len(part)]
+                if len(data) < len(part):
+                    raise EOFError(f"the file ends {len(part) - len(data)} bytes too early")
+                part[:] = data
+            left, offset = left[len(part) :], offset + len(part)
 
     def close(self) -> None:
         """Nothing was opened."""

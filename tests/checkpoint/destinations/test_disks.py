@@ -26,14 +26,12 @@ from hypothesis import strategies as st
 from mirror_crashes import mirror_at
 from ranks import run_ranks
 
-from burnish.checkpoint.destinations.disks import Disks
-from burnish.checkpoint.destinations.mirror import Seen
-from burnish.checkpoint.destinations.partial_checkpoints import open_portion, portion_paths
-from burnish.checkpoint.destinations.partial_sync import PortionSync
-from burnish.checkpoint.destinations.uploader import _synced
+from burnish.checkpoint.destinations.mirror import Sync, open_portion
+from burnish.checkpoint.destinations.run_mirror import RunMirror
+from burnish.checkpoint.disks import Disks
 from burnish.checkpoint.layout import owners_by_disk
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.steps import PORTION, committed
+from burnish.checkpoint.steps import PORTION, committed, portion_paths
 from burnish.checkpoint.verify import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, UsageError
@@ -113,21 +111,21 @@ def test_a_portion_is_whole_files_and_no_step(tmp_path):
     disks = where(tmp_path, 0, 1, 1)
     run_ranks(save_portions, 3, disks, 1, BIG_SHAPES)
     portions = [open_portion(*portions_on(disks, rank), LOCAL) for rank in (0, 1)]
-    first, second = (portion.files.keys() for portion in portions)
-    assert first | second == portions[0].step.manifest.files.keys()
-    assert not first & second
+    (step, first), (_, second) = portions
+    assert {*first, *second} == step.manifest.files.keys()
+    assert not {*first} & {*second}
     assert "state.json" in first
-    for portion in portions:
-        assert portion.step.manifest == portions[0].step.manifest
-        assert committed(portion.step.path.parent) == []
-    sizes = [portion.size for portion in portions]
+    for portion, _ in portions:
+        assert portion.manifest == step.manifest
+        assert committed(portion.path.parent) == []
+    sizes = [sum(step.manifest.files[name].size for name in names) for _, names in portions]
     assert sum(sizes) / 5 < sizes[0] < sizes[1]  # two ranks write the second
 
 
 def save_in_the_background(layout, disks):
     """By all the processes that there are in a run."""
     with disks.open(layout, background_timeout=250) as checkpoints:
-        checkpoints.mirror_to(disks.mirror(layout.rank))
+        checkpoints.mirror_to(RunMirror(disks.mirror(layout.rank), layout))
         assert checkpoints.resume(lambda step, source: None) is None
         for step in (1, 2):
             checkpoints.begin_save(step, contents_of(*make_state(step), layout))
@@ -166,7 +164,7 @@ def test_any_number_of_empty_disks_goes_on(tmp_path, s3_server):
 
     with Where(tmp_path / "one", url, (0,)).open(Layout()) as checkpoints:
         assert not checkpoints.meets_on_mirror
-        checkpoints.mirror_to(disks.mirror(0))
+        checkpoints.mirror_to(RunMirror(disks.mirror(0), Layout()))
         assert checkpoints.resume(compare).step.step == 2
 
 
@@ -278,7 +276,7 @@ def test_a_save_that_fails_on_one_disk_leaves_nothing_on_any(tmp_path):
 def lose_and_heal(layout, disks):
     """The mirror is away for one of the disks, for a while; what is said at the end then, and when it is back."""
     with disks.open(layout) as checkpoints:
-        checkpoints.mirror_to(disks.mirror(layout.rank))
+        checkpoints.mirror_to(RunMirror(disks.mirror(layout.rank), layout))
         environment = disks.directory / "far" / "environment.json"
         if layout.is_main:
             environment.rename(environment.with_name("away"))
@@ -301,7 +299,7 @@ def sync(mirror, disk, looks=0):
     """What a disk's process does that looks so often whether the others are ready."""
     left = iter(range(looks))
     mirror = replace(mirror, disk=disk)
-    return PortionSync(mirror, lambda count: None).run(lambda s: next(left, None) is None)
+    return Sync(mirror).run(pause=lambda seconds: next(left, None) is None)
 
 
 @pytest.fixture
@@ -325,9 +323,9 @@ def test_nobody_waits_for_another_on_the_way(two):
 
 def test_a_word_of_another_writing_does_not_count(two):
     disks, first, second = two
-    portion = open_portion(*portions_on(disks, 1), LOCAL)
-    word = json.dumps({"files": list(portion.files)}).encode()
-    for name in portion.files:
+    _, names = open_portion(*portions_on(disks, 1), LOCAL)
+    word = json.dumps({"files": names}).encode()
+    for name in names:
         first.remote.put(f"checkpoints/step-00000001/{name}", b"of an attempt before")
     first.remote.put("checkpoints/portions/step-00000001/another.1", word)
     assert sync(first, 0, looks=3) == []
@@ -341,7 +339,7 @@ def test_nothing_is_sealed_that_is_not_there(two):
     """Somebody removes a file after it was read back: it is sent again."""
     disks, first, second = two
     sync(second, 1)
-    name = next(iter(open_portion(*portions_on(disks, 1), LOCAL).files))
+    name = open_portion(*portions_on(disks, 1), LOCAL)[1][0]
     first.remote.remove(f"checkpoints/step-00000001/{name}")
     with pytest.raises(BurnishError) as caught:
         sync(first, 0)
@@ -388,12 +386,11 @@ def test_the_mirrors_retention_leaves_what_another_disk_has_not_seen_sealed(tmp_
     run_ranks(save_twice, 2, disks)
     first, second = replace(disks.mirror(0), disk=0, retention=Retention(1)), disks.mirror(1)
     sync(second, 1)
-    synced = _synced(first, Seen(), lambda progress: None, lambda seconds: True)
-    assert (synced.steps, synced.error) == ((2, 1), None)
+    assert Sync(first).run() == [2, 1]
     assert steps_on(disks) == [1, 2]
     assert sync(second, 1) == [2, 1]
     assert [portions_on(disks, rank) for rank in (0, 1)] == [[], []]
-    _synced(first, Seen(), lambda progress: None, lambda seconds: True)
+    Sync(first).run()
     assert steps_on(disks) == [2]
 
 
@@ -407,7 +404,7 @@ def test_the_mirrors_retention_waits_until_all_disks_have_seen_what_it_removes(t
         assert steps_on(disks) == [1, 2]
         return not sync(second, 1)
 
-    assert _synced(first, Seen(), lambda progress: None, pause).error is None
+    assert Sync(first).run(pause=pause) == [2, 1]
     assert steps_on(disks) == [2]
 
 
@@ -417,7 +414,7 @@ def test_nobody_asks_for_the_words_of_disks_that_are_no_more(tmp_path):
     sync(disks.mirror(1), 1)
     sync(disks.mirror(0), 0)
     alone = replace(disks.mirror(0), retention=Retention(1))
-    assert _synced(alone, Seen(), lambda progress: None, lambda seconds: True).error is None
+    assert Sync(alone).run() == []
     assert steps_on(disks) == [2]
     assert not any("portions" in file.name for file in alone.remote.files())
 
@@ -426,10 +423,9 @@ def test_the_mirrors_retention_counts_what_was_just_sealed(two):
     disks, first, second = two
     sync(second, 1)
     mirror = replace(first, disk=0, retention=Retention(1))
-    synced = _synced(mirror, Seen(), lambda progress: None, lambda seconds: True)
-    assert (synced.steps, synced.error) == ((1,), None)
+    assert Sync(mirror).run() == [1]
     sync(second, 1)
     run_ranks(save_portions, 2, disks, 2)
     sync(second, 1)
-    assert _synced(mirror, Seen(), lambda progress: None, lambda seconds: True).steps == (2,)
+    assert Sync(mirror).run() == [2]
     assert steps_on(disks) == [2]

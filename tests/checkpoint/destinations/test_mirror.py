@@ -11,19 +11,11 @@ import pytest
 from checkpoints_for_tests import contents_of, fill_and_compare, make_state, save_once
 from corruption import flip
 
-from burnish.checkpoint.destinations.mirror import (
-    Mirror,
-    Seen,
-    Sync,
-    clear_unfinished,
-    send_outputs,
-)
-from burnish.checkpoint.destinations.mirrored import MIRRORED, read_mirrored
+from burnish.checkpoint.destinations.mirror import Meter, Mirror, Sync
 from burnish.checkpoint.destinations.remote_steps import DAMAGED, RemotePath
-from burnish.checkpoint.destinations.upload import upload
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.retention import Retention, holding_pins
+from burnish.checkpoint.retention import MIRRORED, Retention, holding_pins, read_mirrored
 from burnish.checkpoint.steps import committed, newest, open_step, read_commit
 from burnish.checkpoint.verify import verify, verify_quickly
 from burnish.distributed.layout import Layout
@@ -95,8 +87,8 @@ def mirror_at(url, tmp_path, keep=None):
     return Mirror(tmp_path / "run", remote, Retention(keep) if keep else None, "this")
 
 
-def sync(mirror, moved=lambda count: None, seen=None):
-    return Sync(mirror, moved, seen).run()
+def sync(mirror):
+    return Sync(mirror).run()
 
 
 def on_mirror(mirror):
@@ -216,7 +208,7 @@ def test_a_listing_that_lacks_a_seal_costs_no_step(mirror, monkeypatch):
         return [each for each in listed(self, *arguments) if not each.name.endswith("00003/COMMIT")]
 
     monkeypatch.setattr(type(mirror.remote), "files", lacking)
-    clear_unfinished(mirror, mirror.steps())
+    mirror.steps().clear(mirror.check)
     monkeypatch.undo()
     assert on_mirror(mirror) == [3]
 
@@ -338,13 +330,13 @@ def test_the_files_of_a_run_go_along(mirror):
     (run / "rollouts").mkdir()
     for name in ("config.yaml", "metrics.jsonl", "report.html", "rollouts/step-1.jsonl", ".tmp"):
         (run / name).write_text(f"this is {name}")
-    sent = {}
-    send_outputs(run, mirror.remote, sent)
+    both = Sync(mirror)
+    both.run()
     assert mirror.remote.read("rollouts/step-1.jsonl", 100) == b"this is rollouts/step-1.jsonl"
     mirror.remote.calls.clear()
     (run / "metrics.jsonl").write_text("THIS IS metrics.jsonl")
     os.utime(run / "metrics.jsonl", (1, 1))  # clocks are coarse
-    send_outputs(run, mirror.remote, sent)
+    both.run()
     assert mirror.remote.read("metrics.jsonl", 100) == b"THIS IS metrics.jsonl"
     put = {name.rpartition("/")[2] for name in mirror.remote.done("put")}
     assert put == {"metrics.jsonl"}
@@ -352,17 +344,17 @@ def test_the_files_of_a_run_go_along(mirror):
 
 def test_progress_counts_every_byte_twice(mirror):
     save_once(mirror.root, 1)
-    moved = []
-    one = Sync(mirror, moved.append)
-    total = one.size()
-    one.run()
-    assert total == 2 * committed(mirror.root)[0].manifest.total_bytes
-    assert sum(moved) >= total // 2  # fsspec's memory tells nothing of what it puts
+    shown = []
+    meter = Meter(shown.append)
+    Sync(mirror).run(meter)
+    assert meter.total == 2 * committed(mirror.root)[0].manifest.total_bytes
+    assert shown == sorted(shown)
+    assert 0.4 < shown[-1] <= 1  # fsspec's memory tells nothing of what it puts
 
 
 def test_only_blocks_that_are_wanted_are_read(mirror):
     path = save_once(mirror.root, 1, seed=1)
-    upload(open_step(path, LOCAL), mirror.steps(), mirror.check, lambda count: None)
+    sync(mirror)
     mirror.remote.calls.clear()
     steps = mirror.steps()
     source = CheckpointSource(newest(steps.root, steps), Layout(), steps)
@@ -417,13 +409,13 @@ def test_a_step_that_goes_from_here_meanwhile_stops_nothing(mirror, caplog):
 
 
 def test_a_seal_that_reads_back_otherwise_is_said(mirror, monkeypatch):
-    path = save_once(mirror.root, 1)
+    save_once(mirror.root, 1)
     read = Remote.read
     monkeypatch.setattr(
         Counting, "read", lambda self, name, limit: read(self, name, limit) + b" ", raising=False
     )
     with pytest.raises(BurnishError) as caught:
-        upload(open_step(path, LOCAL), mirror.steps(), lambda: None, lambda count: None)
+        sync(mirror)
     assert caught.value.want
     assert caught.value.do
     assert on_mirror(mirror) == []
@@ -449,34 +441,35 @@ def test_what_lies_at_a_path_of_a_mirror(mirror):
 
 
 def test_what_a_process_has_seen_it_does_not_ask_for_again(mirror):
-    mirror, seen = replace(mirror, retention=Retention(9)), Seen()
+    mirror = replace(mirror, retention=Retention(9))
     for step in (1, 2):
         save_once(mirror.root, step)
     sync(mirror)
     LOCAL.remove(mirror.root / "step-00000001")  # its facts are on the mirror alone
-    sync(mirror, seen=seen)
+    process = Sync(mirror)
+    process.run()
     mirror.remote.calls.clear()
     save_once(mirror.root, 3)
-    assert sync(mirror, seen=seen) == [3]
+    assert process.run() == [3]
     read = mirror.remote.done("read")
     assert any(name.startswith("step-00000003/") for name in read)
     assert [name for name in read if name.startswith("step-00000002/")] == ["step-00000002/COMMIT"]
     assert not any(name.startswith("step-00000001/") for name in read)
     steps = mirror.steps()
     steps.remove(steps.root / "step-00000001")
-    assert sync(mirror, seen=seen) == []
-    assert seen == Seen(files=seen.files)
+    assert process.run() == []
+    assert process._apart == process._facts_apart == {}
 
 
 def test_what_comes_late_from_a_start_before_is_noticed(mirror):
     """The mirror's seals decide which local steps may go, so those are read each time."""
-    seen = Seen()
+    process = Sync(mirror)
     path = save_once(mirror.root, 1, seed=2)
     other = save_once(mirror.root.with_name("other"), 1, seed=1)
-    assert sync(mirror, seen=seen) == [1]
+    assert process.run() == [1]
     mirror.remote.put(f"checkpoints/{path.name}/COMMIT", (other / "COMMIT").read_bytes())
-    assert sync(mirror, seen=seen) == [1]
-    assert sync(mirror, seen=seen) == []
+    assert process.run() == [1]
+    assert process.run() == []
     steps = mirror.steps()
     assert read_commit(steps.root / path.name, steps) == open_step(path, LOCAL).commit
 
@@ -492,8 +485,8 @@ def test_metrics_may_grow_while_they_are_sent(mirror, monkeypatch):
         send(name, source, *others)
 
     monkeypatch.setattr(mirror.remote, "put_file", late)
-    seen = Seen()
-    sync(mirror, seen=seen)
+    process = Sync(mirror)
+    process.run()
     assert mirror.remote.read("metrics.jsonl", 100) == b"one\n"
-    sync(mirror, seen=seen)
+    process.run()
     assert mirror.remote.read("metrics.jsonl", 100) == b"one\nmore\n"

@@ -9,17 +9,18 @@ import pytest
 from fault_proxy import Fault
 
 from burnish.checkpoint.destinations.mirror import Mirror
-from burnish.checkpoint.destinations.uploader import Uploader
+from burnish.checkpoint.destinations.run_mirror import RunMirror
+from burnish.distributed.layout import Layout
 from burnish.files.remote import Remote
 from burnish.files.retry import RetryPolicy
 
 HASTY = RetryPolicy(tries=30, seconds=200, first_pause=0.02, longest_pause=0.05, silence=3)
 
 
-def settled(uploader):
-    while uploader.hear(0.05):
+def settled(mirror):
+    while mirror.hear(0.05):
         pass
-    return uploader.error
+    return mirror._error
 
 
 @pytest.mark.nightly
@@ -28,24 +29,25 @@ def test_a_write_that_hung_does_not_come_late(s3_server, tmp_path, caplog):
     remote.put("environment.json", json.dumps({"start": "this"}).encode())
     (tmp_path / "checkpoints").mkdir()
     metrics = tmp_path / "metrics.jsonl"
-    uploader = Uploader(Mirror(tmp_path, remote, None, "this"))
+    mirror = RunMirror(Mirror(tmp_path, remote, None, "this"), Layout())
+    mirror.lead(None)
     try:
-        uploader.begin()
-        assert settled(uploader) is None  # what libraries take to load is taken here
-        process = uploader._companion
+        mirror.begin()
+        assert settled(mirror) is None  # what libraries take to load is taken here
+        process = mirror._process
         metrics.write_text("first\n")
         late = Fault("late", 1, "PUT", "metrics.jsonl")
         s3_server.proxy.faults.append(late)
-        uploader.begin()
-        assert settled(uploader) is None
+        mirror.begin()
+        assert settled(mirror) is None
         assert "hung" in caplog.text
-        assert uploader._companion is not process
+        assert mirror._process is not process
         metrics.write_text("first and second\n")
-        uploader.begin()
-        assert settled(uploader) is None
+        mirror.begin()
+        assert settled(mirror) is None
         assert late.times == 0
         late.release.set()
         time.sleep(0.5)
     finally:
-        uploader.close()
+        mirror.close()
     assert remote.read("metrics.jsonl", 100) == b"first and second\n"

@@ -1,7 +1,7 @@
 """Find out which ranks write to one disk.
 
 If all do, a step is one directory. Otherwise a step's files are divided among the disks and meet on the mirror
-(`burnish.checkpoint.destinations.partial_checkpoints`); without a mirror several disks are refused. Leases tell who sees whom.
+as partial checkpoints; without a mirror several disks are refused. Leases tell who sees whom.
 """
 
 from __future__ import annotations

@@ -1,0 +1,345 @@
+"""A run's mirror on one rank: resume from it, and keep it in sync by a process beside the rank that leads a disk.
+
+That process runs one `Sync` after the other when asked. A failure is logged loudly, stops nothing, and is retried after the next save
+and at the end. A write that hung ends the process after its sync, so that it cannot come late. environment.json says whose the mirror
+is: `run` is the run's id for life, `start` that of one start.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path, PurePath
+
+from burnish.checkpoint.destinations.mirror import (
+    ENVIRONMENT,
+    ENVIRONMENT_LIMIT,
+    Meter,
+    Mirror,
+    Pause,
+    Sync,
+)
+from burnish.checkpoint.destinations.remote_steps import DAMAGED
+from burnish.checkpoint.resume import Destination, Side
+from burnish.checkpoint.retention import PINS, PINS_LIMIT, Retention
+from burnish.checkpoint.steps import step_paths
+from burnish.checkpoint.subprocess import Companion, accompany
+from burnish.config.load import load_config
+from burnish.config.resume import require_may_resume, require_same_run, require_trainer
+from burnish.config.schema import CheckpointConfig, RunConfig
+from burnish.distributed.collectives import agree, any_rank, from_main, gather_objects
+from burnish.distributed.layout import Layout
+from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, UsageError
+from burnish.files.durable import naming_failures
+from burnish.files.remote import Remote
+from burnish.tracking.atomic import write_atomically
+from burnish.tracking.rundir import CHECKPOINTS, RUN, START, TRAINER, RunDirectory
+
+_CONFIG_LIMIT, _METRICS_LIMIT = 16 << 20, 4 << 30
+_SYNC, _NUDGE = "sync", "nudge"
+# What the process is sent: what to do, and that it should wait for other disks no longer.
+_LOOK_SECONDS = 0.2
+# Between two looks at the mirror at the end of a run.
+_PAUSE_SECONDS = 5.0
+# Before what failed there is tried again.
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """What came of a sync."""
+
+    steps: tuple[int, ...]
+    """The steps that were sent."""
+    error: BurnishError | None
+    """None when the mirror has all that it should."""
+    may_change_late: bool = False
+    """Whether a write hung and was given up, and may come to pass while the process lives."""
+
+
+def serve(pipe: int, parent: int) -> None:
+    """Be the process of `parent`; the descriptor is this process's own."""
+    accompany(parent)
+    with Connection(pipe) as connection:
+        mirror: Mirror = connection.recv()
+        sync = Sync(mirror)
+        while True:
+            try:
+                while connection.recv() != _SYNC:  # a nudge that came too late for what it was for
+                    pass
+            except EOFError:
+                return
+            synced = _synced(sync, mirror.remote, Meter(connection.send), connection.poll)
+            connection.send(replace(synced, may_change_late=mirror.remote.may_change_late))
+
+
+def _synced(sync: Sync, remote: Remote, meter: Meter, pause: Pause) -> Synced:
+    try:
+        return Synced(tuple(sync.run(meter, pause)), None)
+    except BurnishError as error:
+        return Synced((), error)
+    except Exception as error:  # noqa: BLE001 - told to the training process, which goes on
+        return Synced(
+            (),
+            BurnishError(
+                f"{remote} could not be brought in line",
+                have=f"{type(error).__name__}: {error}\n{traceback.format_exc()}",
+                do="correct what it names; the next save, or the same command again, goes on from there",
+            ),
+        )
+
+
+def open_mirror(
+    url: str, settings: CheckpointConfig, directory: Path, layout: Layout
+) -> Destination:
+    """Return a run's mirror at a URL. Raises if the URL is wrong or its client is not installed. Collective."""
+    with agree(layout):
+        remote = Remote(url)
+        remote.connect(write=True)
+    start = gather_objects(uuid.uuid4().hex, layout)[0]
+    return RunMirror(Mirror(directory, remote, Retention.of_mirror(settings), start), layout)
+
+
+class RunMirror:
+    """A `burnish.checkpoint.resume.Destination` behind a URL. Starts the process when first needed."""
+
+    sharing = "see that nobody removes steps there, and that all ranks reach one service"
+
+    def __init__(self, mirror: Mirror, layout: Layout) -> None:
+        self.url = str(mirror.remote)
+        self.source = mirror.steps()
+        self.root = self.source.root
+        self._mirror = mirror
+        self._layout = layout
+        self._leads = False
+        self._part = 0.0
+        self._error: BurnishError | None = None
+        self._process: Companion | None = None
+        self._busy = self._again = False
+
+    def paths(self) -> Mapping[int, PurePath]:
+        """What has a COMMIT."""
+        self.source.refresh()
+        return step_paths(self.root, self.source)
+
+    def set_aside(self, path: PurePath, error: CorruptError) -> str:
+        """By another seal: COMMIT goes, and a file says why."""
+        self._mirror.check()
+        self.source.mark_damaged(path, str(error))
+        return f"{path / DAMAGED}"
+
+    def aside(self) -> list[str]:
+        """The steps with that file."""
+        return [str(self.root / name / DAMAGED) for name in self.source.damaged()]
+
+    def lead(self, disk: int | None) -> None:
+        """See `Destination`."""
+        self._leads = True
+        self._mirror = replace(self._mirror, disk=disk)
+
+    def meet(self, here: Side, *, leads: bool) -> None:
+        """See `Destination`."""
+        found, layout = -1, self._layout
+        with agree(layout), naming_failures(f"{self.root} cannot be read"):
+            if leads:
+                self._require_seen()
+            if layout.is_main:
+                found = max(self.paths(), default=-1)
+        newest = from_main(found, layout)
+        with agree(layout), naming_failures(f"{here.root} cannot be read"):
+            paths = here.paths() if leads else {}
+            if paths and max(paths) > newest:
+                raise UsageError(
+                    f"{paths[max(paths)]} is on a disk that not all ranks share, and not on {self.root}",
+                    have=f"step {newest} as the newest there" if newest >= 0 else "no step there",
+                    want="all steps where the disks meet",
+                    do="start the command on that machine alone until the mirror has the step, or move the step away",
+                )
+        with agree(layout):
+            if layout.is_main:
+                self.source.clear(self._mirror.check)
+                if self._mirror.remote.may_change_late:
+                    raise BurnishError(
+                        f"a removal from {self.url} hangs, and could come over what is sent later",
+                        want="a service that answers",
+                        do="start the same command again",
+                    )
+
+    def _require_seen(self) -> None:
+        """Raise `UsageError` if this rank does not see what rank 0 wrote there at the start."""
+        try:
+            self._mirror.check()
+        except IncompatibleError as error:
+            raise UsageError(
+                f"{self.root} is not one place for all ranks",
+                have=f"rank {self._layout.rank} finds {error.have}",
+                want=error.want,
+                do="set checkpoint.mirror to a URL that is the same place for all machines",
+            ) from error
+
+    def begin(self) -> None:
+        """Ask for a sync; for another one, where one is under way. Returns at once."""
+        if not self._leads:
+            return
+        self.hear()
+        process = self._process
+        if self._busy:
+            if process is not None and not self._again:
+                process.send(_NUDGE)
+            self._again = True
+            return
+        if process is None or not process.is_alive():
+            self.close()
+            what = "the process that copies to the mirror"
+            process = self._process = Companion(__name__, what)
+            process.send(self._mirror)
+        self._part = 0.0
+        self._busy = process.send(_SYNC)
+        if not self._busy:
+            self._take(Synced((), process.died()))
+
+    def hear(self, seconds: float = 0.0) -> bool:
+        """Take the news there are, waiting so long for the first; return whether a sync is under way."""
+        while self._busy and self._process is not None:
+            answer = self._process.answer(seconds)
+            seconds = 0.0
+            if answer is None:
+                break
+            if isinstance(answer, float):
+                self._part = answer
+                continue
+            self._busy = False
+            self._take(answer if isinstance(answer, Synced) else Synced((), answer))
+            if self._again:
+                self._again = False
+                self.begin()
+        return self._busy
+
+    def close(self) -> None:
+        """End the process, whatever it is doing; the next start goes on from there."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+        self._busy = False
+
+    def _take(self, synced: Synced) -> None:
+        self._error = synced.error
+        for step in synced.steps:
+            _log.info("step %d is on the mirror, %s", step, self.url)
+        if synced.error is not None:
+            _log.error("THE MIRROR IS BEHIND; training goes on. %s", synced.error)
+        if synced.may_change_late:
+            _log.warning(
+                "a write to %s hung: the process that copies is started again, and looks at all that is there",
+                self.url,
+            )
+            self.close()
+            self._again = self._again or synced.error is None
+
+    def settle(
+        self, seconds: float, stopped: Callable[[], bool], show: Callable[[float], None]
+    ) -> BurnishError | None:
+        """See `Destination`. Retries while the time lasts and `stopped` is false on every rank."""
+        deadline = time.monotonic() + seconds
+        self.begin()
+        while True:
+            done = not self.hear(_LOOK_SECONDS)
+            show(self._part)
+            told = gather_objects((done, self._error), self._layout)
+            failed = [error for done, error in told if done and error is not None]
+            lasting = [error for error in failed if type(error) is not BurnishError]
+            if lasting or (not failed and all(done for done, _ in told)):
+                return next(iter(lasting), None)  # another try would not change it
+            if any_rank(stopped() or time.monotonic() > deadline, self._layout):
+                break
+            if failed:
+                time.sleep(max(0.0, min(_PAUSE_SECONDS, deadline - time.monotonic())))
+                self.begin()
+        left = BurnishError(
+            f"{self.url} is not waited for any longer",
+            have="a copy that is still under way",
+            want=f"one that is done within {seconds:.0f} seconds, and before a signal",
+            do="start the same command again, or set checkpoint.mirror_patience_seconds higher",
+        )
+        return next((error for _, error in told if error is not None), left)
+
+    def require_own(
+        self, directory: RunDirectory, config: RunConfig, trainer: str
+    ) -> dict[str, str]:
+        """See `Destination`. Raises `IncompatibleError` for another run's mirror, `UsageError` if it holds steps and `resume` is never."""
+        mine = directory.read_environment().get(RUN)
+        names = [path.name for path in step_paths(self.root, self.source).values()]
+        theirs = self._identity()
+        if theirs is None and names:
+            raise IncompatibleError(
+                f"{self.url} holds checkpoints, and does not say of which run",
+                have=f"{names[-1]} and no {ENVIRONMENT}",
+                want="an empty directory, or the mirror of this run",
+                do="give this run a name of its own with name=NAME, or another mirror",
+            )
+        if theirs is None:
+            return {START: self._mirror.start}
+        if names or theirs.get(RUN) != mine:
+            self._require_same(theirs, config, trainer)
+        if directory.config.exists() and theirs.get(RUN) != mine:
+            raise IncompatibleError(
+                f"{self.url} is the mirror of another run than {directory.root} is",
+                have=f"run {theirs.get(RUN)}",
+                want=f"run {mine or 'without a mirror'}",
+                do=f"set name=NAME to mirror this run beside it, or move {directory.root} away to continue that one",
+            )
+        require_may_resume(self.root.parent, names, config)
+        return {RUN: str(theirs.get(RUN)), START: self._mirror.start}
+
+    def _identity(self) -> dict[str, object] | None:
+        """Return what the mirror says of its run; None if it says nothing."""
+        have: object
+        try:
+            found = json.loads(self._mirror.remote.read(ENVIRONMENT, ENVIRONMENT_LIMIT))
+        except MissingError:
+            return None
+        except ValueError as error:
+            have = error
+        else:
+            if isinstance(found, dict):
+                return found
+            have = f"a {type(found).__name__}"
+        raise CorruptError(
+            f"{self.url}/{ENVIRONMENT} does not say whose mirror this is",
+            have=have,
+            want=f'a JSON object with "{RUN}", "{START}" and "{TRAINER}"',
+            do="put that of the run's directory there, or give this run a mirror of its own",
+        )
+
+    def _require_same(self, theirs: Mapping[str, object], config: RunConfig, trainer: str) -> None:
+        """Refuse the mirror of another command or configuration."""
+        require_trainer(self.url, theirs.get(TRAINER), trainer)
+        with tempfile.TemporaryDirectory() as name:
+            recorded = RunDirectory(Path(name)).config
+            recorded.write_bytes(self._mirror.remote.read(recorded.name, _CONFIG_LIMIT))
+            require_same_run(self.root.parent, load_config(recorded).config, config)
+
+    def claim(self, directory: RunDirectory) -> None:
+        """See `Destination`."""
+        for path in (directory.config, directory.environment):
+            self._mirror.remote.put(path.name, path.read_bytes())
+
+    def bring_back(self, directory: RunDirectory) -> None:
+        """See `Destination`."""
+        pins = f"{CHECKPOINTS}/{PINS}"
+        for name, limit in ((directory.metrics.name, _METRICS_LIMIT), (pins, PINS_LIMIT)):
+            path = directory.root / name
+            if name == pins and path.exists():
+                continue
+            try:
+                write_atomically(path, self._mirror.remote.read(name, limit))
+            except MissingError:
+                continue
