@@ -288,7 +288,8 @@ class RunMirror:
         if theirs is None:
             return {START: self._mirror.start}
         if names or theirs.get(RUN) != mine:
-            self._require_same(theirs, config, trainer)
+            require_trainer(self.url, theirs.get(TRAINER), trainer)
+            require_same_run(self.root.parent, self._recorded_config(), config)
         if directory.config.exists() and theirs.get(RUN) != mine:
             raise IncompatibleError(
                 f"{self.url} is the mirror of another run than {directory.root} is",
@@ -319,13 +320,11 @@ class RunMirror:
             do="put that of the run's directory there, or give this run a mirror of its own",
         )
 
-    def _require_same(self, theirs: Mapping[str, object], config: RunConfig, trainer: str) -> None:
-        """Refuse the mirror of another command or configuration."""
-        require_trainer(self.url, theirs.get(TRAINER), trainer)
+    def _recorded_config(self) -> RunConfig:
         with tempfile.TemporaryDirectory() as name:
             recorded = RunDirectory(Path(name)).config
             recorded.write_bytes(self._mirror.remote.read(recorded.name, _CONFIG_LIMIT))
-            require_same_run(self.root.parent, load_config(recorded).config, config)
+            return load_config(recorded).config
 
     def claim(self, directory: RunDirectory) -> None:
         """See `Destination`."""

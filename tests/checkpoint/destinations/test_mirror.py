@@ -353,7 +353,7 @@ def test_progress_counts_every_byte_twice(mirror):
 
 
 def test_only_blocks_that_are_wanted_are_read(mirror):
-    path = save_once(mirror.root, 1, seed=1)
+    save_once(mirror.root, 1, seed=1)
     sync(mirror)
     mirror.remote.calls.clear()
     steps = mirror.steps()
