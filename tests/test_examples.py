@@ -14,7 +14,7 @@ from burnish.config.load import load_config
 from burnish.data.sources import load_rows
 from burnish.data.tasks import PromptDataset
 from burnish.functions import load_function
-from burnish.rewards.load import BUILTINS
+from burnish.rewards.signature import BUILTINS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

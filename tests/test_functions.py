@@ -8,7 +8,7 @@ import pytest
 from burnish.errors import UsageError
 from burnish.functions import fingerprint, load_function, require_function
 from burnish.rewards import builtin
-from burnish.rewards.load import BUILTINS
+from burnish.rewards.signature import BUILTINS
 
 SETTING = "reward.functions"
 SOURCE = """

@@ -20,7 +20,7 @@ from burnish.errors import BurnishError, CorruptError, MissingError, UsageError,
 from burnish.files.safetensors import read_header, weight_files
 from burnish.files.urls import is_url
 from burnish.functions import require_function
-from burnish.rewards.load import BUILTINS
+from burnish.rewards.signature import BUILTINS
 from burnish.train.preflight import TOKENIZER_FILES, data_files
 
 _Look = Callable[[], object]

@@ -1,7 +1,4 @@
-"""Built-in rewards: exact match, numeric answer, regular expression; and answer extraction for votes.
-
-verl's signature, one completion at a time. All but `regex` run in linear time, so they need no deadline.
-"""
+"""Built-in rewards in verl's signature, and the extraction of answers for votes."""
 
 from __future__ import annotations
 
@@ -54,6 +51,20 @@ def regex(solution_str: str, *, pattern: str, full: bool = True) -> float:
     return float(match(pattern, solution_str) is not None)
 
 
+def math_verify(solution_str: str, ground_truth: Any) -> float:
+    """Return 1 if the completion's final expression equals the ground truth, as math-verify sees it (the extra `math`).
+
+    Both are LaTeX or plain notation. An expression that math-verify cannot read within 5 seconds is wrong. Raises `ValueError` for an
+    unreadable ground truth.
+    """
+    from math_verify import parse, verify
+
+    gold = parse(rf"\boxed{{{ground_truth}}}")
+    if ground_truth is None or not gold:
+        raise ValueError(f"math-verify cannot read the ground truth {ground_truth!r}")
+    return float(verify(gold, parse(solution_str)))
+
+
 def last_number(text: str) -> Fraction | None:
     """Return the last number in a text, exactly, as `numeric` reads it; None without one."""
     return next(_values(_NUMBER.findall(_plain(text))), None)
@@ -74,13 +85,13 @@ def extract_answer(completion: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """With the minus signs, thousands' separators and fractions of LaTeX as those of plain text."""
+    """Write minus signs, thousands' separators and fractions of LaTeX as in plain text."""
     plain = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace(r"\,", "")
     return _FRACTION.sub(r"\1/\2", plain)
 
 
 def _values(numbers: Sequence[str]) -> Iterator[Fraction]:
-    """What they say, the last first; without those that are too long or divide by 0."""
+    """Yield their values, the last first, without those that are too long or divide by 0."""
     for found in reversed(numbers):
         top, _, bottom = found.replace(",", "").partition("/")
         if len(found) <= _LONGEST_NUMBER and (not bottom or Fraction(bottom) != 0):
@@ -88,7 +99,7 @@ def _values(numbers: Sequence[str]) -> Iterator[Fraction]:
 
 
 def _final_part(text: str) -> tuple[str, bool]:
-    """The marked part of a text and True, or the whole text and False."""
+    """Return the marked part of a text and True, or the whole text and False."""
     boxed = _last_boxed(text)
     if boxed is not None:
         return boxed, True

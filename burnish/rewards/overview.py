@@ -1,4 +1,4 @@
-"""A step's rollouts in numbers, by the field's names, and failures in words."""
+"""Statistics of a step's rollouts, and warnings of reward functions that fail."""
 
 from __future__ import annotations
 

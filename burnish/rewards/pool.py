@@ -1,40 +1,58 @@
 """The reward of rollouts: call every configured function, weight and add the values.
 
-An error in a function is recorded for its rollout and does not end the run. `exact_match` and `numeric` run in this process, all
-others in `burnish.rewards.workers`.
+An error in a function is recorded for its rollout and does not end the run. A thread that hangs cannot be stopped. So functions that
+may hang run in worker processes; one that misses its deadline is killed with all it started, and replaced. Workers are plain
+interpreters that stay: `multiprocessing` would import the main script and torch again, or fork a process with a GPU and threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent import futures
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from burnish.config.schema import RewardConfig, RewardFunctionConfig
-from burnish.errors import MissingError, UsageError
-from burnish.functions import load_function
+from burnish.config.schema import RewardConfig
+from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.records import Rollout
-from burnish.rewards.arguments import arguments
-from burnish.rewards.asked import Call
-from burnish.rewards.call import Answer, call
-from burnish.rewards.load import BUILTINS, Signature, read_signature
-from burnish.rewards.worker import Pace
-from burnish.rewards.workers import Check, Workers
+from burnish.rewards.builtin import exact_match, numeric
+from burnish.rewards.signature import Answer, Signature, arguments, call, read_signature
 
-ALWAYS_END = frozenset({"exact_match", "numeric"})
-"""Built-in functions that need no deadline. A regular expression can backtrack for ever, and sympy think."""
+LOCAL: Mapping[str, Callable[..., float]] = {"exact_match": exact_match, "numeric": numeric}
+"""Functions that run in this process: they take linear time. A regular expression can backtrack for ever, and sympy think."""
+START_SECONDS = 120.0
+"""How long a worker may take to import the reward functions' modules."""
+BORNE_TIMEOUTS = 8
+"""How many calls of one function may miss their deadline in a row, beside one per worker, before it is taken to hang."""
+_LATE_SECONDS = 5.0
+# How long after a deadline a worker may stay silent about async calls, before its event loop is taken to be blocked.
+_CLOSE_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
+
+Check = Callable[[], None]
+"""Called at least each second while answers are waited for. An exception that it raises ends the wait."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Function:
-    part: str
-    """Its name in `Rollout.reward_parts`."""
-    config: RewardFunctionConfig
-    signature: Signature
-    here: Callable[..., Any] | None
-    """The function itself, where it is called in this process."""
-    worker_index: int
-    """Its index among the workers' functions, where it is not."""
+class Call:
+    """One call of one function."""
+
+    function: int
+    """The function's index in `reward.functions`."""
+    arguments: Mapping[str, Any]
+    """Its keyword arguments."""
+    count: int
+    """How many rollouts it is about."""
 
 
 class RewardPool:
@@ -50,39 +68,22 @@ class RewardPool:
                 do="reward.functions: [{function: exact_match}]",
             )
         self._config = config
-        away = [f for f in config.functions if f.function not in ALWAYS_END]
-        loaded = {
-            f.function: load_function(f.function, "reward.functions", BUILTINS)
-            for f in config.functions
-            if f.function in ALWAYS_END
-        }
-        signatures = [
-            read_signature(f.function, loaded[f.function], f.kwargs)
-            if f.function in loaded
-            else None
-            for f in config.functions
-        ]
         self._workers: Workers | None = None
-        if away:
-            named = [(f.function, f.kwargs) for f in away]
-            self._workers = Workers(
-                named, config.workers, Pace(config.concurrency, config.timeout_seconds)
-            )
-        remote = iter(enumerate(self._workers.signatures if self._workers else ()))
-        self._functions = []
-        for part, each, signature in zip(
-            config.part_names[: len(config.functions)], config.functions, signatures, strict=True
-        ):
-            index, known = (-1, signature) if signature else next(remote)
-            here = loaded.get(each.function)
-            self._functions.append(_Function(part, each, known, here, index))
+        if any(each.function not in LOCAL for each in config.functions):
+            self._workers = Workers(config)
+            self._signatures = self._workers.signatures
+        else:
+            self._signatures = [
+                read_signature(each.function, LOCAL[each.function], each.kwargs)
+                for each in config.functions
+            ]
 
     def check_columns(self, columns: Collection[str], setting: str) -> None:
         """Raise `MissingError` if `columns` lack one that a function requires; `setting` names the data."""
-        for function in self._functions:
-            for column in sorted(function.signature.columns - set(columns)):
+        for each, signature in zip(self._config.functions, self._signatures, strict=True):
+            for column in sorted(signature.columns - set(columns)):
                 raise MissingError(
-                    f"The reward function {function.config.function!r} needs a column that {setting} lacks.",
+                    f"The reward function {each.function!r} needs a column that {setting} lacks.",
                     have=f"columns {sorted(columns)}",
                     want=column,
                     do="rename the parameter or the column, or give a value in the function's kwargs",
@@ -92,29 +93,55 @@ class RewardPool:
         """Return the rollouts, in order, with `reward`, `reward_parts` and `reward_error`.
 
         A failure counts as `on_error`. A TRL function's None takes no part in the reward; None from all is a failure. Further numbers of a
-        verl function are parts named FUNCTION/NAME, shown and not added. The order of answers does not matter. `check` is called at
-        least each second while functions run in other processes; what it raises is raised here.
+        verl function are parts named FUNCTION/NAME, shown and not added. `check` is called at least each second while functions run in
+        other processes; what it raises is raised here.
         """
-        said: list[dict[str, Answer]] = [{} for _ in rollouts]
-        calls: list[Call] = []
-        places: list[tuple[_Function, Sequence[int]]] = []
-        for function in self._functions:
-            for members in _members(function, len(rollouts)):
-                given = arguments(
-                    function.signature, function.config.kwargs, [rollouts[i] for i in members]
-                )
-                if function.here is not None:
-                    answers = call(function.here, function.signature.style, given, len(members))
-                    _note(said, function, members, answers)
-                else:
-                    calls.append(Call(function.worker_index, given, len(members)))
-                    places.append((function, members))
-        if self._workers and calls:
-            for (function, members), answers in zip(
-                places, self._workers.run(calls, check), strict=True
-            ):
-                _note(said, function, members, answers)
-        return [self._scored(*pair) for pair in zip(rollouts, said, strict=True)]
+        calls = self._calls(rollouts)
+        away = [each for each in calls if self._local(each.function) is None]
+        said = iter(self._workers.run(away, check) if self._workers and away else [])
+        answers: list[list[Answer]] = [[] for _ in self._signatures]
+        for each in calls:
+            local = self._local(each.function)
+            answers[each.function] += (
+                call(local, "verl", each.arguments, 1) if local else next(said)
+            )
+        return [
+            self._scored(rollout, [column[i] for column in answers])
+            for i, rollout in enumerate(rollouts)
+        ]
+
+    def _local(self, function: int) -> Callable[..., float] | None:
+        return LOCAL.get(self._config.functions[function].function)
+
+    def _calls(self, rollouts: Sequence[Rollout]) -> list[Call]:
+        """Return every call: about one rollout, or for a TRL function about all or as many as configured."""
+        calls = []
+        for index, signature in enumerate(self._signatures):
+            config = self._config.functions[index]
+            most = 1 if signature.style == "verl" else config.per_call or max(len(rollouts), 1)
+            for start in range(0, len(rollouts), most):
+                members = rollouts[start : start + most]
+                given = arguments(signature, config.kwargs, members)
+                calls.append(Call(index, given, len(members)))
+        return calls
+
+    def _scored(self, rollout: Rollout, answers: Sequence[Answer]) -> Rollout:
+        reward, parts, errors = 0.0, {}, []
+        names = self._config.part_names
+        for name, each, answer in zip(names, self._config.functions, answers, strict=False):
+            value = answer.value
+            if answer.error is not None:
+                errors.append(f"{name}: {answer.error}")
+                value = self._config.on_error
+            if value is not None:
+                parts[name] = value
+                reward += each.weight * value
+            parts |= {f"{name}/{extra}": x for extra, x in answer.extras.items()}
+        if not parts and not self._config.models:
+            errors.append("every reward function answered None")
+            reward = self._config.on_error
+        error = "; ".join(errors) or None
+        return replace(rollout, reward=reward, reward_parts=parts, reward_error=error)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -127,37 +154,228 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _scored(self, rollout: Rollout, said: Mapping[str, Answer]) -> Rollout:
-        reward, parts, errors = 0.0, {}, []
-        for function in self._functions:
-            answer = said[function.part]
-            value = answer.value
-            if answer.error is not None:
-                errors.append(f"{function.part}: {answer.error}")
-                value = self._config.on_error
-            if value is not None:
-                parts[function.part] = value
-                reward += function.config.weight * value
-            parts |= {f"{function.part}/{name}": x for name, x in answer.extras.items()}
-        if self._functions and not parts and not self._config.models:
-            errors.append("every reward function answered None")
-            reward = self._config.on_error
-        error = "; ".join(errors) or None
-        return replace(rollout, reward=reward, reward_parts=parts, reward_error=error)
+
+class Workers:
+    """Up to `reward.workers` processes that each know all functions."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        """Start one worker and wait until it has loaded the functions. Raises `UsageError` for one that cannot be loaded."""
+        self._config = config
+        self._all: list[_Worker] = []
+        self._idle = [self._started()]
+        self.signatures = self._idle[0].signatures
+
+    def run(self, calls: Sequence[Call], check: Check) -> list[list[Answer]]:
+        """Return the answers to the calls, in their order. One thread waits for each worker.
+
+        What `check` raises is raised here, after all workers are killed. A call that misses its deadline, or whose worker dies, is
+        answered with an error. A function that misses it `BORNE_TIMEOUTS` times more than there are workers, in a row, is not called again:
+        its other calls get an error at once. So a function that always hangs costs `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds.
+        One worker makes an async function's calls, `concurrency` at one time, each with its own deadline. A call that blocks the event
+        loop is killed with those beside it, and another worker makes the rest.
+        """
+        todo = _Todo(calls, self.signatures, self._config)
+        count = min(self._config.workers, len(todo.waiting))
+        with futures.ThreadPoolExecutor(count) as threads:
+            serving = {threads.submit(self._serve, todo) for _ in range(count)}
+            try:
+                while serving:
+                    check()
+                    ended, serving = futures.wait(serving, _CHECK_SECONDS, futures.FIRST_EXCEPTION)
+                    for each in ended:
+                        each.result()
+            except BaseException:
+                # Whoever interrupts this must not find late answers here at the next call.
+                todo.given_up.update(range(len(self.signatures)))
+                while serving:
+                    for worker in list(self._all):
+                        worker.end(0)
+                    serving = futures.wait(serving, 0.1).not_done
+                self.close()
+                raise
+        return [todo.answers[number] for number in range(len(calls))]
+
+    def close(self) -> None:
+        """End all workers."""
+        for worker in self._all:
+            worker.connection.close()
+        for worker in self._all:
+            worker.end(_CLOSE_SECONDS)
+        self._all, self._idle = [], []
+
+    def _started(self) -> _Worker:
+        worker = _Worker(self._config)
+        self._all.append(worker)
+        try:
+            worker.load()
+        except BaseException:
+            self._discard(worker)
+            raise
+        return worker
+
+    def _discard(self, worker: _Worker) -> None:
+        worker.end(0)
+        worker.connection.close()
+        self._all.remove(worker)
+
+    def _serve(self, todo: _Todo) -> None:
+        """Make calls in one worker, or in the next if it had to be killed, until none waits."""
+        worker: _Worker | None = None
+        with suppress(IndexError):
+            worker = self._idle.pop()
+        while bundle := todo.take():
+            worker = worker or self._started()
+            if not self._make(worker, bundle, todo):
+                self._discard(worker)
+                worker = None
+        if worker:
+            self._idle.append(worker)
+
+    def _make(self, worker: _Worker, bundle: list[int], todo: _Todo) -> bool:
+        """Make calls of one function and return whether the worker can go on."""
+        function = todo.calls[bundle[0]].function
+        at_once, patience = 1, self._config.timeout_seconds
+        if self.signatures[function].is_async:
+            at_once, patience = self._config.concurrency, patience + _LATE_SECONDS
+        asked = [(i, todo.calls[i].arguments, todo.calls[i].count) for i in bundle]
+        try:
+            worker.connection.send((function, asked))
+            while bundle and function not in todo.given_up:
+                number, answers = worker.receive(patience)
+                bundle.remove(number)
+                if answers is None:
+                    todo.late([number])
+                else:
+                    todo.answer(number, answers)
+            at_once = 0
+        except TimeoutError:
+            todo.late(bundle[:at_once])
+        except (EOFError, OSError):
+            todo.fail(bundle[:at_once], f"its process ended ({worker.status()})")
+        if bundle[at_once:]:
+            todo.waiting.appendleft(bundle[at_once:])
+        return not bundle
 
 
-def _members(function: _Function, count: int) -> Iterator[Sequence[int]]:
-    """Return the rollouts of each call: one, or for a TRL function all or as many as configured."""
-    size = 1 if function.signature.style == "verl" else function.config.per_call or max(count, 1)
-    for start in range(0, count, size):
-        yield range(start, min(start + size, count))
+class _Todo:
+    """Calls on their way to answers. They are named by their indices in `calls`."""
+
+    def __init__(
+        self, calls: Sequence[Call], signatures: Sequence[Signature], config: RewardConfig
+    ) -> None:
+        self.calls = calls
+        self.answers: dict[int, list[Answer]] = {}
+        self.given_up: set[int] = set()
+        """Functions that hang."""
+        self._late = f"no answer within {config.timeout_seconds:g} s"
+        borne = 1 + BORNE_TIMEOUTS / config.workers
+        self._borne = [
+            borne * (config.concurrency if each.is_async else config.workers) for each in signatures
+        ]
+        self._timeouts: Counter[int] = Counter()
+        self._lock = threading.Lock()
+        bundles: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, each in enumerate(calls):
+            together = signatures[each.function].is_async
+            bundles[each.function, -1 if together else number].append(number)
+        # Mixed, so that calls that hang, such as all samples of one prompt, do not come in a row.
+        rng = random.Random(0)
+        mixed = [rng.sample(bundle, len(bundle)) for bundle in bundles.values()]
+        rng.shuffle(mixed)
+        self.waiting = deque(sorted(mixed, key=len, reverse=True))
+        """Bundles that a worker gets together: the calls of an async function, or one of another."""
+
+    def take(self) -> list[int] | None:
+        """Return the next bundle; None if none waits."""
+        with self._lock:
+            while self.waiting:
+                bundle = self.waiting.popleft()
+                if self.calls[bundle[0]].function not in self.given_up:
+                    return bundle
+                self.fail(bundle, f"given up: call after call had {self._late}")
+        return None
+
+    def answer(self, number: int, answers: list[Answer]) -> None:
+        """Note the answers to a call, whose function therefore does not hang."""
+        self.answers[number] = answers
+        del self._timeouts[self.calls[number].function]
+
+    def fail(self, numbers: Sequence[int], error: str) -> None:
+        """Answer calls with an error."""
+        for number in numbers:
+            count = self.calls[number].count
+            text = error if count == 1 else f"{error} for {count} completions"
+            self.answers[number] = [Answer(None, text)] * count
+
+    def late(self, numbers: Sequence[int]) -> None:
+        """Fail calls of one function that missed their deadlines. It is given up after too many in a row."""
+        self.fail(numbers, self._late)
+        function = self.calls[numbers[0]].function
+        with self._lock:
+            self._timeouts[function] += len(numbers)
+            if self._timeouts[function] >= self._borne[function]:
+                self.given_up.add(function)
 
 
-def _note(
-    said: list[dict[str, Answer]],
-    function: _Function,
-    members: Sequence[int],
-    answers: Sequence[Answer],
-) -> None:
-    for i, answer in zip(members, answers, strict=True):
-        said[i][function.part] = answer
+class _Worker:
+    """One process, seen from the one that started it."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self.connection: Connection[Any, Any]
+        self.connection, theirs = Pipe()
+        self.signatures: Sequence[Signature] = ()
+        with theirs:
+            path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+            command = [sys.executable, "-m", "burnish.rewards.worker"]
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": path},
+                pass_fds=[theirs.fileno()],
+                # A session of its own: the terminal's ctrl-C is for us, and the whole group can be killed.
+                start_new_session=True,
+            )
+
+    def load(self) -> None:
+        """Wait until it has loaded the functions."""
+        named = [(each.function, each.kwargs) for each in self._config.functions]
+        settings = (named, self._config.concurrency, self._config.timeout_seconds)
+        try:
+            self.connection.send(settings)
+            message = self.receive(START_SECONDS)
+        except (EOFError, OSError) as error:
+            late = isinstance(error, TimeoutError)
+            raise UsageError(
+                "A process for reward functions did not start.",
+                have=f"still importing after {START_SECONDS:g} s"
+                if late
+                else f"ended while importing ({self.status()})",
+                want=f"to import {', '.join(name for name, _ in named)}",
+                do="see what it wrote to the terminal, and what those modules do when imported",
+            ) from error
+        if isinstance(message, BurnishError):
+            raise message
+        self.signatures = message
+
+    def receive(self, patience: float) -> Any:
+        """Return the next message. Raises `TimeoutError` after `patience` seconds, and `EOFError` or `OSError` if it has died."""
+        if not self.connection.poll(patience):
+            raise TimeoutError
+        return self.connection.recv()
+
+    def end(self, patience: float) -> int:
+        """Return its exit status, once it has ended by itself within `patience` seconds or been killed."""
+        try:
+            return self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):  # another thread was faster
+                os.killpg(self._process.pid, signal.SIGKILL)
+            return self._process.wait()
+
+    def status(self) -> str:
+        """Return how it ended, in words."""
+        returncode = self.end(_CLOSE_SECONDS)
+        if returncode < 0:
+            return f"signal {signal.Signals(-returncode).name}"
+        return f"exit status {returncode}"

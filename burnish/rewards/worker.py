@@ -1,8 +1,8 @@
 """The process that runs the user's reward functions: `python -m burnish.rewards.worker FD PARENT`.
 
 It imports the functions' modules and nothing heavy, reports their signatures over the inherited connection FD, and makes calls
-until the connection closes. Calls of one async function come together and wait beside each other; others come alone. Async calls
-are cancelled here at their deadline. For any other late call the parent kills this process.
+until the connection closes. It gets calls in bundles: those of an async function together, others alone. It cancels late async calls.
+For any other late call the parent kills this process.
 """
 
 from __future__ import annotations
@@ -13,41 +13,28 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any
 
 from burnish.errors import BurnishError
 from burnish.functions import load_function
-from burnish.rewards.call import Answer, call, call_async
-from burnish.rewards.load import BUILTINS, Style, read_signature
+from burnish.rewards.signature import BUILTINS, Style, call, call_async, read_signature
 
 Asked = tuple[int, Mapping[str, Any], int]
-"""A call: its ticket, its keyword arguments, and how many rollouts it is about."""
-
-Said = list[Answer] | Literal["begun", "late"]
-"""What is said of a ticket: of an async function's call that it has begun, and maybe that it missed its deadline; of any its answers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How calls are made."""
-
-    concurrency: int
-    """Calls of an async function under way at one time."""
-    timeout: float
-    """Deadline of each call in seconds, from when it begins."""
+"""A call: its number, its keyword arguments, and how many rollouts it is about."""
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serve calls that come over the connection `descriptor` until it closes or the process `parent` is gone."""
-    os.set_inheritable(
-        descriptor, False
-    )  # a program started by a reward function must not hold it open
+    """Serve calls that come over the connection `descriptor` until it closes or the process `parent` is gone.
+
+    It answers a call with its number and a list of answers, or None for an async call that missed its deadline.
+    """
+    # A program that a reward function starts must not hold the connection open.
+    os.set_inheritable(descriptor, False)
     threading.Thread(target=_exit_without, args=(parent,), daemon=True).start()
     with Connection(descriptor) as connection, asyncio.Runner() as runner:
         try:
-            named, pace = connection.recv()
+            named, concurrency, timeout = connection.recv()
             functions = [load_function(name, "reward.functions", BUILTINS) for name, _ in named]
             signatures = [
                 read_signature(name, function, kwargs)
@@ -59,36 +46,36 @@ def main(descriptor: int, parent: int) -> None:
         connection.send(signatures)
         while True:
             try:
-                index, asked = connection.recv()
+                index, bundle = connection.recv()
             except (EOFError, ConnectionError):
                 return
             function, style = functions[index], signatures[index].style
             if signatures[index].is_async:
-                runner.run(_beside_each_other(function, style, asked, pace, connection))
+                places = asyncio.Semaphore(concurrency)
+                runner.run(_concurrently(function, style, bundle, places, timeout, connection))
                 continue
-            for ticket, arguments, count in asked:
-                connection.send((ticket, call(function, style, arguments, count, runner)))
+            for number, arguments, count in bundle:
+                connection.send((number, call(function, style, arguments, count, runner)))
 
 
-async def _beside_each_other(
+async def _concurrently(
     function: Callable[..., Any],
     style: Style,
-    asked: Sequence[Asked],
-    pace: Pace,
+    bundle: Sequence[Asked],
+    places: asyncio.Semaphore,
+    timeout: float,
     connection: Connection[Any, Any],
 ) -> None:
-    """Run calls beside each other; a late one gives its place to the next, even if it resists cancelling."""
-    places = asyncio.Semaphore(pace.concurrency)
+    """Make calls in their order; a late one gives its place to the next, even if it resists cancelling."""
 
-    async def answer(ticket: int, arguments: Mapping[str, Any], count: int) -> None:
+    async def answer(number: int, arguments: Mapping[str, Any], count: int) -> None:
         async with places:
-            connection.send((ticket, "begun"))
             task = asyncio.create_task(call_async(function, style, arguments, count))
-            done, _ = await asyncio.wait([task], timeout=pace.timeout)
+            done, _ = await asyncio.wait([task], timeout=timeout)
             task.cancel()
-            connection.send((ticket, task.result() if done else "late"))
+            connection.send((number, task.result() if done else None))
 
-    await asyncio.gather(*(answer(*each) for each in asked))
+    await asyncio.gather(*(answer(*each) for each in bundle))
 
 
 def _exit_without(parent: int) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib.util
+import signal
 from decimal import Decimal
 from fractions import Fraction
 
@@ -7,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.rewards.builtin import exact_match, extract_answer, last_number, numeric, regex
+from burnish.errors import UsageError, install
+from burnish.rewards.builtin import (
+    exact_match,
+    extract_answer,
+    last_number,
+    math_verify,
+    numeric,
+    regex,
+)
+from burnish.rewards.signature import read_signature
 
 
 @pytest.mark.parametrize(
@@ -138,3 +149,44 @@ def test_regex() -> None:
 )
 def test_extract_answer(completion: str, want: str | None) -> None:
     assert extract_answer(completion) == want
+
+
+needs_math = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="the extra math is not installed"
+)
+
+
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """math-verify gives up after 5 seconds by the wall, which on a busy machine may come before the first answer."""
+    monkeypatch.setattr(signal, "alarm", lambda seconds: 0)
+
+
+@needs_math
+@pytest.mark.usefixtures("_patient")
+@pytest.mark.parametrize(
+    ("completion", "truth", "want"),
+    [
+        (r"so $\frac{2}{4}$", "1/2", 1),
+        (r"\boxed{0.5}", r"\frac{1}{2}", 1),
+        (r"\boxed{(x+1)^2}", "x^2+2x+1", 1),
+        (r"\boxed{3}", 4, 0),
+        ("", "4", 0),
+    ],
+)
+def test_equivalence(completion: str, truth: object, want: float) -> None:
+    assert math_verify(completion, truth) == want
+
+
+@needs_math
+@pytest.mark.parametrize("truth", [None, ""])
+def test_a_ground_truth_without_an_expression(truth: object) -> None:
+    with pytest.raises(ValueError, match="ground truth"):
+        math_verify("4", truth)
+
+
+def test_without_the_package_the_error_says_how_to_get_it(monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError) as caught:
+        read_signature("math_verify", math_verify, {})
+    assert caught.value.do == install("math")

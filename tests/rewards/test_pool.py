@@ -245,7 +245,7 @@ def test_a_pattern_that_backtracks_for_ever_meets_its_deadline(make_pool, texts)
 
 
 def test_a_function_that_hangs_on_everything_is_given_up(make_pool, texts, monkeypatch) -> None:
-    monkeypatch.setattr("burnish.rewards.workers.BORNE_TIMEOUTS", 2)
+    monkeypatch.setattr("burnish.rewards.pool.BORNE_TIMEOUTS", 2)
     pool = make_pool("temper", "score", timeout_seconds=1.0, workers=2, on_error=-1.0)
     scored = pool.score(texts(*["sleep"] * 40))
     errors = [rollout.reward_error for rollout in scored]
@@ -263,7 +263,7 @@ def test_a_function_that_hangs_on_everything_is_given_up(make_pool, texts, monke
 def test_a_function_that_hangs_on_all_samples_of_a_prompt_is_not_given_up(
     make_pool, texts, monkeypatch
 ) -> None:
-    monkeypatch.setattr("burnish.rewards.workers.BORNE_TIMEOUTS", 2)
+    monkeypatch.setattr("burnish.rewards.pool.BORNE_TIMEOUTS", 2)
     pool = make_pool("temper", timeout_seconds=1.0, workers=1)
     scored = pool.score(texts(*["fine"] * 4, *["sleep"] * 4, *["fine"] * 8))
     errors = [rollout.reward_error for rollout in scored]
@@ -337,7 +337,7 @@ def test_the_deadline_of_an_async_call_counts_from_its_own_begin(make_pool, text
 def test_a_blocked_event_loop_costs_only_the_calls_that_had_begun(
     make_pool, texts, monkeypatch
 ) -> None:
-    monkeypatch.setattr("burnish.rewards.workers._LATE_SECONDS", 4.0)
+    monkeypatch.setattr("burnish.rewards.pool._LATE_SECONDS", 4.0)
     pool = make_pool("block", concurrency=4, timeout_seconds=0.5)
     said = ["fine"] * 22
     said[1], said[17] = "block", "never"  # of calls that are mixed the third and the ninth
@@ -348,7 +348,7 @@ def test_a_blocked_event_loop_costs_only_the_calls_that_had_begun(
 
 
 def test_an_async_function_that_always_hangs_is_given_up(make_pool, texts, monkeypatch) -> None:
-    monkeypatch.setattr("burnish.rewards.workers.BORNE_TIMEOUTS", 2)
+    monkeypatch.setattr("burnish.rewards.pool.BORNE_TIMEOUTS", 2)
     pool = make_pool("async_temper", concurrency=8, workers=2, timeout_seconds=0.5)
     errors = [rollout.reward_error for rollout in pool.score(texts(*["hang"] * 400))]
     late = errors.count("async_temper: no answer within 0.5 s")
@@ -389,29 +389,16 @@ def test_a_worker_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     source.write_text(SOURCE)
     script = (
         "import os, signal\n"
-        "from burnish.rewards.asked import Call\n"
-        "from burnish.rewards.worker import Pace\n"
-        "from burnish.rewards.workers import Workers\n"
-        f"workers = Workers([({f'{source}:process'!r}, {{}})], 1, Pace(1, 20.0))\n"
+        "from burnish.config.schema import RewardConfig\n"
+        "from burnish.rewards.pool import Call, Workers\n"
+        f"config = RewardConfig(functions=[{{'function': {f'{source}:process'!r}}}], workers=1)\n"
+        "workers = Workers(config)\n"
         "pid = int(workers.run([Call(0, {'completions': ['a']}, 1)], lambda: None)[0][0].value)\n"
         "print(pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     wait_until_gone(int(done.stdout.split()[-1]))
-
-
-def test_an_interrupted_score_leaves_no_late_answers(make_pool, texts, monkeypatch) -> None:
-    pool = make_pool("slow_first", workers=1)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("burnish.rewards.workers.wait", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            pool.score(texts("0", "1"))
-    assert [r.reward for r in pool.score(texts("7", "8"))] == [7, 8]
 
 
 def test_a_wait_ends_with_what_its_check_raises_and_leaves_no_late_answers(
@@ -460,7 +447,7 @@ def test_a_module_that_ends_the_process(tmp_path: Path, source: str, have: str) 
 
 
 def test_a_module_that_hangs(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("burnish.rewards.workers.START_SECONDS", 1.0)
+    monkeypatch.setattr("burnish.rewards.pool.START_SECONDS", 1.0)
     (tmp_path / "hangs.py").write_text("while True: pass")
     config = RewardConfig(functions=[RewardFunctionConfig(function=f"{tmp_path}/hangs.py:f")])
     with pytest.raises(UsageError, match="still importing after 1 s"):

@@ -1,0 +1,258 @@
+"""The signatures of reward functions: how a function is called, with which arguments, and how its result is read.
+
+Two signatures are told apart by their parameters' names:
+
+- TRL's: `(prompts, completions, completion_ids, **columns) -> list[float | None]`, all rollouts in one call
+- verl's: `(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}`, one at a time
+
+A function gets the ones that it names, by keyword, and all of them with `**kwargs`. Sync or async.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import math
+import re
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from burnish.errors import UsageError, install
+from burnish.functions import did_you_mean
+
+if TYPE_CHECKING:  # it loads torch, which workers do without
+    from burnish.records import Rollout
+
+Style = Literal["trl", "verl"]
+"""Whose signature a function has."""
+
+BUILTINS: Mapping[str, str] = {
+    name: f"burnish.rewards.builtin:{name}"
+    for name in ("exact_match", "numeric", "regex", "math_verify")
+}
+"""The built-in functions by name."""
+
+TRL_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids"})
+"""Arguments of a TRL function besides the data's columns."""
+VERL_ARGUMENTS = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
+"""Arguments of a verl function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """How to call a reward function."""
+
+    style: Style
+    """One call for all rollouts (trl), or one for each (verl)."""
+    accepts: frozenset[str] | None
+    """The keywords it takes; None: any."""
+    columns: frozenset[str]
+    """Columns of the data that it requires."""
+    is_async: bool = False
+    """Whether it is declared with `async def`, so that its calls can wait beside each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The result of a reward function for one rollout."""
+
+    value: float | None
+    """A finite number; None where there is an error, or where a TRL function says by None that it does not apply."""
+    error: str | None = None
+    """Why there is no value."""
+    extras: Mapping[str, float] = field(default_factory=dict)
+    """Further finite numbers that a verl function gave beside the score, by name: shown, and no part of the reward."""
+
+
+def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Signature:
+    """Return how to call `function` with `kwargs`.
+
+    Raises `UsageError` if it fits neither TRL's signature nor verl's, or does not take `kwargs`.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"The reward function {name!r} has no signature: {error}",
+            do="wrap it in a Python function with named parameters",
+        ) from error
+    by_keyword = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = frozenset(p.name for p in by_keyword)
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    required = {p.name for p in by_keyword if p.default is p.empty} - kwargs.keys()
+    positional = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters)
+    trl, verl = "completions" in named, "solution_str" in named
+    unmet = required - VERL_ARGUMENTS if verl else set()
+    if trl == verl or positional or unmet:
+        raise UsageError(
+            f"The reward function {name!r} fits no known signature.",
+            have=f"{getattr(function, '__name__', name)}{inspect.signature(function)}",
+            want="TRL's (prompts, completions, **columns) or verl's (data_source, solution_str, ground_truth, extra_info)",
+            do=f"give {', '.join(sorted(unmet))} in its kwargs"
+            if unmet
+            else "name its parameters like that",
+        )
+    for key in () if anything else sorted(kwargs.keys() - named):
+        raise UsageError(
+            f"The reward function {name!r} takes no argument {key!r}.",
+            have=f"reward.functions kwargs {sorted(kwargs)}",
+            do=did_you_mean(key, named - TRL_ARGUMENTS - VERL_ARGUMENTS),
+        )
+    _check_builtin(name, kwargs)
+    declared = (function, type(function).__call__)  # an instance is what its class is
+    return Signature(
+        style="trl" if trl else "verl",
+        accepts=None if anything else named,
+        columns=frozenset(required - TRL_ARGUMENTS) if trl else frozenset(),
+        is_async=any(map(inspect.iscoroutinefunction, declared)),
+    )
+
+
+def _check_builtin(name: str, kwargs: Mapping[str, Any]) -> None:
+    if name == "math_verify" and importlib.util.find_spec("math_verify") is None:
+        raise UsageError(
+            "The reward math_verify needs a package that is not installed.",
+            have="no package math_verify",
+            want="math-verify",
+            do=install("math"),
+        )
+    if name == "regex":
+        try:
+            re.compile(kwargs["pattern"])
+        except (re.error, TypeError) as error:
+            raise UsageError(
+                "The reward regex was given a pattern that is not a regular expression.",
+                have=f"{kwargs['pattern']!r}: {error}",
+                do="correct pattern in the function's kwargs",
+            ) from error
+
+
+def arguments(
+    signature: Signature, kwargs: Mapping[str, Any], rollouts: Sequence[Rollout]
+) -> dict[str, Any]:
+    """Return the keyword arguments of one call about `rollouts` (one of them for a verl function).
+
+    Only those that the function takes; the configuration's `kwargs` win over others.
+    """
+    known = _trl(rollouts) if signature.style == "trl" else _verl(*rollouts)
+    known |= kwargs
+    accepts = signature.accepts
+    return known if accepts is None else {key: known[key] for key in known.keys() & accepts}
+
+
+def _trl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return lists with one entry per rollout: prompts, completions and every column of the data.
+
+    If the prompt was messages, prompt and completion are lists of messages, else texts. A missing column is None. As in TRL, columns
+    named prompt or completion are left out.
+    """
+    names = {name for rollout in rollouts for name in rollout.prompt.columns}
+    columns: dict[str, Any] = {
+        name: [rollout.prompt.columns.get(name) for rollout in rollouts]
+        for name in names - TRL_ARGUMENTS - {"prompt", "completion"}
+    }
+    return columns | {
+        "prompts": [rollout.prompt.messages or rollout.prompt.text for rollout in rollouts],
+        "completions": [
+            [{"role": "assistant", "content": rollout.text}]
+            if rollout.prompt.messages
+            else rollout.text
+            for rollout in rollouts
+        ],
+        "completion_ids": [rollout.completion.token_ids.tolist() for rollout in rollouts],
+    }
+
+
+def _verl(rollout: Rollout) -> dict[str, Any]:
+    """`extra_info` is the column of that name, and where the data has none, all columns."""
+    columns = rollout.prompt.columns
+    return {
+        "data_source": rollout.prompt.source,
+        "solution_str": rollout.text,
+        "ground_truth": rollout.prompt.answer,
+        "extra_info": columns["extra_info"] if "extra_info" in columns else dict(columns),
+    }
+
+
+def call(
+    function: Callable[..., Any],
+    style: Style,
+    arguments: Mapping[str, Any],
+    count: int,
+    runner: asyncio.Runner | None = None,
+) -> list[Answer]:
+    """Call `function` for `count` rollouts and return `count` answers.
+
+    An exception, or a result of the wrong type or length, is the error of every answer; NaN and infinities of theirs
+    alone. An awaitable result runs to its end in `runner`, one event loop for all calls.
+    """
+    try:
+        result = function(**arguments)
+        if inspect.isawaitable(result):
+            if runner is None:
+                raise TypeError("an async function needs an event loop")
+            result = runner.run(_finish(result))
+        return _answers(result, style, count)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary behind which code is not ours
+        return [Answer(None, _text(error))] * count
+
+
+async def call_async(
+    function: Callable[..., Awaitable[Any]], style: Style, arguments: Mapping[str, Any], count: int
+) -> list[Answer]:
+    """Do the same for an `async def` function, beside others in one event loop. Cancelling itself counts as failing."""
+    try:
+        return _answers(await function(**arguments), style, count)
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - as above
+        return [Answer(None, _text(error))] * count
+
+
+async def _finish(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _answers(result: Any, style: Style, count: int) -> list[Answer]:
+    """TRL: one number or None for each rollout, in a list, array or tensor. verl: a number, or a mapping with "score".
+
+    Other finite numbers and booleans in the mapping come along; everything else is left out.
+    """
+    values = _plain(result)
+    if style == "verl" and isinstance(result, Mapping):
+        if "score" not in result:
+            return [Answer(None, f"returned a mapping without 'score': {sorted(map(str, result))}")]
+        answer = _number(result["score"])
+        others = {str(name): _number(value).value for name, value in result.items()}
+        extras = {name: x for name, x in others.items() if x is not None and name != "score"}
+        return [answer if answer.error else replace(answer, extras=extras)]
+    if style == "verl":
+        return [_number(result)]
+    if not isinstance(values, list | tuple):
+        return [Answer(None, f"returned {type(result).__name__}, not a list of numbers")] * count
+    if len(values) != count:
+        return [Answer(None, f"returned {len(values)} values for {count} completions")] * count
+    return [Answer(None) if value is None else _number(value) for value in values]
+
+
+def _number(value: Any) -> Answer:
+    plain = _plain(value)
+    if not isinstance(plain, int | float):
+        return Answer(None, f"returned {type(plain).__name__}, not a number")
+    try:
+        number = float(plain)
+    except OverflowError:
+        number = math.inf
+    return Answer(number) if math.isfinite(number) else Answer(None, f"returned {number}")
+
+
+def _plain(value: Any) -> Any:
+    """Return arrays, tensors and their scalars as Python's own."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _text(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+    return f"{type(error).__name__}: {error}{place}"
