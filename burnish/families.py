@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 from typing import Any, Literal
@@ -176,8 +176,11 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes that degrees of parallelism have to divide. A size that the configuration does not give is 0."""
+    """The sizes of a model of any type. A size that the configuration does not give is 0."""
 
+    family: Family
+    tied: bool
+    """The output layer shares the embedding's weight."""
     depth: int
     """Decoder layers."""
     hidden: int
@@ -208,6 +211,8 @@ class ModelSizes:
         experts = _size(fields, *EXPERT_COUNTS) if mixtures else 0
         intermediate = _size(fields, "intermediate_size")
         return cls(
+            family=family,
+            tied=bool(fields.get("tie_word_embeddings", family.tied)),
             depth=depth,
             hidden=hidden,
             heads=heads,
@@ -242,9 +247,6 @@ SIZE_FIELDS = (
 class ModelShape(ModelSizes):
     """The sizes and all parameters of a causal language model of a family in the table."""
 
-    family: Family
-    tied: bool
-    """The output layer shares the embedding's weight."""
     layers: tuple[LayerShape, ...]
     """From first to last."""
 
@@ -264,17 +266,19 @@ class ModelShape(ModelSizes):
         for name in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads"):
             _positive(fields, name)
         sizes = ModelSizes.of(fields)
-        return cls(
-            **asdict(sizes),
-            family=family,
-            tied=bool(fields.get("tie_word_embeddings", family.tied)),
-            layers=tuple(_layer(family, sizes, fields, index) for index in range(sizes.depth)),
-        )
+        layers = tuple(_layer(family, sizes, fields, index) for index in range(sizes.depth))
+        return cls(**vars(sizes), layers=layers)
 
     @cached_property
     def counts(self) -> Counter[LayerShape]:
         """How many layers there are of each kind."""
         return Counter(self.layers)
+
+    @property
+    def routers(self) -> tuple[int, int, int]:
+        """Routers of the model, experts that each has, and experts that it sends a token to; zeros for a dense model."""
+        found = [(each.experts, each.experts_per_token) for each in self.layers if each.experts]
+        return (len(found), *found[0]) if found else (0, 0, 0)
 
     @property
     def parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -14,11 +14,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from transformers import PretrainedConfig
-
 from burnish.boxes.box import Box, intersect, whole
 from burnish.errors import IncompatibleError
-from burnish.families import family_of
+from burnish.families import ModelSizes
 from burnish.models.names import Region
 
 Shape = tuple[int, ...]
@@ -32,41 +30,6 @@ class Seat:
     """Its number among them."""
     ranks: int = 1
     """How many they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Naming:
-    """What names and boxes depend on beside a parameter's own name and shape."""
-
-    vocabulary: int
-    """Rows of the embeddings in the checkpoint."""
-    heads: int
-    """Attention heads of a layer."""
-    groups: int
-    """Heads of keys, and of values."""
-    head_dim: int
-    """Size of a head."""
-    tied: bool
-    """Whether the output layer is the embeddings."""
-    experts: str
-    """What the checkpoint calls the part of a layer that has router and experts."""
-    gated: tuple[str, str, str]
-    """What it calls an expert's gate, up and down projection."""
-
-    @classmethod
-    def of(cls, hf_config: PretrainedConfig) -> Naming:
-        """That of a model as its configuration describes it."""
-        family = family_of(hf_config.model_type)
-        heads = hf_config.num_attention_heads
-        return cls(
-            vocabulary=hf_config.vocab_size,
-            heads=heads,
-            groups=getattr(hf_config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
-            tied=bool(hf_config.tie_word_embeddings),
-            experts=family.experts_module,
-            gated=family.expert_projections,
-        )
 
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -106,7 +69,7 @@ OUTSIDE_LAYERS = (
 
 
 def regions_of(
-    parameter: str, shape: Shape, naming: Naming, tensor: Seat, expert: Seat
+    parameter: str, shape: Shape, sizes: ModelSizes, tensor: Seat, expert: Seat
 ) -> tuple[Region, ...]:
     """The checkpoint tensors in a rank's part of a Megatron parameter, by tensor and within it ascending.
 
@@ -117,19 +80,19 @@ def regions_of(
     """
     layer = _LAYER.fullmatch(parameter)
     if layer is None:
-        return _outside_layers(parameter, shape, naming, tensor)
+        return _outside_layers(parameter, shape, sizes, tensor)
     prefix, rest = f"model.layers.{layer[1]}", layer[2]
     of_expert = _EXPERT.fullmatch(rest)
     if of_expert is not None:
-        at = f"{prefix}.{naming.experts}.experts.{of_expert[1]}"
-        return _gated(parameter, shape, at, of_expert[2], naming.gated, expert)
+        at = f"{prefix}.{sizes.family.experts_module}.experts.{of_expert[1]}"
+        return _gated(parameter, shape, at, of_expert[2], sizes.family.expert_projections, expert)
     if rest in _SAME:
         return (_band(f"{prefix}.{_SAME[rest]}", parameter, shape),)
     if rest == "mlp.router.weight":
-        return (_band(f"{prefix}.{naming.experts}.gate.weight", parameter, shape),)
+        return (_band(f"{prefix}.{sizes.family.experts_module}.gate.weight", parameter, shape),)
     if rest.startswith("self_attention.linear_qkv."):
         kind = rest.rpartition(".")[2]
-        return _by_group(parameter, shape, f"{prefix}.self_attn", kind, naming, tensor)
+        return _by_group(parameter, shape, f"{prefix}.self_attn", kind, sizes, tensor)
     if rest == "self_attention.linear_proj.weight":
         return (_columns(f"{prefix}.self_attn.o_proj.weight", parameter, shape, tensor),)
     if rest.startswith("mlp."):
@@ -152,7 +115,7 @@ def stacked(parts: Iterable[tuple[Region, ...]]) -> tuple[Region, ...]:
 
 
 def _outside_layers(
-    parameter: str, shape: Shape, naming: Naming, tensor: Seat
+    parameter: str, shape: Shape, sizes: ModelSizes, tensor: Seat
 ) -> tuple[Region, ...]:
     embeddings = "model.embed_tokens.weight"
     if parameter == "decoder.final_layernorm.weight":
@@ -160,36 +123,36 @@ def _outside_layers(
     if parameter in ("score.weight", "score.bias"):
         return (_band(parameter, parameter, shape),)
     if parameter == "embedding.word_embeddings.weight":
-        return _of_vocabulary(embeddings, parameter, shape, naming, tensor)
+        return _of_vocabulary(embeddings, parameter, shape, sizes, tensor)
     if parameter == "output_layer.weight":
-        name = embeddings if naming.tied else "lm_head.weight"
-        return _of_vocabulary(name, parameter, shape, naming, tensor)
+        name = embeddings if sizes.tied else "lm_head.weight"
+        return _of_vocabulary(name, parameter, shape, sizes, tensor)
     raise _unknown(parameter)
 
 
 def _of_vocabulary(
-    name: str, parameter: str, shape: Shape, naming: Naming, tensor: Seat
+    name: str, parameter: str, shape: Shape, sizes: ModelSizes, tensor: Seat
 ) -> tuple[Region, ...]:
     """The rows that stand for tokens; those behind them are padding."""
     start = tensor.rank * shape[0]
-    rows = min(shape[0], naming.vocabulary - start)
+    rows = min(shape[0], sizes.vocabulary - start)
     if rows <= 0:
         return ()
-    return (_band(name, parameter, shape, (0, rows), start, naming.vocabulary),)
+    return (_band(name, parameter, shape, (0, rows), start, sizes.vocabulary),)
 
 
 def _by_group(
-    parameter: str, shape: Shape, prefix: str, kind: str, naming: Naming, tensor: Seat
+    parameter: str, shape: Shape, prefix: str, kind: str, sizes: ModelSizes, tensor: Seat
 ) -> tuple[Region, ...]:
     """q, k and v: for each group the queries of its heads, then its keys, then its values; of all that an equal run of rows.
 
     Where there are more ranks than groups, a rank's rows begin and end within one.
     """
-    dim, own = naming.head_dim, Box((tensor.rank * shape[0],), (shape[0],))
-    queries = naming.heads // naming.groups * dim
+    dim, own = sizes.head_dim, Box((tensor.rank * shape[0],), (shape[0],))
+    queries = sizes.heads // sizes.key_heads * dim
     each = queries + 2 * dim
     groups = range(
-        own.offsets[0] // each, min(-(-(own.offsets[0] + shape[0]) // each), naming.groups)
+        own.offsets[0] // each, min(-(-(own.offsets[0] + shape[0]) // each), sizes.key_heads)
     )
     found = []
     for letter, first, rows in (("q", 0, queries), ("k", queries, dim), ("v", queries + dim, dim)):
@@ -201,7 +164,7 @@ def _by_group(
                 continue
             (at,), (count,) = common.offsets, common.sizes
             band, of_tensor = (at - own.offsets[0], count), number * rows + at - start
-            found.append(_band(name, parameter, shape, band, of_tensor, naming.groups * rows))
+            found.append(_band(name, parameter, shape, band, of_tensor, sizes.key_heads * rows))
     return tuple(found)
 
 

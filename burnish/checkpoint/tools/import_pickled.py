@@ -30,8 +30,8 @@ from burnish.config.schema import ModelConfig
 from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError, few
 from burnish.files.sandbox import landlock_version
 from burnish.files.strict_json import parse_json
-from burnish.models.loading import build_on_meta, read_model_config
-from burnish.models.megatron_names import Naming
+from burnish.models.loading import read_model_config
+from burnish.models.meta_init import build_on_meta, model_sizes
 from burnish.models.names import Region, regions, tied_names
 
 _DCP_METADATA = ".metadata"
@@ -101,7 +101,7 @@ def pickled(
     canonical = {region.name: region.shape for region in parts}
     if kind == "torch_dist":
         names = tensor_names()
-        name_pieces = partial(shards_of, naming=Naming.of(hf_config), canonical=canonical)
+        name_pieces = partial(shards_of, sizes=model_sizes(hf_config), canonical=canonical)
     else:
         names = frozenset(map(without_numbers, [*model.state_dict(), *canonical]))
         name_pieces = partial(_of_module, model=model, parts=parts)

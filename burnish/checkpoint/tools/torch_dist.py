@@ -18,10 +18,11 @@ from pathlib import Path
 from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.errors import IncompatibleError
+from burnish.families import ModelSizes
 from burnish.files.durable import read_whole
 from burnish.files.storage import LocalStorage
 from burnish.files.strict_json import parse_json
-from burnish.models.megatron_names import IN_LAYER, OUTSIDE_LAYERS, Naming, Seat, regions_of
+from burnish.models.megatron_names import IN_LAYER, OUTSIDE_LAYERS, Seat, regions_of
 
 _METADATA, _METADATA_LIMIT = "metadata.json", 1 << 16
 _LAYER = re.compile(r"decoder\.layers\.(?:([0-9]+)\.)?(.+)")
@@ -48,21 +49,21 @@ def tensor_names() -> frozenset[str]:
 
 
 def shards_of(
-    pieces: Iterable[Shard], naming: Naming, canonical: Mapping[str, tuple[int, ...]]
+    pieces: Iterable[Shard], sizes: ModelSizes, canonical: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Shard]:
     """Yield the parts of checkpoint tensors in pieces; `canonical` says which tensors there are, and their shapes.
 
     Raises `IncompatibleError` where a piece is of another model.
     """
     for single in chain.from_iterable(map(_unstacked, pieces)):
-        if not _is_whole(single.spec, naming, canonical):
+        if not _is_whole(single.spec, sizes, canonical):
             raise IncompatibleError(
                 f"tensor {single.spec.name} is not one of this model",
                 have=list(single.spec.shape),
                 want="the shapes that config.json tells of",
                 do="give the config.json that belongs to these weights with --assets",
             )
-        for region in regions_of(single.spec.name, single.spec.shape, naming, Seat(), Seat()):
+        for region in regions_of(single.spec.name, single.spec.shape, sizes, Seat(), Seat()):
             if (shard := region.shard_of(single.tensor, single.box)) is not None:
                 yield shard
 
@@ -105,17 +106,19 @@ def _renamed(piece: Shard, name: str) -> Shard:
     return Shard(TensorSpec(name, shape, piece.spec.dtype), box, piece.tensor)
 
 
-def _is_whole(spec: TensorSpec, naming: Naming, canonical: Mapping[str, tuple[int, ...]]) -> bool:
+def _is_whole(
+    spec: TensorSpec, sizes: ModelSizes, canonical: Mapping[str, tuple[int, ...]]
+) -> bool:
     """Whether the parameter has the dims of its kind and is made of whole tensors of the model, and of padding at most."""
     name, shape = spec.name, spec.shape
     is_vector = "norm" in name or name.endswith(".bias")
     if len(shape) != (1 if is_vector else 2):
         return False
-    regions = regions_of(name, shape, naming, Seat(), Seat())
+    regions = regions_of(name, shape, sizes, Seat(), Seat())
     if any(canonical.get(region.name) != region.shape for region in regions):
         return False
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        return shape[0] >= naming.vocabulary
+        return shape[0] >= sizes.vocabulary
     elements = sum(region.box.elements for region in regions)
     tensors = {region.name: math.prod(region.shape) for region in regions}
     return elements == math.prod(shape) == sum(tensors.values())

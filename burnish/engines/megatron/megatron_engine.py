@@ -21,9 +21,8 @@ from burnish.distributed.layout import Layout, require_divisible
 from burnish.engines.base import LossFn, Part
 from burnish.engines.megatron.calls import megatron_called
 from burnish.engines.megatron.distributed_optimizer import MegatronOptimizer
-from burnish.engines.megatron.families import Architecture
 from burnish.engines.megatron.mesh import MegatronMesh
-from burnish.engines.megatron.meta_init import build_stages
+from burnish.engines.megatron.meta_init import build_stages, llama_shape
 from burnish.engines.megatron.replay import Replay
 from burnish.engines.megatron.schedule import Schedule
 from burnish.engines.megatron.shards import MegatronShards
@@ -32,13 +31,14 @@ from burnish.engines.sharded_engine import ShardedEngine, trained
 from burnish.models.kernels.ulysses import Division
 from burnish.models.meta_init import model_sizes
 from burnish.models.routing import require_routers
+from burnish.models.value_head import has_value_head
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
 
 
 def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
     """Raise `UsageError` for an unknown family, settings that cannot divide the model, or a router loss without routers."""
-    Architecture.of(hf_config)
+    llama_shape(hf_config)
     if config.router_aux_loss:
         require_routers(hf_config, "engine.router_aux_loss")
     require_divisible(model_sizes(hf_config), config)
@@ -81,19 +81,15 @@ class MegatronEngine(ShardedEngine):
         self._chunks = stages if self._optimizer is None else self._optimizer.chunks
         parts = [] if self._optimizer is None else self._optimizer.parts
         self._shards = MegatronShards(self._chunks, hf_config, parts)
-        shape = Architecture.of(hf_config)
-        experts = shape.experts
-        self._routers = (
-            (sum(experts.layers), experts.count, experts.chosen) if experts else (0, 0, 0)
-        )
-        self._said = ("logprobs", "entropy") if shape.value_bias is None else ("values",)
+        self._routers = llama_shape(hf_config).routers
+        self._said = ("values",) if has_value_head(hf_config) else ("logprobs", "entropy")
         """What the model says of each token."""
         self._schedule = Schedule(
             self._chunks,
             _division(config, self.mesh),
             config.pipeline_parallel if config.virtual_stages > 1 else 1,
             device,
-            Replay(experts, self.mesh.groups, device),
+            Replay(self._routers, self.mesh.groups, device),
         )
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:

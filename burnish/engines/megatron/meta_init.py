@@ -5,6 +5,8 @@ Layers are Megatron's, from a spec with our attention and router and the modules
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -33,17 +35,21 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch.nn import functional
 from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from burnish.config.schema import EngineConfig
 from burnish.engines.base import compute_dtype
 from burnish.engines.megatron.attention import PackedAttention
-from burnish.engines.megatron.families import Architecture, Experts
 from burnish.engines.megatron.layers import LayerModules, layer_modules
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import PackedGPT
 from burnish.engines.megatron.replay import RoutedLayer
 from burnish.engines.megatron.routers import PlainRouter
+from burnish.errors import UsageError
+from burnish.families import ModelShape, family_of, names_of
+from burnish.models.meta_init import plain_model
+from burnish.models.value_head import has_value_head, head_has_bias
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -56,6 +62,67 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 # What `engine.activation_checkpointing` is to Megatron.
 
+_IN_LAYER = re.compile(r".*\blayers\.\d+\.(.+)\.(?:weight|bias)")
+_COMPUTED = {
+    *("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"),
+    *(f"self_attn.{letter}_proj" for letter in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+}
+# What layers have that Megatron computes, by transformers' names; experts aside.
+
+
+def llama_shape(hf_config: PretrainedConfig) -> ModelShape:
+    """Return the model's sizes. Raises `UsageError` that names what this engine does not compute."""
+    kind = hf_config.model_type
+    if not family_of(kind).has_llama_layers:
+        raise UsageError(
+            f"the Megatron engine does not know models of type {kind}",
+            have=f"model_type: {kind}, {_missing(hf_config)}",
+            want=f"one of {names_of('has_llama_layers')}",
+            do="set engine.kind=torch",
+        )
+    if problem := next(_uncomputed(hf_config), None):
+        raise UsageError(
+            f"the Megatron engine does not compute {problem}",
+            have=f"a model of type {kind} that has it",
+            want="a model without it",
+            do="set engine.kind=torch",
+        )
+    return ModelShape.of(hf_config.to_dict())
+
+
+def _missing(hf_config: PretrainedConfig) -> str:
+    """What there is no counterpart for in a model of another family, in words."""
+    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "which is no language model of transformers"
+    with torch.device("meta"):
+        names = [name for name, _ in plain_model(hf_config).named_parameters()]
+    inside = {found[1] for name in names if (found := _IN_LAYER.fullmatch(name))}
+    unknown = sorted(inside - _COMPUTED)
+    if not unknown:
+        return "whose layers have the parts of Llama's, but may compute something else"
+    return f"whose layers have {', '.join(unknown)}"
+
+
+def _uncomputed(hf_config: PretrainedConfig) -> Iterator[str]:
+    """What of the model would be computed wrongly, in words."""
+    if hf_config.hidden_act != "silu":
+        yield f"the activation {hf_config.hidden_act}"
+    if getattr(hf_config, "attention_bias", False):
+        yield "a bias in attention (attention_bias)"
+    if getattr(hf_config, "mlp_bias", False):
+        yield "a bias in the MLP (mlp_bias)"
+    rope = hf_config.rope_parameters
+    if rope["rope_type"] in ("dynamic", "longrope"):
+        yield f"rotary positions that depend on the length ({rope['rope_type']})"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield "heads that are rotated in part (partial_rotary_factor)"
+    if has_value_head(hf_config):
+        if hf_config.num_labels != 1:
+            yield f"a head that says {hf_config.num_labels} things of a token"
+    elif any("ForCausalLM" not in name for name in hf_config.architectures or ()):
+        yield "another head than a vocabulary or a value"
+
 
 def build_stages(
     hf_config: PretrainedConfig, config: EngineConfig, mesh: MegatronMesh, device: torch.device
@@ -64,31 +131,33 @@ def build_stages(
 
     Call it inside `burnish.engines.megatron.calls.megatron_called`.
     """
-    shape = Architecture.of(hf_config)
+    shape = llama_shape(hf_config)
     modules = layer_modules(config, device)
-    transformer = transformer_config(shape, config, adds_gradients=modules.adds_gradients)
-    rotary = LlamaRotaryEmbedding(hf_config).to(device)
-    chunk = config.logprob_rows(shape.vocabulary)
-    return [
-        _stage(shape, transformer, modules, mesh, index, rotary=rotary, chunk=chunk)
-        for index in range(config.virtual_stages)
-    ]
+    transformer = _transformer_config(shape, hf_config, config, modules.adds_gradients)
+    options = {
+        "rotary": LlamaRotaryEmbedding(hf_config).to(device),
+        "chunk": config.logprob_rows(shape.vocabulary),
+        "padding": hf_config.pad_token_id,
+        "value_bias": head_has_bias(hf_config) if has_value_head(hf_config) else None,
+    }
+    stages = range(config.virtual_stages)
+    return [_stage(shape, transformer, modules, mesh, index, options) for index in stages]
 
 
-def transformer_config(
-    shape: Architecture, config: EngineConfig, *, adds_gradients: bool
+def _transformer_config(
+    shape: ModelShape, hf_config: PretrainedConfig, config: EngineConfig, adds_gradients: bool
 ) -> TransformerConfig:
-    """Megatron's configuration of a model of this shape, cut as the settings say; `adds_gradients` as in `LayerModules`."""
+    """Return Megatron's configuration of a model, cut as the settings say; `adds_gradients` as in `LayerModules`."""
     dtype = compute_dtype(config)
     return TransformerConfig(
-        num_layers=shape.layers,
+        num_layers=shape.depth,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
         num_query_groups=shape.key_heads,
         kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.width,
+        ffn_hidden_size=hf_config.intermediate_size,
         normalization="RMSNorm",
-        layernorm_epsilon=shape.epsilon,
+        layernorm_epsilon=hf_config.rms_norm_eps,
         qk_layernorm=shape.family.query_norms == "head",
         add_qkv_bias=shape.family.qkv_bias,
         add_bias_linear=False,
@@ -103,7 +172,7 @@ def transformer_config(
         sequence_parallel=config.megatron_sequence_parallel and config.tensor_parallel > 1,
         context_parallel_size=config.sequence_parallel,
         pipeline_model_parallel_size=config.pipeline_parallel,
-        pipeline_model_parallel_layout=pipeline_layout(shape.layers, config),
+        pipeline_model_parallel_layout=pipeline_layout(shape.depth, config),
         pipeline_dtype=dtype,
         variable_seq_lengths=True,
         # With virtual stages two stages may be both before and behind each other, and exchanges in one
@@ -118,18 +187,20 @@ def transformer_config(
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=adds_gradients,
         **_RECOMPUTE[config.activation_checkpointing],
-        **({} if shape.experts is None else _of_experts(shape.experts, config)),
+        **(_of_experts(shape, hf_config, config) if shape.experts else {}),
     )
 
 
-def _of_experts(experts: Experts, config: EngineConfig) -> dict[str, Any]:
+def _of_experts(
+    shape: ModelShape, hf_config: PretrainedConfig, config: EngineConfig
+) -> dict[str, Any]:
     return {
-        "num_moe_experts": experts.count,
-        "moe_ffn_hidden_size": experts.width,
-        "moe_layer_freq": [int(mixture) for mixture in experts.layers],
-        "moe_router_topk": experts.chosen,
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.expert_intermediate,
+        "moe_layer_freq": [int(layer.experts > 0) for layer in shape.layers],
+        "moe_router_topk": shape.routers[2],
         # Softmax over the chosen ones is softmax over all, scaled to a sum of 1.
-        "moe_router_pre_softmax": not experts.renormalized,
+        "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
         "moe_router_load_balancing_type": "none",
         "moe_enable_routing_replay": True,  # makes it possible: `burnish.engines.megatron.replay`
         "expert_model_parallel_size": config.expert_parallel,
@@ -152,12 +223,12 @@ def pipeline_layout(layers: int, config: EngineConfig) -> list[list[str]] | None
 
 
 def _stage(
-    shape: Architecture,
+    shape: ModelShape,
     transformer: TransformerConfig,
     modules: LayerModules,
     mesh: MegatronMesh,
     index: int,
-    **options: Any,
+    options: dict[str, Any],
 ) -> PackedGPT:
     """The stage of this rank with this number among its virtual ones."""
     pipeline, tensor = mesh.groups.pp, mesh.groups.tp.size()
@@ -171,12 +242,10 @@ def _stage(
         max_sequence_length=0,  # of learned positions, of which there are none
         pre_process=pipeline.rank() == 0 and index == 0,
         post_process=last,
-        share_embeddings_and_output_weights=shape.tied,
+        share_embeddings_and_output_weights=shape.tied and options["value_bias"] is None,
         pg_collection=mesh.groups,
         vp_stage=vp_stage,
         tokens=shape.vocabulary,
-        padding=shape.padding,
-        value_bias=shape.value_bias,
         **options,
     )
     _mark_cut(stage)
@@ -196,7 +265,7 @@ def _mark_cut(stage: PackedGPT) -> None:
 
 
 def block_spec(
-    shape: Architecture,
+    shape: ModelShape,
     transformer: TransformerConfig,
     modules: LayerModules,
     vp_stage: int | None,
@@ -211,13 +280,12 @@ def block_spec(
     )
 
 
-def _layer(shape: Architecture, layer: int, modules: LayerModules) -> ModuleSpec:
+def _layer(shape: ModelShape, layer: int, modules: LayerModules) -> ModuleSpec:
     qk_norm = modules.norm if shape.family.query_norms == "head" else IdentityOp
-    routers = () if shape.experts is None else shape.experts.layers
-    mixture = bool(routers) and routers[layer]
+    mixture = shape.layers[layer].experts > 0
     attention = SelfAttentionSubmodules(
         linear_qkv=modules.column,
-        core_attention=partial(PackedAttention, sliding_window=shape.windows[layer]),
+        core_attention=partial(PackedAttention, sliding_window=shape.layers[layer].window),
         linear_proj=modules.row,
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
@@ -226,7 +294,9 @@ def _layer(shape: Architecture, layer: int, modules: LayerModules) -> ModuleSpec
     experts = MoESubmodules(experts=modules.experts, router=PlainRouter)
     return ModuleSpec(
         module=RoutedLayer if mixture else TransformerLayer,
-        params={"router": sum(routers[:layer])} if mixture else {},
+        params={"router": sum(each.experts > 0 for each in shape.layers[:layer])}
+        if mixture
+        else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=modules.block_norm,
             self_attention=ModuleSpec(

@@ -19,7 +19,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from burnish.distributed.collectives import gather_rows
-from burnish.engines.megatron.families import Experts
 from burnish.engines.sharded_engine import routing_of
 from burnish.errors import IncompatibleError
 from burnish.models.routing import Routing, TokenRows, index_dtype, require_recorded
@@ -65,21 +64,25 @@ class RoutedLayer(TransformerLayer):
 class Replay:
     """What the routers of a model are told, and what they have to say."""
 
-    experts: Experts | None
-    """None for a dense model."""
+    routers: tuple[int, int, int]
+    """Routers, experts of each, and experts that each token goes to; zeros for a dense model."""
     groups: ProcessGroupCollection
     """Where this rank stands: pipeline ranks have other routers, tensor ranks other rows."""
     device: torch.device
 
     def require(self, micros: Iterable[MicroBatch], *, record: bool = False) -> None:
         """Raise `IncompatibleError` for prescribed experts that cannot be of this model, or where there are none to `record`."""
-        if record:
-            self._experts()
-        for micro in micros:
-            if micro.experts is not None:
-                experts = self._experts()
-                want = (len(micro.input_ids), sum(experts.layers), experts.chosen)
-                require_recorded(micro.experts, want, experts.count)
+        routers, experts, chosen = self.routers
+        prescribed = [(len(m.input_ids), m.experts) for m in micros if m.experts is not None]
+        if routers == 0 and (record or prescribed):
+            raise IncompatibleError(
+                "the experts of a model were asked for, which has none",
+                have="a dense model",
+                want="a mixture of experts",
+                do="set algorithm.router_replay=none",
+            )
+        for tokens, recorded in prescribed:
+            require_recorded(recorded, (tokens, routers, chosen), experts)
 
     def routing_of(
         self, micro: MicroBatch, rows: TokenRows, *, record: bool, factors: Tensor | None = None
@@ -91,11 +94,10 @@ class Replay:
 
     def record(self, chosen: Mapping[int, Tensor], rows: TokenRows) -> Tensor:
         """Return the experts [T, L, k] of all tokens and routers. Collective among the ranks that share the micro-batch."""
-        experts, tensor = self._experts(), self.groups.tp
+        (routers, experts, chosen_of_each), tensor = self.routers, self.groups.tp
         own = rows.deal.rows // tensor.size()
-        kind = index_dtype(experts.count)
-        shape = (own, sum(experts.layers), experts.chosen)
-        found = torch.zeros(shape, dtype=kind, device=self.device)
+        kind = index_dtype(experts)
+        found = torch.zeros((own, routers, chosen_of_each), dtype=kind, device=self.device)
         for number, of_router in chosen.items():
             found[:, number] = of_router.to(kind)
         in_bytes = found.view(torch.uint8)  # since not every backend sends int16
@@ -104,13 +106,3 @@ class Replay:
         if tensor.size() > 1:
             in_bytes = gather_rows(in_bytes, tensor)
         return rows.tokens_of(in_bytes.view(kind))
-
-    def _experts(self) -> Experts:
-        if self.experts is None:
-            raise IncompatibleError(
-                "the experts of a model were asked for, which has none",
-                have="a dense model",
-                want="a mixture of experts",
-                do="set algorithm.router_replay=none",
-            )
-        return self.experts

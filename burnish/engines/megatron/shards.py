@@ -22,7 +22,9 @@ from burnish.boxes.box import whole
 from burnish.boxes.shards import Shard, ShardSource, TensorSpec
 from burnish.engines.megatron.flat_ranges import boxes_in_range
 from burnish.engines.optim.optimizer import SLOTS
-from burnish.models.megatron_names import Naming, Seat, regions_of, stacked
+from burnish.families import ModelSizes
+from burnish.models.megatron_names import Seat, regions_of, stacked
+from burnish.models.meta_init import model_sizes
 from burnish.models.names import Region
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -57,13 +59,13 @@ class MegatronShards:
 
         Raises `IncompatibleError` for parameters without a checkpoint name.
         """
-        naming = Naming.of(hf_config)
+        sizes = model_sizes(hf_config)
         self._chunks = list(chunks)
         self._parameters: dict[str, nn.Parameter] = {}
         self._regions: dict[str, tuple[Region, ...]] = {}
         for chunk in map(_unwrapped, self._chunks):
             for local, parameter in chunk.named_parameters():
-                name, regions = _described(local, tuple(parameter.shape), chunk, naming)
+                name, regions = _described(local, tuple(parameter.shape), chunk, sizes)
                 self._parameters[name], self._regions[name] = parameter, regions
         self._optimizers = list(optimizers)
         self._ranges = list(self._stepped())
@@ -147,22 +149,22 @@ def _seat(group: torch.distributed.ProcessGroup) -> Seat:
 
 
 def _described(
-    name: str, shape: tuple[int, ...], chunk: Any, naming: Naming
+    name: str, shape: tuple[int, ...], chunk: Any, sizes: ModelSizes
 ) -> tuple[str, tuple[Region, ...]]:
     """A parameter's name with layers counted over all stages, and the checkpoint tensors in it."""
     seats = _seat(chunk.pg_collection.tp), _seat(chunk.pg_collection.expt_tp)
     layer = _LAYER.fullmatch(name)
     if layer is None:
-        return name, regions_of(name, shape, naming, *seats)
+        return name, regions_of(name, shape, sizes, *seats)
     module, rest = chunk.decoder.layers[int(layer[1])], layer[2]
     prefix = f"decoder.layers.{module.layer_number - 1}"
     name = f"{prefix}.{rest}"
     of_experts = _OF_EXPERTS.fullmatch(rest)
     if of_experts is None:
-        return name, regions_of(name, shape, naming, *seats)
+        return name, regions_of(name, shape, sizes, *seats)
     matrix, number = of_experts.groups()
     experts = module.mlp.local_expert_indices
     of_each = [f"{prefix}.mlp.experts.local_experts.{expert}.{matrix}" for expert in experts]
     if number:
-        return name, regions_of(of_each[int(number)], shape, naming, *seats)
-    return name, stacked(regions_of(each, shape[1:], naming, *seats) for each in of_each)
+        return name, regions_of(of_each[int(number)], shape, sizes, *seats)
+    return name, stacked(regions_of(each, shape[1:], sizes, *seats) for each in of_each)
