@@ -22,7 +22,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.durable import Removals, make_dirs_durably, naming_failures
 from burnish.files.lease import Lease, Token
-from burnish.files.storage import LocalStorage, Storage
+from burnish.files.storage import LocalStorage
 
 _LEASE = ".lease"
 _OWN_LEVELS = 3
@@ -50,7 +50,7 @@ class Checkpoints:
         retention: Retention | None = None,
         reserve_bytes: int = 0,
         background_timeout: float | None = None,
-        storage: Storage | None = None,
+        storage: LocalStorage | None = None,
     ) -> None:
         self._root = root
         self._layout = layout

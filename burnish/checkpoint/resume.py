@@ -26,7 +26,7 @@ from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError
 from burnish.files.durable import move_aside, naming_failures
-from burnish.files.storage import Source, Storage
+from burnish.files.storage import LocalStorage, Source
 from burnish.tracking.rundir import RunDirectory
 
 _log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class OnDisk:
 
     sharing = "set output_dir to a directory that all ranks share"
 
-    def __init__(self, root: Path, storage: Storage) -> None:
+    def __init__(self, root: Path, storage: LocalStorage) -> None:
         self.root = root
         self.source = storage
 

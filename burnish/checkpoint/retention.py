@@ -21,7 +21,7 @@ from burnish.checkpoint.steps import TRASH, open_step, portion_paths, read_commi
 from burnish.config.schema import CheckpointConfig
 from burnish.errors import CorruptError, IncompatibleError, UsageError
 from burnish.files.durable import Removals, move_aside, read_whole, write_durably
-from burnish.files.storage import Source, Storage
+from burnish.files.storage import LocalStorage, Source
 from burnish.files.strict_json import encode_json, parse_json
 
 PINS = "pins.json"
@@ -66,7 +66,7 @@ def read_pins(root: PurePath, storage: Source) -> dict[int, str]:
 
 
 @contextmanager
-def holding_pins(root: Path, storage: Storage) -> Iterator[dict[int, str]]:
+def holding_pins(root: Path, storage: LocalStorage) -> Iterator[dict[int, str]]:
     """Hold the pins exclusively in the block, against changes and against removals by them.
 
     Changes to the dictionary are on disk when the block ends without an error. Raises as `read_pins` does.
@@ -196,13 +196,13 @@ class Retention:
         newest = max((each.step for each in steps if each.healthy), default=-1)
         return sorted(each.step for each in steps if each.step not in kept and each.step < newest)
 
-    def removable(self, root: Path, storage: Storage, pins: Iterable[int]) -> list[int]:
+    def removable(self, root: Path, storage: LocalStorage, pins: Iterable[int]) -> list[int]:
         """Return the steps below `root` that may go: outlived, and on the mirror if there is one."""
         awaited = self._awaited(root, storage)
         gone = self.outlived(self.facts(root, storage), pins)
         return [step for step in gone if step not in awaited]
 
-    def waiting(self, root: Path, storage: Storage) -> list[int]:
+    def waiting(self, root: Path, storage: LocalStorage) -> list[int]:
         """Return the steps below `root` that could go, were they on the mirror. For messages: pins are not read."""
         if self.mirror is None:
             return []
@@ -211,7 +211,7 @@ class Retention:
         )
         return sorted({*portion_paths(root, storage).values(), *outlived})
 
-    def apply(self, root: Path, storage: Storage) -> list[int]:
+    def apply(self, root: Path, storage: LocalStorage) -> list[int]:
         """Remove outlived steps below `root` and return them.
 
         Each is renamed into the trash before it is removed. Unreadable steps stay; if `pins.json` is unreadable, all stay. Raises
@@ -235,7 +235,7 @@ class Retention:
         removals.check()
         return gone
 
-    def _awaited(self, root: Path, storage: Storage) -> set[int]:
+    def _awaited(self, root: Path, storage: LocalStorage) -> set[int]:
         """The steps that the mirror still wants."""
         if self.mirror is None:
             return set()
@@ -273,7 +273,7 @@ def _state(path: PurePath, storage: Source) -> Mapping[str, Any]:
         return {}
 
 
-def read_mirrored(root: Path, url: str, storage: Storage) -> dict[int, str]:
+def read_mirrored(root: Path, url: str, storage: LocalStorage) -> dict[int, str]:
     """Return the uuids, by step, of the steps below `root` that the mirror at `url` has or does not want.
 
     The truth is on the mirror. This note lets retention decide without asking it. A note that is missing, damaged or of another
@@ -292,7 +292,7 @@ def read_mirrored(root: Path, url: str, storage: Storage) -> dict[int, str]:
         return {}
 
 
-def write_mirrored(root: Path, url: str, steps: Mapping[int, str], storage: Storage) -> None:
+def write_mirrored(root: Path, url: str, steps: Mapping[int, str], storage: LocalStorage) -> None:
     """Write that note, unless it says so already."""
     if steps != read_mirrored(root, url, storage):
         by_step = {str(step): uuid for step, uuid in sorted(steps.items())}

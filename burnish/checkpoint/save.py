@@ -60,7 +60,7 @@ from burnish.files.durable import (
     write_new,
 )
 from burnish.files.lease import Token
-from burnish.files.storage import Storage
+from burnish.files.storage import LocalStorage
 from burnish.files.strict_json import encode_json
 
 
@@ -172,7 +172,7 @@ class Saver:
     """The run's `checkpoints/`."""
     planner: SavePlanner = field(compare=False, repr=False)
     """Who writes what, and where to; it keeps the plan from save to save, in each process that has this."""
-    storage: Storage
+    storage: LocalStorage
     """The disk."""
     retention: Retention | None = None
     """Which steps stay; None: all."""
@@ -386,7 +386,7 @@ def all_finite(shards: Sequence[Shard]) -> bool:
     return not extremes or bool(torch.stack(extremes).isfinite().all())
 
 
-def check_new(root: Path, step: int, storage: Storage) -> None:
+def check_new(root: Path, step: int, storage: LocalStorage) -> None:
     """Raise `BurnishError` when there is a step of this number."""
     if storage.kind(root / step_name(step)) is not None:
         raise BurnishError(
@@ -398,7 +398,7 @@ def check_new(root: Path, step: int, storage: Storage) -> None:
 
 
 def _lay_out(
-    inflight: Path, files: Sequence[PlannedFile], small: Mapping[str, bytes], storage: Storage
+    inflight: Path, files: Sequence[PlannedFile], small: Mapping[str, bytes], storage: LocalStorage
 ) -> None:
     """Make the directories, the small files whole, the large ones empty at their final size."""
     names = [*small, *(file.path for file in files)]
@@ -466,7 +466,9 @@ def _sealed(manifest: Manifest, seal: str, *, healthy: bool) -> dict[str, bytes]
     return {MANIFEST: encoded, seal: commit.encode()}
 
 
-def _commit(inflight: Path, final: Path, sealed: Mapping[str, bytes], storage: Storage) -> None:
+def _commit(
+    inflight: Path, final: Path, sealed: Mapping[str, bytes], storage: LocalStorage
+) -> None:
     """Seal the directory and rename it. Before the rename the step does not exist; after it, it is whole."""
     write_new(storage, {inflight / name: data for name, data in sealed.items()})
     sync_dirs(storage, _directories(inflight, storage))
@@ -474,7 +476,7 @@ def _commit(inflight: Path, final: Path, sealed: Mapping[str, bytes], storage: S
     storage.sync_dir(final.parent)
 
 
-def _directories(path: Path, storage: Storage) -> Iterator[Path]:
+def _directories(path: Path, storage: LocalStorage) -> Iterator[Path]:
     """A directory and all below it."""
     yield path
     for entry in storage.entries(path):

@@ -30,7 +30,7 @@ from burnish.checkpoint.manifest import (
 )
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, UsageError
 from burnish.files.durable import Removals, discard, read_whole
-from burnish.files.storage import LocalStorage, Source, Storage
+from burnish.files.storage import LocalStorage, Source
 from burnish.files.strict_json import parse_json
 
 INFLIGHT, PORTION = ".inflight-", ".portion-"
@@ -103,7 +103,7 @@ def step_paths(root: P, storage: Source) -> dict[int, P]:
     return dict(sorted(found.items()))
 
 
-def portion_paths(root: Path, storage: Storage) -> dict[Path, int]:
+def portion_paths(root: Path, storage: LocalStorage) -> dict[Path, int]:
     """Return the partial checkpoints below `root` with their steps, oldest first."""
     names = [entry.name for entry in storage.entries(root) if entry.name.startswith(PORTION)]
     steps = {root / name: name.removeprefix(PORTION).partition(".")[0] for name in names}
@@ -294,14 +294,14 @@ def _state(path: PurePath, manifest: Manifest, storage: Source) -> Mapping[str, 
     return state
 
 
-def leftovers(root: Path, storage: Storage) -> list[Path]:
+def leftovers(root: Path, storage: LocalStorage) -> list[Path]:
     """Return what lies below `root` and is no step; if somebody holds its lease, it is being written or removed."""
     trash = [root / TRASH / entry.name for entry in storage.entries(root / TRASH)]
     names = [entry.name for entry in storage.entries(root)]
     return trash + [root / name for name in names if name.startswith((INFLIGHT, PORTION))]
 
 
-def clear(root: Path, storage: Storage, removals: Removals) -> None:
+def clear(root: Path, storage: LocalStorage, removals: Removals) -> None:
     """Remove them, for the holder of the lease; `removals` collects what the disk kept."""
     for path in leftovers(root, storage):
         with removals.trying():

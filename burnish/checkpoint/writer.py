@@ -43,7 +43,7 @@ from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.durable import naming_failures
-from burnish.files.storage import Closing, File, Storage
+from burnish.files.storage import Closing, LocalFile, LocalStorage
 
 BlockHashes = dict[tuple[int, int], str]
 """By index of the file and index of the block in it."""
@@ -226,7 +226,7 @@ class BlockWriter:
         self._arena = arena
         self._exchange = Exchange(layout, device, arena)
 
-    def write(self, directory: Path, storage: Storage, what: str) -> BlockHashes:
+    def write(self, directory: Path, storage: LocalStorage, what: str) -> BlockHashes:
         """Write and sync all blocks, and return the hashes of this rank's. Collective, errors included.
 
         The files are in `directory` at their final size. `what` starts the message if the disk fails.
@@ -236,7 +236,7 @@ class BlockWriter:
         begun: list[Future[BlockHashes]] = []
         hashes: BlockHashes = {}
         with ExitStack() as opened:
-            files: dict[int, File] = {}
+            files: dict[int, LocalFile] = {}
             with agree(self._layout), naming_failures(what):
                 memory = [self._arena.take(size) for _ in range(2)]
                 for index in sorted({span.file for share in plan.share for span in share}):
@@ -294,7 +294,7 @@ def _copy(elements: Tensor, into: Tensor) -> None:
 class _Disk(Closing):
     """Two threads: one hashes and writes spans in order, one syncs what was written."""
 
-    def __init__(self, files: dict[int, File], block_bytes: int) -> None:
+    def __init__(self, files: dict[int, LocalFile], block_bytes: int) -> None:
         self._files, self._block_bytes = files, block_bytes
         self._writing = ThreadPoolExecutor(1, "burnish-write")
         self._syncing = ThreadPoolExecutor(1, "burnish-sync")

@@ -14,13 +14,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 
 from burnish.errors import BurnishError, few
-from burnish.files.storage import Bytes, Source, Storage
+from burnish.files.storage import Bytes, LocalStorage, Source
 
 _SYNCS = 8
 # Syncs at one time, which file systems do together.
 
 
-def write_durably(storage: Storage, path: Path, data: Bytes) -> None:
+def write_durably(storage: LocalStorage, path: Path, data: Bytes) -> None:
     """Write a file so that after a crash it is there whole or not at all.
 
     Replaces a file of that name. When this returns, the content survives a power loss.
@@ -38,7 +38,7 @@ def write_durably(storage: Storage, path: Path, data: Bytes) -> None:
     storage.sync_dir(path.parent)
 
 
-def write_new(storage: Storage, files: Mapping[Path, Bytes]) -> None:
+def write_new(storage: LocalStorage, files: Mapping[Path, Bytes]) -> None:
     """Write new files at the same time. Their content survives a power loss; their names need `sync_dirs`."""
 
     def write(path: Path, data: Bytes) -> None:
@@ -50,13 +50,13 @@ def write_new(storage: Storage, files: Mapping[Path, Bytes]) -> None:
         list(pool.map(write, files.keys(), files.values()))
 
 
-def sync_dirs(storage: Storage, paths: Iterable[Path]) -> None:
+def sync_dirs(storage: LocalStorage, paths: Iterable[Path]) -> None:
     """Return when the names in all these directories survive a power loss."""
     with ThreadPoolExecutor(_SYNCS) as pool:
         list(pool.map(storage.sync_dir, paths))
 
 
-def make_dirs_durably(storage: Storage, path: Path, *, above: int) -> None:
+def make_dirs_durably(storage: LocalStorage, path: Path, *, above: int) -> None:
     """Make a directory, and let its name and the `above` - 1 directories over it survive a power loss, whoever made them.
 
     Directories that this user may not open are passed over.
@@ -81,7 +81,7 @@ def read_whole(storage: Source, path: PurePath, limit: int) -> bytes:
     return bytes(content)
 
 
-def move_aside(storage: Storage, path: Path, directory: Path) -> Path:
+def move_aside(storage: LocalStorage, path: Path, directory: Path) -> Path:
     """Rename something into `directory` and return its new path.
 
     The move survives a power loss. If the name is taken, it gets a number.
@@ -98,7 +98,7 @@ def move_aside(storage: Storage, path: Path, directory: Path) -> Path:
     return directory / name
 
 
-def discard(storage: Storage, path: Path, trash: Path) -> None:
+def discard(storage: LocalStorage, path: Path, trash: Path) -> None:
     """Rename a file or directory into `trash`, then remove it, so that it is never seen half there."""
     storage.remove(move_aside(storage, path, trash))
 
@@ -155,7 +155,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def partial_directory(target: Path, storage: Storage) -> Iterator[Path]:
+def partial_directory(target: Path, storage: LocalStorage) -> Iterator[Path]:
     """Make a directory beside `target` that the block renames; an error in the block removes it.
 
     Removes what killed processes left of the same target. Raises `OSError`.
@@ -174,7 +174,7 @@ def partial_directory(target: Path, storage: Storage) -> Iterator[Path]:
         raise
 
 
-def _clear(target: Path, storage: Storage) -> None:
+def _clear(target: Path, storage: LocalStorage) -> None:
     name = re.compile(re.escape(f".{target.name}.") + "[0-9a-f]{32}")
     for entry in storage.entries(target.parent):
         path = target.with_name(entry.name)

@@ -1,7 +1,7 @@
-"""The few file operations that durability rests on, behind a seam that tests can break.
+"""The few file operations that durability rests on.
 
-Everything a checkpoint does to a disk goes through a `Storage`: tests use one that fails, fills up or forgets unsynced writes.
-`LocalStorage` is the real one. Readers need only a `Source`, which remote directories are too.
+Everything a checkpoint does to a disk goes through a `LocalStorage`. Tests use subclasses that fail, fill up or forget unsynced
+writes. Readers need only a `Source`, which remote directories are too.
 """
 
 from __future__ import annotations
@@ -60,16 +60,6 @@ class ReadableFile(Closing, Protocol):
         """Fill the whole buffer from `offset`. Raises `EOFError` when the file ends before."""
 
 
-class File(ReadableFile, Protocol):
-    """A file that is written as well, by any number of processes at once."""
-
-    def pwrite(self, data: Bytes, offset: int) -> None:
-        """Write all of the data at `offset`."""
-
-    def sync(self) -> None:
-        """Return when what was written survives a power loss."""
-
-
 class Source(Protocol):
     """A place whose files can be read. Methods raise `OSError` if they fail."""
 
@@ -85,31 +75,6 @@ class Source(Protocol):
 
     def kind(self, path: PurePath) -> Kind | None:
         """What lies at a path; None when there is nothing."""
-
-
-class Storage(Source, Protocol):
-    """A place for files. Every method raises `OSError` when it cannot do what it says."""
-
-    def create(self, path: Path, size: int) -> File:
-        """A new file of this length, its space already taken; `FileExistsError` when it is there."""
-
-    def open(self, path: PurePath, *, write: bool = False) -> File:
-        """An existing regular file; a link or a device is refused."""
-
-    def make_dirs(self, path: Path) -> None:
-        """Make a directory and those above it, where they are missing."""
-
-    def sync_dir(self, path: Path) -> None:
-        """Return when the names in this directory survive a power loss."""
-
-    def rename(self, source: Path, target: Path) -> None:
-        """Rename a file or directory at once; replaces a file, but no filled directory."""
-
-    def remove(self, path: Path) -> None:
-        """Remove a file, or a directory with all in it."""
-
-    def free_bytes(self, path: Path) -> int:
-        """Space that this user may still fill on the file system that holds `path`."""
 
 
 class LocalFile(Closing):
@@ -154,7 +119,7 @@ class LocalStorage:
 
     reads_at_once = 1
 
-    def create(self, path: Path, size: int) -> File:
+    def create(self, path: Path, size: int) -> LocalFile:
         """A new file of this length; fails at once where the disk has no room for it."""
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(path, flags, 0o644)
@@ -166,7 +131,7 @@ class LocalStorage:
             raise OSError(error.errno, error.strerror, str(path)) from error
         return LocalFile(descriptor)
 
-    def open(self, path: PurePath, *, write: bool = False) -> File:
+    def open(self, path: PurePath, *, write: bool = False) -> LocalFile:
         """An existing regular file."""
         access = os.O_RDWR if write else os.O_RDONLY
         descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

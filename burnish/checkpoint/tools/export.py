@@ -26,7 +26,7 @@ from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few
 from burnish.files.durable import naming_failures, partial_directory, sync_dirs, write_new
 from burnish.files.safetensors import INDEX, SUFFIX, model_digest
-from burnish.files.storage import Closing, File, LocalStorage, Source, Storage
+from burnish.files.storage import Closing, LocalFile, LocalStorage, Source
 from burnish.models.loading import read_model_config
 from burnish.models.lora.adapter import Adapter
 from burnish.models.lora.adapter_config import (
@@ -179,7 +179,7 @@ def export(
     target: Path,
     dtype: torch.dtype,
     max_file_bytes: int,
-    storage: Storage | None = None,
+    storage: LocalStorage | None = None,
 ) -> dict[str, int]:
     """Write a model to the directory `target`, its floating-point tensors in `dtype`; return the sizes of its files by name.
 
@@ -215,7 +215,11 @@ def export(
 
 
 def _write_tensors(
-    model: Exportable, directory: Path, dtype: torch.dtype, max_file_bytes: int, storage: Storage
+    model: Exportable,
+    directory: Path,
+    dtype: torch.dtype,
+    max_file_bytes: int,
+    storage: LocalStorage,
 ) -> None:
     for name, each in model.weights.items():
         if each.dtype.is_floating_point and each.dtype.itemsize == 1:
@@ -242,7 +246,7 @@ def _write_tensors(
 
 
 def _write_file_tensors(
-    model: Exportable, file: PlannedFile, dtype: torch.dtype, out: File
+    model: Exportable, file: PlannedFile, dtype: torch.dtype, out: LocalFile
 ) -> None:
     for entry in file.entries:
         described = model.weights[entry.name]

@@ -35,7 +35,7 @@ from burnish.errors import MissingError, few
 from burnish.files.durable import make_dirs_durably, naming_failures
 from burnish.files.lease import Lease
 from burnish.files.safetensors import indexed_tensors, read_header, weight_files
-from burnish.files.storage import LocalStorage, Storage
+from burnish.files.storage import LocalStorage
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,9 @@ def mapped_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def save_foreign(foreign: Foreign, root: Path, step: int, storage: Storage | None = None) -> Path:
+def save_foreign(
+    foreign: Foreign, root: Path, step: int, storage: LocalStorage | None = None
+) -> Path:
     """Commit foreign weights as a step below `root`, and return its directory.
 
     A model all in fp32 is split into bf16 and a residual, and so stays exact. Non-finite weights make the step unhealthy. Raises

@@ -28,7 +28,7 @@ from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
 from burnish.engines.megatron.megatron_engine import MegatronEngine
-from burnish.files.storage import Bytes, Closing, File, LocalStorage
+from burnish.files.storage import Bytes, Closing, LocalFile, LocalStorage
 from burnish.models.loading import FreshSource
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ class Notes(LocalStorage):
 
 
 class NotedFile(Closing):
-    def __init__(self, file: File, notes: Notes, name: str) -> None:
+    def __init__(self, file: LocalFile, notes: Notes, name: str) -> None:
         self.file, self.notes, self.name = file, notes, name
         self.size, self.pread_into, self.sync = file.size, file.pread_into, file.sync
 
