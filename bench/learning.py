@@ -33,7 +33,7 @@ from bench.machine import Result, command_line, report
 from bench.peers import ROOT, Peer
 from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
-from burnish.tracking.jsonl import read_metrics
+from burnish.tracking.trackers import read_metrics
 
 CONFIG = "examples/demo/rl.yaml"
 OUTPUT = ROOT / "runs" / "bench" / "learning.csv"

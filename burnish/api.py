@@ -20,8 +20,8 @@ from burnish.config.load import load_settings
 from burnish.config.schema import RunConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import UsageError
-from burnish.tracking.jsonl import read_metrics
 from burnish.tracking.rundir import RunDirectory
+from burnish.tracking.trackers import read_metrics
 from burnish.train.preflight import recorded_config, require_inputs
 
 Config: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunConfig

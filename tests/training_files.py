@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
 
 from burnish.checkpoint.steps import committed
-from burnish.tracking.jsonl import read_metrics
+from burnish.tracking.trackers import read_metrics
 
 FRESH = {
     "model_type": "qwen3",

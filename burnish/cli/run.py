@@ -24,8 +24,8 @@ from burnish.distributed.environment import place_of
 from burnish.errors import MissingError, UsageError
 from burnish.files.remote import Remote
 from burnish.plan.devices import PER_MACHINE
-from burnish.tracking.jsonl import json_numbers
 from burnish.tracking.rundir import RunDirectory
+from burnish.tracking.trackers import json_numbers
 from burnish.train.preflight import committed_steps, recorded_config, require_inputs
 
 log = logging.getLogger("burnish")

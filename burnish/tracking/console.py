@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from statistics import fmean
 from typing import TextIO
 
@@ -16,25 +15,11 @@ from rich.console import Console
 from rich.text import Text
 
 _ETA_STEPS = 20
-"""The time left is judged by the mean of this many steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """A number that the line shows when the step has it."""
-
-    label: str
-    """What stands before it."""
-    names: tuple[str, ...]
-    """The metric; the first of these that the step has."""
-    form: Callable[[float], str]
-    """The number as text."""
-    columns: int
-    """Width the text is padded to, so that lines stand under each other."""
+# The time left is judged by the mean of this many steps.
 
 
 def _compact(value: float) -> str:
-    """About three digits: 0.8123 -> 0.812, 12345 -> 12.3k, 0.00012 -> 1.2e-4."""
+    """Return about three digits: 0.8123 -> 0.812, 12345 -> 12.3k, 0.00012 -> 1.2e-4."""
     size = abs(value)
     if not math.isfinite(value):
         return str(value)
@@ -51,32 +36,29 @@ def _scientific(value: float) -> str:
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
-def _whole(value: float) -> str:
-    return f"{value:.0f}"
-
-
 def _seconds(value: float) -> str:
     return f"{value:.2f}s" if value < 100 else duration(value)
 
 
 _FIELDS = (
-    _Field("reward", ("reward/mean",), _compact, 6),
-    _Field("errors", ("reward/errors",), _whole, 1),
-    _Field("loss", ("actor/pg_loss", "actor/loss", "train/loss"), _compact, 7),
-    _Field("kl", ("actor/kl_loss", "actor/ppo_kl"), _compact, 7),
-    _Field("ent", ("actor/entropy",), _compact, 5),
-    _Field("grad", ("actor/grad_norm", "train/grad_norm"), _compact, 5),
-    _Field("lr", ("actor/lr", "train/lr"), _scientific, 6),
-    _Field("len", ("response_length/mean",), _whole, 4),
-    _Field("tok/s", ("perf/tokens_per_s",), _compact, 5),
-    _Field("", ("timing_s/step",), _seconds, 6),
+    # Label, metrics of which the first that there is counts, form, columns that the text is padded to.
+    ("reward", ("reward/mean",), _compact, 6),
+    ("errors", ("reward/errors",), "{:.0f}".format, 1),
+    ("loss", ("actor/pg_loss", "actor/loss", "train/loss"), _compact, 7),
+    ("kl", ("actor/kl_loss", "actor/ppo_kl"), _compact, 7),
+    ("ent", ("actor/entropy",), _compact, 5),
+    ("grad", ("actor/grad_norm", "train/grad_norm"), _compact, 5),
+    ("lr", ("actor/lr", "train/lr"), _scientific, 6),
+    ("len", ("response_length/mean",), "{:.0f}".format, 4),
+    ("tok/s", ("perf/tokens_per_s",), _compact, 5),
+    ("", ("timing_s/step",), _seconds, 6),
 )
 _DROPPED_FIRST = ("val/reward", "ent", "kl", "len", "lr", "tok/s", "eta", "grad")
-"""Labels, in the order in which they go where the line is too long."""
+# Labels in the order in which they go if the line is too long.
 
 
 def duration(seconds: float) -> str:
-    """A time to read at a glance, in two units: 8s, 3m20s, 2h05m, 4d07h."""
+    """Return a time in two units: 8s, 3m20s, 2h05m, 4d07h."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -111,58 +93,40 @@ class ConsoleTracker:
         self._console.file.flush()
 
     def sync(self) -> None:
-        """Nothing is recorded."""
+        """Do nothing: nothing is recorded."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     def _line(self, step: int, values: Mapping[str, float]) -> Text:
-        parts = {"step": _labelled("step", self._position(step), "bold cyan")}
-        for field in _FIELDS:
-            name = next((name for name in field.names if name in values), None)
-            if name is not None and (field.label != "errors" or values[name]):
-                parts[field.label] = _shown(field, values[name])
-        parts |= self._time_left(step, values) | _validation(values)
+        place = (
+            f"{step}" if self._total is None else f"{step:>{len(str(self._total))}}/{self._total}"
+        )
+        parts = {"step": _labelled("step", place, "bold cyan")}
+        for label, names, form, columns in _FIELDS:
+            value = next((values[name] for name in names if name in values), None)
+            if value is None or (label == "errors" and not value):
+                continue
+            bad = label == "errors" or not math.isfinite(value)
+            style = "bold red" if bad else "green" if label == "reward" else ""
+            parts[label] = _labelled(label, f"{form(value):>{columns}}", style)
+        if "timing_s/step" in values:
+            self._recent.append(values["timing_s/step"])
+        if self._total is not None and self._recent:
+            left = fmean(self._recent) * max(0, self._total - step)
+            parts["eta"] = _labelled("eta", f"{duration(left):<6}")
+        # A validation's numbers, without lengths and those of single sources: val/mean@4 0.81.
+        for name, value in values.items():
+            if name.startswith("val/") and name.count("/") == 1:
+                parts[name] = _labelled(name, _compact(value), "bold green")
         for label in _DROPPED_FIRST:
-            if _columns(parts) > self._width:
+            if sum(part.cell_len + 2 for part in parts.values()) - 2 > self._width:
                 parts.pop(label, None)
         line = Text("  ").join(parts.values())
         line.rstrip()
         line.truncate(self._width, overflow="ellipsis")
         return line
 
-    def _position(self, step: int) -> str:
-        if self._total is None:
-            return str(step)
-        return f"{step:>{len(str(self._total))}}/{self._total}"
-
-    def _time_left(self, step: int, values: Mapping[str, float]) -> dict[str, Text]:
-        if "timing_s/step" in values:
-            self._recent.append(values["timing_s/step"])
-        if self._total is None or not self._recent:
-            return {}
-        left = fmean(self._recent) * max(0, self._total - step)
-        return {"eta": _labelled("eta", f"{duration(left):<6}")}
-
 
 def _labelled(label: str, text: str, style: str = "") -> Text:
     return Text.assemble((f"{label} " if label else "", "dim"), (text, style))
-
-
-def _shown(field: _Field, value: float) -> Text:
-    bad = field.label == "errors" or not math.isfinite(value)
-    style = "bold red" if bad else "green" if field.label == "reward" else ""
-    return _labelled(field.label, f"{field.form(value):>{field.columns}}", style)
-
-
-def _validation(values: Mapping[str, float]) -> dict[str, Text]:
-    """`val/mean@4 0.81`: the validation numbers of a step that has them, without lengths and those of single sources."""
-    return {
-        name: _labelled(name, _compact(value), "bold green")
-        for name, value in values.items()
-        if name.startswith("val/") and name.count("/") == 1
-    }
-
-
-def _columns(parts: Mapping[str, Text]) -> int:
-    return sum(part.cell_len + 2 for part in parts.values()) - 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -19,61 +19,23 @@ _DRAW_SECONDS = 0.1
 _LINE_SECONDS = 30.0
 
 
-class Bar(Protocol):
-    """One phase under way."""
-
-    def advance(self, count: float = 1) -> None:
-        """So many more of the phase's units are done."""
-
-
-class _Silent:
-    """A phase nobody watches."""
-
-    def advance(self, count: float = 1) -> None:
-        """Nothing to show."""
-
-
-class _Drawn:
-    """A bar on a terminal."""
-
-    def __init__(self, progress: RichProgress, name: str, total: float | None) -> None:
-        self._progress = progress
-        self._done = 0.0
-        self._total = total
-        self._drawn_at = time.monotonic()
-        self.task = progress.add_task(name, total=total)
-
-    def advance(self, count: float = 1) -> None:
-        """Draw, unless that was a moment ago."""
-        self._done += count
-        moment = time.monotonic()
-        if moment - self._drawn_at >= _DRAW_SECONDS:
-            self._drawn_at = moment
-            self._progress.update(self.task, completed=self._done, refresh=True)
-
-
-class _Plain:
-    """A line now and then."""
+class Bar:
+    """One phase under way. Every `seconds`, `show` gets how much of it is done and for how long it runs."""
 
     def __init__(
-        self, stream: Console, name: str, total: float | None, clock: Callable[[], float]
+        self, show: Callable[[float, float], None], seconds: float, clock: Callable[[], float]
     ) -> None:
-        self._stream = stream
-        self._name = name
-        self._total = total
-        self._clock = clock
+        self._show, self._seconds, self._clock = show, seconds, clock
         self._done = 0.0
-        self._start = self._said_at = clock()
+        self._began = self._shown_at = clock()
 
     def advance(self, count: float = 1) -> None:
-        """Say how far it is, unless that was said a moment ago."""
+        """Count so many more of the phase's units as done."""
         self._done += count
-        moment = self._clock()
-        if moment - self._said_at >= _LINE_SECONDS:
-            self._said_at = moment
-            of_total = "" if self._total is None else f"/{self._total:g}"
-            line = f"{self._name} {self._done:g}{of_total} after {moment - self._start:.0f}s"
-            self._stream.print(line, soft_wrap=True, highlight=False, markup=False)
+        now = self._clock()
+        if now - self._shown_at >= self._seconds:
+            self._shown_at = now
+            self._show(self._done, now - self._began)
 
 
 class Progress:
@@ -86,9 +48,8 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._enabled = enabled
         self._clock = clock
-        self._console = Console(file=stream, stderr=stream is None)
+        self._console = Console(file=stream, stderr=stream is None, quiet=not enabled)
         self._bars = RichProgress(
             TextColumn("{task.description:<8}", markup=False),
             BarColumn(bar_width=32),
@@ -98,7 +59,6 @@ class Progress:
             transient=True,
             auto_refresh=False,
         )
-        self._depth = 0
 
     @contextmanager
     def phase(self, name: str, total: float | None = None) -> Iterator[Bar]:
@@ -106,26 +66,25 @@ class Progress:
 
         Call `bar.advance(k)` from the block's thread only.
         """
-        if not self._enabled:
-            yield _Silent()
-        elif not self._console.is_terminal:
-            yield _Plain(self._console, name, total, self._clock)
-        else:
-            with self._drawn(name, total) as bar:
-                yield bar
+        if not self._console.is_terminal or self._console.quiet:
+            of_total = "" if total is None else f"/{total:g}"
 
-    @contextmanager
-    def _drawn(self, name: str, total: float | None) -> Iterator[_Drawn]:
-        bar = _Drawn(self._bars, name, total)
-        self._depth += 1
-        if self._depth == 1:
-            self._bars.start()
-        else:
-            self._bars.refresh()
+            def line(done: float, seconds: float) -> None:
+                said = f"{name} {done:g}{of_total} after {seconds:.0f}s"
+                self._console.print(said, soft_wrap=True, highlight=False, markup=False)
+
+            yield Bar(line, _LINE_SECONDS, self._clock)
+            return
+        task = self._bars.add_task(name, total=total)
+        self._bars.start()
+        self._bars.refresh()
         try:
-            yield bar
+            yield Bar(
+                lambda done, _: self._bars.update(task, completed=done, refresh=True),
+                _DRAW_SECONDS,
+                self._clock,
+            )
         finally:
-            self._depth -= 1
-            self._bars.remove_task(bar.task)
-            if self._depth == 0:
+            self._bars.remove_task(task)
+            if not self._bars.tasks:
                 self._bars.stop()

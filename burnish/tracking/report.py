@@ -16,11 +16,10 @@ import numpy as np
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from burnish.tracking.atomic import write_atomically
 from burnish.tracking.console import duration
-from burnish.tracking.jsonl import number, read_metrics
 from burnish.tracking.rollouts import read_rollouts, rollout_files
-from burnish.tracking.rundir import RunDirectory
+from burnish.tracking.rundir import RunDirectory, write_atomically
+from burnish.tracking.trackers import numbers, read_metrics
 
 State = Literal["running", "finished", "stopped", "failed", "unknown"]
 """How a run stands when its report is written; unknown if nobody can say."""
@@ -390,9 +389,8 @@ def _finite_reward(row: Row) -> float:
 
 def _row(written: Row) -> Row:
     row = _ABSENT | written
-    for name in ("reward", "advantage"):
-        row[name] = number(row[name])
-    row["reward_parts"] = {name: number(value) for name, value in row["reward_parts"].items()}
+    row["reward"], row["advantage"] = float(row["reward"]), float(row["advantage"])
+    row["reward_parts"] = numbers(row["reward_parts"])
     for name in ("prompt", "completion", "answer"):
         row[name] = row[name] and _shortened(row[name])
     return row

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from burnish.errors import CorruptError
-from burnish.tracking.atomic import write_atomically
-from burnish.tracking.jsonl import json_line, json_number
+from burnish.tracking.rundir import write_atomically
+from burnish.tracking.trackers import json_line, json_number, json_numbers
 
 if TYPE_CHECKING:  # the record's module loads torch, which readers of rollouts do not need
     from burnish.records import Rollout
@@ -39,7 +39,7 @@ def write_rollouts(
     """Write a step's rollouts atomically, one JSON object a line, by prompt index and sample.
 
     `advantages` has one number per rollout, the mean over tokens, or None. Numbers that are not finite become strings (see
-    `burnish.tracking.jsonl`).
+    `burnish.tracking.trackers`).
     """
     rows = [_row(step, *pair) for pair in zip(rollouts, advantages, strict=True)]
     rows.sort(key=lambda row: (row["prompt_index"], row["sample"]))
@@ -49,7 +49,6 @@ def write_rollouts(
 
 
 def _row(step: int, rollout: Rollout, advantage: float | None) -> dict[str, Any]:
-    parts = {name: json_number(float(value)) for name, value in rollout.reward_parts.items()}
     return {
         "step": step,
         "prompt_index": rollout.prompt.index,
@@ -58,7 +57,7 @@ def _row(step: int, rollout: Rollout, advantage: float | None) -> dict[str, Any]
         "completion": rollout.text,
         "answer": None if rollout.prompt.answer is None else str(rollout.prompt.answer),
         "reward": json_number(float(rollout.reward)),
-        "reward_parts": parts,
+        "reward_parts": json_numbers(rollout.reward_parts),
         "reward_error": rollout.reward_error,
         "advantage": None if advantage is None else json_number(float(advantage)),
         "stop_reason": rollout.completion.stop_reason,

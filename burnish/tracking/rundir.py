@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -21,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from burnish.errors import CorruptError
-from burnish.tracking.atomic import write_atomically
+from burnish.files.durable import write_durably
+from burnish.files.storage import LocalStorage
 
 _PACKAGES = ("burnish", "torch", "transformers")
 _GIT_SECONDS = 5.0
-
 
 CHECKPOINTS = "checkpoints"
 """The directory of steps, below a run's directory as below its mirror."""
@@ -147,3 +148,21 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    r"""Put `content` at `path`, replacing what is there; text is UTF-8, lone surrogates become `\udXXX`.
+
+    Makes the directory. Raises `OSError` and leaves the old file if it fails.
+    """
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(LocalStorage(), path, data)
+
+
+def discard_leftovers(directory: Path) -> None:
+    """Remove what writers that were killed left half written in `directory`, which may be missing."""
+    if directory.is_dir():
+        for path in directory.iterdir():
+            if re.fullmatch(r"\..+\.[0-9a-f]{32}", path.name):
+                path.unlink(missing_ok=True)

@@ -1,63 +1,83 @@
-"""How long each part of a step took, in host seconds. Work queued on an accelerator counts where the host waits for it."""
+"""Seconds and memory of each part of a step.
+
+Host seconds are counted: work queued on an accelerator counts where the host waits for it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 
 class Spans:
-    """Seconds per named part, added up over a step. For one thread.
+    """Seconds per named part, added up over a step, and the highest memory of each outermost part. For one thread.
 
     ```python
     with spans("rollout"):
         with spans("generate"): ...      # counted as rollout/generate, and within rollout
-    tracker.log(step, spans.take())      # timing_s/rollout, timing_s/rollout/generate, timing_s/step
+    tracker.log(step, spans.added({}))   # timing_s/rollout, timing_s/rollout/generate, timing_s/step
     ```
     """
 
     def __init__(
         self,
+        *,
         clock: Callable[[], float] = time.perf_counter,
-        around: Callable[[str], AbstractContextManager[None]] | None = None,
-        settle: Callable[[], None] | None = None,
+        settle: Callable[[], None] = lambda: None,
+        reset_peak: Callable[[], None] = lambda: None,
+        peak: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Enter `around` with the name of every span; call `settle` to wait for the work that a span began."""
-        self._clock, self._around, self._settle = clock, around, settle
+        """`settle` waits for the work that a span began; `peak` returns the most bytes in use since the last `reset_peak`."""
+        self._clock, self._settle, self._reset_peak, self._peak = clock, settle, reset_peak, peak
         self._seconds: dict[str, float] = {}
+        self._memory: dict[str, int] = {}
+        self._highest = 0
         self._open: list[str] = []
         self._taken_at = clock()
+        self.current: str | None = None
+        """The outermost span that is open, or the last one that raised."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Count the block's seconds under `name`, inside the spans that are open, also if it raises."""
+        """Measure the block as `name`, inside the spans that are open, also if it raises."""
         self._open.append(name)
         path = "/".join(self._open)
+        outermost = path == name
+        if outermost:
+            self.current = name
+            self._note_peak()
+            self._reset_peak()
         start = self._clock()
         try:
-            with nullcontext() if self._around is None else self._around(name):
-                yield
-                if self._settle is not None:
-                    self._settle()
+            yield
+            self._settle()
         finally:
             self._seconds[path] = self._seconds.get(path, 0.0) + self._clock() - start
             self._open.pop()
+            if outermost:
+                self._memory[name] = max(self._memory.get(name, 0), self._note_peak())
+        if outermost:
+            self.current = None
 
-    def take(self) -> dict[str, float]:
-        """Return the seconds since the last take, and start again.
+    def added(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return `values` with what was measured since the last call, and start again.
 
-        `timing_s/NAME` for every span that ended, and `timing_s/step` for all the time between. A span still open counts, whole, for the
-        step in which it ends.
+        Seconds are added to those of the same name: `timing_s/NAME` of every span that ended, and `timing_s/step` of all the
+        time. A span still open counts, whole, when it ends. Memory, in 10⁹ bytes: `perf/max_memory_gb/NAME` of each outermost
+        span, and `perf/max_memory_gb` since the beginning.
         """
         now = self._clock()
-        taken = {f"timing_s/{path}": seconds for path, seconds in self._seconds.items()}
-        taken["timing_s/step"] = now - self._taken_at
-        self._seconds = {}
-        self._taken_at = now
-        return taken
+        self._note_peak()
+        found = dict(values)
+        for path, seconds in {**self._seconds, "step": now - self._taken_at}.items():
+            found[f"timing_s/{path}"] = found.get(f"timing_s/{path}", 0.0) + seconds
+        found |= {f"perf/max_memory_gb/{name}": size / 1e9 for name, size in self._memory.items()}
+        found["perf/max_memory_gb"] = self._highest / 1e9
+        self._seconds, self._memory, self._taken_at = {}, {}, now
+        return found
 
-
-def added(values: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
-    """The numbers with these seconds added to those of the same names."""
-    return {**values, **{name: values.get(name, 0.0) + more for name, more in seconds.items()}}
+    def _note_peak(self) -> int:
+        peak = self._peak()
+        self._highest = max(self._highest, peak)
+        return peak

@@ -21,7 +21,7 @@ from burnish.distributed.device import (
 )
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
-from burnish.tracking.peaks import Peaks
+from burnish.tracking.spans import Spans
 
 _CPU_SAYS = "can't allocate memory"
 """How torch's allocator on a CPU says it, in a plain RuntimeError."""
@@ -39,7 +39,7 @@ class OutOfMemory:
     """Where this process stands."""
     device: torch.device
     """What has no memory left."""
-    peaks: Peaks
+    spans: Spans
     """Which part of a step was running."""
 
     @contextmanager
@@ -59,7 +59,7 @@ class OutOfMemory:
                 raise self._error(error, self._snapshot(directory)) from error
 
     def _error(self, error: Exception, snapshot: str) -> BurnishError:
-        phase = self.peaks.current or "setting up"
+        phase = self.spans.current or "setting up"
         total, highest = total_memory(self.device) / 1e9, peak_memory(self.device) / 1e9
         settings = remedies(self.config, self.trainer, phase, on_cpu=self.device.type == "cpu")
         helpful = f"try {', or '.join(settings[:3])}; burnish plan shows how much each part needs"

@@ -39,20 +39,12 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Part, compute_dtype
 from burnish.errors import BurnishError, StoppedError
 from burnish.files.durable import naming_failures
-from burnish.functions import load_function
 from burnish.records import Batch, Rollout
-from burnish.tracking.atomic import discard_leftovers
-from burnish.tracking.console import ConsoleTracker
-from burnish.tracking.jsonl import JsonlTracker, json_numbers, logged_values, numbers
-from burnish.tracking.peaks import Peaks
 from burnish.tracking.progress import Progress
-from burnish.tracking.rollouts import discard_rollouts_after, write_rollouts
 from burnish.tracking.rundir import TRAINER, RunDirectory, environment
-from burnish.tracking.spans import Spans, added
+from burnish.tracking.spans import Spans
 from burnish.tracking.stats import Stats
-from burnish.tracking.tensorboard import TensorBoardTracker
-from burnish.tracking.throughput import throughput
-from burnish.tracking.trackers import Tracker, Trackers
+from burnish.tracking.trackers import Observers, json_numbers, logged_values, numbers
 from burnish.train.fingerprints import Inputs
 from burnish.train.intact import Intact
 from burnish.train.out_of_memory import OutOfMemory
@@ -70,7 +62,6 @@ from burnish.train.setup import Learner
 from burnish.train.signals import Stopper, StopRequested, catch_signals, check_stop
 from burnish.train.trainer_state import Position, counts
 
-_REPORT = "burnish.tracking.report:write_report"
 _GRACE_SECONDS = 10.0
 # How long a run that was told to stop waits for its mirror: what counts then is the step on its disk.
 
@@ -118,8 +109,11 @@ class Run:
         )
         self.position = Position()
         self._config_digest = digest(config)
-        self.peaks = Peaks(partial(reset_peak_memory, device), partial(peak_memory, device))
-        self.spans = Spans(around=self.peaks, settle=partial(synchronize, device))
+        self.spans = Spans(
+            settle=partial(synchronize, device),
+            reset_peak=partial(reset_peak_memory, device),
+            peak=partial(peak_memory, device),
+        )
         self.progress = Progress(config.tracking.progress and layout.is_main)
         self.validate: Validation | None = None
         """Validates the current weights; set by the trainer where there are held-out data."""
@@ -127,7 +121,7 @@ class Run:
         """Where the run's directory is copied to."""
         self.intact = Intact(layout, self.progress)
         """Models in steps that were read against their hashes, as all have to be before they are loaded."""
-        self._trackers = Trackers()
+        self._observers: Observers | None = None
         self._saved_step: int | None = None
         self._finite_loss = True
 
@@ -167,11 +161,14 @@ class Run:
         with agree(self.layout), self._writing():
             if self.layout.is_main:
                 logged = logged_values(self.directory.metrics, self.position.step)
-                discard_leftovers(self.directory.root)
-                discard_leftovers(self.directory.rollouts)
-                discard_rollouts_after(self.directory.rollouts, self.position.step)
-                self._trackers = Trackers(self._sinks())
-        self.spans.take()
+                self._observers = Observers(
+                    self.directory,
+                    self.config.tracking,
+                    step=self.position.step,
+                    total_steps=self._total_steps,
+                    is_logged=self.position.unlogged is None,
+                )
+        self.spans.added({})
         left = self.position.unlogged
         if left is not None and not self.position.unvalidated:
             self._log(logged or numbers(left))
@@ -179,7 +176,7 @@ class Run:
             self._record(numbers(left), validate=True)
         elif self.position.step == 0 and self.validate and self.config.evaluation.before:
             self._record({}, validate=True)
-        self.spans.take()
+        self.spans.added({})
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, 0-based. A signal on any rank ends them. Collective."""
@@ -203,9 +200,7 @@ class Run:
             roles=self._counts_beside_main(),
             kl_coef=kl_coef,
         )
-        timing = self.spans.take()
-        values = stats.values_by_name() | self._throughput(work, timing) | timing
-        values |= self.peaks.take()
+        values = self._throughput(work, self.spans.added(stats.values_by_name()))
         self._finite_loss = all(math.isfinite(v) for n, v in values.items() if n.endswith("/loss"))
         save = self._is_due(self.config.checkpoint.save_every)
         last = self.position.step == self._total_steps
@@ -234,23 +229,18 @@ class Run:
             raise behind(self.mirror, self.directory, left, meets=meets)
 
     def write_rollouts(self, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> None:
-        """Write the current step's rollouts if configured, and always those of the first and last step."""
-        every = self.config.tracking.rollouts_every
-        step = self.position.step + 1
-        with agree(self.layout), self._writing():
-            if (
-                self.layout.is_main
-                and every
-                and (step % every == 0 or step in (1, self._total_steps))
-            ):
-                write_rollouts(self.directory.rollouts, step, rollouts, advantages)
+        """Hand over the current step's rollouts, which are written if they are due. Collective."""
+        self._tell(lambda each: each.rollouts_scored(self.position.step + 1, rollouts, advantages))
 
     def write_validation(self, rollouts: Sequence[Rollout]) -> None:
-        """Write the completions of a validation, if rollouts are written at all. Collective."""
+        """Hand over the rollouts of a validation. Collective."""
+        self._tell(lambda each: each.rollouts_scored(self.position.step, rollouts, None))
+
+    def _tell(self, say: Callable[[Observers], None]) -> None:
+        """Tell the observers, which the main rank has. Collective."""
         with agree(self.layout), self._writing():
-            if self.layout.is_main and self.config.tracking.rollouts_every:
-                directory, nothing = self.directory.rollouts, [None] * len(rollouts)
-                write_rollouts(directory, self.position.step, rollouts, nothing, "validation")
+            if self._observers is not None:
+                say(self._observers)
 
     def save(self, *, background: bool = False) -> None:
         """Commit the current position unless it is committed; with `background`, only begin to. Collective.
@@ -261,8 +251,7 @@ class Run:
             self._hear_of_saving(wait=True)
             if self._saved_step == self.position.step:
                 return
-            with self._writing():  # a committed step's line may be missing, but none before it
-                self._trackers.sync()
+            self._tell(Observers.sync)  # a committed step's line may be missing, but none before it
             if not background:
                 self.checkpoints.save(self.position.step, self._contents())
                 self._saved_step = self.position.step
@@ -322,7 +311,7 @@ class Run:
         """Wait this long for the mirror, or until a signal; return why it lacks some of the run. Collective."""
         if self.mirror is None:
             return None
-        self._trackers.close()
+        self.close()
         with self.progress.phase("mirror", 100) as bar:
             return self.checkpoints.settle_mirror(seconds, self.stopper.changed(), percent_on(bar))
 
@@ -330,8 +319,9 @@ class Run:
         return naming_failures(f"{self.directory.root} cannot be written")
 
     def close(self) -> None:
-        """Close the sinks."""
-        self._trackers.close()
+        """Close the trackers."""
+        if self._observers is not None:
+            self._observers.close()
 
     def _load(self, step: Committed, source: CheckpointSource) -> None:
         """Fill models and position from a committed step, once all of it fits."""
@@ -350,10 +340,7 @@ class Run:
         check_stop(self.stopper, self.layout)
 
     def _report(self, state: str) -> None:
-        with agree(self.layout), self._writing():
-            if self.layout.is_main and self.config.tracking.report:
-                write = load_function(_REPORT, "tracking.report")
-                write(self.directory.root, state)
+        self._tell(lambda each: each.step_committed(state))
 
     def _is_due(self, every: int) -> bool:
         step = self.position.step
@@ -372,12 +359,12 @@ class Run:
             with self.spans("validate"):
                 measured = validation()
             require_measured(self.config.checkpoint.keep_best.metric, measured)
-            values = {**added(values, self.spans.take()), **measured}
+            values = self.spans.added(values) | measured
             self._leave(values)
             self._keep_measured(json_numbers(measured))
         if save:
             self.save(background=self.config.checkpoint.background)
-        self._log({**added(values, self.spans.take()), **self.peaks.take()})
+        self._log(self.spans.added(values))
 
     def _keep_measured(self, measured: Mapping[str, float | str]) -> None:
         """Keep the validation's numbers in the position; if its step is committed already, for later steps."""
@@ -392,28 +379,23 @@ class Run:
 
     def _log(self, values: Mapping[str, float]) -> None:
         with self._writing():
-            self._trackers.log(self.position.step, values)
+            if self._observers is not None:
+                self._observers.step_finished(self.position.step, values)
         self.position = replace(self.position, unlogged=None, unvalidated=False)
 
-    def _sinks(self) -> Iterator[Tracker]:
-        step, unlogged = self.position.step, self.position.unlogged is not None
-        resumed = step - unlogged if step else None
-        yield ConsoleTracker(total_steps=self._total_steps)
-        yield JsonlTracker(self.directory.metrics, resume_step=resumed)
-        if self.config.tracking.tensorboard:
-            yield TensorBoardTracker(self.directory.tensorboard, resume_step=resumed)
-        for name in self.config.tracking.trackers:
-            yield load_function(name, "tracking.trackers")(self.directory.root)
+    def _throughput(self, work: Work, values: Mapping[str, float]) -> dict[str, float]:
+        """Return `values` with tokens per second of the update over all ranks, the imbalance, and this rank's MFU.
 
-    def _throughput(self, work: Work, timing: Mapping[str, float]) -> dict[str, float]:
-        """Return tokens per second of the update over all ranks, the imbalance, and this rank's MFU."""
-        return throughput(
-            tokens=work.tokens,
-            seconds=timing.get("timing_s/update", 0.0),
-            flops=sum(learner.take_flops() for learner in self._learners.values()),
-            peak_flops_per_s=self._peak,
-            imbalance=work.imbalance,
-        )
+        MFU is flops / (seconds · peak) (PaLM, arXiv 2204.02311, appendix B).
+        """
+        found = {**values, "perf/imbalance": work.imbalance}
+        flops = sum(learner.take_flops() for learner in self._learners.values())
+        seconds = values.get("timing_s/update", 0.0)
+        if seconds > 0:
+            found["perf/tokens_per_s"] = work.tokens / seconds
+            if self._peak:
+                found["perf/mfu"] = flops / (seconds * self._peak)
+        return found
 
 
 @contextmanager
@@ -437,7 +419,7 @@ def open_run(
                 if layout.is_main:
                     found = environment(device_name(device), layout.world)
                     claim(run.directory, run.mirror, config, {TRAINER: trainer, **found})
-            memory = OutOfMemory(config, trainer, layout, device, run.peaks)
+            memory = OutOfMemory(config, trainer, layout, device, run.spans)
             try:
                 with memory.explained(run.directory.root):
                     yield run

@@ -77,8 +77,8 @@ def test_killed_at_chosen_moments(work, in_peace, kind):
         ("burnish.checkpoint.save:_lay_out", 1),
         ("burnish.checkpoint.save:_commit", 2),
         (f"{ENGINE}.optim_step", 2),
-        ("burnish.tracking.jsonl:JsonlTracker.log", 1),
-        ("burnish.tracking.tensorboard:TensorBoardTracker.log", 1),
+        ("burnish.tracking.trackers:JsonlTracker.log", 1),
+        ("burnish.tracking.trackers:TensorBoardTracker.log", 1),
         ("burnish.checkpoint.retention:move_aside", 1),
         ("burnish.checkpoint.retention:Retention.apply", 1),
     ]

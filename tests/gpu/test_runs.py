@@ -19,7 +19,7 @@ from devices import DEVICES
 from training_files import make_files, metrics, weights
 
 from burnish.distributed.device import device_name
-from burnish.tracking.jsonl import read_metrics
+from burnish.tracking.trackers import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 6

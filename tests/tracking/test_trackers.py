@@ -1,66 +1,205 @@
-import io
-from collections.abc import Mapping
+import json
+import math
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from contracts.tracker import STEPS, Record, RecordContract
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tracking.made_rollouts import made_rollout
 
-from burnish.tracking.console import ConsoleTracker
-from burnish.tracking.jsonl import JsonlTracker, read_metrics
+from burnish.config.schema import TrackingConfig
+from burnish.errors import CorruptError
+from burnish.tracking.rollouts import rollout_files
 from burnish.tracking.rundir import RunDirectory
-from burnish.tracking.tensorboard import TensorBoardTracker
-from burnish.tracking.trackers import Tracker, Trackers
+from burnish.tracking.trackers import (
+    JsonlTracker,
+    Observers,
+    TensorBoardTracker,
+    json_numbers,
+    logged_values,
+    numbers,
+    read_metrics,
+)
 
-
+NOTED = """
 class Noted:
-    """Keeps what it was told; closes with an error where asked."""
+    def __init__(self, directory):
+        self.path = directory / "noted.txt"
+    def note(self, *words):
+        with self.path.open("a") as file:
+            print(*words, file=file)
+    def log(self, step, values):
+        self.note("log", step, dict(values))
+    def sync(self):
+        self.note("sync")
+    def close(self):
+        self.note("close")
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self.logged: list[tuple[int, dict[str, float]]] = []
-        self.closed = 0
-        self._error = error
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.logged.append((step, dict(values)))
-
-    def close(self) -> None:
-        self.closed += 1
-        if self._error:
-            raise self._error
-
-
-def test_every_tracker_is_told() -> None:
-    one, two = Noted(), Noted()
-    trackers = Trackers([one, two])
-    trackers.log(3, {"a": 1.0})
-    trackers.close()
-    assert one.logged == two.logged == [(3, {"a": 1.0})]
-    assert one.closed == two.closed == 1
+class Failing(Noted):
+    def close(self):
+        raise OSError("disk full")
+"""
 
 
-def test_all_are_closed_where_one_fails() -> None:
-    one, two = Noted(), Noted(OSError("disk full"))
-    with pytest.raises(OSError, match="disk full"):
-        Trackers([one, two]).close()
-    assert one.closed == two.closed == 1
-
-
-def test_a_rank_that_does_not_log_holds_none() -> None:
-    trackers = Trackers()
-    trackers.log(1, {"actor/loss": 2.0})
-    trackers.close()
-
-
-def test_the_sinks_of_a_run_together(tmp_path: Path) -> None:
-    run, stream = RunDirectory(tmp_path / "run"), io.StringIO()
+def observers(
+    tmp_path: Path, names: str = "Noted", *, step: int = 0, is_logged: bool = True, **settings: Any
+) -> tuple[RunDirectory, Observers]:
+    run = RunDirectory(tmp_path / "run")
     run.create()
-    sinks = [
-        ConsoleTracker(stream=stream),
-        JsonlTracker(run.metrics),
-        TensorBoardTracker(run.tensorboard),
-    ]
-    trackers: Tracker = Trackers(sinks)
-    trackers.log(1, {"train/loss": 2.0})
-    trackers.close()
-    assert stream.getvalue() == "step 1  loss   2.000\n"
+    (tmp_path / "mine.py").write_text(NOTED)
+    trackers = [f"{tmp_path / 'mine.py'}:{name}" for name in names.split()]
+    config = TrackingConfig(trackers=trackers, **settings)
+    return run, Observers(run, config, step=step, total_steps=7, is_logged=is_logged)
+
+
+def test_all_hear_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, told = observers(tmp_path)
+    told.step_finished(1, {"train/loss": 2.0})
+    told.sync()
+    told.step_committed("finished")
+    told.close()
+    assert capsys.readouterr().out == "step 1/7  loss   2.000\n"
     assert read_metrics(run.metrics) == [{"step": 1, "train/loss": 2.0}]
     assert len(list(run.tensorboard.iterdir())) == 1
+    assert "finished" in run.report.read_text("utf-8")
+    noted = (run.root / "noted.txt").read_text()
+    assert noted == "log 1 {'train/loss': 2.0}\nsync\nclose\n"
+
+
+def test_all_are_closed_where_one_fails(tmp_path: Path) -> None:
+    run, told = observers(tmp_path, "Noted Failing", tensorboard=False, report=False)
+    with pytest.raises(OSError, match="disk full"):
+        told.close()
+    assert (run.root / "noted.txt").read_text() == "close\n"
+    assert {path.name for path in run.root.iterdir()} == {"noted.txt", "metrics.jsonl"}
+
+
+def test_rollouts_are_written_where_they_are_due(tmp_path: Path) -> None:
+    for every, wanted in ((3, [1, 3, 6, 7]), (0, [])):
+        run, told = observers(tmp_path / str(every), rollouts_every=every)
+        for step in range(1, 8):
+            told.rollouts_scored(step, [made_rollout()], [0.5])
+        told.rollouts_scored(2, [made_rollout()], None)
+        told.close()
+        assert [step for step, _ in rollout_files(run.rollouts)] == wanted
+        assert [step for step, _ in rollout_files(run.rollouts, "validation")] == [2] * (every > 0)
+    run, told = observers(tmp_path / "3", step=3)
+    told.close()
+    assert [step for step, _ in rollout_files(run.rollouts)] == [1, 3]
+
+
+def test_a_run_goes_on_after_the_last_line_that_it_logged(tmp_path: Path) -> None:
+    for is_logged, step, kept in ((True, 2, [1, 2]), (False, 2, [1]), (True, 0, [])):
+        run, told = observers(tmp_path)
+        for each in (1, 2, 3):
+            told.step_finished(each, {})
+        told.close()
+        _, told = observers(tmp_path, step=step, is_logged=is_logged)
+        told.close()
+        assert [row["step"] for row in read_metrics(run.metrics)] == kept
+
+
+class TestJsonlTracker(RecordContract):
+    def open(self, directory: Path, resume_step: int | None = None) -> JsonlTracker:
+        return JsonlTracker(directory / "metrics.jsonl", resume_step=resume_step)
+
+    def read(self, directory: Path) -> Record:
+        rows = read_metrics(directory / "metrics.jsonl")
+        return {int(row["step"]): {k: v for k, v in row.items() if k != "step"} for row in rows}
+
+    def test_the_file_of_an_interrupted_run_is_the_same_to_the_byte(self, tmp_path: Path) -> None:
+        self.log(tmp_path, [0, 1, 2, 3])
+        whole = (tmp_path / "metrics.jsonl").read_bytes()
+        (tmp_path / "metrics.jsonl").write_bytes(whole[:-5])  # killed within the last line
+        self.log(tmp_path, [2, 3], resume_step=1)
+        assert (tmp_path / "metrics.jsonl").read_bytes() == whole
+
+    def test_every_line_is_plain_json(self, tmp_path: Path) -> None:
+        self.log(tmp_path, [0, 1, 2, 3])
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        refuse = {"parse_constant": lambda name: pytest.fail(f"{name} is not JSON")}
+        assert [json.loads(line, **refuse)["step"] for line in lines] == list(STEPS)
+        assert lines[1] == '{"step": 1, "reward/mean": 0.5, "actor/grad_norm": "NaN"}'
+
+    def test_an_interrupted_cut_leaves_no_other_file(self, tmp_path: Path) -> None:
+        self.log(tmp_path, [0, 1, 2, 3])
+        self.log(tmp_path, [], resume_step=1)
+        assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@given(st.floats())
+def test_numbers_survive_json(value: float) -> None:
+    (back,) = numbers(json.loads(json.dumps(json_numbers({"x": value}), allow_nan=False))).values()
+    assert back == value or (math.isnan(back) and math.isnan(value))
+
+
+def test_reading_leaves_out_the_line_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 2}\n\n{"step": 2, "a"')
+    assert read_metrics(path) == [{"step": 1, "a": 2}]
+
+
+def test_no_file_is_no_steps(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("line", ["{broken", '{"loss": 1}', "[1]", '{"step": "x"}', "\xff"])
+def test_a_line_that_is_no_step_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{line}\n{{"step": 1}}\n', encoding="latin-1")
+    for use in (lambda: read_metrics(path), lambda: JsonlTracker(path, resume_step=1)):
+        with pytest.raises(CorruptError, match=r"metrics\.jsonl has a line"):
+            use()
+
+
+def test_what_is_said_of_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert logged_values(path, 0) == {}
+    path.write_text('{"step": 0, "a": 1}\n{"step": 1, "a": "NaN", "b": 2.5}\n{"step": 2, "a')
+    assert logged_values(path, 0) == {"a": 1.0}
+    assert logged_values(path, 2) == {}
+    found = logged_values(path, 1)
+    assert math.isnan(found.pop("a"))
+    assert found == {"b": 2.5}
+
+
+def test_syncing_forces_what_was_logged_to_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    synced.clear()
+    tracker.log(1, {"loss": 1.0})
+    tracker.sync()
+    assert synced == [(tmp_path / "metrics.jsonl").stat().st_size]
+    monkeypatch.undo()
+    tracker.close()
+
+
+class TestTensorBoardTracker(RecordContract):
+    def open(self, directory: Path, resume_step: int | None = None) -> TensorBoardTracker:
+        # TensorBoard orders files by second, host, process and a count without leading zeros; the
+        # sessions of a run are processes seconds apart, those of a test are not.
+        for count, path in enumerate(sorted((directory / "tensorboard").glob("*"))):
+            path.rename(path.with_name(f"{count:03}-{path.name}"))
+        return TensorBoardTracker(directory / "tensorboard", resume_step=resume_step)
+
+    def read(self, directory: Path) -> Record:
+        """As TensorBoard itself reads the files."""
+        events = EventAccumulator(str(directory / "tensorboard"))
+        events.Reload()
+        record: Record = {}
+        for name in events.Tags()["scalars"]:
+            for scalar in events.Scalars(name):
+                record.setdefault(scalar.step, {})[name] = scalar.value
+        return record
+
+
+def test_logging_after_close_is_refused(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.close()
+    with pytest.raises(ValueError, match="after close"):
+        tracker.log(1, {"a": 1.0})

@@ -25,7 +25,7 @@ from burnish.data.batching import make_batch
 from burnish.distributed.layout import Layout
 from burnish.models.lora.adapter_config import PREFIX
 from burnish.records import Example
-from burnish.tracking.jsonl import read_metrics
+from burnish.tracking.trackers import read_metrics
 from burnish.train.setup import example_dataset, lay_foundation
 
 KL = {"algorithm": {"kl": {"coef": 0.1, "place": "reward"}}}

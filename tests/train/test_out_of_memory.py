@@ -15,7 +15,7 @@ from model_shapes import QWEN3_8B
 from burnish.config.schema import RunConfig, TrackingConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
-from burnish.tracking.peaks import Peaks
+from burnish.tracking.spans import Spans
 from burnish.train.out_of_memory import OutOfMemory
 
 CPU = torch.device("cpu")
@@ -27,8 +27,8 @@ def subject(trainer: str = "sft", **model: object) -> OutOfMemory:
         "batch": {"tokens_per_device": 65536, "prompts": 64},
         "data": {"max_prompt_length": 512},
     }
-    peaks = Peaks(lambda: None, lambda: 1_000_000_000)
-    return OutOfMemory(RunConfig.model_validate(values), trainer, Layout(), CPU, peaks)
+    spans = Spans(peak=lambda: 1_000_000_000)
+    return OutOfMemory(RunConfig.model_validate(values), trainer, Layout(), CPU, spans)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_setting_that_would_have_helped(phase: str, remedy: str, tmp_path: P
     with (
         pytest.raises(BurnishError) as raised,
         trainer.explained(tmp_path),
-        trainer.peaks(phase),
+        trainer.spans(phase),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
     error = raised.value
@@ -63,7 +63,7 @@ def test_reward_models_are_part_of_it(tmp_path: Path) -> None:
     with (
         pytest.raises(BurnishError, match=r"a smaller model in reward\.models"),
         trainer.explained(tmp_path),
-        trainer.peaks("publish"),
+        trainer.spans("publish"),
     ):
         raise torch.OutOfMemoryError("no memory")
 

@@ -13,8 +13,8 @@ from training_files import At, burnish, done, metrics, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.checkpoint.steps import committed
-from burnish.tracking.jsonl import read_metrics
 from burnish.tracking.rollouts import read_rollouts, rollouts_path
+from burnish.tracking.trackers import read_metrics
 
 
 def test_sft_learns_and_its_model_is_a_plain_one_that_answers_alike(work):
@@ -75,7 +75,7 @@ def test_a_step_is_logged_with_the_time_of_its_own_validation_and_save(work, sav
 def test_a_line_killed_before_it_is_logged_is_not_lost_and_one_logged_is_kept(work):
     argv = ["sft", "sft.yaml", "name=line", "steps=3", "checkpoint.save_every=1"]
     run = work / "runs/line"
-    log = "burnish.tracking.jsonl:JsonlTracker.log"
+    log = "burnish.tracking.trackers:JsonlTracker.log"
     code, output = burnish(work, *argv, at=At(log, 3, signal.SIGKILL))  # steps 0, 1, 2
     assert code == -signal.SIGKILL, output
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]

@@ -39,8 +39,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, UsageError
 from burnish.files.durable import naming_failures
 from burnish.files.remote import Remote
-from burnish.tracking.atomic import write_atomically
-from burnish.tracking.rundir import CHECKPOINTS, RUN, START, TRAINER, RunDirectory
+from burnish.tracking.rundir import CHECKPOINTS, RUN, START, TRAINER, RunDirectory, write_atomically
 
 _CONFIG_LIMIT, _METRICS_LIMIT = 16 << 20, 4 << 30
 _SYNC, _NUDGE = "sync", "nudge"
