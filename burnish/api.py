@@ -20,9 +20,10 @@ from burnish.config.load import load_settings
 from burnish.config.schema import RunConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import UsageError
+from burnish.files.remote import Remote
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import read_metrics
-from burnish.train.preflight import recorded_config, require_inputs
+from burnish.train.preflight import recorded_config, require_inputs, require_own_directory
 
 Config: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 """A YAML file, the same settings as nested mappings, or a configuration that was loaded already."""
@@ -61,10 +62,8 @@ def load_config(config: Config, **settings: Any) -> RunConfig:
 
 def sft(config: Config, **settings: Any) -> Result:
     """Fine-tune on examples. A run that was interrupted goes on from its newest checkpoint."""
-    loaded = _checked(config, settings, "sft")
-    from burnish.train.sft import train
-
-    train(loaded)
+    loaded = load_settings(config, settings)
+    run_command("sft", loaded)
     return Result(loaded.directory)
 
 
@@ -79,10 +78,8 @@ def rl(
     Functions are called in processes of their own, which import the script that defines them: a script has to
     call `rl` below `if __name__ == "__main__":`.
     """
-    loaded = _checked(config, _with_reward(settings, reward), "rl")
-    from burnish.train.rl import train
-
-    train(loaded)
+    loaded = load_settings(config, _with_reward(settings, reward))
+    run_command("rl", loaded)
     return Result(loaded.directory)
 
 
@@ -97,25 +94,52 @@ def evaluate(
     """
     run = Path(config) if isinstance(config, str | os.PathLike) and Path(config).is_dir() else None
     given = config if run is None else recorded_config(run)
-    loaded = _checked(given, _with_reward(settings, reward), "eval", run)
-    from burnish.train.evaluate import evaluate as measure
-
-    return measure(loaded, run)
+    return run_command("eval", load_settings(given, _with_reward(settings, reward)), run)
 
 
-def _checked(
-    config: Config, settings: Mapping[str, Any], command: Command, run: Path | None = None
-) -> RunConfig:
-    """Load a configuration and refuse what cannot run, before torch is imported."""
+def run_command(
+    command: Command, config: RunConfig, run_dir: Path | None = None
+) -> dict[str, float]:
+    """Refuse what cannot run, then run it; return what an evaluation measured.
+
+    An evaluation of `run_dir` measures that run's newest model.
+    """
     _refuse_inside_a_worker()
-    loaded = load_settings(config, settings)
     layout = place_of(os.environ).layout
-    check(loaded, command, layout.world)
-    require_inputs(loaded, command, run)
+    remarks = prepare(config, command, layout.world, run_dir)
     if layout.is_main:
-        for notice in notices(loaded, command):
-            _log.warning("%s", notice)
-    return loaded
+        model = run_dir or config.model.path or "a new model"
+        place = "" if command == "eval" else f" in {config.directory}"
+        processes = "one process" if layout.world == 1 else f"{layout.world} processes"
+        _log.info("%s of %s%s, on %s", command, model, place, processes)
+        for remark in remarks:
+            _log.warning("%s", remark)
+    if command == "sft":
+        from burnish.train.sft import train as train_on_examples
+
+        train_on_examples(config)
+    elif command == "rl":
+        from burnish.train.rl import train as train_on_rewards
+
+        train_on_rewards(config)
+    else:
+        from burnish.train.evaluate import evaluate as measure
+
+        return measure(config, run_dir)
+    return {}
+
+
+def prepare(
+    config: RunConfig, command: Command, world: int, run_dir: Path | None = None
+) -> list[str]:
+    """Refuse what cannot run on `world` processes, without torch; return remarks for people."""
+    check(config, command, world)
+    require_inputs(config, command, run_dir)
+    if command != "eval":
+        if config.mirror_url is not None:
+            Remote(config.mirror_url).connect(write=True)
+        require_own_directory(RunDirectory(config.directory), config, command)
+    return list(notices(config, command))
 
 
 def _with_reward(

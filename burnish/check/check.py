@@ -115,7 +115,7 @@ class BatchOutcome:
     """Of each tensor of which several ranks hold the same elements, how far theirs are apart."""
 
 
-def run_check(config: RunConfig) -> None:
+def check_layout(config: RunConfig) -> None:
     """Compare and print the distances. Raises `BurnishError` naming the first tensor that differs."""
     local = with_local_inputs(config)
     launch(lambda layout, device: _check(local, layout, device), config.distributed)

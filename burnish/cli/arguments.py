@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from argparse import ArgumentParser, Namespace, _SubParsersAction
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path, PurePath
 from typing import Any
 
 from burnish import __version__
-from burnish.cli.ckpt_arguments import add_ckpt
 from burnish.errors import UsageError
 
 HELP = """\
@@ -36,8 +37,134 @@ On several processes: torchrun --nproc-per-node 8 -m burnish rl CONFIG
 --version prints the version. BURNISH_LOG_LEVEL (debug, info, warning, error) sets how much is logged;
 without it rank 0 logs from info on, and other ranks errors only.
 """
+DIFFERS = 6
+"""Exit code of a comparison that finds a difference."""
 
-_DEVICES_HELP = "as 64xH100-80G or 2xCPU-24G; this machine's when not given"
+_COMMANDS = {
+    "sft": ("run:run", "CONFIG key=value --dry-run --devices", "Learn from examples."),
+    "rl": ("run:run", "CONFIG key=value --dry-run --devices", "Learn from a reward."),
+    "eval": ("run:run", "CONFIG|RUN_DIR key=value --dry-run --json", "Measure on held-out data."),
+    "plan": (
+        "plan:run_plan",
+        "CONFIG key=value --devices --device-memory --device-tflops --json",
+        "Say what a run needs of memory and time, which layouts fit, and whether that of the settings as they are can run. "
+        "Loads no weights. The exit code is 0 where any layout fits; --dry-run refuses settings that cannot run.",
+    ),
+    "check": (
+        "check:run_check",
+        "CONFIG key=value --processes",
+        "Compare one step at a layout with one plain process, on a small model of the same family.",
+    ),
+    "config": ("", "", "Show or explain settings."),
+    "config show": (
+        "settings:show",
+        "CONFIG key=value",
+        "Print every setting and where its value came from.",
+    ),
+    "config explain": ("settings:explain", "KEY", "Say what a setting means."),
+    "ckpt": ("", "", "Look at checkpoints, check and keep them."),
+    "ckpt ls": ("ckpt:list_steps", "RUN --json", "List the steps of a run."),
+    "ckpt show": ("ckpt:show_step", "STEP --json --tensors", "Say what is in a step."),
+    "ckpt verify": (
+        "ckpt:verify_steps",
+        "STEP --json --full|--fast",
+        "Check a step, or every step of a run, against their hashes.",
+    ),
+    "ckpt diff": (
+        "ckpt_tensors:diff",
+        "A B --json",
+        f"Compare two steps tensor by tensor; exit code {DIFFERS} where they differ.",
+    ),
+    "ckpt export": (
+        "ckpt_tensors:export_step",
+        "STEP DIRECTORY --json --dtype --shard-gb --role --merged --base",
+        "Write a plain Hugging Face directory.",
+    ),
+    "ckpt import": (
+        "ckpt_tensors:import_weights",
+        "SOURCE RUN_DIR --json --step --assets --unsafe-pickle --without-sandbox",
+        "Make a step of weights alone.",
+    ),
+    "ckpt pin": ("ckpt:pin", "STEP_DIR --json --reason", "Keep a step whatever retention says."),
+    "ckpt unpin": ("ckpt:unpin", "STEP_DIR --json", "Let retention decide on a step again."),
+    "ckpt gc": (
+        "ckpt:collect_garbage",
+        "RUN_DIR --json --dry-run",
+        "Remove what the run's configuration does not keep.",
+    ),
+}
+# Every command: the function of `burnish.cli` that runs it ("" for a group), its arguments, what it does.
+
+
+def _place(text: str) -> PurePath:
+    from burnish.cli.ckpt import place
+
+    return place(text)
+
+
+def _argument(help_: str, **how: Any) -> dict[str, Any]:
+    return {"help": help_, **how}
+
+
+def _flag(help_: str) -> dict[str, Any]:
+    return {"help": help_, "action": "store_true"}
+
+
+_STEP = "RUN or RUN/checkpoints/step-N, here or as a URL"
+_POSITIONAL = {
+    "CONFIG": ("config", _argument("a YAML file")),
+    "CONFIG|RUN_DIR": ("config", _argument("a YAML file, or the directory of a run")),
+    "key=value": (
+        "overrides",
+        _argument("settings that replace the file's", nargs="*", default=[]),
+    ),
+    "KEY": ("key", _argument("as rollout.n; none: the sections", nargs="?")),
+    "RUN": ("path", _argument("as runs/my-run or s3://bucket/my-run", type=_place)),
+    "RUN_DIR": ("run", _argument("as runs/my-run", type=Path)),
+    "STEP": ("path", _argument(f"{_STEP}; without a step, the newest", type=_place)),
+    "STEP_DIR": ("path", _argument("RUN/checkpoints/step-N", type=Path)),
+    "A": ("path", _argument(f"{_STEP}, or a Hugging Face directory", type=_place)),
+    "B": ("other", _argument("the same", type=_place)),
+    "DIRECTORY": ("target", _argument("is made", type=Path)),
+    "SOURCE": (
+        "path",
+        _argument(
+            "a directory or URL of Hugging Face, torch's DCP (Megatron's torch_dist too), or verl's FSDP (global_step_N/actor)",
+            type=_place,
+        ),
+    ),
+}
+# Destination and meaning of each positional argument, by what the help calls it.
+_OPTIONS = {
+    "--dry-run": _flag("check, say what would be done, and stop"),
+    "--json": _flag("print one JSON object"),
+    "--devices": _argument(
+        "as 64xH100-80G or 2xCPU-24G; this machine's when not given; sft, rl: with --dry-run"
+    ),
+    "--device-memory": _argument("GiB of a device that is not known", type=float, metavar="GIB"),
+    "--device-tflops": _argument(
+        "its bf16 speed in 10¹² operations/s", type=float, metavar="TFLOPS"
+    ),
+    "--processes": _argument(
+        "start so many on this machine's CPU; without it the command is one of torchrun's, or alone",
+        type=int,
+    ),
+    "--tensors": _flag("list every tensor"),
+    "--full": _flag("read every byte (the default)"),
+    "--fast": _flag("names, sizes, small files and headers only"),
+    "--dtype": _argument("of the weights", choices=("bf16", "fp16", "fp32"), default="bf16"),
+    "--shard-gb": _argument("size of a file", type=float, default=5.0, metavar="GB"),
+    "--role": _argument("a further model of the run, as critic; its own if not given", default=""),
+    "--merged": _flag(
+        "of a run with model.lora: the model with the adapter merged in; without, the adapter"
+    ),
+    "--base": _argument("where the model that was trained on is, if it moved", type=Path),
+    "--step": _argument("its number; 0 if not given", type=int, default=0),
+    "--assets": _argument("directory of config.json and tokenizer, if SOURCE has none", type=Path),
+    "--unsafe-pickle": _flag("unpickle (DCP, Megatron, verl), in a process of its own"),
+    "--without-sandbox": _flag("unpickle where the kernel has no Landlock as well"),
+    "--reason": _argument("shown by ls", default="by hand"),
+}
 
 
 class _Parser(ArgumentParser):
@@ -53,81 +180,38 @@ def make_parser() -> ArgumentParser:
     parser = _Parser(prog="burnish")
     parser.add_argument("--version", action="version", version=f"burnish {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=ArgumentParser)
-    for name, what, config in (
-        ("sft", "Learn from examples.", "CONFIG"),
-        ("rl", "Learn from a reward.", "CONFIG"),
-        ("eval", "Measure on held-out data.", "CONFIG|RUN_DIR"),
-    ):
-        command = commands.add_parser(name, description=what)
-        _add_configuration(command, config)
-        command.add_argument(
-            "--dry-run", action="store_true", help="check, say what would be done, and stop"
-        )
-        if name != "eval":
-            command.add_argument("--devices", help=f"with --dry-run: on which, {_DEVICES_HELP}")
+    parsers = {"": commands}
+    for full_name, (function, arguments, description) in _COMMANDS.items():
+        group, _, name = full_name.rpartition(" ")
+        command = parsers[group].add_parser(name, description=description, help=description)
+        if function:
+            command.set_defaults(function=function)
         else:
-            command.add_argument("--json", action="store_true", help="print one JSON object")
-    config_commands = commands.add_parser(
-        "config", description="Show or explain settings."
-    ).add_subparsers(dest="config_command", metavar="show|explain", required=True)
-    _add_configuration(
-        config_commands.add_parser(
-            "show", description="Print every setting and where its value came from."
-        ),
-        "CONFIG",
-    )
-    explain = config_commands.add_parser("explain", description="Say what a setting means.")
-    explain.add_argument("key", nargs="?", metavar="KEY", help="as rollout.n; none: the sections")
-    _add_plan(commands)
-    _add_check(commands)
-    add_ckpt(commands)
+            names = [each.split()[1] for each in _COMMANDS if each.startswith(f"{name} ")]
+            parsers[name] = command.add_subparsers(
+                dest="subcommand", metavar="|".join(names), required=True
+            )
+        for argument in arguments.split():
+            if argument in _POSITIONAL:
+                destination, how = _POSITIONAL[argument]
+                command.add_argument(destination, metavar=argument, **how)
+                continue
+            options = argument.split("|")
+            exclusive = command.add_mutually_exclusive_group() if len(options) > 1 else command
+            for option in options:
+                exclusive.add_argument(option, **_OPTIONS[option])
     return parser
 
 
-def _add_configuration(parser: ArgumentParser, metavar: str) -> None:
-    parser.add_argument("config", metavar=metavar, help="a YAML file")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="settings that replace the file's",
-    )
-
-
-def _add_plan(commands: _SubParsersAction[Any]) -> None:
-    parser = commands.add_parser(
-        "plan",
-        description="Say what a run needs of memory and time, which layouts fit, and whether that of the settings as they are can run. "
-        "Loads no weights. The exit code is 0 where any layout fits; --dry-run refuses settings that cannot run.",
-    )
-    _add_configuration(parser, "CONFIG")
-    parser.add_argument("--devices", metavar="COUNTxNAME-MEMORY", help=_DEVICES_HELP)
-    parser.add_argument(
-        "--device-memory", type=float, metavar="GIB", help="memory of a device that is not known"
-    )
-    parser.add_argument(
-        "--device-tflops", type=float, metavar="N", help="its bf16 speed in 10¹² operations/s"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _add_check(commands: _SubParsersAction[Any]) -> None:
-    parser = commands.add_parser(
-        "check",
-        description="Compare one step at a layout with one plain process, on a small model of the same family.",
-    )
-    _add_configuration(parser, "CONFIG")
-    parser.add_argument(
-        "--processes",
-        type=int,
-        metavar="N",
-        help="start so many on this machine's CPU; without it the command is one of torchrun's, or alone",
-    )
+def function_of(arguments: Namespace) -> Callable[..., Any]:
+    """Import the function of a command that was parsed."""
+    module, _, name = arguments.function.partition(":")
+    function: Callable[..., Any] = getattr(import_module(f"burnish.cli.{module}"), name)
+    return function
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    """What was typed; overrides may stand before and after options. Raises `UsageError` for what is not known."""
+    """Return what was typed; overrides may stand before and after options. Raises `UsageError` for what is not known."""
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
     if options := [each for each in rest if each.startswith("-")]:

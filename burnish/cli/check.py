@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 
 from burnish.config.constraints import Command, check
 from burnish.config.load import load_config
@@ -22,35 +21,34 @@ _HIDE_ACCELERATORS = {
 }
 
 
-def run_check(arguments: Namespace) -> None:
+def run_check(given: Namespace) -> None:
     """Check a configuration for SFT or, where it has rewards, for RL. Raises `BurnishError` where something differs."""
-    if arguments.processes is not None and arguments.processes < 1:
+    processes: int | None = given.processes
+    if processes is not None and processes < 1:
         raise UsageError(
             "--processes is not a number of processes",
-            have=arguments.processes,
+            have=processes,
             want="1 or more",
             do="set it to the processes of the layout, or leave it out",
         )
-    config = load_config(arguments.config, arguments.overrides).config
+    config = load_config(given.config, given.overrides).config
     command: Command = "rl" if config.reward.given else "sft"
-    world = arguments.processes or place_of(os.environ).layout.world
-    check(config, command, world)
+    check(config, command, processes or place_of(os.environ).layout.world)
     require_inputs(config, command, None)
-    if arguments.processes is None:
-        from burnish.check import check as comparison
+    if processes is None:
+        from burnish.check.check import check_layout
 
-        comparison.run_check(config)
-    else:
-        _start(world, [arguments.config, *arguments.overrides])
-
-
-def _start(processes: int, arguments: Sequence[str]) -> None:
-    """The same command under torchrun, where every process has a CPU's share."""
+        check_layout(config)
+        return
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, "-m", *torchrun, "-m", "burnish", "check", *arguments]
-    status = subprocess.run(command, env=os.environ | _HIDE_ACCELERATORS, check=False).returncode
-    if status != 0:
+    own = ["burnish", "check", given.config, *given.overrides]
+    done = subprocess.run(
+        [sys.executable, "-m", *torchrun, "-m", *own],
+        env=os.environ | _HIDE_ACCELERATORS,
+        check=False,
+    )
+    if done.returncode != 0:
         raise BurnishError(
             f"the check on {processes} processes did not pass",
-            have=f"exit status {status}; the reason is above",
+            have=f"exit status {done.returncode}; the reason is above",
         )

@@ -1,21 +1,22 @@
 """`burnish ckpt`: look at checkpoints, check and keep them.
 
 Commands print lines for people, or with `--json` one object on standard output, with any `error` in it. Exit codes are those of
-`burnish.errors`: 3 for damage, 4 if all steps have another format, 6 for a difference. Only commands that look into tensors load
-torch.
+`burnish.errors`: 3 for damage, 4 if all steps have another format, 6 for a difference. Only `burnish.cli.ckpt_tensors`, which
+looks into tensors, loads torch.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from argparse import Namespace as Arguments
-from collections.abc import Callable, Iterable, Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
-from burnish.checkpoint.destinations.remote_steps import RemoteSteps
+from burnish.checkpoint.destinations.remote_steps import RemotePath, RemoteSteps
 from burnish.checkpoint.manifest import COMMIT
 from burnish.checkpoint.retention import Retention, holding_pins, read_pins
 from burnish.checkpoint.steps import (
@@ -26,23 +27,14 @@ from burnish.checkpoint.steps import (
     Committed,
     clear,
     leftovers,
+    newest,
     open_step,
     step_number,
     step_paths,
 )
 from burnish.checkpoint.verify import DamagedBlock, checked_header, verify, verify_quickly
-from burnish.cli.ckpt_arguments import DIFFERS
-from burnish.cli.ckpt_paths import (
-    Outcome,
-    Say,
-    is_step,
-    one_step,
-    source_of,
-    steps_at,
-    steps_directory,
-)
-from burnish.cli.columns import bytes_text, count_text, table
-from burnish.cli.output import print_text
+from burnish.cli.arguments import DIFFERS, function_of
+from burnish.cli.output import bytes_text, count_text, print_text, table
 from burnish.config.load import load_config
 from burnish.errors import (
     BurnishError,
@@ -54,22 +46,149 @@ from burnish.errors import (
 )
 from burnish.files.durable import Removals, move_aside, naming_failures
 from burnish.files.lease import Lease
+from burnish.files.remote import Remote
 from burnish.files.safetensors import DTYPE_BITS, TensorEntry
 from burnish.files.storage import LocalStorage, Source
+from burnish.files.urls import Url, is_url
+from burnish.tracking.rundir import CHECKPOINTS
+
+Say = Callable[[str], None]
+"""Prints a line for people; does nothing where JSON was asked for."""
+P = TypeVar("P", bound=PurePath)
+
+_LOCAL = LocalStorage()
 
 
-def list_steps(path: PurePath, say: Say) -> Outcome:
-    """List a run's steps: size, time, health, pin, and what else is there. Raises for damaged pins after listing all."""
-    root = steps_directory(path)
-    source = source_of(root)
-    pins, error = _pins(root, source)
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a command ended."""
+
+    report: dict[str, Any]
+    """What it found or did, as plain values."""
+    error: BurnishError | None = None
+    """What it ends with; None where all is well."""
+
+
+def run_ckpt(arguments: Namespace) -> int:
+    """Run the command that was parsed; returns the exit code. Raises `BurnishError`s for all that is wrong."""
+    options = vars(arguments)
+    as_json = options.pop("json")
+    function = function_of(arguments)
+    options = {n: v for n, v in options.items() if n not in ("command", "subcommand", "function")}
+    path = next(value for value in options.values() if isinstance(value, PurePath))
+
+    def say(line: str) -> None:
+        if not as_json:
+            print_text(line)
+
+    try:
+        with naming_failures(f"{path} cannot be used"):
+            outcome: Outcome = function(say, **options)
+    except BurnishError as error:
+        outcome = Outcome({}, error)
+    report, failure = outcome.report, outcome.error
+    if failure is not None:
+        report = report | {"error": failure.parts() | {"exit_code": failure.exit_code}}
+    if as_json:
+        print_text(json.dumps(report, ensure_ascii=False, indent=1))
+    if failure is not None:
+        raise failure
+    return 0 if report.get("same", True) else DIFFERS
+
+
+def place(text: str) -> PurePath:
+    """Return a local path or a URL. Raises `UsageError` if it is neither."""
+    return RemotePath.of(Url.parse(text)) if is_url(text) else Path(text)
+
+
+def source_of(directory: PurePath) -> Source:
+    """Return what reads a directory of steps."""
+    if isinstance(directory, RemotePath):
+        return RemoteSteps(Remote(str(directory)))
+    return _LOCAL
+
+
+def is_step(path: PurePath) -> bool:
+    """Whether this is the directory of a step, whole or not, by its name."""
+    if step_number(path.name) is None or (isinstance(path, Path) and not path.is_dir()):
+        return False
+    return path in step_paths(path.parent, source_of(path.parent)).values()
+
+
+def one_step(path: PurePath) -> Committed:
+    """Return the step at `path`, or the newest healthy one of a run or its `checkpoints/`.
+
+    Raises `MissingError` if there is none, and `CorruptError` for a damaged one.
+    """
+    if is_step(path):
+        return open_step(path, source_of(path.parent))
+    directory = _steps_directory(path)
+    found = newest(directory, source_of(directory))
+    if found is None:
+        raise _empty(path)
+    return found
+
+
+def _steps_at(path: PurePath) -> list[PurePath]:
+    """Return the step at `path`, or every step of a run, oldest first. Raises `MissingError` if there is none."""
+    if is_step(path):
+        return [path]
+    directory = _steps_directory(path)
+    found = list(step_paths(directory, source_of(directory)).values())
+    if not found:
+        raise _empty(path)
+    return found
+
+
+def _steps_directory(path: P) -> P:
+    """Return the directory of steps that a run's directory has, or is. Raises `MissingError`."""
+    if isinstance(path, RemotePath):
+        names = Remote(str(path)).names()
+    else:
+        names = [entry.name for entry in _LOCAL.entries(path) if entry.kind == "directory"]
+    if CHECKPOINTS in names:
+        return path / CHECKPOINTS
+    is_its_name = path.name == CHECKPOINTS and (names or (isinstance(path, Path) and path.is_dir()))
+    if is_its_name or any(step_number(name) is not None for name in names):
+        return path
+    problem, have = f"there are no checkpoints at {path}", None
+    if isinstance(path, Path):
+        near = next(each for each in (path, *path.absolute().parents) if each.exists())
+        if near == path:
+            problem = f"{path} holds no checkpoints"
+            have = "a directory" if path.is_dir() else "a file"
+        else:
+            problem = f"there is no {path}"
+            have = f"{near} with {few(sorted(each.name for each in near.iterdir()))}"
+    raise MissingError(
+        problem,
+        have=have,
+        want="runs/NAME, its checkpoints/, or a step-N in it",
+        do="correct the path, or the URL",
+    )
+
+
+def _empty(path: PurePath) -> MissingError:
+    return MissingError(
+        f"{path} has no committed step",
+        want="a run that has saved",
+        do="give another run, or wait for its first save",
+    )
+
+
+def list_steps(say: Say, path: PurePath) -> Outcome:
+    """List a run's steps: size, time, health, pin, and what else is there. Reports damaged pins after listing all."""
+    root = _steps_directory(path)
+    source, pins, error = source_of(root), {}, None
+    try:
+        pins = read_pins(root, source)
+    except CorruptError as damaged:
+        error = damaged
     steps = [
         _listed(step, source, pins.get(number)) for number, step in step_paths(root, source).items()
     ]
-    say(str(root))
-    rows = [("step", "size", "saved", "state", "pinned"), *map(_row, steps)]
-    for line in table(rows, right=2):
-        say(f"  {line}")
+    heads = ("step", "size", "saved", "state", "pinned")
+    _say_section(say, str(root), [heads, *map(_row, steps)], right=2)
     beside = _beside(root, source)
     for what, found in beside.items():
         if found:
@@ -77,27 +196,39 @@ def list_steps(path: PurePath, say: Say) -> Outcome:
     return Outcome({"path": str(root), "steps": steps, **beside}, error)
 
 
-def _pins(root: PurePath, source: Source) -> tuple[dict[int, str], CorruptError | None]:
-    """The pins, or why there are none to show."""
+def _listed(path: PurePath, source: Source, reason: str | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"path": str(path), "step": step_number(path.name), "pinned": reason}
     try:
-        return read_pins(root, source), None
-    except CorruptError as error:
-        return {}, error
+        step = open_step(path, source)
+    except (CorruptError, IncompatibleError) as error:
+        return {**found, "damaged": isinstance(error, CorruptError), "problem": error.problem}
+    size, saved = step.manifest.total_bytes, _saved(path)
+    return {**found, "bytes": size, "saved": saved, "healthy": step.healthy}
+
+
+def _row(step: dict[str, Any]) -> tuple[str, ...]:
+    if "problem" in step:
+        size = saved = ""
+        state = f"{'damaged: ' if step['damaged'] else ''}{step['problem']}"
+    else:
+        size, saved = bytes_text(step["bytes"]), step["saved"]
+        state = "healthy" if step["healthy"] else "unhealthy"
+    return (str(step["step"]), size, saved, state, step["pinned"] or "")
 
 
 def _beside(root: PurePath, source: Source) -> dict[str, list[str]]:
     """What lies beside the steps."""
     if isinstance(source, RemoteSteps):
         return {"unfinished": source.unfinished(), QUARANTINE: source.damaged(), TRASH: []}
-    names = [entry.name for entry in source.entries(root)]
-    return {
-        "unfinished": [name for name in names if name.startswith((INFLIGHT, PORTION))],
-        QUARANTINE: [entry.name for entry in source.entries(root / QUARANTINE)],
-        TRASH: [entry.name for entry in source.entries(root / TRASH)],
+    names = {
+        directory: [entry.name for entry in source.entries(root / directory)]
+        for directory in ("", QUARANTINE, TRASH)
     }
+    unfinished = [name for name in names.pop("") if name.startswith((INFLIGHT, PORTION))]
+    return {"unfinished": unfinished, **names}
 
 
-def show_step(path: PurePath, say: Say, *, tensors: bool) -> dict[str, Any]:
+def show_step(say: Say, path: PurePath, *, tensors: bool) -> Outcome:
     """Show one step: who wrote it, its contents, the run's position; with `tensors` each of them."""
     step = one_step(path)
     source = source_of(step.path.parent)
@@ -112,45 +243,25 @@ def show_step(path: PurePath, say: Say, *, tensors: bool) -> dict[str, Any]:
         "processes": step.manifest.world,
         "uuid": step.commit.uuid,
     }
-    size = bytes_text(step.manifest.total_bytes)
-    _say_section(
-        say, str(step.path), [(name, _word(v)) for name, v in (facts | {"bytes": size}).items()]
-    )
+    shown = facts | {"bytes": bytes_text(step.manifest.total_bytes)}
+    _say_section(say, str(step.path), [(name, _word(value)) for name, value in shown.items()])
     heads = ("set", "dtype", "tensors", "elements", "size")
     _say_section(say, "tensors", [heads, *(_set_row(*each) for each in sets.items())])
     _say_section(say, "state", [(name, json.dumps(value)) for name, value in step.state.items()])
     counted = {name: {"tensors": len(found), "bytes": _size(found)} for name, found in sets.items()}
     report = {"path": str(step.path), **facts, "sets": counted, "state": dict(step.state)}
-    if tensors:
-        for name, entries in sets.items():
-            _say_section(say, name, [(e.name, e.dtype, str(list(e.shape))) for e in entries])
-        report["tensors"] = {name: list(map(_tensor, entries)) for name, entries in sets.items()}
-    return report
+    listed = {
+        name: [{"name": e.name, "dtype": e.dtype, "shape": list(e.shape)} for e in entries]
+        for name, entries in (sets if tensors else {}).items()
+    }
+    for name, found in listed.items():
+        _say_section(say, name, [tuple(map(str, each.values())) for each in found])
+    return Outcome(report | {"tensors": listed} if tensors else report)
 
 
-def _listed(path: PurePath, source: Source, reason: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"path": str(path), "pinned": reason}
-    try:
-        step = open_step(path, source)
-    except (CorruptError, IncompatibleError) as error:
-        found["damaged"] = isinstance(error, CorruptError)
-        return {**found, "step": int(path.name.removeprefix("step-")), "problem": error.problem}
-    size, saved = step.manifest.total_bytes, _saved(path)
-    return {**found, "step": step.step, "bytes": size, "saved": saved, "healthy": step.healthy}
-
-
-def _row(step: dict[str, Any]) -> tuple[str, ...]:
-    if "problem" in step:
-        state = f"{'damaged: ' if step['damaged'] else ''}{step['problem']}"
-        return (str(step["step"]), "", "", state, step["pinned"] or "")
-    state = "healthy" if step["healthy"] else "unhealthy"
-    size = bytes_text(step["bytes"])
-    return (str(step["step"]), size, step["saved"], state, step["pinned"] or "")
-
-
-def _say_section(say: Say, title: str, rows: list[tuple[str, ...]]) -> None:
+def _say_section(say: Say, title: str, rows: Sequence[Sequence[str]], right: int = 0) -> None:
     say(title)
-    for line in table(rows):
+    for line in table(rows, right):
         say(f"  {line}")
 
 
@@ -170,7 +281,7 @@ def _saved(path: PurePath) -> str:
 
 
 def _sets(step: Committed, source: Source) -> dict[str, list[TensorEntry]]:
-    """The tensors of each set ("model", "training/exp_avg", ...), from checked headers."""
+    """Return the tensors of each set ("model", "training/exp_avg", ...), from checked headers."""
     sets: dict[str, list[TensorEntry]] = {}
     for name in sorted(step.manifest.files):
         directory, _, file = name.rpartition("/")
@@ -192,16 +303,12 @@ def _size(entries: list[TensorEntry]) -> int:
     return sum(entry.end - entry.begin for entry in entries)
 
 
-def _tensor(entry: TensorEntry) -> dict[str, Any]:
-    return {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape)}
-
-
-def verify_steps(path: PurePath, say: Say, *, fast: bool) -> Outcome:
+def verify_steps(say: Say, path: PurePath, *, fast: bool, full: bool = False) -> Outcome:
     """Check a step, or every step of a run, and report each problem as it is found.
 
     Steps that retention removes meanwhile are passed over. Raises `MissingError` if all are gone.
     """
-    results = [each for step in steps_at(path) if (each := _verified(step, say, fast))]
+    results = [each for step in _steps_at(path) if (each := _verified(step, say, fast))]
     if not results:
         raise MissingError(
             f"{path} was removed while it was checked",
@@ -209,32 +316,29 @@ def verify_steps(path: PurePath, say: Say, *, fast: bool) -> Outcome:
             do="check the run as a whole, or pin the step first",
         )
     report = {"full": not fast, "steps": results, "ok": all(result["ok"] for result in results)}
-    return Outcome(report, _damage(results) or _unread(results))
+    return Outcome(report, _verdict(results))
 
 
-def _damage(results: list[dict[str, Any]]) -> CorruptError | None:
-    bad = [each for each in results if not each["ok"] and not each["other_format"]]
-    if not bad:
-        return None
-    problems = sum(len(each["problems"]) for each in bad)
-    return CorruptError(
-        f"{count_text(len(bad), 'damaged step')}",
-        have=f"{count_text(problems, 'problem')} in {', '.join(each['path'] for each in bad)}",
-        want="the bytes that were committed",
-        do="use another step, and check the disk; resuming moves a damaged step aside by itself",
-    )
-
-
-def _unread(results: list[dict[str, Any]]) -> IncompatibleError | None:
+def _verdict(results: list[dict[str, Any]]) -> BurnishError | None:
+    """Damage before steps of another format; None where all are whole."""
     others = [each["path"] for each in results if each["other_format"]]
-    if not others:
-        return None
-    return IncompatibleError(
-        f"{count_text(len(others), 'step')} of a format that this version does not read",
-        have=", ".join(others),
-        want="steps that can be checked",
-        do="check them with the version of Burnish that wrote them, or a later one",
-    )
+    damaged = [each for each in results if not each["ok"] and not each["other_format"]]
+    if damaged:
+        problems = sum(len(each["problems"]) for each in damaged)
+        return CorruptError(
+            count_text(len(damaged), "damaged step"),
+            have=f"{count_text(problems, 'problem')} in {', '.join(each['path'] for each in damaged)}",
+            want="the bytes that were committed",
+            do="use another step, and check the disk; resuming moves a damaged step aside by itself",
+        )
+    if others:
+        return IncompatibleError(
+            f"{count_text(len(others), 'step')} of a format that this version does not read",
+            have=", ".join(others),
+            want="steps that can be checked",
+            do="check them with the version of Burnish that wrote them, or a later one",
+        )
+    return None
 
 
 def _verified(path: PurePath, say: Say, fast: bool) -> dict[str, Any] | None:
@@ -290,30 +394,28 @@ def _problem(path: PurePath, error: BurnishError) -> dict[str, Any]:
     return found
 
 
-_LOCAL = LocalStorage()
-
-
-def pin(path: Path, reason: str, say: Say) -> dict[str, Any]:
+def pin(say: Say, path: Path, *, reason: str) -> Outcome:
     """Keep a step whatever retention says. Raises `MissingError` when it is not there (any more)."""
-    root, step = _step_of(path)
-    with naming_failures(f"{path} cannot be pinned"), holding_pins(root, _LOCAL) as pins:
+    step = _local_step(path)
+    with naming_failures(f"{path} cannot be pinned"), holding_pins(path.parent, _LOCAL) as pins:
         if not is_step(path):
+            names = [step.name for step in step_paths(path.parent, _LOCAL).values()]
             raise MissingError(
                 f"there is no step {path}",
-                have=_steps(root),
+                have=few(names) or "none",
                 want="a committed step",
                 do="give one of these",
             )
         before = pins.get(step)
         pins[step] = reason
     say(f"{path} is pinned: {reason}{f' (before: {before})' if before else ''}")
-    return {"path": str(path), "step": step, "pinned": reason, "before": before}
+    return Outcome({"path": str(path), "step": step, "pinned": reason, "before": before})
 
 
-def unpin(path: Path, say: Say) -> dict[str, Any]:
+def unpin(say: Say, path: Path) -> Outcome:
     """Let retention decide again. Raises `MissingError` for a step that is not pinned."""
-    root, step = _step_of(path)
-    with naming_failures(f"{path} cannot be unpinned"), holding_pins(root, _LOCAL) as pins:
+    step = _local_step(path)
+    with naming_failures(f"{path} cannot be unpinned"), holding_pins(path.parent, _LOCAL) as pins:
         if step not in pins:
             have = ", ".join(map(str, pins)) or "no pins"
             raise MissingError(
@@ -321,59 +423,10 @@ def unpin(path: Path, say: Say) -> dict[str, Any]:
             )
         before = pins.pop(step)
     say(f"{path} is no longer pinned (it was: {before})")
-    return {"path": str(path), "step": step, "pinned": None, "before": before}
+    return Outcome({"path": str(path), "step": step, "pinned": None, "before": before})
 
 
-def collect_garbage(path: Path, say: Say, *, dry_run: bool) -> Outcome:
-    """Remove steps that the configuration does not keep, and remains of killed processes.
-
-    Refuses a directory in use. Leaves `quarantine/` alone. Raises after all else is gone if the disk kept something.
-    """
-    root = steps_directory(path)
-    retention = _retention(root)
-    removals = Removals(root)
-    with naming_failures(f"{root} could not be cleared"), Lease(root / ".lease"):
-        rest = leftovers(root, _LOCAL)
-        with holding_pins(root, _LOCAL) as pins:
-            gone = _outlived(retention, root, pins)
-            freed = sum(map(_file_bytes, [*rest, *gone]))
-            for step in () if dry_run else gone:
-                with removals.trying():
-                    move_aside(_LOCAL, step, root / TRASH)
-        if not dry_run:
-            clear(root, _LOCAL, removals)
-            still = [step for step in gone if _LOCAL.kind(step) is not None]
-            freed -= sum(map(_file_bytes, [*still, *leftovers(root, _LOCAL)]))
-        kept = [str(p) for p in step_paths(root, _LOCAL).values() if not dry_run or p not in gone]
-    removed = [str(p) for p in [*rest, *gone] if dry_run or _LOCAL.kind(p) is None]
-    for name in removed:
-        say(f"{'would remove' if dry_run else 'removed'} {name}")
-    if retention is None:
-        say(f"all steps are kept: no {root.parent / 'config.yaml'} says which may go")
-    would = "would be " if dry_run else ""
-    say(f"{bytes_text(freed)} {would}freed, {count_text(len(kept), 'step')} kept")
-    report = {"path": str(root), "dry_run": dry_run, "removed": removed, "kept": kept}
-    return Outcome(report | {"bytes": freed}, removals.error())
-
-
-def _retention(root: Path) -> Retention | None:
-    """What the run's configuration says; None where there is no configuration."""
-    config = root.parent / "config.yaml"
-    if not config.is_file():
-        return None
-    loaded = load_config(config).config
-    return Retention.of(loaded.checkpoint, loaded.mirror_url)
-
-
-def _outlived(retention: Retention | None, root: Path, pins: Iterable[int]) -> list[Path]:
-    """The steps that may go; none where nothing says which."""
-    if retention is None:
-        return []
-    paths = step_paths(root, _LOCAL)
-    return [paths[step] for step in retention.removable(root, _LOCAL, pins)]
-
-
-def _step_of(path: Path) -> tuple[Path, int]:
+def _local_step(path: Path) -> int:
     step = step_number(path.name)
     if step is None:
         raise UsageError(
@@ -386,73 +439,44 @@ def _step_of(path: Path) -> tuple[Path, int]:
         raise MissingError(
             f"there is no {path.parent}", want="a run's checkpoints/", do="correct the path"
         )
-    return path.parent, step
+    return step
 
 
-def _steps(root: Path) -> str:
-    return few([step.name for step in step_paths(root, _LOCAL).values()]) or "none"
+def collect_garbage(say: Say, run: Path, *, dry_run: bool) -> Outcome:
+    """Remove steps that the configuration does not keep, and remains of killed processes.
+
+    Refuses a directory in use. Leaves `quarantine/` alone. Raises after all else is gone if the disk kept something.
+    """
+    root = _steps_directory(run)
+    config, gone = root.parent / "config.yaml", list[Path]()
+    removals = Removals(root)
+    with naming_failures(f"{root} could not be cleared"), Lease(root / ".lease"):
+        rest = leftovers(root, _LOCAL)
+        with holding_pins(root, _LOCAL) as pins:
+            if config.is_file():
+                loaded = load_config(config).config
+                retention = Retention.of(loaded.checkpoint, loaded.mirror_url)
+                paths = step_paths(root, _LOCAL)
+                gone = [paths[step] for step in retention.removable(root, _LOCAL, pins)]
+            freed = sum(map(_file_bytes, [*rest, *gone]))
+            for step in () if dry_run else gone:
+                with removals.trying():
+                    move_aside(_LOCAL, step, root / TRASH)
+        if not dry_run:
+            clear(root, _LOCAL, removals)
+            still = [step for step in gone if _LOCAL.kind(step) is not None]
+            freed -= sum(map(_file_bytes, [*still, *leftovers(root, _LOCAL)]))
+        kept = [str(p) for p in step_paths(root, _LOCAL).values() if not dry_run or p not in gone]
+    removed = [str(p) for p in [*rest, *gone] if dry_run or _LOCAL.kind(p) is None]
+    for name in removed:
+        say(f"{'would remove' if dry_run else 'removed'} {name}")
+    if not config.is_file():
+        say(f"all steps are kept: no {config} says which may go")
+    would = "would be " if dry_run else ""
+    say(f"{bytes_text(freed)} {would}freed, {count_text(len(kept), 'step')} kept")
+    report = {"path": str(root), "dry_run": dry_run, "removed": removed, "kept": kept}
+    return Outcome(report | {"bytes": freed}, removals.error())
 
 
 def _file_bytes(path: Path) -> int:
     return sum(each.lstat().st_size for each in [path, *path.rglob("*")] if each.is_file())
-
-
-def run_ckpt(arguments: Arguments) -> int:
-    """Run the command that was parsed; returns the exit code. Raises `BurnishError`s for all that is wrong."""
-
-    def say(line: str) -> None:
-        if not arguments.json:
-            print_text(line)
-
-    try:
-        with naming_failures(f"{arguments.path} cannot be used"):
-            outcome = _COMMANDS[arguments.ckpt_command](arguments, say)
-    except BurnishError as error:
-        outcome = Outcome({}, error)
-    if arguments.json:
-        print_text(json.dumps(outcome.as_json(), ensure_ascii=False, indent=1))
-    if outcome.error is not None:
-        raise outcome.error
-    return 0 if outcome.report.get("same", True) else DIFFERS
-
-
-def _diff(given: Arguments, say: Say) -> Outcome:
-    from burnish.cli import ckpt_tensors
-
-    return Outcome(ckpt_tensors.diff(given.path, given.other, say))
-
-
-def _export(given: Arguments, say: Say) -> Outcome:
-    from burnish.cli import ckpt_tensors
-
-    step = one_step(given.path)
-    model = ckpt_tensors.exportable(step, given.role, given.base, merged=given.merged)
-    target, size = given.target, given.shard_gb
-    return Outcome(ckpt_tensors.export_step(step, model, target, given.dtype, size, say))
-
-
-def _import(given: Arguments, say: Say) -> Outcome:
-    from burnish.cli import ckpt_tensors
-
-    unpickling: ckpt_tensors.Unpickling = "never"
-    if given.unsafe_pickle:
-        unpickling = "anyhow" if given.without_sandbox else "sandboxed"
-    step, assets = given.step, given.assets
-    return Outcome(
-        ckpt_tensors.import_weights(given.path, given.run, step, assets, say, unpickling=unpickling)
-    )
-
-
-_Command = Callable[[Arguments, Say], Outcome]
-
-_COMMANDS: dict[str, _Command] = {
-    "ls": lambda given, say: list_steps(given.path, say),
-    "show": lambda given, say: Outcome(show_step(given.path, say, tensors=given.tensors)),
-    "verify": lambda given, say: verify_steps(given.path, say, fast=given.fast),
-    "diff": _diff,
-    "export": _export,
-    "import": _import,
-    "pin": lambda given, say: Outcome(pin(given.path, given.reason, say)),
-    "unpin": lambda given, say: Outcome(unpin(given.path, say)),
-    "gc": lambda given, say: collect_garbage(given.path, say, dry_run=given.dry_run),
-}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,8 +17,8 @@ from burnish.checkpoint.tools.diff import Compared, compare
 from burnish.checkpoint.tools.export import Exportable, MergedModel, StepModel, adapter_of, export
 from burnish.checkpoint.tools.import_pickled import pickled, pickled_kind
 from burnish.checkpoint.tools.importing import Foreign, hugging_face, save_foreign
-from burnish.cli.ckpt_paths import Say, is_step, one_step, source_of
-from burnish.cli.columns import bytes_text, count_text
+from burnish.cli.ckpt import Outcome, Say, is_step, one_step, source_of
+from burnish.cli.output import bytes_text, count_text
 from burnish.errors import UsageError
 from burnish.files.cache import copied, select_directory
 from burnish.files.remote import Remote
@@ -29,22 +28,14 @@ from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import CHECKPOINTS
 from burnish.train.localize import local_directory
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-}
-"""What a model can be exported in."""
-
-Unpickling = Literal["never", "sandboxed", "anyhow"]
-"""What may be done with a source that has to be unpickled; "anyhow": without a sandbox too, where the kernel has none."""
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def diff(a: PurePath, b: PurePath, say: Say) -> dict[str, Any]:
+def diff(say: Say, path: PurePath, other: PurePath) -> Outcome:
     """Compare two steps or Hugging Face directories, tensor by tensor; `same` says whether all are equal."""
     verdicts: Counter[str] = Counter()
     found = []
-    with _open(a) as first, _open(b) as second:
+    with _open(path) as first, _open(other) as second:
         say(f"A  {first.path}\nB  {second.path}")
         for each in compare(first, second):
             verdicts[each.verdict] += 1
@@ -53,11 +44,56 @@ def diff(a: PurePath, b: PurePath, say: Say) -> dict[str, Any]:
                 say(f"  {each.key}  {_words(each)}")
         counts = ", ".join(f"{verdict}: {count}" for verdict, count in sorted(verdicts.items()))
         say(f"tensors {counts or 'none'}")
-        paths = {"a": str(first.path), "b": str(second.path)}
-    return {**paths, "same": set(verdicts) <= {"equal"}, "counts": dict(verdicts), "tensors": found}
+        report = {"a": str(first.path), "b": str(second.path), "same": set(verdicts) <= {"equal"}}
+    return Outcome({**report, "counts": dict(verdicts), "tensors": found})
 
 
-def exportable(step: Committed, role: str, base: Path | None, *, merged: bool) -> Exportable:
+def _open(path: PurePath) -> TensorReader:
+    """A step, a run's newest one, or a Hugging Face directory."""
+    if isinstance(path, Path) and not is_step(path) and any(path.glob(f"*{SUFFIX}")):
+        return DirectoryReader(path, f"{MODEL}/")
+    step = one_step(path)
+    return StepReader(step, source_of(step.path.parent))
+
+
+def _words(found: Compared) -> str:
+    a, b, distance = found.a, found.b, found.distance
+    if found.verdict == "another shape" and a and b:
+        return f"another shape: {list(a.shape)}, {list(b.shape)}"
+    if found.verdict == "another kind" and a and b:
+        return f"another kind: {a.dtype}, {b.dtype}"
+    if distance is None or a is None:
+        return found.verdict
+    apart = (
+        f"{distance.different:,} of {a.elements:,} elements, at most {distance.max_ulp:,} ulp, "
+        f"relative {distance.max_relative:.3g}, absolute {distance.max_absolute:.3g}"
+    )
+    return f"{apart}, {distance.nonfinite:,} not finite" if distance.nonfinite else apart
+
+
+def export_step(
+    say: Say, path: PurePath, target: Path, *, dtype: str, shard_gb: float, **which: Any
+) -> Outcome:
+    """Write the model of a step that `which` names (`_exportable`) as a plain Hugging Face directory."""
+    if not 0 < shard_gb < math.inf:
+        raise UsageError(
+            "files need a size",
+            have=f"--shard-gb {shard_gb}",
+            want="more than 0",
+            do="leave it out for the usual size",
+        )
+    step = one_step(path)
+    with _exportable(step, **which) as model:
+        files = export(model, target, _DTYPES[dtype], int(shard_gb * 1e9))
+    where, size = str(target.absolute()), sum(files.values())
+    say(f"{where}: {model.what} of {step.path.name} in {dtype}, {bytes_text(size)}")
+    for name in files:
+        say(f"  {name}")
+    report = {"path": where, "step": step.step, "dtype": dtype}
+    return Outcome({**report, "files": list(files), "bytes": size})
+
+
+def _exportable(step: Committed, *, role: str, merged: bool, base: Path | None) -> Exportable:
     """Return a step's model, a role's, or an adapter's merged model.
 
     Raises `UsageError` for choices that exclude each other.
@@ -76,88 +112,66 @@ def exportable(step: Committed, role: str, base: Path | None, *, merged: bool) -
             do="add it, or leave out --base",
         )
     source = source_of(step.path.parent)
-    if merged:
-        return MergedModel(step, base or _base(adapter_of(step)["base"]), source)
-    return StepModel(step, role, source)
-
-
-def _base(place: str) -> Path:
-    """Return the model that an adapter was trained on, copied from its URL if needed."""
-    return local_directory(place, Progress(True).phase) if is_url(place) else Path(place)
-
-
-def export_step(
-    step: Committed, model: Exportable, target: Path, dtype: str, shard_gb: float, say: Say
-) -> dict[str, Any]:
-    """Write a model of a step as a plain Hugging Face directory."""
-    if not 0 < shard_gb < math.inf:
-        raise UsageError(
-            "files need a size",
-            have=f"--shard-gb {shard_gb}",
-            want="more than 0",
-            do="leave it out for the usual size",
-        )
-    with model:
-        files = export(model, target, DTYPES[dtype], int(shard_gb * 1e9))
-    path, size = str(target.absolute()), sum(files.values())
-    say(f"{path}: {model.what} of {step.path.name} in {dtype}, {bytes_text(size)}")
-    for name in files:
-        say(f"  {name}")
-    report = {"path": path, "step": step.step, "dtype": dtype}
-    return report | {"files": list(files), "bytes": size}
+    if not merged:
+        return StepModel(step, role, source)
+    if base is None:
+        recorded = adapter_of(step)["base"]
+        phase = Progress(True).phase
+        base = local_directory(recorded, phase) if is_url(recorded) else Path(recorded)
+    return MergedModel(step, base, source)
 
 
 def import_weights(
-    source: PurePath,
+    say: Say,
+    path: PurePath,
     run: Path,
+    *,
     step: int,
     assets: Path | None,
-    say: Say,
-    *,
-    unpickling: Unpickling,
-) -> dict[str, Any]:
+    unsafe_pickle: bool,
+    without_sandbox: bool,
+) -> Outcome:
     """Make a step of somebody else's weights, copied from their URL if needed."""
     if step < 0:
         raise UsageError("a step is 0 or more", have=f"--step {step}", do="leave it out for step 0")
-    foreign = _foreign(_here(source), assets, unpickling)
-    path = save_foreign(foreign, run / CHECKPOINTS, step)
-    done = one_step(path)
+    source = path
+    if not isinstance(source, Path):
+        selection = select_directory(Remote(str(path)), lambda name: True, deep=True)
+        source = copied(selection, Progress(True).phase)
+    foreign = _foreign(source, assets, unsafe_pickle, without_sandbox)
+    place = save_foreign(foreign, run / CHECKPOINTS, step)
+    done = one_step(place)
     size = done.manifest.total_bytes
     with StepReader(done) as tensors:
         count = len(tensors.tensors)
-    say(f"{path}: {count_text(count, 'tensor')} from {source} ({foreign.kind}), {bytes_text(size)}")
+    say(f"{place}: {count_text(count, 'tensor')} from {path} ({foreign.kind}), {bytes_text(size)}")
     if foreign.guard:
         say(foreign.guard)
     if not done.healthy:
         say("it is marked unhealthy, for there are weights that are not finite")
     say("training state is absent: a run begins from this, with")
-    say(f"  model.path={path / 'model'}")
-    return {
-        "path": str(path),
+    say(f"  model.path={place / 'model'}")
+    report = {
+        "path": str(place),
         "step": step,
         "kind": foreign.kind,
-        "source": str(source),
+        "source": str(path),
         "tensors": count,
         "bytes": size,
         "healthy": done.healthy,
         "training": "absent",
         "guard": foreign.guard,
     }
+    return Outcome(report)
 
 
-def _here(source: PurePath) -> Path:
-    """A path of this machine; a copy of all that is behind a URL."""
-    if isinstance(source, Path):
-        return source
-    selection = select_directory(Remote(str(source)), lambda name: True, deep=True)
-    return copied(selection, Progress(True).phase)
-
-
-def _foreign(source: Path, assets: Path | None, unpickling: Unpickling) -> Foreign:
+def _foreign(
+    source: Path, assets: Path | None, unsafe_pickle: bool, without_sandbox: bool
+) -> Foreign:
     kind = pickled_kind(source)
     if kind is None:
         return hugging_face(source)
-    if unpickling == "never":
+    if not unsafe_pickle:
         raise UsageError(
             f"{source} has to be unpickled ({kind}), which can run code that is in it",
             want="--unsafe-pickle, for a checkpoint whose origin is trusted",
@@ -165,32 +179,4 @@ def _foreign(source: Path, assets: Path | None, unpickling: Unpickling) -> Forei
         )
     inside = source / "huggingface"  # where verl puts it
     assets = assets or (inside if inside.is_dir() else source)
-    return pickled(kind, source, assets, without_sandbox=unpickling == "anyhow")
-
-
-def _open(path: PurePath) -> TensorReader:
-    """A step, a run's newest one, or a Hugging Face directory."""
-    if (
-        isinstance(path, Path)
-        and path.is_dir()
-        and not is_step(path)
-        and any(path.glob(f"*{SUFFIX}"))
-    ):
-        return DirectoryReader(path, f"{MODEL}/")
-    step = one_step(path)
-    return StepReader(step, source_of(step.path.parent))
-
-
-def _words(found: Compared) -> str:
-    if found.verdict == "another shape" and found.a and found.b:
-        return f"another shape: {list(found.a.shape)}, {list(found.b.shape)}"
-    if found.verdict == "another kind" and found.a and found.b:
-        return f"another kind: {found.a.dtype}, {found.b.dtype}"
-    distance = found.distance
-    if distance is None or found.a is None:
-        return found.verdict
-    apart = (
-        f"{distance.different:,} of {found.a.elements:,} elements, at most {distance.max_ulp:,} ulp, "
-        f"relative {distance.max_relative:.3g}, absolute {distance.max_absolute:.3g}"
-    )
-    return f"{apart}, {distance.nonfinite:,} not finite" if distance.nonfinite else apart
+    return pickled(kind, source, assets, without_sandbox=without_sandbox)

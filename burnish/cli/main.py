@@ -11,10 +11,9 @@ import os
 import signal
 import sys
 import traceback
-from argparse import Namespace
 from collections.abc import Sequence
 
-from burnish.cli.arguments import parse
+from burnish.cli.arguments import function_of, parse
 from burnish.distributed.environment import place_of
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
@@ -31,7 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         _set_up_logging()
-        return _dispatch(arguments)
+        if arguments.command == "ckpt":
+            from burnish.cli.ckpt import run_ckpt
+
+            return run_ckpt(arguments)
+        function_of(arguments)(arguments)
+        return 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except BurnishError as error:
@@ -44,41 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:  # noqa: BLE001 - the last frame: print the traceback and set the exit code
         traceback.print_exc()
         return 1
-
-
-def _dispatch(given: Namespace) -> int:
-    """Run the command; its module is imported only now."""
-    if given.command == "ckpt":
-        from burnish.cli.ckpt import run_ckpt
-
-        return run_ckpt(given)
-    if given.command == "plan":
-        from burnish.cli.plan import run_plan
-
-        run_plan(given)
-    elif given.command == "check":
-        from burnish.cli.check import run_check
-
-        run_check(given)
-    elif given.command == "config":
-        from burnish.cli import settings
-
-        if given.config_command == "show":
-            settings.show(given.config, given.overrides)
-        else:
-            settings.explain(given.key)
-    else:
-        from burnish.cli.run import run
-
-        run(
-            given.command,
-            given.config,
-            given.overrides,
-            dry_run=given.dry_run,
-            devices=getattr(given, "devices", None),
-            as_json=getattr(given, "json", False),
-        )
-    return 0
 
 
 def _set_up_logging() -> None:

@@ -13,8 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from burnish.cli.columns import bytes_text, count_text, table
-from burnish.cli.output import print_text
+from burnish.cli.output import bytes_text, count_text, print_text, table
 from burnish.config.constraints import check_settings
 from burnish.config.load import load_config
 from burnish.config.schema import ModelConfig, RunConfig

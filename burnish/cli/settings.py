@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -16,9 +17,9 @@ from burnish.config.suggestions import suggestion
 from burnish.errors import UsageError
 
 
-def show(path: str, overrides: Sequence[str]) -> None:
+def show(given: Namespace) -> None:
     """Print the whole resolved configuration, YAML with each value's origin as a comment."""
-    resolved = load_config(path, overrides)
+    resolved = load_config(given.config, given.overrides)
     console = Console(highlight=False, soft_wrap=True)
     for line in dump_yaml(resolved.config, resolved.origin).splitlines():
         setting, mark, origin = line.rpartition("  # ")
@@ -30,10 +31,9 @@ def show(path: str, overrides: Sequence[str]) -> None:
             console.print(Text.assemble((setting, "bold"), (mark + origin, "cyan")))
 
 
-def explain(name: str | None) -> None:
+def explain(given: Namespace) -> None:
     """Print what a setting means, its values and its default; the keys of a section; all sections."""
-    console = Console(highlight=False)
-    keys = known_keys()
+    console, keys, name = Console(highlight=False), known_keys(), given.key
     if name is None:
         console.print(Text((RunConfig.__doc__ or "").strip()), end="\n\n")
         _list(console, [key for key in keys.values() if "." not in key.name])
@@ -44,7 +44,8 @@ def explain(name: str | None) -> None:
         raise UsageError(f"there is no setting {name}", have=name, want=want, do=do)
     console.print(Text(key.name, style="bold"))
     console.print(Text(key.doc), end="\n\n")
-    below = [each for each in keys.values() if _parent(each.name) in (key.name, f"{key.name}[]")]
+    parents = (key.name, f"{key.name}[]")
+    below = [each for each in keys.values() if each.name.rpartition(".")[0] in parents]
     if not key.section:
         _facts(console, key)
         console.print()
@@ -52,17 +53,11 @@ def explain(name: str | None) -> None:
         _list(console, below)
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _facts(console: Console, key: Key) -> None:
     table = Table.grid(padding=(0, 2))
+    default = "none: it has to be given" if key.required else _plain(key.default)
     table.add_row("  values", Text(key.values))
-    table.add_row(
-        "  default", "none: it has to be given" if key.required else Text(_plain(key.default))
-    )
-    table.add_row("  on resume", "may change" if key.may_change else "has to stay")
+    table.add_row("  default", Text(default))
     if "[" not in key.name:
         table.add_row("  set it", Text(f"{key.name}=VALUE on the command line"))
         table.add_row("", Text("or in the file"))

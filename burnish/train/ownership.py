@@ -11,15 +11,13 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from burnish.checkpoint.resume import Destination, Resumed
-from burnish.checkpoint.steps import step_name, step_paths
-from burnish.config.load import dump_yaml, load_config
-from burnish.config.resume import require_may_resume, require_same_run, require_trainer
+from burnish.checkpoint.steps import step_name
+from burnish.config.load import dump_yaml
 from burnish.config.schema import CheckpointConfig, RunConfig
 from burnish.distributed.collectives import agree
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.durable import naming_failures
-from burnish.files.storage import LocalStorage
 from burnish.functions import load_function
 from burnish.tracking.progress import Bar
 from burnish.tracking.rundir import RUN, TRAINER, RunDirectory
@@ -36,20 +34,6 @@ def mirror_of(
     open_mirror = load_function(_MIRROR, "checkpoint.mirror")
     mirror: Destination = open_mirror(url, settings, directory, layout)
     return mirror
-
-
-def require_own_directory(directory: RunDirectory, config: RunConfig, trainer: str) -> None:
-    """Refuse the directory of another command or configuration, or one with steps if `resume` is never.
-
-    A start that failed before it did anything leaves a directory that another configuration may take.
-    """
-    steps = [path.name for path in step_paths(directory.checkpoints, LocalStorage()).values()]
-    if steps or directory.begun:
-        found = directory.read_environment().get(TRAINER, trainer)
-        require_trainer(directory.root, found, trainer)
-        if directory.config.exists():
-            require_same_run(directory.root, load_config(directory.config).config, config)
-    require_may_resume(directory.root, steps, config)
 
 
 def claim(

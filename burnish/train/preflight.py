@@ -1,6 +1,6 @@
-"""Check that the files and directories that a configuration names exist, before torch is loaded.
+"""Check that inputs exist and that the run's directory may be used, before torch is loaded.
 
-URLs are listed and not copied. A dry run also looks into the files (`burnish.cli.contents`).
+URLs are listed and not copied. A dry run also looks into the files (`burnish.cli.dry_run`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 
 from burnish.checkpoint.steps import step_paths
 from burnish.config.constraints import Command
+from burnish.config.load import load_config
+from burnish.config.resume import require_may_resume, require_same_run, require_trainer
 from burnish.config.schema import (
     CriticConfig,
     EngineConfig,
@@ -30,7 +32,7 @@ from burnish.files.retry import RetryPolicy
 from burnish.files.storage import LocalStorage
 from burnish.files.urls import is_url
 from burnish.models.lora.adapter_config import ADAPTER_CONFIG
-from burnish.tracking.rundir import CHECKPOINTS, RunDirectory
+from burnish.tracking.rundir import CHECKPOINTS, TRAINER, RunDirectory
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """One of these makes a directory a tokenizer's."""
@@ -66,6 +68,20 @@ def recorded_config(run_dir: Path) -> Path:
             do="give runs/NAME",
         )
     return recorded
+
+
+def require_own_directory(directory: RunDirectory, config: RunConfig, trainer: str) -> None:
+    """Refuse the directory of another command or configuration, or one with steps if `resume` is never.
+
+    A start that failed before it did anything leaves a directory that another configuration may take.
+    """
+    steps = [path.name for path in committed_steps(directory.root)]
+    if steps or directory.begun:
+        found = directory.read_environment().get(TRAINER, trainer)
+        require_trainer(directory.root, found, trainer)
+        if directory.config.exists():
+            require_same_run(directory.root, load_config(directory.config).config, config)
+    require_may_resume(directory.root, steps, config)
 
 
 def data_sizes(path: str) -> list[int]:

@@ -54,9 +54,9 @@ from burnish.train.ownership import (
     claim,
     mirror_of,
     percent_on,
-    require_own_directory,
     step_place,
 )
+from burnish.train.preflight import require_own_directory
 from burnish.train.resuming import state_of, take_up
 from burnish.train.setup import Learner
 from burnish.train.signals import Stopper, StopRequested, catch_signals, check_stop

@@ -4,6 +4,7 @@ import logging
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -137,8 +138,8 @@ def test_an_unexpected_error_keeps_its_traceback(
 def test_overrides_may_stand_on_both_sides_of_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 
-    def remember(command: str, path: str, overrides: list[str], **options: object) -> None:
-        seen.append((command, path, overrides, options["dry_run"]))
+    def remember(given: Namespace) -> None:
+        seen.append((given.command, given.config, given.overrides, given.dry_run))
 
     monkeypatch.setattr(command, "run", remember)
     assert main(["sft", "c.yaml", "a=1", "--dry-run", "b=-2"]) == 0

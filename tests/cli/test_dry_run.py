@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from tokenizers_for_tests import char_tokenizer
 
-from burnish.cli.contents import require_contents
+from burnish.cli.dry_run import require_contents
 from burnish.config.load import load_config
 from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
