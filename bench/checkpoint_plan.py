@@ -15,8 +15,7 @@ import torch
 from burnish.boxes.pieces import PieceTable
 from burnish.boxes.table import BoxTable
 from burnish.checkpoint.disks import Disks
-from burnish.checkpoint.naming import MAIN
-from burnish.checkpoint.writer import WritePlan
+from burnish.checkpoint.layout import MAIN, WritePlan
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
 from burnish.distributed.layout import Layout
 

@@ -35,9 +35,9 @@ from bench.checkpoint_state import model_settings
 from bench.peers import Turns
 from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
+from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Assets, Contents, ModelContents
 from burnish.checkpoint.steps import newest

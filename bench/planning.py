@@ -40,7 +40,7 @@ from bench.planning_imagined import imagined_peak
 from bench.planning_meter import Meter
 from bench.planning_saves import Saves
 from burnish.algorithms.loss import sft_loss, value_loss_fn
-from burnish.checkpoint.naming import MAIN
+from burnish.checkpoint.layout import MAIN
 from burnish.config.schema import DistributedConfig, LoraConfig, OptimConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.collectives import gather_objects

@@ -12,8 +12,8 @@ import torch
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.shards import Shard, TensorSpec
+from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents, ModelContents
 from burnish.distributed.layout import Layout

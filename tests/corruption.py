@@ -26,8 +26,7 @@ from burnish.checkpoint.manifest import (
     record_of,
     sha256,
 )
-from burnish.checkpoint.steps import open_step
-from burnish.checkpoint.verify import DamagedBlock
+from burnish.checkpoint.steps import DamagedBlock, open_step
 from burnish.cli.ckpt import verify_steps
 from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError, few

@@ -37,7 +37,7 @@ from ranks import RankFailed, run_ranks
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import open_step
 from burnish.checkpoint.tools.export import StepModel, export
-from burnish.checkpoint.verify import verify
+from burnish.checkpoint.tools.verify import verify
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
 from burnish.engines.megatron.megatron_engine import MegatronEngine

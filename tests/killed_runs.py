@@ -11,7 +11,7 @@ from pathlib import Path
 from training_files import done, ranks
 
 from burnish.checkpoint.steps import committed
-from burnish.checkpoint.verify import verify
+from burnish.checkpoint.tools.verify import verify
 
 KINDS = {
     "sft": ["sft", "sft.yaml"],

@@ -17,9 +17,9 @@ from ranks import run_ranks
 from tiny import VOCAB
 from torch import Tensor
 
+from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.save import Contents, ModelContents
 from burnish.checkpoint.steps import newest
 from burnish.config.schema import OptimConfig

@@ -2,7 +2,7 @@
 
 Loading a model directory, resuming, export, comparison, import and verification sit on it. A subclass
 says where bytes come from: `DirectoryReader` reads the files of a Hugging Face directory as they are,
-`burnish.checkpoint.reader.StepReader` checks every block of a step against its hash. Safe to use from
+`burnish.checkpoint.load.StepReader` checks every block of a step against its hash. Safe to use from
 several threads.
 """
 

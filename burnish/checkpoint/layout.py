@@ -1,4 +1,8 @@
-"""How tensors lie in files, and files in blocks.
+"""How tensors are named, lie in files, and files in blocks.
+
+A step holds one or more trained models, told apart by role. A model's tensors come in sets: weights ("model"), what bf16 lacks
+("residual"), and one per optimizer slot ("exp_avg"). The role `MAIN` has no prefix; other sets begin with their role
+("critic/model"). A tensor's key is set/weight.
 
 Everything is a pure function of the tensors' names, dtypes and shapes. So every rank computes the same, and files are the same
 bytes for any number of ranks.
@@ -6,7 +10,8 @@ bytes for any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,21 +19,74 @@ import torch
 from torch import Tensor
 
 from burnish.boxes.box import Box
-from burnish.boxes.pieces import Described, Pieces, TensorIndex
+from burnish.boxes.pieces import Described, Pieces, PieceTable, TensorIndex, gather_pieces
+from burnish.boxes.plan import Cover
+from burnish.boxes.rounds import Group, schedule
 from burnish.boxes.table import BoxTable, Ints, flat_ranges, intersections, strides
-from burnish.boxes.tensor_reader import TORCH_DTYPES
+from burnish.boxes.tensor_reader import TORCH_DTYPES, dtype_name
+from burnish.checkpoint.disks import Disks
 from burnish.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
-from burnish.checkpoint.naming import MODEL, path_of
+from burnish.distributed.collectives import same_on_all_ranks
+from burnish.distributed.layout import Layout
+from burnish.errors import BurnishError
 from burnish.files.safetensors import DTYPE_BITS, TensorEntry, build_header
 from burnish.files.strict_json import encode_json
 from burnish.models.lora.adapter_config import ADAPTER_WEIGHTS, is_adapter
+
+MAIN = ""
+"""The role of the run's own model, whose directories are `model/` and `training/`."""
+MODEL, RESIDUAL, TRAINING = "model", "residual", "training"
+"""The set of the weights and the directory it lies in; the set beside it; the directory of all sets but the weights."""
 
 MAX_FILE_BYTES = 4 << 30
 """A set of tensors is divided into files of about this size; a larger tensor has one to itself."""
 MOST_BLOCKS = 1 << 19
 """More blocks than these are made larger: the manifest, which all ranks read, has a hash for each."""
+_SPAN_BYTES, _GROUP_BYTES = 4 << 20, 16 << 20
+# Most bytes of a span, and of the spans put together at one time; as many are being written meanwhile. One block at least.
+_WAVE_BYTES = 16 << 20
 _BLOCKS_PER_TENSOR = 64
 # Ranks cut tensors by rows. Of small blocks, few hold the rows of two ranks.
+_FILE = re.compile(
+    r"((?:[a-z][a-z0-9_]*/)?)(?:(model)|training)/(.+?)(?:-[0-9]{5}-of-[0-9]{5})?\.safetensors"
+)
+_ROLE = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def prefix_of(role: str) -> str:
+    """Return the prefix of a role's sets and directories. Raises `ValueError` for an impossible name."""
+    if role == MAIN:
+        return ""
+    if not _ROLE.fullmatch(role) or role in (MODEL, RESIDUAL, TRAINING):
+        raise ValueError(f"{role!r} cannot be the name of a role")
+    return f"{role}/"
+
+
+def key_parts(key: str, roles: Iterable[str]) -> tuple[str, str]:
+    """The set and the weight's name of a key, given the roles that there are."""
+    prefix = next((f"{role}/" for role in roles if role and key.startswith(f"{role}/")), "")
+    kind, _, name = key.removeprefix(prefix).partition("/")
+    return prefix + kind, name
+
+
+def path_of(tensor_set: str) -> str:
+    """Where a set's files lie below a step, without number and suffix: "critic/training/exp_avg"."""
+    role, slash, kind = tensor_set.rpartition("/")
+    return f"{role}{slash}{MODEL if kind == MODEL else TRAINING}/{kind}"
+
+
+def set_of(path: str) -> str | None:
+    """Return the set of a file of a step; None for a file without tensors."""
+    match = _FILE.fullmatch(path)
+    return None if match is None else match[1] + (match[2] or match[3])
+
+
+def roles_in(paths: Iterable[str]) -> list[str]:
+    """The roles whose weights lie in these files of a step, the run's own first."""
+    sets = {tensor_set for path in paths if (tensor_set := set_of(path)) is not None}
+    return sorted(
+        s.removesuffix(MODEL).removesuffix("/") for s in sets if s.split("/")[-1] == MODEL
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +368,135 @@ def groups_of(owner: Ints, size: Ints, travels: Bools, group_bytes: int) -> tupl
     group[order] = number
     index[order] = np.arange(len(key)) - np.searchsorted(key, key)
     return group, index
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WritePlan:
+    """A step's files, which blocks this rank writes, and where their elements come from."""
+
+    files: Sequence[PlannedFile]
+    """All of the step's tensor files."""
+    indices: Mapping[str, bytes]
+    """The index files that belong to them, by path."""
+    block_bytes: int
+    """The size of their blocks."""
+    disks: Sequence[int]
+    """The disk that each file goes to."""
+    share: Sequence[Sequence[Span]]
+    """The spans that this rank writes, by group: put together at one time."""
+    places: dict[int, PartPlace]
+    """Where in its group's spans a move's elements go, by `Move.want`."""
+    moves: Sequence[Group]
+    """The moves for each group of all ranks."""
+    digest: str
+    """The same on all ranks."""
+
+    @classmethod
+    def of(
+        cls, have: Sequence[PieceTable], roles: Iterable[str], layout: Layout, disks: Disks
+    ) -> WritePlan:
+        """Plan for all ranks' pieces, named by their storage keys, and the ranks' disks.
+
+        Raises `MissingError` for an incomplete tensor, and `BurnishError` if ranks disagree about one.
+        """
+        files, indices = plan_files(_stored(have, roles))
+        tensors = TensorIndex()
+        [held] = tensors.merge(have)
+        block_bytes = block_bytes_for(files)
+        disk_of_file = disks.divide([file.size for file in files])
+        blocks = SpanTable.blocks([file.size for file in files], block_bytes)
+        parts = Parts.of(files, blocks, tensors)
+        cover = Cover.of(held, parts.pieces, tensors)
+        part, holder = cover.holders()
+        size = cover.boxes.elements * tensors.itemsizes()[parts.pieces.dtype[cover.want]]
+        owner = owners_by_disk(
+            parts.span[cover.want[part]],
+            cover.held.rank[holder],
+            size[part],
+            np.array(disk_of_file, np.int64)[blocks.file],
+            np.array(disks.of_rank),
+        )
+        spans, owner = blocks.joined(owner, _SPAN_BYTES)
+        parts = Parts.of(files, spans, tensors)
+        moves = Cover.of(held, parts.pieces, tensors).moves(owner[parts.span])
+        travels = np.zeros(len(owner), bool)
+        travels[parts.span[moves.want[moves.source != moves.target]]] = True
+        most = max(_SPAN_BYTES, block_bytes)
+        group, index = groups_of(
+            owner, spans.stop - spans.start, travels, max(most, _GROUP_BYTES - most)
+        )
+        groups = int(group.max(initial=-1)) + 1
+        mine = owner == layout.rank
+        share: list[list[Span]] = [[] for _ in range(groups)]
+        for number in np.flatnonzero(mine)[np.argsort(index[mine], kind="stable")].tolist():
+            share[group[number]].append(spans[number])
+        return cls(
+            files,
+            indices,
+            block_bytes,
+            disk_of_file,
+            share,
+            parts.places(np.where(mine, index, -1)),
+            schedule(moves, layout.rank, _WAVE_BYTES, group[parts.span[moves.want]], groups),
+            moves.digest(),
+        )
+
+    def files_on(self, disk: int) -> list[PlannedFile]:
+        """The files that go to a disk."""
+        return [file for file, of in zip(self.files, self.disks, strict=True) if of == disk]
+
+    def blocks_in(self, file: PlannedFile) -> int:
+        """The number of blocks of a file."""
+        return -(-file.size // self.block_bytes)
+
+
+def _stored(have: Iterable[PieceTable], roles: Iterable[str]) -> list[Stored]:
+    """Every tensor that any rank has a piece of, once."""
+    found: dict[str, Stored] = {}
+    seen: set[tuple[Described, ...]] = set()
+    for table in have:
+        for key, shape, dtype in () if table.tensors in seen else table.tensors:
+            tensor_set, name = key_parts(key, roles)
+            stored = Stored(tensor_set, name, dtype_name(dtype, name), shape)
+            if found.setdefault(key, stored) != stored:
+                raise BurnishError(
+                    f"ranks disagree about tensor {key}",
+                    have=f"{found[key].dtype} {list(found[key].shape)}",
+                    want=f"{stored.dtype} {list(shape)}",
+                    do="start all ranks with one configuration and one model",
+                )
+        seen.add(table.tensors)
+    return list(found.values())
+
+
+class SavePlanner:
+    """Plans the saves of a layout's ranks, to one disk unless others are named. It keeps the last plan."""
+
+    def __init__(self, layout: Layout, disks: Disks | None = None) -> None:
+        self.layout = layout
+        """This process among those that save together."""
+        self.disks = disks or Disks.one(layout.world)
+        """Where they write to."""
+        self._pieces = ""
+        self._plan: WritePlan | None = None
+
+    def digest(self, pieces: PieceTable) -> str:
+        """Of the plan that was made for such pieces of this rank; "" for none."""
+        if self._plan is None or pieces.digest() != self._pieces:
+            return ""
+        return self._plan.digest
+
+    def plan(self, pieces: PieceTable, roles: Iterable[str], known: Sequence[str]) -> WritePlan:
+        """Return the plan for every rank's pieces, by storage key. Collective.
+
+        If `known` has the same `digest` for all ranks, that plan is taken. Raises as `WritePlan.of` does.
+        """
+        if self._plan is None or set(known) != {self._plan.digest}:
+            have = gather_pieces(pieces, self.layout)
+            plan = WritePlan.of(have, roles, self.layout, self.disks)
+            same_on_all_ranks(plan.digest, "the plan of the save", self.layout)
+            self._pieces, self._plan = pieces.digest(), plan
+        return self._plan
 
 
 _CHUNK = 1 << 16  # elements that a processor's cache holds between two operations

@@ -1,31 +1,150 @@
-"""Fill shards from a committed step, at any layout.
+"""Read tensors of a committed step, at any layout, and check every block that is read.
 
-Each rank reads and checks the blocks of its own shards. Ranks of one machine find shared blocks in the page cache. Headers are
-compared before anything is filled.
+Each rank reads the blocks of its own shards; ranks of one machine find shared blocks in the page cache. Weights stored as bf16 and
+residual come back exact, as fp32.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import PurePath
+from dataclasses import replace
+from threading import Lock
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard
-from burnish.boxes.tensor_reader import TensorInfo
-from burnish.checkpoint.naming import MAIN, MODEL, prefix_of, roles_in, set_of
-from burnish.checkpoint.reader import StepReader, read_headers, tensor_files
-from burnish.checkpoint.steps import Committed
+from burnish.boxes.tensor_reader import OpenFiles, TensorReader, locate
+from burnish.checkpoint.layout import (
+    MAIN,
+    MODEL,
+    RESIDUAL,
+    add_residual,
+    prefix_of,
+    roles_in,
+    set_of,
+)
+from burnish.checkpoint.steps import Committed, checked_header, read_blocks
 from burnish.distributed.collectives import agree, gather_objects
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, MissingError
 from burnish.files.durable import naming_failures
+from burnish.files.safetensors import Header
 from burnish.files.storage import LocalStorage, Source
 
+_HELD_BYTES = 8 << 20
+# Of blocks that were read and may hold more that is wanted; two blocks at least.
 _READERS = 2
 _ROWS = 12
-_NOTHING = "-"
+
+_Described = tuple[torch.dtype, tuple[int, ...]]
+
+
+class StepReader(TensorReader):
+    """All tensors of a committed step, by key (`model/NAME`, `exp_avg/NAME`, `critic/model/NAME`).
+
+    `read` into fp32 memory returns split weights bit for bit; other dtypes are converted from `model/`. Raises `DamagedBlock` for a
+    damaged block. Opening raises as `verify.checked_header` does, unless the `headers` of all files are given. Buffers come from
+    `arena` if there is one.
+    """
+
+    def __init__(
+        self,
+        step: Committed,
+        storage: Source | None = None,
+        headers: Mapping[str, Header] | None = None,
+        arena: Arena | None = None,
+    ) -> None:
+        self._step, self._storage, self._arena = step, storage or LocalStorage(), arena
+        if headers is None:
+            headers = _read_headers(step, _tensor_files(step), self._storage)
+        places = [(f"{set_of(name)}/", name, header) for name, header in headers.items()]
+        super().__init__(step.path, locate(step.path, places))
+        self._residuals = _residuals(self.locations)
+        hidden = set(self._residuals.values())
+        self.tensors = {
+            key: replace(info, dtype=torch.float32) if key in self._residuals else info
+            for key, info in self.tensors.items()
+            if key not in hidden
+        }
+        self.apart_bytes = max(
+            (step.manifest.files[name].block_bytes for name in headers), default=1
+        )
+        self._held = max(2, _HELD_BYTES // self.apart_bytes)
+        self._files = OpenFiles(lambda name: self._storage.open(step.path / name))
+        self._blocks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._lock = Lock()
+
+    def read(self, key: str, box: Box, into: Tensor) -> None:
+        """See `TensorReader.read`."""
+        if key in self._residuals and into.dtype == torch.float32:
+            self.fill([(key, Tensor.copy_), (self._residuals[key], add_residual)], box, into)
+        else:
+            super().read(key, box, into)
+
+    def _read_bytes(self, file: str, into: memoryview, offset: int) -> None:
+        record = self._step.manifest.files[file]
+        size = record.block_bytes
+        while into:
+            number, skipped = divmod(offset, size)
+            is_end = offset + len(into) == record.size
+            count = len(into) if is_end else len(into) // size * size
+            if count and not skipped:
+                read_blocks(self._files[file], self._step, file, number, into[:count])
+            else:
+                count = min(len(into), size - skipped)
+                into[:count] = self._block(file, number)[skipped : skipped + count]
+            into, offset = into[count:], offset + count
+
+    def _block(self, file: str, number: int) -> memoryview:
+        """Return a block, and keep it for the next tensor."""
+        with self._lock:
+            if (file, number) in self._blocks:
+                self._blocks.move_to_end((file, number))
+                return self._blocks[file, number]
+        record = self._step.manifest.files[file]
+        size = min(record.block_bytes, record.size - number * record.block_bytes)
+        data = np.empty(size, np.uint8).data
+        read_blocks(self._files[file], self._step, file, number, data)
+        with self._lock:
+            self._blocks[file, number] = data
+            if len(self._blocks) > self._held:
+                self._blocks.popitem(last=False)
+        return data
+
+    def _new_buffer(self, size: int) -> Tensor:
+        return super()._new_buffer(size) if self._arena is None else self._arena.take(size)
+
+    def close(self) -> None:
+        """Close the files, and give memory back."""
+        super().close()
+        self._blocks.clear()
+        self._files.close()
+
+
+def _tensor_files(step: Committed) -> list[str]:
+    return [name for name in sorted(step.manifest.files) if set_of(name) is not None]
+
+
+def _read_headers(step: Committed, names: Iterable[str], storage: Source) -> dict[str, Header]:
+    return {name: checked_header(step, name, storage) for name in names}
+
+
+def _residuals(keys: Iterable[str]) -> dict[str, str]:
+    """For the key of each weight that was split, the key of its residual."""
+    known, found = set(keys), {}
+    for key in known:
+        role, slash, name = key.partition(f"{RESIDUAL}/")
+        weight = f"{role}{MODEL}/{name}"
+        if slash and (not role or role.endswith("/")) and weight in known:
+            found[weight] = key
+    return found
 
 
 class CheckpointSource:
@@ -46,9 +165,9 @@ class CheckpointSource:
         self._step = committed
         self._layout = layout
         self._storage = storage or LocalStorage()
-        names = tensor_files(committed)
+        names = _tensor_files(committed)
         with agree(layout):
-            mine = read_headers(committed, names[layout.rank :: layout.world], self._storage)
+            mine = _read_headers(committed, names[layout.rank :: layout.world], self._storage)
         headers = {name: h for theirs in gather_objects(mine, layout) for name, h in theirs.items()}
         with agree(layout):
             headers = {name: headers[name] for name in names}
@@ -75,29 +194,41 @@ class CheckpointSource:
         Raises `MissingError` for absent optimizer slots. Otherwise the error has a table of have and want: `MissingError` if the step
         only lacks tensors, else `IncompatibleError`.
         """
-        mine = {f"{MODEL}/{shard.spec.name}": _info(shard) for shard in weights}
-        mine |= {shard.spec.name: _info(shard) for shard in training}
+        mine = {f"{MODEL}/{s.spec.name}": (s.tensor.dtype, s.spec.shape) for s in weights}
+        mine |= {s.spec.name: (s.tensor.dtype, s.spec.shape) for s in training}
         stored = self._stored()
         misfits = {key: each for key, each in mine.items() if stored.get(key) != each}
         told = gather_objects((misfits, stored.keys() - mine.keys()), self._layout)
         want = {key: each for theirs, _ in told for key, each in theirs.items()}
-        unwanted = set.intersection(*(unwanted for _, unwanted in told))
-        have = {key: stored[key] for key in want.keys() | unwanted if key in stored}
-        _require_slots(self._step.path, _sets(stored), _sets(want))
-        _require_same(self._step.path, have, want)
+        if absent := sorted(_sets(want) - _sets(stored)):
+            raise MissingError(
+                f"{self._step.path} has no optimizer state {', '.join(absent)}",
+                have=", ".join(sorted(_sets(stored))) or "no tensors",
+                want=", ".join(sorted(_sets(want))),
+                do="resume with the optimizer that wrote it; checkpoint.fresh_optimizer=true begins with a fresh one where there is none",
+            )
+        keys = sorted(want.keys() | set.intersection(*(unwanted for _, unwanted in told)))
+        if not keys:
+            return
+        keys = [key for key in keys if key.startswith(f"{MODEL}/")] or keys
+        kind = IncompatibleError if stored.keys() & keys else MissingError
+        raise kind(
+            f"{self._step.path} does not hold what is trained\n{_table(keys, stored, want)}",
+            do="resume with the model that wrote it, or begin another run with name=NAME",
+        )
 
     @property
     def holds_training(self) -> bool:
         """Whether the step holds optimizer state of the model."""
         return bool(_sets(self._stored()) - {MODEL})
 
-    def _stored(self) -> dict[str, TensorInfo]:
+    def _stored(self) -> dict[str, _Described]:
         """The model's tensors by key without their role."""
         found = {}
         for key, info in self._reader.tensors.items():
             tensor_set = set_of(self._reader.locations[key].file) or ""
             if tensor_set.rpartition("/")[0] == self._prefix.rstrip("/"):
-                found[key.removeprefix(self._prefix)] = TensorInfo(info.dtype, info.shape)
+                found[key.removeprefix(self._prefix)] = (info.dtype, info.shape)
         return found
 
     def fill(self, shards: Iterable[Shard]) -> None:
@@ -109,8 +240,8 @@ class CheckpointSource:
         shards = list(shards)
         with agree(self._layout):
             keyed = [(self._checked(shard), shard) for shard in shards]
-        what = f"{self._step.path} cannot be read"
         readers = max(_READERS, self._storage.reads_at_once)
+        what = f"{self._step.path} cannot be read"
         with agree(self._layout), naming_failures(what), self._reader:
             places = self._reader.locations
             keyed.sort(key=lambda each: (places[each[0]].file, places[each[0]].entry.begin))
@@ -149,54 +280,22 @@ class CheckpointSource:
         return key
 
 
-def _info(shard: Shard) -> TensorInfo:
-    return TensorInfo(shard.tensor.dtype, shard.spec.shape)
-
-
 def _sets(keys: Iterable[str]) -> set[str]:
     return {key.partition("/")[0] for key in keys}
 
 
-def _require_slots(where: PurePath, stored: set[str], wanted: set[str]) -> None:
-    """Raise `MissingError` unless every set of optimizer slots that is wanted is there."""
-    absent = sorted(wanted - stored)
-    if absent:
-        raise MissingError(
-            f"{where} has no optimizer state {', '.join(absent)}",
-            have=", ".join(sorted(stored)) or "no tensors",
-            want=", ".join(sorted(wanted)),
-            do="resume with the optimizer that wrote it; checkpoint.fresh_optimizer=true begins with a fresh one where there is none",
-        )
+def _table(keys: list[str], have: Mapping[str, _Described], want: Mapping[str, _Described]) -> str:
+    """Return the first tensors as lines of name, have and want."""
 
+    def text(key: str, side: Mapping[str, _Described]) -> str:
+        if key not in side:
+            return "-"
+        dtype, shape = side[key]
+        return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
-def _require_same(
-    where: PurePath, have: Mapping[str, TensorInfo], want: Mapping[str, TensorInfo]
-) -> None:
-    """Raise with a table unless both have the same tensors, dtypes and shapes; slots are shown only if weights agree."""
-    keys = sorted(key for key in {**want, **have} if have.get(key) != want.get(key))
-    if not keys:
-        return
-    keys = [key for key in keys if key.startswith(f"{MODEL}/")] or keys
-    text = f"{where} does not hold what is trained\n{_table(keys, have, want)}"
-    do = "resume with the model that wrote it, or begin another run with name=NAME"
-    if all(key not in have for key in keys):
-        raise MissingError(text, do=do)
-    raise IncompatibleError(text, do=do)
-
-
-def _table(keys: list[str], have: Mapping[str, TensorInfo], want: Mapping[str, TensorInfo]) -> str:
     rows = [("tensor", "have", "want")]
-    rows += [
-        (key.removeprefix(f"{MODEL}/"), _text(have.get(key)), _text(want.get(key)))
-        for key in keys[:_ROWS]
-    ]
+    rows += [(k.removeprefix(f"{MODEL}/"), text(k, have), text(k, want)) for k in keys[:_ROWS]]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"  {name:<{widths[0]}}  {a:<{widths[1]}}  {b}" for name, a, b in rows]
     more = [f"  and {len(keys) - _ROWS} more"] if len(keys) > _ROWS else []
     return "\n".join(lines + more)
-
-
-def _text(info: TensorInfo | None) -> str:
-    return (
-        _NOTHING if info is None else f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}"
-    )

@@ -1,28 +1,45 @@
-"""A run's `checkpoints/`: opened by one run at a time, saved into, resumed from, kept in bounds."""
+"""A run's `checkpoints/`: opened by one run at a time, saved into, resumed from, kept in bounds.
+
+To resume, every rank opens the newest step on this disk or the mirror. If any rank finds it damaged, it is set aside for all, and
+the next older one on either side is tried. Of a step that both sides have, the disk's comes first.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
-from typing import Self
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+from typing import Protocol, Self
 
 from burnish.checkpoint.background import BackgroundSaver, Finished
 from burnish.checkpoint.disks import find_disks
-from burnish.checkpoint.resume import Destination, Load, OnDisk, Resumed, Resuming, Side
+from burnish.checkpoint.layout import SavePlanner
+from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents, Saver
-from burnish.checkpoint.steps import clear
-from burnish.checkpoint.writer import SavePlanner
-from burnish.distributed.collectives import agree
+from burnish.checkpoint.steps import (
+    QUARANTINE,
+    Committed,
+    clear,
+    open_step,
+    require_healthy,
+    step_paths,
+)
+from burnish.config.schema import RunConfig
+from burnish.distributed.collectives import (
+    agree,
+    from_main,
+    same_on_all_ranks,
+)
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.errors import BurnishError
-from burnish.files.durable import Removals, make_dirs_durably, naming_failures
+from burnish.errors import BurnishError, CorruptError
+from burnish.files.durable import Removals, make_dirs_durably, move_aside, naming_failures
 from burnish.files.lease import Lease, Token
-from burnish.files.storage import LocalStorage
+from burnish.files.storage import LocalStorage, Source
+from burnish.tracking.rundir import RunDirectory
 
 _LEASE = ".lease"
 _OWN_LEVELS = 3
@@ -31,6 +48,81 @@ _PATIENCE_SECONDS = 30.0
 # For a save in flight when a run ends with an error.
 
 _log = logging.getLogger(__name__)
+
+Load = Callable[[Committed, CheckpointSource], None]
+"""Fills the engine from a step; it may be called again with an older one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a run continues from."""
+
+    step: Committed
+    """The step that was loaded."""
+    skipped: tuple[str, ...]
+    """Why newer steps were not: one text each, newest first."""
+
+
+class Side(Protocol):
+    """A place where steps may lie."""
+
+    @property
+    def root(self) -> PurePath:
+        """The directory of steps."""
+
+    @property
+    def source(self) -> Source:
+        """Reads what is below."""
+
+    sharing: str
+    """What to do where a rank does not see what rank 0 does."""
+
+    def paths(self) -> Mapping[int, PurePath]:
+        """The steps, as they are at this moment."""
+
+    def set_aside(self, path: PurePath, error: CorruptError) -> str:
+        """Take a step out of sight, for people to look into; says where it is."""
+
+    def aside(self) -> list[str]:
+        """What was set aside, now or earlier."""
+
+
+class Destination(Side, Protocol):
+    """A copy of the run behind a URL, on this rank. A run that sets one loads `burnish.checkpoint.destinations` by name."""
+
+    url: str
+    """Of the copy of the run's directory."""
+
+    def lead(self, disk: int | None) -> None:
+        """Copy this rank's disk from now on: one of several that meet there, or the only one (None)."""
+
+    def begin(self) -> None:
+        """Ask for a copy of what is new. Returns at once."""
+
+    def hear(self) -> bool:
+        """Take and log the news of copying; return whether it is under way."""
+
+    def settle(
+        self, seconds: float, stopped: Callable[[], bool], show: Callable[[float], None]
+    ) -> BurnishError | None:
+        """Copy once more and wait for it; return why the copy lacks something. Shows parts of 1. Collective."""
+
+    def meet(self, here: Side, *, leads: bool) -> None:
+        """Before resuming on several disks: refuse steps that only one disk has, and clear what no disk committed. Collective."""
+
+    def require_own(
+        self, directory: RunDirectory, config: RunConfig, trainer: str
+    ) -> dict[str, str]:
+        """Return what the copy adds to the directory's environment.json. Raises if it is another run's, and changes nothing."""
+
+    def claim(self, directory: RunDirectory) -> None:
+        """Make the copy this start's."""
+
+    def bring_back(self, directory: RunDirectory) -> None:
+        """Fetch metrics and pins that are not in the directory."""
+
+    def close(self) -> None:
+        """Stop copying, whatever is under way."""
 
 
 class Checkpoints:
@@ -56,9 +148,8 @@ class Checkpoints:
         self._layout = layout
         self._storage = storage or LocalStorage()
         self._retention = retention or Retention()
-        self._saver = Saver(
-            root, SavePlanner(layout), self._storage, self._retention, reserve_bytes
-        )
+        planner = SavePlanner(layout)
+        self._saver = Saver(root, planner, self._storage, self._retention, reserve_bytes)
         self._background_timeout = background_timeout
         self._background: BackgroundSaver | None = None
         self._mirror: Destination | None = None
@@ -67,18 +158,18 @@ class Checkpoints:
 
     def __enter__(self) -> Self:
         """Take the lease and clear leftovers, on each disk."""
-        lease = self._root / _LEASE
+        lease, layout = self._root / _LEASE, self._layout
         try:
             token = None
-            with agree(self._layout):
-                if self._layout.is_main:
+            with agree(layout):
+                if layout.is_main:
                     token = self._take(lease)
-            meets = self._retention.mirror is not None
+            may_differ = self._retention.mirror is not None
             disks = find_disks(
-                lease, token, lambda: self._take(lease), self._layout, may_differ=meets
+                lease, token, lambda: self._take(lease), layout, may_differ=may_differ
             )
-            self._saver = replace(self._saver, planner=SavePlanner(self._layout, disks))
-            with agree(self._layout), naming_failures(f"{self._root} cannot be used"):
+            self._saver = replace(self._saver, planner=SavePlanner(layout, disks))
+            with agree(layout), naming_failures(f"{self._root} cannot be used"):
                 if self._background_timeout is not None:
                     held = (self._lease.fileno(),) if self._lease is not None else ()
                     self._background = BackgroundSaver(self._saver, self._background_timeout, held)
@@ -93,19 +184,15 @@ class Checkpoints:
             make_dirs_durably(self._storage, self._root, above=_OWN_LEVELS)
             self._lease = self._held.enter_context(Lease(path))
             self._saver = replace(self._saver, token=self._lease.token)
-            self._clear()
+            removals = Removals(self._root)
+            clear(self._root, self._storage, removals)
+            _log_left(removals.error())
             return self._lease.token
 
     @property
     def meets_on_mirror(self) -> bool:
         """Whether ranks have several disks, so that only the mirror holds whole steps."""
         return self._saver.disks.are_several
-
-    def _clear(self) -> None:
-        removals = Removals(self._root)
-        clear(self._root, self._storage, removals)
-        if (left := removals.error()) is not None:
-            _log.error("%s", left)
 
     def __exit__(self, *error: object) -> None:
         """Give the lease back, after a while for a save in flight."""
@@ -128,7 +215,8 @@ class Checkpoints:
         saved = self._saver.save(step, contents)
         if saved.warning is not None:
             _log.error("step %d is committed, but %s", step, saved.warning)
-        self._begin_upload()
+        if self._mirror is not None:
+            self._mirror.begin()
         return saved.path
 
     def begin_save(self, step: int, contents: Contents) -> None:
@@ -144,24 +232,12 @@ class Checkpoints:
     def finished(self, *, wait: bool) -> Finished | None:
         """Return the outcome of the save in the background, once, the same on every rank; None while it is under way or if there is none."""
         finished = None if self._background is None else self._background.finished(wait=wait)
-        if finished is not None and finished.error is None:
-            self._begin_upload()
-        elif self._mirror is not None:
-            self._mirror.hear()
-        return finished
-
-    def _begin_upload(self) -> None:
         if self._mirror is not None:
-            self._mirror.begin()
-
-    def resume(self, load: Load, arena: Arena | None = None) -> Resumed | None:
-        """Load the newest usable step of this directory and its mirror, through `arena`; see `Resuming.resume`."""
-        here = OnDisk(self._root, self._storage)
-        sides: list[Side] = [here] if self._mirror is None else [here, self._mirror]
-        if self.meets_on_mirror and self._mirror is not None:
-            self._mirror.meet(here, leads=self._saver.leads)
-            sides = [self._mirror]
-        return Resuming(sides, self._layout, arena).resume(load)
+            if finished is not None and finished.error is None:
+                self._mirror.begin()
+            else:
+                self._mirror.hear()
+        return finished
 
     def mirror_to(self, mirror: Destination | None) -> None:
         """Resume from this mirror too, and sync it after every save."""
@@ -182,6 +258,111 @@ class Checkpoints:
             return None
         left = self._mirror.settle(seconds, stopped, show)
         with agree(self._layout), naming_failures(f"{self._root} cannot be cleared"):
-            if self._layout.is_main and (kept := self._saver.let_go()) is not None:
-                _log.error("%s", kept)
+            if self._layout.is_main:
+                _log_left(self._saver.let_go())
         return left
+
+    def resume(self, load: Load, arena: Arena | None = None) -> Resumed | None:
+        """Load the newest usable step of this directory and its mirror, through `arena`; None if nothing was ever committed.
+
+        Damaged and unhealthy steps are set aside. Raises `CorruptError` if there are steps and none is usable. Other errors of `load`,
+        and a side that cannot be reached, pass through and leave the step in place.
+        """
+        here = OnDisk(self._root, self._storage)
+        sides: list[Side] = [here] if self._mirror is None else [here, self._mirror]
+        if self.meets_on_mirror and self._mirror is not None:
+            self._mirror.meet(here, leads=self._saver.leads)
+            sides = [self._mirror]
+        skipped: list[str] = []
+        while (found := _newest(sides, self._layout)) is not None:
+            side, path = sides[found[0]], found[1]
+            try:
+                step = _open(side, path, self._layout)
+                if self._layout.is_main:
+                    _say(step, skipped)
+                load(step, CheckpointSource(step, self._layout, side.source, arena))
+            except CorruptError as error:
+                skipped.append(str(error))
+                with agree(self._layout), naming_failures(f"{path} cannot be set aside"):
+                    if self._layout.is_main:
+                        _log.warning("moved to %s: %s", side.set_aside(path, error), error)
+            else:
+                return Resumed(step, tuple(skipped))
+        with agree(self._layout):
+            aside = [each for side in sides for each in side.aside()]
+        if aside := from_main(aside, self._layout):
+            raise CorruptError(
+                f"no checkpoint in {' and '.join(str(side.root) for side in sides)} can be used",
+                have="\n".join(skipped) or ", ".join(aside),
+                want="one that is whole and healthy",
+                do=f"look into {', '.join(aside)}; remove it to start from the beginning",
+            )
+        return None
+
+
+def _log_left(error: BurnishError | None) -> None:
+    if error is not None:
+        _log.error("%s", error)
+
+
+class OnDisk:
+    """The steps of a run's `checkpoints/`."""
+
+    sharing = "set output_dir to a directory that all ranks share"
+    """What to do where a rank does not see what rank 0 does."""
+
+    def __init__(self, root: Path, storage: LocalStorage) -> None:
+        self.root = root
+        self.source = storage
+
+    def paths(self) -> Mapping[int, PurePath]:
+        """What has a step's name at this moment."""
+        return step_paths(self.root, self.source)
+
+    def set_aside(self, path: PurePath, error: CorruptError) -> str:
+        """Move a step into `quarantine/`, for people to look into; return its place."""
+        return str(move_aside(self.source, Path(path), self.root / QUARANTINE))
+
+    def aside(self) -> list[str]:
+        """What was set aside, now or earlier."""
+        quarantine = self.root / QUARANTINE
+        return [str(quarantine / entry.name) for entry in self.source.entries(quarantine)]
+
+
+def _newest(sides: Sequence[Side], layout: Layout) -> tuple[int, PurePath] | None:
+    """Return the index of the side and the path of the newest step by name, as rank 0 sees them. Collective."""
+    found: list[tuple[int, int, PurePath]] = []
+    with agree(layout):
+        for index, side in enumerate(sides if layout.is_main else ()):
+            with naming_failures(f"{side.root} cannot be read"):
+                found += [(step, -index, path) for step, path in side.paths().items()]
+    newest = max(found, default=None)
+    return from_main(None if newest is None else (-newest[1], newest[2]), layout)
+
+
+def _open(side: Side, path: PurePath, layout: Layout) -> Committed:
+    """Open a step on every rank. Raises `CorruptError` if any rank cannot use it. Collective."""
+    with agree(layout), naming_failures(f"{path} cannot be read"):
+        if side.source.kind(path) is None:  # it lies on another machine and is not damaged
+            raise BurnishError(
+                f"{path} is not there for every rank",
+                have=f"rank {layout.rank} does not see what rank 0 sees",
+                want="checkpoints that all ranks share",
+                do=side.sharing,
+            )
+        step = open_step(path, side.source)
+        require_healthy(step)
+    same_on_all_ranks(step.commit.encode(), f"what lies in {path}", layout)
+    return step
+
+
+def _say(step: Committed, skipped: Sequence[str]) -> None:
+    """Say before loading which step it is, and which newer ones are not used."""
+    reasons = "; ".join(each.partition("\n")[0] for each in skipped)
+    _log.log(
+        logging.WARNING if skipped else logging.INFO,
+        "resuming step %d from %s%s",
+        step.step,
+        step.path,
+        reasons and f"; skipped: {reasons}",
+    )

@@ -15,14 +15,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from burnish.checkpoint.steps import TRASH, open_step, portion_paths, read_commit, step_paths
-from burnish.config.schema import CheckpointConfig
+from burnish.config.schema import CheckpointConfig, KeepBestConfig
 from burnish.errors import CorruptError, IncompatibleError, UsageError
 from burnish.files.durable import Removals, move_aside, read_whole, write_durably
 from burnish.files.storage import LocalStorage, Source
-from burnish.files.strict_json import encode_json, parse_json
+from burnish.files.strict_json import encode_json, parse_json, shortened
 
 PINS = "pins.json"
 """Its name below `checkpoints/`."""
@@ -43,26 +43,16 @@ def read_pins(root: PurePath, storage: Source) -> dict[int, str]:
     """
     path = root / PINS
     try:
-        data = read_whole(storage, path, PINS_LIMIT)
+        value = parse_json(read_whole(storage, path, PINS_LIMIT), str(path))
     except FileNotFoundError:
         return {}
-    except (ValueError, EOFError, OSError) as error:
-        raise _damaged(path, error) from error
-    try:
-        value = parse_json(data, str(path))
-    except CorruptError as error:
-        raise _damaged(path, error.have) from error
-    if not isinstance(value, dict) or value.keys() != {"format", "pins"}:
-        raise _damaged(path, "no object of format and pins")
-    if value["format"] != _FORMAT:
-        raise _damaged(path, f"format {value['format']!r}")
-    pins = value["pins"]
-    if not isinstance(pins, dict):
-        raise _damaged(path, "pins that are not reasons by step")
-    for step, reason in pins.items():
-        if not _STEP.fullmatch(step) or not isinstance(reason, str):
-            raise _damaged(path, f"{step!r}: {reason!r}")
-    return dict(sorted((int(step), reason) for step, reason in pins.items()))
+    except (ValueError, EOFError, OSError, CorruptError) as error:
+        raise _damaged(path, getattr(error, "have", error)) from error
+    match value:
+        case {"format": 1, "pins": dict(pins)} if len(value) == 2:
+            if all(_STEP.fullmatch(step) and isinstance(pins[step], str) for step in pins):
+                return dict(sorted((int(step), reason) for step, reason in pins.items()))
+    raise _damaged(path, shortened(value))
 
 
 @contextmanager
@@ -106,25 +96,13 @@ class Facts:
     """What retention knows of a committed step."""
 
     step: int
-    """Which one."""
+    """Its number."""
     healthy: bool = True
     """Whether losses and weights were finite."""
     measured: Mapping[str, Any] = field(default_factory=dict)
     """The validation's numbers at this step, by name; anything but finite numbers is overlooked."""
     later: Mapping[str, Any] = field(default_factory=dict)
     """The same of earlier steps that were saved before they were validated, by step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Best:
-    """Which steps count as best."""
-
-    metric: str
-    """A number of the validation."""
-    mode: Literal["min", "max"]
-    """Whether less or more is better."""
-    count: int = 1
-    """How many to keep."""
 
 
 def completed(steps: Collection[Facts]) -> list[Facts]:
@@ -136,27 +114,21 @@ def completed(steps: Collection[Facts]) -> list[Facts]:
     ]
 
 
-def latest(steps: Collection[Facts], count: int) -> set[int]:
-    """The `count` newest healthy steps, and the unhealthy ones among and after them."""
-    healthy = sorted(each.step for each in steps if each.healthy)
-    oldest = healthy[-count] if len(healthy) >= count else 0
-    return {each.step for each in steps if each.step >= oldest}
-
-
-def every(steps: Collection[Facts], interval: int) -> set[int]:
-    """The healthy steps that `interval` divides; none for 0."""
-    return {each.step for each in steps if interval and each.healthy and each.step % interval == 0}
-
-
-def best(steps: Collection[Facts], which: Best) -> set[int]:
+def best(steps: Collection[Facts], which: KeepBestConfig) -> set[int]:
     """Return the healthy steps with the best values of a metric, the newer of equals; steps without a value do not count."""
     sign = 1 if which.mode == "max" else -1
     values = [
-        (sign * each.measured[which.metric], each.step)
+        (sign * value, each.step)
         for each in steps
-        if each.healthy and _is_number(each.measured.get(which.metric))
+        if each.healthy and (value := _number(each.measured.get(which.metric or ""))) is not None
     ]
     return {step for _, step in sorted(values, reverse=True)[: which.count]}
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return value
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +138,8 @@ class Retention:
     keep_last: int = 2
     """Newest healthy steps to keep; 1 or more."""
     keep_every: int = 0
-    """Keep the steps that this divides; 0: none."""
-    keep_best: Best | None = None
+    """Keep the healthy steps that this divides; 0: none."""
+    keep_best: KeepBestConfig = field(default_factory=KeepBestConfig)
     """Keep the best by a metric."""
     mirror: str | None = None
     """URL of the mirror that has to have a step before it may go from here."""
@@ -175,9 +147,7 @@ class Retention:
     @classmethod
     def of(cls, config: CheckpointConfig, mirror: str | None = None) -> Self:
         """What a run's configuration says; `mirror` is the URL of its copy."""
-        which = config.keep_best
-        kept = Best(which.metric, which.mode, which.count) if which.metric and which.mode else None
-        return cls(config.keep_last, config.keep_every, kept, mirror)
+        return cls(config.keep_last, config.keep_every, config.keep_best, mirror)
 
     @classmethod
     def of_mirror(cls, config: CheckpointConfig) -> Self | None:
@@ -190,11 +160,12 @@ class Retention:
 
         An unhealthy step displaces no other, and goes when it is older than all that `keep_last` keeps.
         """
-        kept = latest(steps, self.keep_last) | every(steps, self.keep_every) | set(pins)
-        if self.keep_best:
-            kept |= best(steps, self.keep_best)
-        newest = max((each.step for each in steps if each.healthy), default=-1)
-        return sorted(each.step for each in steps if each.step not in kept and each.step < newest)
+        healthy = sorted(each.step for each in steps if each.healthy)
+        oldest = healthy[-self.keep_last] if len(healthy) >= self.keep_last else 0
+        kept = {*pins, *best(steps, self.keep_best)}
+        if self.keep_every:
+            kept |= {step for step in healthy if step % self.keep_every == 0}
+        return sorted(each.step for each in steps if each.step < oldest and each.step not in kept)
 
     def removable(self, root: Path, storage: LocalStorage, pins: Iterable[int]) -> list[int]:
         """Return the steps below `root` that may go: outlived, and on the mirror if there is one."""
@@ -259,7 +230,7 @@ class Retention:
         except (CorruptError, IncompatibleError) as error:
             _log.warning("left alone, for it cannot be read: %s", error)
             return None
-        state = _state(path, storage) if self.keep_best else {}
+        state = _state(path, storage) if self.keep_best.metric else {}
         both = (_mapping(state.get(name)) for name in (MEASURED, MEASURED_LATER))
         return Facts(commit.step, commit.healthy, *both)
 
@@ -302,10 +273,6 @@ def write_mirrored(root: Path, url: str, steps: Mapping[int, str], storage: Loca
 
 def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def require_measured(metric: str | None, measured: Mapping[str, float]) -> None:

@@ -1,5 +1,9 @@
 """Write one step: its contents, and the moment at which it exists.
 
+Each rank writes the blocks of which it holds most; ties are broken so that all write equally much. Blocks that follow each other
+are written as one span. A few spans at a time are put together from local tensors and other ranks' messages, while one thread
+hashes and writes and another syncs.
+
 Everything goes into a directory without a step's name. Manifest and COMMIT come last, then one rename. With several disks each
 gets the same with its own files: a partial checkpoint, no step.
 """
@@ -9,19 +13,35 @@ from __future__ import annotations
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
+from torch import Tensor
 
 from burnish import __version__
 from burnish.boxes.pieces import PieceTable
-from burnish.boxes.shards import Shard
-from burnish.boxes.transfer import accelerator_of, meeting_place
+from burnish.boxes.plan import Move
+from burnish.boxes.rounds import Group
+from burnish.boxes.shards import Piece, Shard
+from burnish.boxes.transfer import Exchange, accelerator_of, meeting_place
 from burnish.checkpoint.disks import Disks
-from burnish.checkpoint.layout import PlannedFile, residual, rounded
+from burnish.checkpoint.layout import (
+    MODEL,
+    RESIDUAL,
+    PlannedFile,
+    SavePlanner,
+    Span,
+    WritePlan,
+    prefix_of,
+    residual,
+    rounded,
+)
 from burnish.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -35,7 +55,6 @@ from burnish.checkpoint.manifest import (
     record_of,
     sha256,
 )
-from burnish.checkpoint.naming import MODEL, RESIDUAL, prefix_of
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.steps import (
     INFLIGHT,
@@ -46,7 +65,6 @@ from burnish.checkpoint.steps import (
     portion_paths,
     step_name,
 )
-from burnish.checkpoint.writer import BlockHashes, BlockWriter, SavePlanner, StoredShard, WritePlan
 from burnish.distributed.collectives import agree, from_main, gather_objects
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
@@ -60,8 +78,16 @@ from burnish.files.durable import (
     write_new,
 )
 from burnish.files.lease import Token
-from burnish.files.storage import LocalStorage
+from burnish.files.storage import Closing, LocalFile, LocalStorage
 from burnish.files.strict_json import encode_json
+
+BlockHashes = dict[tuple[int, int], str]
+"""By index of the file and index of the block in it."""
+
+_SYNC_BYTES = 32 << 20
+# The disk is asked to begin whenever so much has been written.
+_DIRECT_BYTES = 64 << 10
+# Smaller pieces are copied into the buffer: a system call costs more.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,6 +167,213 @@ class Assets:
             path = directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredShard:
+    """A shard as it will be stored."""
+
+    shard: Shard
+    """Where its elements are."""
+    key: str
+    """Names the stored tensor among all of the step."""
+    dtype: torch.dtype
+    """Its dtype on disk."""
+    convert: Callable[[Tensor, Tensor], None] | None = None
+    """Writes elements (first) as they are stored (second); None when they are stored as they are."""
+
+    @property
+    def piece(self) -> Piece:
+        """What the planner sees of it."""
+        return Piece(self.key, self.shard.spec.shape, self.shard.box, self.dtype)
+
+
+class BlockWriter:
+    """Writes this rank's blocks of a plan's files, from the shards that it was planned for.
+
+    Blocks are put together in `arena`; messages between ranks meet on `device`.
+    """
+
+    def __init__(
+        self,
+        plan: WritePlan,
+        shards: Sequence[StoredShard],
+        layout: Layout,
+        device: torch.device,
+        arena: Arena,
+    ) -> None:
+        self.plan = plan
+        """What is written."""
+        self._shards = shards
+        self._layout = layout
+        self._arena = arena
+        self._exchange = Exchange(layout, device, arena)
+
+    def write(self, directory: Path, storage: LocalStorage, what: str) -> BlockHashes:
+        """Write and sync all blocks, and return the hashes of this rank's. Collective, errors included.
+
+        The files are in `directory` at their final size. `what` starts the message if the disk fails.
+        """
+        plan = self.plan
+        size = max((sum(map(_room, share)) for share in plan.share), default=0)
+        begun: list[Future[BlockHashes]] = []
+        hashes: BlockHashes = {}
+        with ExitStack() as opened:
+            files: dict[int, LocalFile] = {}
+            with agree(self._layout), naming_failures(what):
+                memory = [self._arena.take(size) for _ in range(2)]
+                for index in sorted({span.file for share in plan.share for span in share}):
+                    path = directory / plan.files[index].path
+                    files[index] = opened.enter_context(storage.open(path, write=True))
+            disk = opened.enter_context(_Disk(files, plan.block_bytes))
+            for number, moves in enumerate(plan.moves):
+                wait(begun[: max(0, number - 1)])  # errors are raised below, on all ranks
+                spans = self._filled(plan.share[number], moves, memory[number % 2])
+                begun.append(disk.write(spans))
+            with agree(self._layout), naming_failures(what):
+                for written in begun:
+                    hashes |= written.result()
+                disk.sync()
+        return hashes
+
+    def _filled(
+        self, share: Sequence[Span], moves: Group, memory: Tensor
+    ) -> list[tuple[Span, SpanMemory]]:
+        """Put a few spans together. Collective."""
+        places, spans, start = self.plan.places, list[SpanMemory](), 0
+        for span in share:
+            spans.append(SpanMemory(memory[start : start + span.stop - span.start]))
+            start += _room(span)
+            header = self.plan.files[span.file].header[span.start : span.stop]
+            there = spans[-1].part(0, (len(header),), torch.uint8)
+            there.numpy()[:] = np.frombuffer(header, np.uint8)
+
+        def into(move: Move) -> Tensor:
+            place = places[move.want]
+            part = spans[place.slot].part(place.start, place.box.sizes, move.dtype)
+            return part[move.box.relative_to(place.box).slices]
+
+        with torch.no_grad():
+            for move in moves.own:
+                place, stored = places[move.want], self._shards[move.have]
+                elements = stored.shard.part(move.box)
+                if stored.convert is None and move.box == place.box and _is_plain(elements):
+                    spans[place.slot].put(place.start, elements)
+                else:
+                    (stored.convert or _copy)(elements, into(move))
+            for wave in moves.waves:
+                self._exchange.run(wave, self._read, lambda move, got: into(move).copy_(got))
+        return list(zip(share, spans, strict=True))
+
+    def _read(self, move: Move, into: Tensor) -> None:
+        stored = self._shards[move.have]
+        (stored.convert or _copy)(stored.shard.part(move.box), into)
+
+
+def _copy(elements: Tensor, into: Tensor) -> None:
+    into.copy_(elements)
+
+
+class _Disk(Closing):
+    """Two threads: one hashes and writes spans in order, one syncs what was written."""
+
+    def __init__(self, files: dict[int, LocalFile], block_bytes: int) -> None:
+        self._files, self._block_bytes = files, block_bytes
+        self._writing = ThreadPoolExecutor(1, "burnish-write")
+        self._syncing = ThreadPoolExecutor(1, "burnish-sync")
+        self._unsynced = dict.fromkeys(files, 0)
+        self._syncs: list[Future[None]] = []
+
+    def write(self, spans: list[tuple[Span, SpanMemory]]) -> Future[BlockHashes]:
+        """Begin to write spans; return the hashes of their blocks, in time."""
+        return self._writing.submit(self._write, spans)
+
+    def sync(self) -> None:
+        """Return when all that was written survives a power loss. Nothing may be being written."""
+        for begun in self._syncs:
+            begun.result()
+        for index, file in self._files.items():
+            if self._unsynced[index]:
+                file.sync()
+
+    def _write(self, spans: list[tuple[Span, SpanMemory]]) -> BlockHashes:
+        hashes: BlockHashes = {}
+        for span, memory in spans:
+            file, at = self._files[span.file], span.start
+            for number, digest in enumerate(hashes_of(memory.pieces(), self._block_bytes)):
+                hashes[span.file, span.start // self._block_bytes + number] = digest
+            for data in memory.pieces():
+                file.pwrite(data, at)
+                at += len(data)
+            self._unsynced[span.file] += at - span.start
+            if self._unsynced[span.file] >= _SYNC_BYTES:
+                self._unsynced[span.file] = 0
+                self._syncs.append(self._syncing.submit(file.sync))
+        return hashes
+
+    def close(self) -> None:
+        """Wait for what has begun; drop the rest."""
+        self._writing.shutdown(cancel_futures=True)
+        self._syncing.shutdown(cancel_futures=True)
+
+
+class SpanMemory:
+    """A span in memory: part of a buffer, in which tensors elsewhere may stand for their bytes."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        self._direct: list[tuple[int, Tensor]] = []
+
+    def part(self, start: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The buffer's bytes from `start` on as a tensor."""
+        count = torch.Size(sizes).numel() * dtype.itemsize
+        return self._buffer[start : start + count].view(dtype).view(sizes)
+
+    def put(self, start: int, tensor: Tensor) -> None:
+        """Have the elements of a contiguous tensor at `start`, where they lie."""
+        self._direct.append((start, tensor))
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield the bytes from the first to the last."""
+        at = 0
+        for start, tensor in sorted(self._direct, key=lambda each: each[0]):
+            if start > at:
+                yield _as_bytes(self._buffer[at:start])
+            yield _as_bytes(tensor)
+            at = start + tensor.nbytes
+        if at < self._buffer.numel():
+            yield _as_bytes(self._buffer[at:])
+
+
+def _room(span: Span) -> int:
+    """Return the bytes of memory of a span, a multiple of 64."""
+    return -(-(span.stop - span.start) // 64) * 64
+
+
+def hashes_of(pieces: Iterable[memoryview], block_bytes: int) -> Iterator[str]:
+    """Yield the hash of each block of the bytes that follow each other in `pieces`."""
+    digest, left = xxhash.xxh3_128(), block_bytes
+    for piece in pieces:
+        data = piece
+        while data:
+            digest.update(some := data[:left])
+            data, left = data[len(some) :], left - len(some)
+            if not left:
+                yield digest.hexdigest()
+                digest, left = xxhash.xxh3_128(), block_bytes
+    if left < block_bytes:
+        yield digest.hexdigest()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether elements lie in host memory as in a file, and are worth a system call."""
+    on_cpu = tensor.device.type == "cpu"
+    return on_cpu and tensor.is_contiguous() and tensor.nbytes >= _DIRECT_BYTES
+
+
+def _as_bytes(tensor: Tensor) -> memoryview:
+    """A contiguous tensor's memory."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,16 @@
 """Which steps a directory holds, and whether each is still what was committed.
 
-Reads only, without torch and without looking into tensors (`burnish.checkpoint.verify` does). A step's name appears by one
-rename of a whole directory.
+A step's name appears by one rename of a whole directory. To open a step checks names, sizes and small files; whoever reads more of
+it checks every block against its hash. No torch here.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
@@ -24,13 +26,15 @@ from burnish.checkpoint.manifest import (
     Commit,
     FileRecord,
     Manifest,
+    block_hash,
     parse_commit,
     parse_manifest,
     record_of,
 )
-from burnish.errors import BurnishError, CorruptError, IncompatibleError, UsageError
+from burnish.errors import BurnishError, CorruptError, IncompatibleError, UsageError, few
 from burnish.files.durable import Removals, discard, read_whole
-from burnish.files.storage import LocalStorage, Source
+from burnish.files.safetensors import SUFFIX, Header, header_size, parse_header
+from burnish.files.storage import LocalStorage, ReadableFile, Source
 from burnish.files.strict_json import parse_json
 
 INFLIGHT, PORTION = ".inflight-", ".portion-"
@@ -39,6 +43,9 @@ SEAL = "SEAL"
 """A partial checkpoint's copy of the COMMIT that the step will have, under a name that makes no step of it."""
 TRASH, QUARANTINE = "trash", "quarantine"
 """Where directories go by rename before they are removed, and where steps go that could not be resumed from."""
+
+READ_BYTES = 4 << 20
+"""Small blocks that follow each other are read so many bytes at a time."""
 
 P = TypeVar("P", bound=PurePath)
 
@@ -117,15 +124,23 @@ def read_commit(path: PurePath, storage: Source) -> Commit:
     return _commit(path, storage)
 
 
-def open_step(path: PurePath, storage: Source) -> Committed:
+def open_step(path: PurePath, storage: Source, below: str | None = None) -> Committed:
     """Open the step at `path`: check COMMIT, manifest, state and every file's size.
 
-    Raises `CorruptError` naming a file that is damaged, missing, or not in the manifest, and `IncompatibleError` for another format.
+    With `below` ("model/"), only that directory is opened, without the state: other files may be missing, and files that were not
+    committed may lie there. Raises `CorruptError` naming a file that is damaged, missing, or not in the manifest, and
+    `IncompatibleError` for another format.
     """
     _check_directory(path, storage)
-    sizes = dict(files_below(path, "", storage))
     commit = _commit(path, storage)
-    manifest = _manifest(path, commit, storage)
+    data = read_small(path, MANIFEST, MANIFEST_LIMIT, storage)
+    manifest = parse_manifest(data, commit, f"{path / MANIFEST}")
+    if below is None:
+        sizes = dict(files_below(path, "", storage))
+    else:
+        files = {name: each for name, each in manifest.files.items() if name.startswith(below)}
+        manifest = replace(manifest, files=files)
+        sizes = dict(files_below(path / below, below, storage, files))
     for name in sorted((sizes.keys() - {COMMIT, MANIFEST}) ^ manifest.files.keys()):
         is_there = name in sizes
         raise CorruptError(
@@ -135,33 +150,15 @@ def open_step(path: PurePath, storage: Source) -> Committed:
             do=f"move {name} out of the step" if is_there else ANOTHER_STEP,
         )
     for name, record in manifest.files.items():
-        _check_size(path / name, sizes[name], record)
-    return Committed(path, commit, manifest, _state(path, manifest, storage))
-
-
-def open_part(path: PurePath, below: str, storage: Source) -> Committed:
-    """Open only the files of a step whose names begin with `below`, without its state.
-
-    Other files may be missing, and uncommitted ones may be there. Raises as `open_step` does for the rest.
-    """
-    _check_directory(path, storage)
-    commit = _commit(path, storage)
-    manifest = _manifest(path, commit, storage)
-    files = {name: record for name, record in manifest.files.items() if name.startswith(below)}
-    for name, record in files.items():
-        kind = storage.kind(path / name)
-        if kind != "file":
+        if sizes[name] != record.size:
             raise CorruptError(
-                f"{path / name} is {'missing' if kind is None else 'no regular file'}",
-                have="no such file" if kind is None else "a directory, a link or a device",
-                want="the file of the manifest",
-                do=ANOTHER_STEP
-                if kind is None
-                else "put the file itself there: links are not followed",
+                f"{path / name} has another size than when it was committed",
+                have=f"{sizes[name]} bytes",
+                want=f"{record.size} bytes",
+                do=ANOTHER_STEP,
             )
-        with storage.open(path / name) as file:
-            _check_size(path / name, file.size(), record)
-    return Committed(path, commit, replace(manifest, files=files), {})
+    state = {} if below is not None else _state(path, manifest, storage)
+    return Committed(path, commit, manifest, state)
 
 
 def require_healthy(step: Committed) -> None:
@@ -240,21 +237,6 @@ def _commit(path: PurePath, storage: Source) -> Commit:
     return commit
 
 
-def _manifest(path: PurePath, commit: Commit, storage: Source) -> Manifest:
-    data = read_small(path, MANIFEST, MANIFEST_LIMIT, storage)
-    return parse_manifest(data, commit, f"{path / MANIFEST}")
-
-
-def _check_size(file: PurePath, size: int, record: FileRecord) -> None:
-    if size != record.size:
-        raise CorruptError(
-            f"{file} has another size than when it was committed",
-            have=f"{size} bytes",
-            want=f"{record.size} bytes",
-            do=ANOTHER_STEP,
-        )
-
-
 def _check_directory(path: PurePath, storage: Source) -> None:
     """Refuse a link: its target may change, or be another run's."""
     if storage.kind(path) not in ("directory", None):
@@ -265,12 +247,19 @@ def _check_directory(path: PurePath, storage: Source) -> None:
         )
 
 
-def files_below(path: PurePath, prefix: str, storage: Source) -> Iterator[tuple[str, int]]:
-    """Return the sizes of all files below a directory, by path with `prefix`. Raises `CorruptError` for anything else there."""
+def files_below(
+    path: PurePath, prefix: str, storage: Source, only: Container[str] | None = None
+) -> Iterator[tuple[str, int]]:
+    """Yield path, with `prefix`, and size of all files below a directory, or of `only` these.
+
+    Raises `CorruptError` for a link or a device in their place.
+    """
     for entry in storage.entries(path):
         name = f"{prefix}{entry.name}"
         if entry.kind == "directory":
-            yield from files_below(path / entry.name, f"{name}/", storage)
+            yield from files_below(path / entry.name, f"{name}/", storage, only)
+        elif only is not None and name not in only:
+            continue
         elif entry.kind == "file":
             yield name, entry.size
         else:
@@ -309,3 +298,185 @@ def clear(root: Path, storage: LocalStorage, removals: Removals) -> None:
                 storage.remove(path)
             else:
                 discard(storage, path, root / TRASH)
+
+
+class DamagedBlock(CorruptError):
+    """A block of a step's file whose bytes are not those that were written."""
+
+    file: PurePath
+    """Its path."""
+    start: int
+    """First byte of the block in the file."""
+    stop: int
+    """One past the last."""
+    holds: tuple[str, ...]
+    """The tensors that lie in it, and "the header" where it begins the file."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep the place when the error crosses a process boundary."""
+        place = {name: getattr(self, name) for name in DamagedBlock.__annotations__}
+        return (*super().__reduce__(), place)
+
+
+def verify_files(
+    step: Committed, names: Iterable[str], storage: Source | None = None
+) -> Iterator[CorruptError]:
+    """Read files of an open step; yield an error for each damaged block, naming file and tensors.
+
+    A committed header that describes the impossible is an error too. Several threads read and hash.
+    """
+    storage = storage or LocalStorage()
+    largest = max((_run(record) for record in step.manifest.files.values()), default=0)
+    largest = min(largest, step.manifest.total_bytes)
+    buffers = [memoryview(bytearray(largest)) for _ in range(storage.reads_at_once + 1)]
+    with ThreadPoolExecutor(len(buffers)) as pool:
+        for name in names:
+            is_whole = True
+            for error in _verify_file(step, name, storage, pool, buffers):
+                is_whole = False
+                yield error
+            if is_whole and name.endswith(SUFFIX):
+                yield from header_problem(step, name, storage)
+
+
+def _verify_file(
+    step: Committed,
+    name: str,
+    storage: Source,
+    pool: ThreadPoolExecutor,
+    buffers: list[memoryview],
+) -> Iterator[CorruptError]:
+    record = step.manifest.files[name]
+    checks: deque[Future[list[CorruptError]]] = deque()
+    with storage.open(step.path / name) as file:
+        for turn, start in enumerate(range(0, record.size, _run(record))):
+            if len(checks) == len(buffers):
+                yield from checks.popleft().result()
+            data = buffers[turn % len(buffers)][: min(_run(record), record.size - start)]
+            first = start // record.block_bytes
+            checks.append(pool.submit(_damages, file, step, name, first, data))
+        while checks:
+            yield from checks.popleft().result()
+
+
+def _run(record: FileRecord) -> int:
+    """Bytes of whole blocks that are read at a time."""
+    return max(1, READ_BYTES // record.block_bytes) * record.block_bytes
+
+
+def _damages(
+    file: ReadableFile, step: Committed, name: str, first: int, data: memoryview
+) -> list[CorruptError]:
+    """Return the errors of the blocks that fill `data`; after any, each block is read again by itself."""
+    size = step.manifest.files[name].block_bytes
+    try:
+        read_blocks(file, step, name, first, data)
+    except (CorruptError, OSError) as error:
+        if len(data) > size:
+            starts = range(0, len(data), size)
+            blocks = enumerate((data[start : start + size] for start in starts), start=first)
+            return [e for n, block in blocks for e in _damages(file, step, name, n, block)]
+        if isinstance(error, OSError):
+            return [_damage(file, step, name, first, str(error))]
+        return [error]
+    return []
+
+
+def check_small_files(step: Committed, storage: Source | None = None) -> None:
+    """Raise `DamagedBlock` unless all files without tensors are what was committed: configuration, tokenizer."""
+    for name in step.manifest.files:
+        if not name.endswith(SUFFIX):
+            read_file(step, name, storage or LocalStorage())
+
+
+def read_file(step: Committed, name: str, storage: Source) -> bytes:
+    """Return a small file's content. Raises `DamagedBlock` where it is not what was committed."""
+    data = bytearray(step.manifest.files[name].size)
+    with storage.open(step.path / name) as file:
+        read_blocks(file, step, name, 0, memoryview(data))
+    return bytes(data)
+
+
+def header_problem(step: Committed, name: str, storage: Source) -> Iterator[CorruptError]:
+    """Yield what is wrong with the header of a tensor file."""
+    try:
+        checked_header(step, name, storage)
+    except CorruptError as error:
+        yield error
+
+
+def checked_header(step: Committed, name: str, storage: Source) -> Header:
+    """Return the header of a step's tensor file, out of blocks that were checked."""
+    record, path = step.manifest.files[name], step.path / name
+
+    def blocks(start: int, stop: int) -> bytes:
+        first = start // record.block_bytes
+        stop = -(-min(stop, record.size) // record.block_bytes) * record.block_bytes
+        data = bytearray(min(stop, record.size) - first * record.block_bytes)
+        read_blocks(file, step, name, first, memoryview(data))
+        return bytes(data)
+
+    with storage.open(path) as file:
+        data = blocks(0, min(record.block_bytes, record.size))
+        size = header_size(path, data, record.size)
+        if size > len(data):
+            data += blocks(len(data), size)
+    return parse_header(path, data[:size], record.size)
+
+
+def read_blocks(
+    file: ReadableFile, step: Committed, name: str, first: int, into: memoryview
+) -> None:
+    """Fill memory with whole blocks of a file, from `first` on, and check each against its hash.
+
+    Reads 4 MiB at a time. Raises `DamagedBlock` naming file and tensors; the memory then holds what was read.
+    """
+    record = step.manifest.files[name]
+    size, run = record.block_bytes, _run(record)
+    for start in range(0, len(into), run):
+        blocks, number = into[start : start + run], first + start // size
+        ended = None
+        try:
+            file.pread_into(blocks, number * size)
+        except EOFError as error:
+            ended = str(error)
+        for at in range(0, len(blocks), size):
+            found = ended or block_hash(blocks[at : at + size])
+            if found != record.blocks[number + at // size]:
+                raise _damage(file, step, name, number + at // size, found)
+
+
+def _damage(
+    file: ReadableFile, step: Committed, name: str, number: int, found: str
+) -> DamagedBlock:
+    record, path = step.manifest.files[name], step.path / name
+    start = number * record.block_bytes
+    stop = min(start + record.block_bytes, record.size)
+    holds = _tensors(file, step, name, start, stop)
+    error = DamagedBlock(
+        f"{path} is damaged: bytes {start} to {stop} are not those that were written",
+        have=f"{found}; they hold {few(holds) or 'no tensor'}",
+        want=record.blocks[number],
+        do="use another checkpoint, and check the disk",
+    )
+    error.file, error.start, error.stop, error.holds = path, start, stop, holds
+    return error
+
+
+def _tensors(
+    file: ReadableFile, step: Committed, name: str, start: int, stop: int
+) -> tuple[str, ...]:
+    """Return the tensors in a range of a file, as far as its header, perhaps damaged, can tell."""
+    if not name.endswith(SUFFIX):
+        return ()
+    path, file_size = step.path / name, step.manifest.files[name].size
+    prefix = bytearray(min(8, file_size))
+    try:
+        file.pread_into(prefix, 0)
+        data = bytearray(header_size(path, prefix, file_size))
+        file.pread_into(data, 0)
+        header = parse_header(path, bytes(data), file_size)
+    except (CorruptError, EOFError, OSError):
+        return ("the header",)
+    names = [e.name for e in header.entries.values() if e.begin < stop and start < e.end]
+    return (*["the header"] * (start < header.size), *names)

@@ -25,6 +25,8 @@ from burnish.checkpoint.steps import (
     QUARANTINE,
     TRASH,
     Committed,
+    DamagedBlock,
+    checked_header,
     clear,
     leftovers,
     newest,
@@ -32,7 +34,7 @@ from burnish.checkpoint.steps import (
     step_number,
     step_paths,
 )
-from burnish.checkpoint.verify import DamagedBlock, checked_header, verify, verify_quickly
+from burnish.checkpoint.tools.verify import verify, verify_quickly
 from burnish.cli.arguments import DIFFERS, function_of
 from burnish.cli.output import bytes_text, count_text, print_text, table
 from burnish.config.load import load_config

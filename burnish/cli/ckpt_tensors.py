@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from burnish.boxes.tensor_reader import DirectoryReader, TensorReader
-from burnish.checkpoint.naming import MODEL
-from burnish.checkpoint.reader import StepReader
+from burnish.checkpoint.layout import MODEL
+from burnish.checkpoint.load import StepReader
 from burnish.checkpoint.steps import Committed
 from burnish.checkpoint.tools.diff import Compared, compare
 from burnish.checkpoint.tools.export import Exportable, MergedModel, StepModel, adapter_of, export

@@ -320,7 +320,7 @@ class Needs:
         return parts | {"merging": float(FP32 * (model.adapter + 2 * min(_MERGED, widest)))}
 
     def _saving(self) -> Parts:
-        """Blocks of the step's files, as `burnish.checkpoint.writer` fills and exchanges them."""
+        """Blocks of the step's files, as `burnish.checkpoint.save` fills and exchanges them."""
         elements = self._model.adapter or self._model.elements
         elements += self._critic._model.elements if self._critic else 0
         world = self._layout.world

@@ -17,8 +17,7 @@ import torch
 
 from burnish.algorithms.evaluation import evaluation_stats
 from burnish.checkpoint.load import CheckpointSource
-from burnish.checkpoint.steps import Committed, newest
-from burnish.checkpoint.verify import check_small_files
+from burnish.checkpoint.steps import Committed, check_small_files, newest
 from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import PromptDataset

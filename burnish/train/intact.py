@@ -9,8 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from burnish.checkpoint.manifest import COMMIT
-from burnish.checkpoint.steps import Committed, open_part, require_healthy, step_number
-from burnish.checkpoint.verify import verify_files
+from burnish.checkpoint.steps import (
+    Committed,
+    open_step,
+    require_healthy,
+    step_number,
+    verify_files,
+)
 from burnish.distributed.collectives import agree, same_on_all_ranks
 from burnish.distributed.layout import Layout
 from burnish.files.durable import naming_failures
@@ -55,7 +60,7 @@ def _step_of(directory: Path) -> Committed | None:
     for path in directory.parents[:2]:
         if step_number(path.name) is not None and (path / COMMIT).is_file():
             below = f"{directory.relative_to(path).as_posix()}/"
-            step = open_part(path, below, LocalStorage())
+            step = open_step(path, LocalStorage(), below)
             require_healthy(step)
             return step
     return None

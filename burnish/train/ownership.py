@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-from burnish.checkpoint.resume import Destination, Resumed
+from burnish.checkpoint.manager import Destination, Resumed
 from burnish.checkpoint.steps import step_name
 from burnish.config.load import dump_yaml
 from burnish.config.schema import CheckpointConfig, RunConfig

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.load import CheckpointSource
-from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.steps import Committed
 from burnish.engines.base import Part
 from burnish.models.lora.adapter_checkpoint import require_same_adapter

@@ -16,7 +16,7 @@ from burnish.algorithms.dapo import overlong_penalty, select_groups
 from burnish.algorithms.kl import adapted
 from burnish.algorithms.loss import policy_loss_fn
 from burnish.algorithms.schedule import learning_rate
-from burnish.checkpoint.naming import MAIN
+from burnish.checkpoint.layout import MAIN
 from burnish.config.schema import OverlongConfig, RunConfig
 from burnish.data.loader import Loader
 from burnish.data.tasks import PromptDataset

@@ -17,10 +17,9 @@ from typing import Literal
 
 import torch
 
+from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.load import CheckpointSource
-from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.naming import MAIN
-from burnish.checkpoint.resume import Destination, Resumed
+from burnish.checkpoint.manager import Checkpoints, Destination, Resumed
 from burnish.checkpoint.retention import Retention, require_measured
 from burnish.checkpoint.save import Contents
 from burnish.checkpoint.steps import Committed

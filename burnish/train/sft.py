@@ -6,7 +6,7 @@ import torch
 
 from burnish.algorithms.loss import sft_loss
 from burnish.algorithms.schedule import learning_rate
-from burnish.checkpoint.naming import MAIN
+from burnish.checkpoint.layout import MAIN
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.loader import Loader

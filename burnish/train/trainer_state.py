@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.manifest import IMPORTED, STATE
-from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.steps import Committed
 from burnish.engines.base import Engine
 from burnish.errors import IncompatibleError

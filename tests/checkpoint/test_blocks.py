@@ -24,6 +24,7 @@ from burnish.checkpoint.layout import (
     groups_of,
     owners,
     plan_files,
+    set_of,
 )
 from burnish.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -31,8 +32,7 @@ from burnish.checkpoint.manifest import (
     MIN_BLOCK_BYTES,
     block_hash,
 )
-from burnish.checkpoint.naming import set_of
-from burnish.checkpoint.writer import hashes_of
+from burnish.checkpoint.save import hashes_of
 from burnish.errors import IncompatibleError
 from burnish.files.safetensors import DTYPE_BITS, TensorEntry
 

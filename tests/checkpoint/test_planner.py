@@ -12,10 +12,10 @@ from ranks import run_ranks
 from burnish.boxes.box import Box, whole
 from burnish.boxes.pieces import PieceTable
 from burnish.boxes.shards import Piece
-from burnish.checkpoint import writer as planner
+from burnish.checkpoint import layout as planner
+from burnish.checkpoint.layout import SavePlanner
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.writer import SavePlanner
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 

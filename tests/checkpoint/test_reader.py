@@ -14,9 +14,8 @@ from tiny import save_tiny
 
 from burnish.boxes.tensor_reader import DirectoryReader, chunks
 from burnish.checkpoint.layout import rounded
-from burnish.checkpoint.reader import StepReader
-from burnish.checkpoint.steps import open_step
-from burnish.checkpoint.verify import DamagedBlock
+from burnish.checkpoint.load import StepReader
+from burnish.checkpoint.steps import DamagedBlock, open_step
 from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError, IncompatibleError, MissingError
 from burnish.files.storage import LocalStorage

@@ -10,16 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.checkpoint.retention import (
-    Best,
     Facts,
     Retention,
     best,
     completed,
-    every,
     holding_pins,
-    latest,
 )
 from burnish.checkpoint.steps import committed
+from burnish.config.schema import KeepBestConfig
 from burnish.files.storage import LocalStorage
 
 MIXED = [
@@ -32,33 +30,24 @@ MIXED = [
 ]
 
 
-def test_latest():
-    assert latest(MIXED, 1) == {60}
-    assert latest(MIXED, 3) == {40, 50, 60}
-    assert latest(MIXED, 4) == {20, 30, 40, 50, 60}
-    assert latest(MIXED, 9) == {10, 20, 30, 40, 50, 60}
-
-
-def test_every():
-    assert every(MIXED, 20) == {20, 40, 60}
-    assert every(MIXED, 30) == {60}  # 30 is unhealthy
-    assert every(MIXED, 0) == set()
-
-
 def test_best():
-    assert best(MIXED, Best("val/loss", "min")) == {
+    assert best(MIXED, kept_best("val/loss", "min")) == {
         40
     }  # the newer of equals, an unhealthy one never
-    assert best(MIXED, Best("val/loss", "min", 2)) == {20, 40}
-    assert best(MIXED, Best("val/loss", "max")) == {10}
-    assert best(MIXED, Best("val/reward", "max", 5)) == {10, 40}  # true is no number
-    assert best(MIXED, Best("val/other", "max")) == set()
+    assert best(MIXED, kept_best("val/loss", "min", 2)) == {20, 40}
+    assert best(MIXED, kept_best("val/loss", "max")) == {10}
+    assert best(MIXED, kept_best("val/reward", "max", 5)) == {10, 40}  # true is no number
+    assert best(MIXED, kept_best("val/other", "max")) == set()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_never_best(value):
     steps = [Facts(1, True, {"m": value}), Facts(2, True, {"m": 1.0})]
-    assert best(steps, Best("m", "max")) == best(steps, Best("m", "min")) == {2}
+    assert best(steps, kept_best("m", "max")) == best(steps, kept_best("m", "min")) == {2}
+
+
+def kept_best(metric, mode, count=1):
+    return KeepBestConfig(metric=metric, mode=mode, count=count)
 
 
 FACTS = st.dictionaries(
@@ -74,7 +63,8 @@ POLICIES = st.builds(
     Retention,
     st.integers(1, 4),
     st.integers(0, 7),
-    st.none() | st.builds(Best, st.just("m"), st.sampled_from(["min", "max"]), st.integers(1, 3)),
+    st.just(KeepBestConfig())
+    | st.builds(kept_best, st.just("m"), st.sampled_from(["min", "max"]), st.integers(1, 3)),
 )
 
 
@@ -88,7 +78,7 @@ def test_nothing_goes_that_anything_keeps(steps, policy, pins):
     for each in steps:
         newer = [step for step in healthy if step > each.step]
         wanted = policy.keep_every and each.healthy and each.step % policy.keep_every == 0
-        if policy.keep_best and each.healthy and "m" in each.measured:
+        if policy.keep_best.metric and each.healthy and "m" in each.measured:
             sign = 1 if policy.keep_best.mode == "max" else -1
             mine = (sign * each.measured["m"], each.step)
             rivals = [(sign * r.measured["m"], r.step) for r in steps if r.healthy and r.measured]
@@ -122,7 +112,7 @@ def fill(root):
 
 def test_the_best_are_found_on_disk(tmp_path):
     fill(tmp_path)
-    policy = Retention(1, keep_best=Best("val/loss", "min", 2))
+    policy = Retention(1, keep_best=kept_best("val/loss", "min", 2))
     assert policy.apply(tmp_path, LocalStorage()) == [1, 4]
     assert steps_in(tmp_path) == [2, 3, 5]
     assert list((tmp_path / "trash").iterdir()) == []
@@ -150,14 +140,14 @@ def test_steps_that_were_not_measured_are_not_best(tmp_path, state):
     save_once(tmp_path, 1, state=state)
     save_once(tmp_path, 2, state={"measured": {"val/loss": 7.0}})
     save_once(tmp_path, 3, state=state)
-    Retention(1, keep_best=Best("val/loss", "min")).apply(tmp_path, LocalStorage())
+    Retention(1, keep_best=kept_best("val/loss", "min")).apply(tmp_path, LocalStorage())
     assert steps_in(tmp_path) == [2, 3]
 
 
 def test_a_best_step_that_is_damaged_is_not_best(tmp_path, caplog):
     fill(tmp_path)
     (tmp_path / "step-00000002" / "state.json").unlink()
-    Retention(1, keep_best=Best("val/loss", "min")).apply(tmp_path, LocalStorage())
+    Retention(1, keep_best=kept_best("val/loss", "min")).apply(tmp_path, LocalStorage())
     assert steps_in(tmp_path) == [3, 5]
     assert "state.json" in caplog.text
 
@@ -166,4 +156,4 @@ def test_later_steps_know_of_validations_that_came_after_the_save():
     later = Facts(60, True, {"m": 2.0}, {"50": {"m": 9.0}, "40": "what?", "10": {"m": 1.0}})
     steps = completed([Facts(40), Facts(50), later])
     assert [each.measured for each in steps] == [{}, {"m": 9.0}, {"m": 2.0}]
-    assert best(steps, Best("m", "max")) == {50}
+    assert best(steps, kept_best("m", "max")) == {50}

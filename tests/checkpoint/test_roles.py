@@ -20,16 +20,15 @@ from corruption import flip
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.layout import MAIN, key_parts, path_of, prefix_of, roles_in, set_of
+from burnish.checkpoint.load import CheckpointSource, StepReader
 from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.naming import MAIN, key_parts, path_of, prefix_of, roles_in, set_of
-from burnish.checkpoint.reader import StepReader
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import ModelContents
 from burnish.checkpoint.steps import newest
 from burnish.checkpoint.tools.diff import compare
 from burnish.checkpoint.tools.export import StepModel, export
-from burnish.checkpoint.verify import verify
+from burnish.checkpoint.tools.verify import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, MissingError
 

@@ -26,7 +26,7 @@ from burnish.boxes.tensor_reader import TORCH_DTYPES
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import newest, open_step
-from burnish.checkpoint.verify import verify
+from burnish.checkpoint.tools.verify import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
 from burnish.files.safetensors import read_header
@@ -68,7 +68,7 @@ def test_the_files_are_the_same_whoever_writes_them(saved):
 
 def save_in_large_blocks(layout, root):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("burnish.checkpoint.writer.block_bytes_for", lambda files: 8 << 20)
+        patch.setattr("burnish.checkpoint.layout.block_bytes_for", lambda files: 8 << 20)
         save_on_ranks(layout, root)
 
 

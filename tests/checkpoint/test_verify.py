@@ -15,7 +15,7 @@ from corruption import flip
 
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.steps import newest, open_step
-from burnish.checkpoint.verify import verify, verify_quickly
+from burnish.checkpoint.tools.verify import verify, verify_quickly
 from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError
 from burnish.files.storage import LocalFile, LocalStorage
@@ -152,7 +152,7 @@ def test_verifying_loads_no_torch(step):
     code = """
 import sys
 from pathlib import Path
-from burnish.checkpoint.verify import verify
+from burnish.checkpoint.tools.verify import verify
 assert list(verify(Path(sys.argv[1]))) == []
 print([name for name in ("torch", "transformers", "numpy") if name in sys.modules])
 """

@@ -12,7 +12,7 @@ import pytest
 from training_files import Command, burnish, done, make_files, metrics
 
 from burnish.checkpoint.steps import committed
-from burnish.checkpoint.verify import verify
+from burnish.checkpoint.tools.verify import verify
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from burnish.checkpoint.destinations.run_mirror import RunMirror
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import committed, newest
-from burnish.checkpoint.verify import verify
+from burnish.checkpoint.tools.verify import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.remote import Remote

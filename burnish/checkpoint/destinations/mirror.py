@@ -48,8 +48,8 @@ from burnish.checkpoint.steps import (
     read_small,
     step_name,
     step_paths,
+    verify_files,
 )
-from burnish.checkpoint.verify import verify_files
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, few
 from burnish.files.durable import discard, naming_failures
 from burnish.files.remote import Remote

@@ -27,7 +27,7 @@ from burnish.checkpoint.destinations.mirror import (
     Sync,
 )
 from burnish.checkpoint.destinations.remote_steps import DAMAGED
-from burnish.checkpoint.resume import Destination, Side
+from burnish.checkpoint.manager import Destination, Side
 from burnish.checkpoint.retention import PINS, PINS_LIMIT, Retention
 from burnish.checkpoint.steps import step_paths
 from burnish.checkpoint.subprocess import Companion, accompany
@@ -108,7 +108,7 @@ def open_mirror(
 
 
 class RunMirror:
-    """A `burnish.checkpoint.resume.Destination` behind a URL. Starts the process when first needed."""
+    """A `burnish.checkpoint.manager.Destination` behind a URL. Starts the process when first needed."""
 
     sharing = "see that nobody removes steps there, and that all ranks reach one service"
 

@@ -16,12 +16,18 @@ import torch
 from torch import Tensor
 
 from burnish.boxes.tensor_reader import DirectoryReader, TensorInfo, chunks, dtype_name
-from burnish.checkpoint.layout import PlannedFile, Stored, plan_files
-from burnish.checkpoint.naming import MAIN, MODEL, prefix_of, roles_in
-from burnish.checkpoint.reader import StepReader
-from burnish.checkpoint.steps import Committed, files_below, require_outside_steps
+from burnish.checkpoint.layout import (
+    MAIN,
+    MODEL,
+    PlannedFile,
+    Stored,
+    plan_files,
+    prefix_of,
+    roles_in,
+)
+from burnish.checkpoint.load import StepReader
+from burnish.checkpoint.steps import Committed, files_below, read_file, require_outside_steps
 from burnish.checkpoint.tools.assets import CONFIG, read_assets, with_dtype
-from burnish.checkpoint.verify import read_file
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few
 from burnish.files.durable import naming_failures, partial_directory, sync_dirs, write_new

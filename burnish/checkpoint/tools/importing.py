@@ -17,8 +17,8 @@ from torch import Tensor
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.tensor_reader import locate
+from burnish.checkpoint.layout import MAIN, SavePlanner
 from burnish.checkpoint.manifest import IMPORTED
-from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.save import (
     Assets,
     Contents,
@@ -29,7 +29,6 @@ from burnish.checkpoint.save import (
 )
 from burnish.checkpoint.steps import INFLIGHT, require_outside_steps
 from burnish.checkpoint.tools.assets import CONFIG, read_assets, with_dtype
-from burnish.checkpoint.writer import SavePlanner
 from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, few
 from burnish.files.durable import make_dirs_durably, naming_failures

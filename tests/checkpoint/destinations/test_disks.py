@@ -32,7 +32,7 @@ from burnish.checkpoint.disks import Disks
 from burnish.checkpoint.layout import owners_by_disk
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.steps import PORTION, committed, portion_paths
-from burnish.checkpoint.verify import verify
+from burnish.checkpoint.tools.verify import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, UsageError
 from burnish.files.remote import Remote

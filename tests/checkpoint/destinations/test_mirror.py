@@ -17,7 +17,7 @@ from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import MIRRORED, Retention, holding_pins, read_mirrored
 from burnish.checkpoint.steps import committed, newest, open_step, read_commit
-from burnish.checkpoint.verify import verify, verify_quickly
+from burnish.checkpoint.tools.verify import verify, verify_quickly
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError
 from burnish.files.remote import Remote

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from burnish.boxes.tensor_reader import DirectoryReader
-from burnish.checkpoint.reader import StepReader
+from burnish.checkpoint.load import StepReader
 from burnish.checkpoint.steps import open_step
 from burnish.checkpoint.tools.diff import Distance, compare
 from burnish.distributed.layout import Layout

@@ -10,11 +10,11 @@ from tiny import save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
 
 from burnish.boxes.tensor_reader import DirectoryReader
-from burnish.checkpoint.reader import StepReader
+from burnish.checkpoint.load import StepReader
 from burnish.checkpoint.steps import open_step
 from burnish.checkpoint.tools.export import StepModel, export
 from burnish.checkpoint.tools.importing import hugging_face, mapped_tensors, save_foreign
-from burnish.checkpoint.verify import verify
+from burnish.checkpoint.tools.verify import verify
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, UsageError
 from burnish.files.lease import Lease
 from burnish.files.storage import LocalStorage

@@ -20,8 +20,8 @@ from engine_states import config, shapes
 from ranks import run_ranks
 from traffic import EXCHANGE, Traffic
 
+from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.naming import MAIN
 from burnish.checkpoint.save import Contents, ModelContents
 from burnish.checkpoint.steps import newest
 from burnish.config.schema import EngineConfig, OptimConfig
