@@ -132,12 +132,11 @@ def open_step(path: PurePath, storage: Source, below: str | None = None) -> Comm
     `IncompatibleError` for another format.
     """
     _check_directory(path, storage)
+    sizes = dict(files_below(path, "", storage)) if below is None else {}
     commit = _commit(path, storage)
     data = read_small(path, MANIFEST, MANIFEST_LIMIT, storage)
     manifest = parse_manifest(data, commit, f"{path / MANIFEST}")
-    if below is None:
-        sizes = dict(files_below(path, "", storage))
-    else:
+    if below is not None:
         files = {name: each for name, each in manifest.files.items() if name.startswith(below)}
         manifest = replace(manifest, files=files)
         sizes = dict(files_below(path / below, below, storage, files))
