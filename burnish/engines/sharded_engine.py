@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -75,17 +74,20 @@ class ShardedEngine(ABC):
     def _balanced(
         self, batch: Batch, routers: int, experts: int, chosen: int
     ) -> tuple[Batch, Tensor | None, Stats]:
-        """Return the batch with its tokens' experts, `Balance.factors`, and how even the load is.
+        """Return the batch with its tokens' experts, `Balance.factors`, and `moe/load_imbalance`.
 
-        `routers` choose `chosen` of so many `experts`. Without a router loss return the batch alone.
+        `routers` choose `chosen` of so many `experts`. Imbalance is a router's busiest expert over the mean of its experts, averaged over
+        routers; 1 is even. Without a router loss return the batch alone.
         """
         is_routed = batch.is_routed  # raises if it is routed in part
         if self._config.router_aux_loss == 0:
             return batch, None, Stats()
         if not is_routed:
             batch = batch.with_experts(self.forward(batch, experts=True))
-        load = ExpertLoad.of(batch, routers, experts, self.layout, self._device)
-        return batch, load.factors(self._config.router_aux_loss, chosen), load.stats()
+        counts = expert_counts(batch, routers, experts, self.layout, self._device)
+        imbalance = (counts.amax(dim=1) / counts.float().mean(dim=1)).mean()
+        factors = balance_factors(counts, self._config.router_aux_loss, chosen)
+        return batch, factors, Stats({"moe/load_imbalance": Mean(imbalance, 1.0)})
 
     def _reduced(self, stats: Stats, loss: Tensor, router_loss: Tensor, layout: Layout) -> Stats:
         """Return the statistics of all ranks with `loss`, and `moe/aux_loss` if there is one. Collective.
@@ -116,39 +118,27 @@ class ShardedEngine(ABC):
         return Stats(grad_norm=Mean(norm, 1.0), lr=Mean(lr, 1.0), skipped=Sum(float(is_skipped)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertLoad:
-    """How many choices of each router fell on each expert, over all ranks."""
+def expert_counts(
+    batch: Batch, routers: int, experts: int, layout: Layout, device: torch.device
+) -> Tensor:
+    """Count how often each router chose each expert on all ranks, filler left out: [L, E] int64. Collective."""
+    counts = torch.zeros(routers * experts, dtype=torch.int64, device=device)
+    starts = torch.arange(routers, device=device)[:, None] * experts
+    for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
+        if micro.experts is not None and numbers != (-1,):
+            places = micro.experts.to(device).long() + starts
+            counts += torch.bincount(places.flatten(), minlength=len(counts))
+    if layout.world > 1:
+        dist.all_reduce(counts)
+        counts //= layout.sharing
+    return counts.view(routers, experts)
 
-    counts: Tensor
-    """[L, E] int64."""
 
-    @classmethod
-    def of(
-        cls, batch: Batch, routers: int, experts: int, layout: Layout, device: torch.device
-    ) -> ExpertLoad:
-        """Count the experts of a batch's tokens, filler left out. Collective."""
-        counts = torch.zeros(routers * experts, dtype=torch.int64, device=device)
-        starts = torch.arange(routers, device=device)[:, None] * experts
-        for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
-            if micro.experts is not None and numbers != (-1,):
-                places = micro.experts.to(device).long() + starts
-                counts += torch.bincount(places.flatten(), minlength=len(counts))
-        if layout.world > 1:
-            dist.all_reduce(counts)
-            counts //= layout.sharing
-        return cls(counts.view(routers, experts))
-
-    def factors(self, coefficient: float, chosen: int) -> Tensor:
-        """[E] fp32: c E f_e / (N L), with `chosen` experts per token (`Balance.factors`)."""
-        choices = self.counts.sum(dim=0)
-        rows = (choices.sum() / chosen).clamp(min=1)
-        return coefficient * len(choices) * choices / rows.square()
-
-    def stats(self) -> Stats:
-        """Return `moe/load_imbalance`: a router's busiest expert over the mean of its experts, averaged over routers; 1 is even."""
-        busiest, mean = self.counts.amax(dim=1), self.counts.float().mean(dim=1)
-        return Stats({"moe/load_imbalance": Mean((busiest / mean).mean(), 1.0)})
+def balance_factors(counts: Tensor, coefficient: float, chosen: int) -> Tensor:
+    """[E] fp32: c E f_e / (N L), with `chosen` experts per token (`Balance.factors`), from counts [L, E]."""
+    choices = counts.sum(dim=0)
+    rows = (choices.sum() / chosen).clamp(min=1)
+    return coefficient * len(choices) * choices / rows.square()
 
 
 def routing_of(

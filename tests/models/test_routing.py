@@ -15,7 +15,7 @@ from tiny import VOCAB, tiny_config, tiny_model
 from torch import Tensor
 
 from burnish.boxes.box import whole
-from burnish.engines.sharded_engine import ExpertLoad
+from burnish.engines.sharded_engine import balance_factors
 from burnish.errors import IncompatibleError, UsageError
 from burnish.models.kernels.ulysses import Deal
 from burnish.models.meta_init import build_on_meta, materialize
@@ -124,15 +124,13 @@ def test_the_load_balancing_loss_is_that_of_transformers(kind: str) -> None:
     plan, recording = plan_of(examples), Routing()
     with torch.no_grad():
         scorer(plan, 1.0, recording)
-    load = ExpertLoad(
-        torch.stack(
-            [
-                torch.bincount(layer.flatten(), minlength=scorer.routers.experts)
-                for layer in recording.record().unbind(1)
-            ]
-        )
+    counts = torch.stack(
+        [
+            torch.bincount(layer.flatten(), minlength=scorer.routers.experts)
+            for layer in recording.record().unbind(1)
+        ]
     )
-    factors = load.factors(0.5, scorer.routers.chosen)
+    factors = balance_factors(counts, 0.5, scorer.routers.chosen)
     routing = Routing(None, Balance(factors, plan.rows.weights(CPU)))
     scorer.zero_grad()
     scorer(plan, 1.0, routing).logprobs.sum().backward()

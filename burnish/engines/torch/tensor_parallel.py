@@ -52,8 +52,7 @@ def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
     model, rank, ranks = scorer.model, group.rank(), group.size()
     cuts = dict(_layer_cuts(model, layer_plan(model.config), rank, ranks))
     blocks = sorted({match[0] for match in map(_BLOCK.match, cuts) if match})
-    _require_all_in(blocks, model)
-    _require_no_whole_sums(blocks, model, cuts)
+    _require_all_cut(blocks, model, cuts)
     vocabulary = Cut.of(model.config.get_text_config().vocab_size, 0, rank, ranks)
     cuts |= dict.fromkeys(_vocabulary_weights(model), vocabulary)
     _keep_parts(model, cuts)
@@ -86,37 +85,27 @@ def layer_plan(hf_config: PretrainedConfig) -> Mapping[str, str]:
     return plan
 
 
-def _require_all_in(blocks: Sequence[str], model: PreTrainedModel) -> None:
-    """Raise `IncompatibleError` for matrices outside any block, which would see some of the tokens only."""
+def _require_all_cut(blocks: Sequence[str], model: PreTrainedModel, cuts: Collection[str]) -> None:
+    """Raise `IncompatibleError` for matrices that the plan leaves whole.
+
+    One outside any block would see some of the tokens only. One that adds to a block's output would be added up over ranks.
+    """
     lists = {block.rsplit(".", 2)[0] for block in blocks}
-    for name, parameter in model.named_parameters():
-        child = match[0] if (match := _BLOCK.match(name)) else ""
-        if parameter.ndim < 2 or child in blocks or child.rsplit(".", 2)[0] not in lists:
-            continue
-        raise IncompatibleError(
-            f"transformers' plan leaves {child} whole, which tensor parallelism does not do",
-            have=f"{name} {tuple(parameter.shape)} in {model.config.model_type}",
-            want="a plan that cuts every block of a layer",
-            do="set engine.tensor_parallel=1",
-        )
-
-
-def _require_no_whole_sums(
-    blocks: Sequence[str], model: PreTrainedModel, cuts: Collection[str]
-) -> None:
-    """Raise `IncompatibleError` for a whole matrix that adds to a block's output, which is summed over ranks."""
     adapted = adapted_parameters(model.named_modules())
     hidden = model.config.get_text_config().hidden_size
     for name, parameter in model.named_parameters():
         match = _BLOCK.match(name)
-        if match is None or match[0] not in blocks or name in cuts:
+        if parameter.ndim < 2 or match is None or name in cuts:
             continue
+        inside = match[0] in blocks
         is_factor = bool(plain_parameter(name, adapted)[1])
-        if parameter.ndim > 1 and parameter.shape[-2] == hidden and not is_factor:
+        if inside and (parameter.shape[-2] != hidden or is_factor):
+            continue
+        if inside or match[0].rsplit(".", 2)[0] in lists:
             raise IncompatibleError(
-                f"transformers' plan leaves {name} whole, whose output tensor parallelism would add up over ranks",
-                have=f"{tuple(parameter.shape)} in {model.config.model_type}",
-                want="a plan that cuts everything in a block that adds to its output",
+                f"transformers' plan leaves {name if inside else match[0]} whole, which tensor parallelism does not do",
+                have=f"{name} {tuple(parameter.shape)} in {model.config.model_type}",
+                want="a plan that cuts every block of a layer, and all in it that adds to its output",
                 do="set engine.tensor_parallel=1",
             )
 
