@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -167,19 +167,20 @@ def sum_over(group: ProcessGroup, gradients: list[Tensor]) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
-def norm_over(
-    groups: Iterable[ProcessGroup], gradients: Iterable[Tensor], device: torch.device
-) -> Tensor:
-    """2-norm of gradients of which each rank of these groups has other parts, fp32 scalar, on `device`. Collective."""
-    squares = [_square(gradient) for gradient in gradients]
+def global_norm(
+    gradients: Mapping[str, Tensor], cuts: Collection[str], mesh: Mesh, device: torch.device
+) -> float:
+    """Return the 2-norm of all gradients, computed in fp32; those not in `cuts` count once among tensor ranks. Collective."""
+    shard, tensor = mesh.weights["shard"].get_group(), mesh.tensor
+    is_first = tensor is None or tensor.rank() == 0
+    # Without a copy, and by rows, since a whole matrix's norm is less exact on a CPU.
+    squares = [
+        torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32).square_().sum()
+        for name, gradient in gradients.items()
+        if is_first or name in cuts
+    ]
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
-    for group in groups:
-        if group.size() > 1:
+    for group in (shard, tensor):
+        if group is not None and group.size() > 1:
             dist.all_reduce(total, group=group)
-    return total.sqrt()
-
-
-def _square(gradient: Tensor) -> Tensor:
-    """Return the sum of squares, fp32, without a copy; by rows, since a whole matrix's norm is less exact on a CPU."""
-    rows: Tensor = torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32)
-    return rows.square_().sum()
+    return float(total.sqrt())

@@ -6,7 +6,7 @@ Main weights and optimizer slots are fp32; compute is bf16 or fp32. One process 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
@@ -25,7 +25,7 @@ from burnish.engines.base import LossFn, Part, compute_dtype
 from burnish.engines.offload import parked
 from burnish.engines.optim.optimizer import ShardedOptimizer, local
 from burnish.engines.sharded_engine import ShardedEngine, routing_of, trained
-from burnish.engines.torch.parallelize import norm_over, parallelize, require_fitting, sum_over
+from burnish.engines.torch.parallelize import global_norm, parallelize, require_fitting, sum_over
 from burnish.models.kernels.liger import liger_kernels, use_kernels
 from burnish.models.kernels.ulysses import Division
 from burnish.models.lora.adapter import Adapter
@@ -133,7 +133,7 @@ class TorchEngine(ShardedEngine):
         if self.mesh.tensor is not None:
             uncut = [gradient for name, gradient in gradients.items() if name not in self._cuts]
             sum_over(self.mesh.tensor, uncut)
-        norm = float(self._gradient_norm(gradients))
+        norm = global_norm(gradients, self._cuts, self.mesh, self._device)
         if math.isfinite(norm):
             scale = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
             if scale < 1.0:
@@ -225,11 +225,3 @@ class TorchEngine(ShardedEngine):
         root.set_requires_gradient_sync(reduces)
         root.set_requires_all_reduce(last)
         root.set_is_last_backward(reduces)  # frees what was sent
-
-    def _gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Global 2-norm, fp32 scalar; the ranks of one copy of the model hold all of it."""
-        shard, tensor = self.mesh.weights["shard"].get_group(), self.mesh.tensor
-        if tensor is None:
-            return norm_over([shard], gradients.values(), self._device)
-        own = [g for name, g in gradients.items() if name in self._cuts or tensor.rank() == 0]
-        return norm_over([shard, tensor], own, self._device)
