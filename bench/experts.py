@@ -3,7 +3,7 @@
     python -m bench.experts [--json] [--rounds N] [--sizes 8x64 64x64 8x1024 32x1024] [--rows 1024] [--threads 1] [--clock cpu|wall]
 
 Both sides have the same weights, the same rows, shared out unevenly among the experts, and the same router's probabilities.
-`burnish.engines.megatron.experts.GroupedExperts` is ours, Megatron's `SequentialMLP` the peer. A round is forward, backward
+`burnish.engines.megatron.modules.GroupedExperts` is ours, Megatron's `SequentialMLP` the peer. A round is forward, backward
 and the gradients' way into the fp32 buffers where Megatron adds up micro-batches. Sizes are experts x width of the
 hidden state; an expert's hidden layer is half as wide. The two take turns; the ratio is the median over rounds of the peer's time over ours.
 """
@@ -22,9 +22,9 @@ from bench.machine import Result, command_line, interleaved, ratio, report
 from bench.peers import CLOCKS
 from burnish.config.schema import EngineConfig
 from burnish.distributed.processes import process_group
-from burnish.engines.megatron.calls import megatron_called
-from burnish.engines.megatron.experts import GroupedExperts
+from burnish.engines.megatron.host import megatron_called
 from burnish.engines.megatron.mesh import MegatronMesh
+from burnish.engines.megatron.modules import GroupedExperts
 
 
 def both_sides(

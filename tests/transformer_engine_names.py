@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from burnish.config.schema import EngineConfig
-from burnish.engines.megatron import meta_init as building
-from burnish.engines.megatron.attention import RMSNorm
-from burnish.engines.megatron.layers import (
+from burnish.engines.megatron import model as building
+from burnish.engines.megatron.modules import (
     ColumnParallelLinear,
     IdentityOp,
     LayerModules,
     MLPSubmodules,
     ModuleSpec,
+    RMSNorm,
     RowParallelLinear,
     TEGroupedMLP,
     linear,

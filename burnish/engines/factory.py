@@ -14,12 +14,13 @@ from burnish.engines.torch import parallelize
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.models.routing import has_routers
 
-_MEGATRON = "burnish.engines.megatron.megatron_engine"
+_MEGATRON = "burnish.engines.megatron"
 
 
 def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
     """Raise `UsageError` where the engine cannot compute the model, or cannot cut it as the settings say."""
-    module = import_module(_MEGATRON) if config.kind == "megatron" else parallelize
+    is_megatron = config.kind == "megatron"
+    module = import_module(f"{_MEGATRON}.compatibility") if is_megatron else parallelize
     module.require_fitting(hf_config, config)
 
 
@@ -49,7 +50,7 @@ def make_engine(
     if optim is None:
         config = settings_beside(hf_config, config).model_copy(update={"router_aux_loss": 0.0})
     if config.kind == "megatron":
-        megatron = import_module(_MEGATRON).MegatronEngine
+        megatron = import_module(f"{_MEGATRON}.megatron_engine").MegatronEngine
         groups = beside.mesh if isinstance(beside, megatron) else None
         engine: Engine = megatron(
             hf_config, config, optim, layout=layout, device=device, mesh=groups

@@ -4,7 +4,7 @@ Megatron keeps q, k and v of a query group together, gate above up, pads the voc
 of that over tensor ranks. Each parameter is described as `Region`s: boxes of checkpoint tensors
 that lie in it. Padding belongs to nobody. Pure arithmetic on names and shapes.
 
-Left out: who holds which layers and experts, and their memory (`burnish.engines.megatron.shards`);
+Left out: who holds which layers and experts, and their memory (`burnish.engines.megatron.distributed_optimizer`);
 experts that are kept transposed in one parameter (Megatron's legacy grouped experts).
 """
 

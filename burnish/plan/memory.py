@@ -484,7 +484,7 @@ class MegatronNeeds(Needs):
 
     @cached_property
     def _chunks(self) -> list[Counter[LayerShape]]:
-        """The stage's layers by virtual stage, as `burnish.engines.megatron.meta_init` deals them."""
+        """The stage's layers by virtual stage, as `burnish.engines.megatron.model` deals them."""
         layers, stages = self._model.shape.layers, self._layout.pipeline
         runs = stages * self._engine.virtual_stages
         each, over = divmod(len(layers), runs)

@@ -32,10 +32,10 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
 from burnish.engines.base import Engine
 from burnish.engines.factory import make_engine
-from burnish.engines.megatron.megatron_engine import MegatronEngine
-from burnish.engines.megatron.megatron_engine import (
+from burnish.engines.megatron.compatibility import (
     require_fitting as require_megatron_fitting,
 )
+from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.errors import BurnishError
 
 CPU = torch.device("cpu")

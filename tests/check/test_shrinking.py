@@ -7,7 +7,7 @@ from tiny import tiny_config
 
 from burnish.check.shrinking import shrunk
 from burnish.config.schema import EngineConfig
-from burnish.engines.megatron.megatron_engine import (
+from burnish.engines.megatron.compatibility import (
     require_fitting as require_megatron_fitting,
 )
 from burnish.engines.torch.parallelize import require_fitting

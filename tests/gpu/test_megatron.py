@@ -17,8 +17,8 @@ from transformers import AutoConfig
 from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
-from burnish.engines.megatron.layers import transformer_engine
 from burnish.engines.megatron.megatron_engine import MegatronEngine
+from burnish.engines.megatron.modules import transformer_engine
 from burnish.models.loading import SafetensorsSource
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe"]

@@ -6,6 +6,7 @@ inside its block, and does nothing with CUDA. Every substitution says which line
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import ModuleType
@@ -21,6 +22,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+
+
+@contextmanager
+def megatron_called() -> Iterator[None]:
+    """Every call of Megatron is made inside such a block; one may be inside another."""
+    with warnings.catch_warnings(), on_host():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def on_host() -> AbstractContextManager[None]:

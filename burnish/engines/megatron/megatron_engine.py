@@ -17,31 +17,20 @@ from transformers import PretrainedConfig
 
 from burnish.boxes.shards import Publication, Shard, ShardSource
 from burnish.config.schema import EngineConfig, OptimConfig
-from burnish.distributed.layout import Layout, require_divisible
+from burnish.distributed.layout import Layout
 from burnish.engines.base import LossFn, Part
-from burnish.engines.megatron.calls import megatron_called
-from burnish.engines.megatron.distributed_optimizer import MegatronOptimizer
+from burnish.engines.megatron.compatibility import llama_shape, require_fitting
+from burnish.engines.megatron.distributed_optimizer import MegatronOptimizer, MegatronShards
+from burnish.engines.megatron.host import megatron_called
 from burnish.engines.megatron.mesh import MegatronMesh
-from burnish.engines.megatron.meta_init import build_stages, llama_shape
-from burnish.engines.megatron.replay import Replay
+from burnish.engines.megatron.model import build_stages
 from burnish.engines.megatron.schedule import Schedule
-from burnish.engines.megatron.shards import MegatronShards
 from burnish.engines.offload import parked
 from burnish.engines.sharded_engine import ShardedEngine, trained
 from burnish.models.kernels.ulysses import Division
-from burnish.models.meta_init import model_sizes
-from burnish.models.routing import require_routers
 from burnish.models.value_head import has_value_head
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
-
-
-def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
-    """Raise `UsageError` for an unknown family, settings that cannot divide the model, or a router loss without routers."""
-    llama_shape(hf_config)
-    if config.router_aux_loss:
-        require_routers(hf_config, "engine.router_aux_loss")
-    require_divisible(model_sizes(hf_config), config)
 
 
 class MegatronEngine(ShardedEngine):
@@ -89,7 +78,8 @@ class MegatronEngine(ShardedEngine):
             _division(config, self.mesh),
             config.pipeline_parallel if config.virtual_stages > 1 else 1,
             device,
-            Replay(self._routers, self.mesh.groups, device),
+            self._routers,
+            self.mesh.groups,
         )
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from burnish.config.schema import EngineConfig
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.processes import wait_as_all
-from burnish.engines.megatron.calls import megatron_called
+from burnish.engines.megatron.host import megatron_called
 
 _ORDER = "tp-cp-ep-dp-pp"
 

@@ -1,25 +1,30 @@
 """Micro-batches through the pipeline, by Megatron's schedules.
 
 All ranks that share a micro-batch pass the same ones. A micro-batch is planned when this rank's first stage needs it, so others
-take no device memory. The last stage computes log-probs and losses.
+take no device memory. The last stage computes log-probs and losses. Records of experts are those of the torch engine: every router
+for every token, the same on all ranks that share a micro-batch.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from burnish.engines.megatron.replay import Replay
+from burnish.distributed.collectives import gather_rows
+from burnish.engines.sharded_engine import routing_of
+from burnish.errors import IncompatibleError
 from burnish.models.flops import Passed
 from burnish.models.kernels.ulysses import Division
-from burnish.models.routing import Routing, TokenRows
+from burnish.models.routing import Routing, TokenRows, index_dtype, require_recorded
 from burnish.models.scorer import ScoringPlan
 from burnish.records import Batch, MicroBatch, TokenOutputs
 
@@ -50,8 +55,10 @@ class Schedule:
     rounds: int
     """The number of micro-batches has to be a multiple of so many."""
     device: torch.device
-    replay: Replay
-    """What the routers of a mixture are told."""
+    routers: tuple[int, int, int]
+    """Routers, experts of each, and experts that each token goes to; zeros for a dense model."""
+    groups: ProcessGroupCollection
+    """Where this rank stands: pipeline ranks have other routers, tensor ranks other rows."""
 
     def forward_backward(
         self, batch: Batch, loss: LossOf, factors: Tensor | None = None
@@ -61,7 +68,7 @@ class Schedule:
         With `factors` (`ExpertLoad.factors`) add those of the load-balancing loss too, filler left out. Returns this rank's part of that
         loss, a scalar fp32, and the micro-batches that went through.
         """
-        self.replay.require(batch.microbatches)
+        self._require_routers(batch.microbatches)
         passed: list[Passed] = []
         of_routers: list[dict[int, Tensor]] = []
 
@@ -85,7 +92,7 @@ class Schedule:
 
         With `record` every stage also returns the experts [T, L, k] of each micro-batch.
         """
-        self.replay.require(micros, record=record)
+        self._require_routers(micros, record=record)
         found: list[TokenOutputs] = []
 
         def keep(outputs: TokenOutputs, micro: MicroBatch) -> Tensor:
@@ -103,7 +110,7 @@ class Schedule:
 
         with torch.no_grad():
             self._run(planned(), len(micros), keep, forward_only=True)
-            experts = [self.replay.record(*each) for each in recorded]
+            experts = [self._record(*each) for each in recorded]
         return found, experts
 
     def _run(
@@ -134,13 +141,50 @@ class Schedule:
         plan = ScoringPlan.of(
             micro.input_ids, micro.cu_seqlens, micro.loss_mask, self.device, self.division
         )
-        routing = self.replay.routing_of(micro, plan.rows, record=record, factors=factors)
+        tensor, own = self.groups.tp.rank(), plan.rows.deal.rows // self.groups.tp.size()
+        routing = routing_of(
+            micro,
+            plan.rows,
+            self.device,
+            record=record,
+            factors=factors,
+            part=slice(tensor * own, (tensor + 1) * own),
+        )
         return _Planned(plan, micro.temperature, routing, micro)
 
     def _filler(self) -> _Planned:
         ids, ends = torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1], dtype=torch.int32)
         plan = ScoringPlan.of(ids, ends, None, self.device, self.division)
         return _Planned(plan, 1.0, None, None)
+
+    def _require_routers(self, micros: Iterable[MicroBatch], *, record: bool = False) -> None:
+        """Raise `IncompatibleError` for prescribed experts that cannot be of this model, or where there are none to `record`."""
+        routers, experts, chosen = self.routers
+        prescribed = [(len(m.input_ids), m.experts) for m in micros if m.experts is not None]
+        if routers == 0 and (record or prescribed):
+            raise IncompatibleError(
+                "the experts of a model were asked for, which has none",
+                have="a dense model",
+                want="a mixture of experts",
+                do="set algorithm.router_replay=none",
+            )
+        for tokens, recorded in prescribed:
+            require_recorded(recorded, (tokens, routers, chosen), experts)
+
+    def _record(self, chosen: Mapping[int, Tensor], rows: TokenRows) -> Tensor:
+        """Return the experts [T, L, k] of all tokens and routers. Collective among the ranks that share the micro-batch."""
+        (routers, experts, chosen_of_each), tensor = self.routers, self.groups.tp
+        own = rows.deal.rows // tensor.size()
+        kind = index_dtype(experts)
+        found = torch.zeros((own, routers, chosen_of_each), dtype=kind, device=self.device)
+        for number, of_router in chosen.items():
+            found[:, number] = of_router.to(kind)
+        in_bytes = found.view(torch.uint8)  # since not every backend sends int16
+        if self.groups.pp.size() > 1:  # each router is in one stage, and zero elsewhere
+            dist.all_reduce(in_bytes, group=self.groups.pp)
+        if tensor.size() > 1:
+            in_bytes = gather_rows(in_bytes, tensor)
+        return rows.tokens_of(in_bytes.view(kind))
 
 
 def _dealt(planned: Iterable[_Planned], readers: int) -> list[Iterator[_Planned]]:

@@ -23,7 +23,7 @@ from burnish.checkpoint.tools.verify import verify
 from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
-from burnish.engines.megatron.calls import megatron_called
+from burnish.engines.megatron.host import megatron_called
 from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.errors import IncompatibleError, MissingError
 from burnish.files.safetensors import weight_files

@@ -23,9 +23,9 @@ from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
 from burnish.engines.base import Engine, Part
-from burnish.engines.megatron.calls import megatron_called
+from burnish.engines.megatron.host import megatron_called
 from burnish.engines.megatron.mesh import MegatronMesh
-from burnish.engines.megatron.meta_init import build_stages
+from burnish.engines.megatron.model import build_stages
 from burnish.engines.megatron.schedule import Schedule
 from burnish.errors import BurnishError
 from burnish.records import Batch, MicroBatch, TokenOutputs

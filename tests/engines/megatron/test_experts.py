@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from burnish.engines.megatron.calls import megatron_called
-from burnish.engines.megatron.experts import GroupedExperts, TransformerConfig
+from burnish.engines.megatron.host import megatron_called
+from burnish.engines.megatron.modules import GroupedExperts, TransformerConfig
 
 HIDDEN = 16
 COUNTS = {"uneven": [3, 0, 7, 1], "one has all": [0, 0, 11, 0], "nobody": [0, 0, 0, 0]}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiny import tiny_config
 
 from burnish.boxes.box import Box
-from burnish.engines.megatron.flat_ranges import boxes_in_range
+from burnish.engines.megatron.distributed_optimizer import boxes_in_range
 from burnish.models.megatron_names import Seat, regions_of
 from burnish.models.meta_init import model_sizes
 from burnish.models.names import Region

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from burnish.config.schema import EngineConfig
-from burnish.engines.megatron import layers
-from burnish.engines.megatron.experts import GroupedExperts
-from burnish.engines.megatron.layers import layer_modules
+from burnish.engines.megatron import modules
+from burnish.engines.megatron.modules import GroupedExperts, layer_modules
 from burnish.errors import UsageError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -23,8 +22,8 @@ def engine(asked: str, precision: str = "bf16") -> EngineConfig:
 @pytest.fixture(autouse=True)
 def neither(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is installed on this machine."""
-    monkeypatch.setattr(layers, "transformer_engine", SimpleNamespace(TEGroupedLinear=None))
-    monkeypatch.setattr(layers.linear, "_grad_accum_fusion_available", False)
+    monkeypatch.setattr(modules, "transformer_engine", SimpleNamespace(TEGroupedLinear=None))
+    monkeypatch.setattr(modules.linear, "_grad_accum_fusion_available", False)
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def transformer_engine(neither: None, monkeypatch: pytest.MonkeyPatch) -> Simple
     names = ("TELayerNormColumnParallelLinear", "TERowParallelLinear", "TENorm", "TEGroupedLinear")
     names += ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
     found = SimpleNamespace(**{name: type(name, (), {}) for name in names})
-    monkeypatch.setattr(layers, "transformer_engine", found)
+    monkeypatch.setattr(modules, "transformer_engine", found)
     return found
 
 
@@ -69,7 +68,7 @@ def test_gradients_are_added_by_apex_where_it_is_installed(
     transformer_engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     assert not layer_modules(engine(asked), CUDA).adds_gradients
-    monkeypatch.setattr(layers.linear, "_grad_accum_fusion_available", True)
+    monkeypatch.setattr(modules.linear, "_grad_accum_fusion_available", True)
     assert layer_modules(engine(asked), CUDA).adds_gradients == (asked != "torch")
     assert not layer_modules(engine("auto", "fp32"), CUDA).adds_gradients
     assert not layer_modules(engine("auto"), CPU).adds_gradients

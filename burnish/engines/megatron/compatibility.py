@@ -1,0 +1,87 @@
+"""Whether Megatron computes a model, and can divide it as the settings say, before the model is built."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from burnish.config.schema import EngineConfig
+from burnish.distributed.layout import require_divisible
+from burnish.errors import UsageError
+from burnish.families import ModelShape, family_of, names_of
+from burnish.models.meta_init import model_sizes, plain_model
+from burnish.models.routing import require_routers
+from burnish.models.value_head import has_value_head
+
+_IN_LAYER = re.compile(r".*\blayers\.\d+\.(.+)\.(?:weight|bias)")
+_COMPUTED = {
+    *("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"),
+    *(f"self_attn.{letter}_proj" for letter in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+}
+# What layers have that Megatron computes, by transformers' names; experts aside.
+
+
+def llama_shape(hf_config: PretrainedConfig) -> ModelShape:
+    """Return the model's sizes. Raises `UsageError` that names what this engine does not compute."""
+    kind = hf_config.model_type
+    if not family_of(kind).has_llama_layers:
+        raise UsageError(
+            f"the Megatron engine does not know models of type {kind}",
+            have=f"model_type: {kind}, {_missing(hf_config)}",
+            want=f"one of {names_of('has_llama_layers')}",
+            do="set engine.kind=torch",
+        )
+    if problem := next(_uncomputed(hf_config), None):
+        raise UsageError(
+            f"the Megatron engine does not compute {problem}",
+            have=f"a model of type {kind} that has it",
+            want="a model without it",
+            do="set engine.kind=torch",
+        )
+    return ModelShape.of(hf_config.to_dict())
+
+
+def _missing(hf_config: PretrainedConfig) -> str:
+    """What there is no counterpart for in a model of another family, in words."""
+    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "which is no language model of transformers"
+    with torch.device("meta"):
+        names = [name for name, _ in plain_model(hf_config).named_parameters()]
+    inside = {found[1] for name in names if (found := _IN_LAYER.fullmatch(name))}
+    unknown = sorted(inside - _COMPUTED)
+    if not unknown:
+        return "whose layers have the parts of Llama's, but may compute something else"
+    return f"whose layers have {', '.join(unknown)}"
+
+
+def _uncomputed(hf_config: PretrainedConfig) -> Iterator[str]:
+    """What of the model would be computed wrongly, in words."""
+    if hf_config.hidden_act != "silu":
+        yield f"the activation {hf_config.hidden_act}"
+    if getattr(hf_config, "attention_bias", False):
+        yield "a bias in attention (attention_bias)"
+    if getattr(hf_config, "mlp_bias", False):
+        yield "a bias in the MLP (mlp_bias)"
+    rope = hf_config.rope_parameters
+    if rope["rope_type"] in ("dynamic", "longrope"):
+        yield f"rotary positions that depend on the length ({rope['rope_type']})"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield "heads that are rotated in part (partial_rotary_factor)"
+    if has_value_head(hf_config):
+        if hf_config.num_labels != 1:
+            yield f"a head that says {hf_config.num_labels} things of a token"
+    elif any("ForCausalLM" not in name for name in hf_config.architectures or ()):
+        yield "another head than a vocabulary or a value"
+
+
+def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
+    """Raise `UsageError` for an unknown family, settings that cannot divide the model, or a router loss without routers."""
+    llama_shape(hf_config)
+    if config.router_aux_loss:
+        require_routers(hf_config, "engine.router_aux_loss")
+    require_divisible(model_sizes(hf_config), config)

@@ -1,0 +1,313 @@
+"""The modules of Megatron's layers: ours, Megatron's, or TransformerEngine's where it is installed and can be used.
+
+Megatron's packed attention and router need TransformerEngine, its grouped experts other CUDA packages; ours replace them. Attention is
+the torch engine's in any case, since TransformerEngine's does not know shared prefixes. Ranks that share tokens use Ulysses (Megatron's
+context parallelism by all-to-all). TransformerEngine fuses a norm with the matrix behind it, and the experts of a layer. It multiplies
+fp32 in tf32, so it serves bf16 only. Left out: dropout, biases of experts, activations other than SiLU, fp8, Apex's layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import layers as linear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from burnish.config.schema import EngineConfig
+from burnish.errors import UsageError
+from burnish.models.kernels.attention import Attends
+from burnish.models.kernels.fused import rms_norm, rotate
+from burnish.models.routing import Routing, index_dtype, with_loss
+
+_ALIGNED_BYTES = 16
+"""Grouped products want rows and columns to begin at multiples of it."""
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """Travels through Megatron's layers beside a micro-batch's hidden states; only `PackedAttention` reads it."""
+
+    attends: Attends | None = None
+    """Which tokens see each other."""
+    rotation: tuple[Tensor, Tensor] | None = None
+    """Of each token, as `burnish.models.kernels.fused.rotate` takes it."""
+    routing: Routing | None = None
+    """What routers do; None: nothing out of the ordinary."""
+
+
+class PackedAttention(nn.Module):
+    """Grouped attention with rotary positions; called by Megatron's self-attention between its two linear layers."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        sliding_window: int | None = None,
+        **others: Any,
+    ) -> None:
+        """`sliding_window`: tokens that a token sees, itself included; None: all before it. `others` are Megatron's and unused."""
+        super().__init__()
+        self.layer_number = layer_number
+        self.sliding_window = sliding_window
+        self.scaling = config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        /,
+        *,
+        packed_seq_params: Packing,
+        **others: Any,
+    ) -> Tensor:
+        """Attend: queries [T, 1, heads, d], keys and values [T, 1, key heads, d] to [T, 1, heads · d]."""
+        packing, rotation = packed_seq_params.attends, packed_seq_params.rotation
+        assert packing is not None
+        assert rotation is not None
+        rows = [rotate(query[:, 0], rotation), rotate(key[:, 0], rotation), value[:, 0]]
+        query, key, value = (part.transpose(0, 1)[None] for part in rows)
+        output = packing.attend(self, query, key, value, self.scaling, self.sliding_window)
+        return output[0].flatten(1)[:, None]
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm of this rank's tokens.
+
+    Under sequence parallelism the weight's gradient is summed over the tensor group; a mark on the weight tells Megatron.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.epsilon = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Any shape [..., hidden_size]."""
+        return rms_norm(hidden, self.weight, self.epsilon)
+
+
+class RoutedLayer(TransformerLayer):
+    """A layer with experts; its router does what the `routing` of a micro-batch's packing says.
+
+    Instructions travel beside the micro-batch, so a layer that is computed again does the same.
+    """
+
+    def __init__(self, *args: Any, router: int, **options: Any) -> None:
+        """`router`: its number among all routers of the model."""
+        super().__init__(*args, **options)
+        self.mlp.router.number = router
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Megatron's, after telling the router what to do."""
+        self.mlp.router.instructions = options["packed_seq_params"].routing
+        return super().forward(*args, **options)
+
+
+class PlainRouter(TopKRouter):
+    """Chooses experts by a linear layer in the dtype of computing, as the families' own code does.
+
+    It follows, and writes down, what `Routing` says. The load-balancing loss is that of the whole step, not Megatron's of a micro-batch.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # Megatron makes it on the host, and moves it when it is used. Its marks come along.
+        made = self.get_parameter("weight")
+        self.weight = nn.Parameter(made.detach().to(torch.cuda.current_device()))
+        vars(self.weight).update(vars(made))
+        self.number = 0
+        self.instructions: Routing | None = None
+        """For the next forward pass; its rows are those of this rank alone."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits [..., experts] of hidden states [..., H]."""
+        return functional.linear(input, self.weight)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Probabilities and choices, both [R, experts], from logits [R, 1, experts].
+
+        Softmax over the chosen experts is softmax over all, scaled to a sum of 1.
+        """
+        logits, routing = logits.flatten(0, -2), self.instructions
+        softmax_first, scores = self.config.moe_router_pre_softmax, logits
+        if softmax_first:
+            scores = logits.softmax(dim=-1, dtype=torch.float32).type_as(logits)
+        if routing is None or routing.prescribed is None:
+            chosen = scores.topk(self.topk, dim=1).indices
+        else:
+            chosen = routing.prescribed[:, self.number].long()
+        weights = scores.gather(1, chosen)
+        if not softmax_first:
+            weights = weights.softmax(dim=-1, dtype=torch.float32).type_as(logits)
+        if routing is not None:
+            routing.chosen[self.number] = chosen.to(index_dtype(logits.shape[-1]))
+            if routing.balance is not None:
+                loss = routing.balance.loss(logits)
+                routing.losses[self.number] = loss.detach()
+                weights = with_loss(weights, loss)
+        places = torch.zeros_like(logits)
+        return places.scatter(1, chosen, weights), places.bool().scatter(1, chosen, True)
+
+
+class GroupedExperts(MegatronModule):
+    """This rank's experts [E] of a layer, each a gated MLP or this rank's part of one."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config)
+        experts, hidden, dtype = num_local_experts, config.hidden_size, config.params_dtype
+        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        self.linear_fc1 = GroupedLinear((experts, 2 * width, hidden), dtype)
+        self.linear_fc2 = GroupedLinear((experts, hidden, width), dtype)
+
+    def forward(self, rows: Tensor, counts: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
+        """Return [R, H] of rows [R, H], sorted by expert and multiplied by the router's probabilities [R]; no bias.
+
+        `counts` [E] int64: rows of each expert.
+        """
+        gate, up = self.linear_fc1(rows, counts).chunk(2, dim=-1)
+        inner = functional.silu(gate) * up * probabilities[:, None]
+        return self.linear_fc2(inner.to(rows.dtype), counts), None
+
+
+class GroupedLinear(nn.Module):
+    """A matrix [O, I] for each expert, in one undefined parameter [E, O, I]; no bias."""
+
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return [R, O] of rows [R, I]: the first `counts[0]` belong to the first expert, and so on."""
+        product: Tensor = _GroupedProduct.apply(rows, self.weight, counts)  # type: ignore[no-untyped-call]
+        return product
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """rows · weightᵀ for each expert; the weight's gradient goes to its `main_grad`, where Megatron has one."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, counts)
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        return grouped_product(rows, weight.transpose(1, 2), counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        rows, weight, counts = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        of_rows = grouped_product(gradient, weight, counts)
+        if ctx.main_grad is not None:
+            add_outer_products(ctx.main_grad, gradient, rows, counts)
+            return of_rows, None, None
+        of_weight = torch.zeros_like(weight)
+        add_outer_products(of_weight, gradient, rows, counts)
+        return of_rows, of_weight, None
+
+
+def grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """Return [R, O] of rows [R, I] and matrices [E, I, O]: the first `counts[0]` rows times the first matrix, and so on."""
+    if _is_aligned(rows, matrices[0]):
+        return functional.grouped_mm(rows, matrices, offs=_ends(counts, rows.device))
+    each = zip(torch.split(rows, counts.tolist()), matrices, strict=True)
+    return torch.cat([own @ matrix for own, matrix in each])
+
+
+def add_outer_products(sums: Tensor, left: Tensor, right: Tensor, counts: Tensor) -> None:
+    """Add leftᵀ · right of each expert's rows, [R, O] and [R, I], to sums [E, O, I]; on a host one expert after the other."""
+    if left.is_cuda and _is_aligned(left, right):
+        sums.add_(functional.grouped_mm(left.t(), right, offs=_ends(counts, left.device)))
+        return
+    sizes = counts.tolist()
+    pairs = zip(torch.split(left, sizes), torch.split(right, sizes), strict=True)
+    for total, (ours, theirs) in zip(sums, pairs, strict=True):
+        total.add_(ours.t() @ theirs)
+
+
+def _ends(counts: Tensor, device: torch.device) -> Tensor:
+    """Where each expert's rows end, as grouped products take it."""
+    return counts.cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
+
+
+def _is_aligned(*factors: Tensor) -> bool:
+    """Whether matrices, none of them empty, can be taken by a grouped product."""
+    return all(
+        matrix.numel() > 0 and size * matrix.element_size() % _ALIGNED_BYTES == 0
+        for matrix in factors
+        for size in matrix.shape[1:]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerModules:
+    """Classes that a layer spec names, all with the signatures of Megatron's own; by default those that need torch alone."""
+
+    norm: Any = RMSNorm
+    """RMSNorm."""
+    block_norm: Any = RMSNorm
+    """The same before a block that begins with `column`; nothing, where that has it."""
+    column: Any = ColumnParallelLinear
+    """The linear layer that a block begins with, whose outputs tensor ranks divide."""
+    row: Any = RowParallelLinear
+    """The one that it ends with, whose inputs they divide."""
+    experts: ModuleSpec = field(default_factory=lambda: ModuleSpec(module=GroupedExperts))
+    """All experts of a layer."""
+    adds_gradients: bool = False
+    """Whether linear layers add the gradients of their weights to Megatron's buffers themselves, by Apex's kernel."""
+
+
+def layer_modules(config: EngineConfig, device: torch.device) -> LayerModules:
+    """Return those that `engine.layers` asks for. Raises `UsageError` where TransformerEngine is asked for and cannot be used."""
+    is_installed = transformer_engine.TEGroupedLinear is not None
+    if config.layers == "transformer_engine" and not (is_installed and device.type == "cuda"):
+        raise UsageError(
+            "TransformerEngine's layers are asked for, and cannot be used",
+            have=f"device {device}, transformer_engine {'installed' if is_installed else 'not installed, or too old'}",
+            want="CUDA, and transformer_engine 1.9 or newer",
+            do='pip install --no-build-isolation "transformer_engine[pytorch]", or set engine.layers=torch',
+        )
+    modules = LayerModules()
+    if config.layers == "torch" or config.precision != "bf16" or device.type != "cuda":
+        return modules
+    if is_installed:
+        grouped = MLPSubmodules(
+            linear_fc1=transformer_engine.TEColumnParallelGroupedLinear,
+            linear_fc2=transformer_engine.TERowParallelGroupedLinear,
+        )
+        modules = LayerModules(
+            norm=transformer_engine.TENorm,
+            block_norm=IdentityOp,
+            column=transformer_engine.TELayerNormColumnParallelLinear,
+            row=transformer_engine.TERowParallelLinear,
+            experts=ModuleSpec(module=TEGroupedMLP, submodules=grouped),
+        )
+    return replace(modules, adds_gradients=linear._grad_accum_fusion_available)
