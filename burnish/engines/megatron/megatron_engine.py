@@ -2,21 +2,29 @@
 
 Main weights, optimizer state and gradient reduction are fp32, compute is bf16 or fp32. Without CUDA the same code runs over gloo
 (`burnish.engines.megatron.host`). Left out: adapters, activation offloading, compilation.
+
+Micro-batches pass the pipeline by Megatron's schedules. All ranks that share a micro-batch pass the same ones. One is planned when this
+rank's first stage needs it, so others take no device memory. The last stage computes log-probs and losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from burnish.boxes.shards import Publication, Shard, ShardSource
 from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.distributed.collectives import gather_rows
 from burnish.distributed.layout import Layout
 from burnish.engines.base import LossFn, Part
 from burnish.engines.megatron.compatibility import llama_shape, require_fitting
@@ -24,13 +32,30 @@ from burnish.engines.megatron.distributed_optimizer import MegatronOptimizer, Me
 from burnish.engines.megatron.host import megatron_called
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import build_stages
-from burnish.engines.megatron.schedule import Schedule
 from burnish.engines.offload import parked
-from burnish.engines.sharded_engine import ShardedEngine, trained
+from burnish.engines.sharded_engine import ShardedEngine, routing_of, trained
+from burnish.errors import IncompatibleError
 from burnish.models.kernels.ulysses import Division
+from burnish.models.routing import Routing, TokenRows, index_dtype, require_recorded
+from burnish.models.scorer import ScoringPlan
 from burnish.models.value_head import has_value_head
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
+
+LossOf = Callable[[TokenOutputs, MicroBatch], Tensor]
+"""The scalar that the backward pass of a micro-batch starts from."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planned:
+    """A micro-batch and what is computed for it on this rank."""
+
+    plan: ScoringPlan
+    temperature: float
+    routing: Routing | None
+    """What routers do; None: nothing out of the ordinary."""
+    micro: MicroBatch | None
+    """None for one that fills a round up and counts for nothing."""
 
 
 class MegatronEngine(ShardedEngine):
@@ -71,22 +96,29 @@ class MegatronEngine(ShardedEngine):
         parts = [] if self._optimizer is None else self._optimizer.parts
         self._shards = MegatronShards(self._chunks, hf_config, parts)
         self._routers = llama_shape(hf_config).routers
+        """Routers, experts of each, and experts that each token goes to; zeros for a dense model."""
         self._said = ("values",) if has_value_head(hf_config) else ("logprobs", "entropy")
         """What the model says of each token."""
-        self._schedule = Schedule(
-            self._chunks,
-            _division(config, self.mesh),
-            config.pipeline_parallel if config.virtual_stages > 1 else 1,
-            device,
-            self._routers,
-            self.mesh.groups,
+        scatters = config.megatron_sequence_parallel and config.tensor_parallel > 1
+        self._division = Division(
+            self.mesh.groups.cp if config.sequence_parallel > 1 else None,
+            config.tensor_parallel if scatters else 1,
         )
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """Run every micro-batch and add up gradients, which `optim_step` reduces; see `Engine.forward_backward`."""
         trained(self._optimizer)
         batch, factors, of_experts = self._balanced(batch, *self._routers)
-        stats, total = Stats(), torch.zeros((), dtype=torch.float32, device=self._device)
+        self._require_routers(batch.microbatches)
+        stats, (total, aux) = Stats(), torch.zeros(2, dtype=torch.float32, device=self._device)
+        routings: list[Routing] = []
+
+        def planned() -> Iterator[_Planned]:
+            for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
+                made = self._planned(micro, factors=None if numbers == (-1,) else factors)
+                self.passed += made.plan.passed
+                routings.extend([made.routing] if made.routing else [])
+                yield made
 
         def of_micro(outputs: TokenOutputs, micro: MicroBatch) -> Tensor:
             nonlocal stats, total
@@ -95,25 +127,36 @@ class MegatronEngine(ShardedEngine):
             total += value.detach()
             return value
 
-        with megatron_called():
-            for chunk in self._chunks:
-                chunk.train()
-            of_routers, passed = self._schedule.forward_backward(batch, of_micro, factors)
-        self.passed += passed
+        self._run(planned(), len(batch.microbatches), of_micro)
+        for routing in routings:
+            aux += sum(routing.losses.values())
         # Of a pipeline the last stage alone has statistics, so its ranks do not count several times.
         counted = replace(self.layout, pipeline=1)
-        of_routers *= counted.sharing  # each of which has routers or rows of its own
-        return Stats(self._reduced(stats, total, of_routers, counted) | of_experts)
+        aux *= counted.sharing  # each of which has routers or rows of its own
+        return Stats(self._reduced(stats, total, aux, counted) | of_experts)
 
     @torch.no_grad()
     def forward(
         self, batch: Batch, *, adapter: bool = True, experts: bool = False
     ) -> list[TokenOutputs]:
         """What the model says of this rank's micro-batches, without gradients; see `Engine.forward`."""
-        with megatron_called():
-            for chunk in self._chunks:
-                chunk.eval()
-            found, chosen = self._schedule.forward(batch.microbatches, record=experts)
+        self._require_routers(batch.microbatches, record=experts)
+        found: list[TokenOutputs] = []
+        recorded: list[tuple[Mapping[int, Tensor], TokenRows]] = []
+
+        def planned() -> Iterator[_Planned]:
+            for micro in batch.microbatches:
+                made = self._planned(micro, record=experts)
+                if experts and made.routing is not None:
+                    recorded.append((made.routing.chosen, made.plan.rows))
+                yield made
+
+        def keep(outputs: TokenOutputs, micro: MicroBatch) -> Tensor:
+            found.append(outputs)
+            return torch.zeros((), device=self._device)
+
+        self._run(planned(), len(batch.microbatches), keep, forward_only=True)
+        chosen = [self._record(*each) for each in recorded]
         lengths = [len(micro.input_ids) for micro in batch.microbatches]
         values = torch.zeros(len(self._said), sum(lengths), device=self._device)
         if found:
@@ -168,14 +211,112 @@ class MegatronEngine(ShardedEngine):
 
     def close(self) -> None:
         """Free the model and the optimizer, and the groups if they were made here. Collective."""
-        del self._chunks, self._optimizer, self._shards, self._schedule
+        del self._chunks, self._optimizer, self._shards
         if self._owns_mesh:
             self.mesh.close()
 
+    def _run(
+        self, planned: Iterator[_Planned], count: int, loss: LossOf, *, forward_only: bool = False
+    ) -> None:
+        """Pass `count` micro-batches through the pipeline; the last stage calls `loss` for each, in order."""
+        config = self._config
+        rounds = config.pipeline_parallel if config.virtual_stages > 1 else 1
+        fillers = [self._filler()] * (-count % rounds)
 
-def _division(config: EngineConfig, mesh: MegatronMesh) -> Division:
-    scattered = config.megatron_sequence_parallel and config.tensor_parallel > 1
-    return Division(
-        mesh.groups.cp if config.sequence_parallel > 1 else None,
-        config.tensor_parallel if scattered else 1,
-    )
+        def stage_step(batches: Iterator[_Planned], chunk: Any) -> tuple[Any, Any]:
+            batch = next(batches)
+            output = chunk(batch.plan, batch.temperature, batch.routing)
+            return output, lambda found: (_loss_of(batch, found, loss), _NO_TOKENS, None)
+
+        with megatron_called():
+            for chunk in self._chunks:
+                chunk.train(not forward_only)
+            get_forward_backward_func()(
+                forward_step_func=stage_step,
+                data_iterator=_dealt(chain(planned, fillers), len(self._chunks)),
+                model=list(self._chunks),
+                num_microbatches=count + len(fillers),
+                # Of no meaning: each exchange says the shape of what comes.
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+    def _planned(
+        self, micro: MicroBatch, *, record: bool = False, factors: Tensor | None = None
+    ) -> _Planned:
+        plan = ScoringPlan.of(
+            micro.input_ids, micro.cu_seqlens, micro.loss_mask, self._device, self._division
+        )
+        tensor, own = self.mesh.groups.tp.rank(), plan.rows.deal.rows // self.mesh.groups.tp.size()
+        routing = routing_of(
+            micro,
+            plan.rows,
+            self._device,
+            record=record,
+            factors=factors,
+            part=slice(tensor * own, (tensor + 1) * own),
+        )
+        return _Planned(plan, micro.temperature, routing, micro)
+
+    def _filler(self) -> _Planned:
+        ids, ends = torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1], dtype=torch.int32)
+        plan = ScoringPlan.of(ids, ends, None, self._device, self._division)
+        return _Planned(plan, 1.0, None, None)
+
+    def _require_routers(self, micros: Iterable[MicroBatch], *, record: bool = False) -> None:
+        """Raise `IncompatibleError` for prescribed experts that cannot be of this model, or where there are none to `record`."""
+        routers, experts, chosen = self._routers
+        prescribed = [(len(m.input_ids), m.experts) for m in micros if m.experts is not None]
+        if routers == 0 and (record or prescribed):
+            raise IncompatibleError(
+                "the experts of a model were asked for, which has none",
+                have="a dense model",
+                want="a mixture of experts",
+                do="set algorithm.router_replay=none",
+            )
+        for tokens, recorded in prescribed:
+            require_recorded(recorded, (tokens, routers, chosen), experts)
+
+    def _record(self, chosen: Mapping[int, Tensor], rows: TokenRows) -> Tensor:
+        """Return the experts [T, L, k] of all tokens and routers. Collective among the ranks that share the micro-batch."""
+        (routers, experts, chosen_of_each), tensor = self._routers, self.mesh.groups.tp
+        own = rows.deal.rows // tensor.size()
+        kind = index_dtype(experts)
+        found = torch.zeros((own, routers, chosen_of_each), dtype=kind, device=self._device)
+        for number, of_router in chosen.items():
+            found[:, number] = of_router.to(kind)
+        in_bytes = found.view(torch.uint8)  # since not every backend sends int16
+        if self.mesh.groups.pp.size() > 1:  # each router is in one stage, and zero elsewhere
+            dist.all_reduce(in_bytes, group=self.mesh.groups.pp)
+        if tensor.size() > 1:
+            in_bytes = gather_rows(in_bytes, tensor)
+        return rows.tokens_of(in_bytes.view(kind))
+
+
+def _dealt(planned: Iterable[_Planned], readers: int) -> list[Iterator[_Planned]]:
+    """Return iterators over all of these that drop an item once all have it; `itertools.tee` drops them in blocks of 57."""
+    source, waiting = iter(planned), [deque[_Planned]() for _ in range(readers)]
+
+    def of(own: deque[_Planned]) -> Iterator[_Planned]:
+        while True:
+            if not own:
+                made = next(source, None)
+                if made is None:
+                    return
+                for each in waiting:
+                    each.append(made)
+            yield own.popleft()
+
+    return [of(own) for own in waiting]
+
+
+_NO_TOKENS = 0
+# Megatron divides by the tokens of a step where it is asked to; here losses are divided already.
+
+
+def _loss_of(batch: _Planned, found: TokenOutputs, loss: LossOf) -> Tensor:
+    if batch.micro is not None:
+        return loss(found, batch.micro)
+    said = found.values if len(found.values) else found.logprobs
+    return said.sum() * 0.0

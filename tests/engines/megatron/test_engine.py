@@ -24,9 +24,9 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
 from burnish.engines.base import Engine, Part
 from burnish.engines.megatron.host import megatron_called
+from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import build_stages
-from burnish.engines.megatron.schedule import Schedule
 from burnish.errors import BurnishError
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
@@ -127,7 +127,7 @@ def test_parking_changes_no_bit_and_a_frozen_engine_shares_nothing_but_the_group
 
 def planned_rank(layout: Layout, path: Path, layouts: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Of each layout: how many micro-batches there are, and how many were planned and not forgotten when another one was, training and asking."""
-    found, plan = [], Schedule._planned
+    found, plan = [], MegatronEngine._planned
     for settings in layouts:
         engine = make_engine(layout, path, **MEGATRON, **settings)
         batch, most = cut(2 * make_examples(VOCAB), engine.layout, 1), []
@@ -135,13 +135,13 @@ def planned_rank(layout: Layout, path: Path, layouts: Sequence[Mapping[str, Any]
             made: list[weakref.ref[Tensor]] = []
             known = [0]
 
-            def planned(self: Schedule, *args: Any, **options: Any) -> Any:
+            def planned(self: MegatronEngine, *args: Any, **options: Any) -> Any:
                 known.append(sum(each() is not None for each in made))  # noqa: B023
                 one = plan(self, *args, **options)
                 made.append(weakref.ref(one.plan.input_ids))  # noqa: B023
                 return one
 
-            with mock.patch.object(Schedule, "_planned", planned):
+            with mock.patch.object(MegatronEngine, "_planned", planned):
                 verb(batch)
             assert len(made) == len(batch.microbatches)
             most.append(max(known))
