@@ -53,17 +53,18 @@ class Region:
     start: tuple[int, ...] = ()
     """Where in the checkpoint tensor the box begins, by its dims; () where it is all of it."""
 
+    def in_tensor(self, part: Box) -> Box:
+        """Return a part of the region, in coordinates of the checkpoint tensor."""
+        sizes = tuple(part.sizes[dim] for dim in self.dims)
+        kept = Box(tuple(part.offsets[dim] for dim in self.dims), sizes)
+        return kept.shift(self.start) if self.start else kept
+
     def shard_of(self, held: Tensor, box: Box, prefix: str = "") -> Shard | None:
         """What `held`, the parameter's elements in `box`, has of this tensor, as a view; None for nothing. `prefix` goes before the name."""
         common = intersect(self.box, box)
         if common is None:
             return None
-        within = common.relative_to(self.box)
-        part = Box(
-            tuple(within.offsets[dim] for dim in self.dims),
-            tuple(common.sizes[dim] for dim in self.dims),
-        )
-        part = part.shift(self.start) if self.start else part
+        part = self.in_tensor(common.relative_to(self.box))
         view = held[common.relative_to(box).slices].view(part.sizes)
         return Shard(TensorSpec(prefix + self.name, self.shape, held.dtype), part, view)
 

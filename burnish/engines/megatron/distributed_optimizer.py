@@ -362,14 +362,6 @@ def boxes_in_range(
             done = begin - start
             inside = passed - first
             for box in flat_range(region.box.sizes, begin + inside, end + inside):
-                yield done, _in_tensor(region, box)
+                yield done, region.in_tensor(box)
                 done += box.elements
         passed += count
-
-
-def _in_tensor(region: Region, box: Box) -> Box:
-    """A box in coordinates of the region, in those of its checkpoint tensor."""
-    kept = Box(
-        tuple(box.offsets[dim] for dim in region.dims), tuple(box.sizes[dim] for dim in region.dims)
-    )
-    return kept.shift(region.start) if region.start else kept
