@@ -225,19 +225,38 @@ def idle_rank(
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"), [("dense", {}), ("mixtral", {"router_aux_loss": 0.1}), ("adapter", {})]
-)
-def test_ranks_without_data_and_a_nan_on_one_share(
-    models: dict[str, Path], kind: str, settings: dict[str, float]
-) -> None:
-    path, lora = (models["dense"], ADAPTED) if kind == "adapter" else (models[kind], None)
-    layouts = [layout for ranks, layout in LAYOUTS.values() if ranks == 4]
-    ((value, norm, *_),) = run_ranks(idle_rank, 1, [(path, settings, lora)])[0]
-    for rank in run_ranks(idle_rank, 4, [(path, settings | each, lora) for each in layouts]):
-        for found in rank:
-            assert found[:2] == pytest.approx((value, norm), rel=1e-5)
-            assert found[2:] == (1.0, 1)
+IDLE: dict[str, dict[str, float]] = {
+    "dense": {},
+    "mixtral": {"router_aux_loss": 0.1},
+    "adapter": {},
+}
+"""Kinds of model that some ranks have no data for, with settings."""
+
+
+def require_idle(models: Mapping[str, Path], cases: Sequence[tuple[str, str]]) -> None:
+    """At these layouts of four processes with these kinds of model all is as on one process."""
+
+    def told(kind: str, layout: Mapping[str, int]) -> tuple[Path, Any, LoraConfig | None]:
+        return models[kind], IDLE[kind] | layout, ADAPTED if kind == "adapter" else None
+
+    (alone,) = run_ranks(idle_rank, 1, [told(kind, {}) for kind in IDLE])
+    wanted = {kind: (value, norm) for kind, (value, norm, *_) in zip(IDLE, alone, strict=True)}
+    for rank in run_ranks(idle_rank, 4, [told(kind, LAYOUTS[name][1]) for name, kind in cases]):
+        for (name, kind), found in zip(cases, rank, strict=True):
+            assert found[:2] == pytest.approx(wanted[kind], rel=1e-5), (name, kind)
+            assert found[2:] == (1.0, 1), (name, kind)
+
+
+ON_FOUR = [name for name, (world, _) in LAYOUTS.items() if world == 4]
+
+
+def test_ranks_without_data_and_a_nan_on_one_share(models: dict[str, Path]) -> None:
+    require_idle(models, list(zip(ON_FOUR, 3 * list(IDLE), strict=False)))
+
+
+@pytest.mark.nightly
+def test_ranks_without_data_and_a_nan_at_every_layout(models: dict[str, Path]) -> None:
+    require_idle(models, list(product(ON_FOUR, IDLE)))
 
 
 @pytest.mark.parametrize(
