@@ -252,13 +252,19 @@ class _Relay(threading.Thread):
     async def _accept(self, main_has_left: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as hearing:
             while True:
-                connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
-                _prepare(connection)
-                hearing.create_task(self._hear(connection, main_has_left))
+                with suppress(OSError):  # the caller hung up
+                    connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+                    _prepare(connection)
+                    streams = await asyncio.open_connection(sock=connection, limit=_LONGEST_LINE)
+                    hearing.create_task(self._hear(*streams, main_has_left))
 
-    async def _hear(self, connection: socket.socket, main_has_left: asyncio.Event) -> None:
+    async def _hear(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        main_has_left: asyncio.Event,
+    ) -> None:
         """Read a connection until it ends. A rank that ends it without a goodbye has died."""
-        reader, writer = await asyncio.open_connection(sock=connection, limit=_LONGEST_LINE)
         peer: Failure | None = None
         said_goodbye = False
         with closing(writer):
@@ -274,7 +280,7 @@ class _Relay(threading.Thread):
                             self._fail(replace(peer, reason=str(message["reason"]) or "no text"))
             if peer is None:
                 return
-            del self._ranks[peer.rank]
+            self._ranks.pop(peer.rank, None)
             if not said_goodbye:
                 self._fail(peer)
             if peer.rank == 0:
