@@ -1,9 +1,9 @@
 """`burnish check`: compare one step of a shrunken model at the user's layout with plain PyTorch in one process.
 
 The user's data, loss, optimizer settings and layout run on a small model of the same family (fp32, fresh weights). Beside it
-transformers and plain PyTorch run the same sequences one by one. Compared are, in the order in which a mistake would show:
+transformers and plain PyTorch run the same sequences one by one. The check compares, in the order in which a mistake shows:
 log-probs, the load-balancing loss, loss, the gradients' norm, every gradient before clipping, every weight after the step, and
-copies of a tensor on several ranks. PPO's critic comes after the policy. Left out: the generator, Muon (AdamW steps), speed.
+copies of a tensor on several ranks. PPO's critic follows the policy. Left out: the generator, Muon (AdamW steps), speed.
 """
 
 from __future__ import annotations
@@ -108,25 +108,26 @@ class BatchOutcome:
     norm: float
     """2-norm of all gradients before clipping, which would hide a wrong scale."""
     gradients: Tensors
-    """After clipping, by canonical name."""
+    """By canonical name; at the layout after clipping."""
     weights: Tensors
     """Before the optimizer step in the plain process, after it at the layout."""
     copies: Sequence[Difference] = ()
-    """Of each tensor of which several ranks hold the same elements, how far theirs are apart."""
+    """How far apart the copies of each tensor are that several ranks hold."""
 
 
 def check_layout(config: RunConfig) -> None:
     """Compare and print the distances. Raises `BurnishError` naming the first tensor that differs."""
     local = with_local_inputs(config)
-    launch(lambda layout, device: _check(local, layout, device), config.distributed)
+    launch(lambda layout, device: _check(lay_foundation(local), layout, device), config.distributed)
 
 
-def _check(config: RunConfig, layout: Layout, device: torch.device) -> None:
-    _check_model(material(config), layout, device)
+def _check(foundation: Foundation, layout: Layout, device: torch.device) -> None:
+    config = foundation.config
+    _check_model(material(foundation), layout, device)
     if config.reward.given and config.algorithm.advantage == "gae":
         if layout.is_main:
             print("the critic:")
-        _check_model(critic_material(config), layout, device)
+        _check_model(critic_material(foundation), layout, device)
     if layout.is_main:
         print(f"{layout.world} processes compute what one plain process does")
 
@@ -135,7 +136,6 @@ def _check_model(given: Material, layout: Layout, device: torch.device) -> None:
     engine = make_engine(
         given.hf_config, given.engine, given.optim, layout=layout, device=device, lora=given.lora
     )
-    fill(engine, given)
     differences = compared(engine, given)
     engine.close()
     if layout.is_main:
@@ -145,13 +145,6 @@ def _check_model(given: Material, layout: Layout, device: torch.device) -> None:
                 worst = max(alike, key=lambda difference: difference.error)
                 print(f"{kind:9}  {worst.error:.1e} apart at most ({worst.what})")
     require_equal(differences, layout)
-
-
-def fill(engine: Engine, given: Material) -> None:
-    """Give an engine fresh weights, and an adapter where it has one. Collective."""
-    weights = FreshSource(given.hf_config, given.seed)
-    engine.load(weights, Part.FROZEN)
-    engine.load(RandomAdapter(given.seed) if given.lora else weights, Part.WEIGHTS)
 
 
 class RandomAdapter:
@@ -170,7 +163,10 @@ class RandomAdapter:
 
 
 def compared(engine: Engine, given: Material) -> list[Difference]:
-    """Compare one step of an engine, filled by `fill`, with plain PyTorch, at the worst rank. Collective; the same on every rank."""
+    """Compare one step of an engine, from fresh weights, with plain PyTorch, at the worst rank. Collective; the same on every rank."""
+    weights = FreshSource(given.hf_config, given.seed)
+    engine.load(weights, Part.FROZEN)
+    engine.load(RandomAdapter(given.seed) if given.lora else weights, Part.WEIGHTS)
     tokens = sum(len(example.token_ids) for example in given.examples)
     budget = max(LONGEST, tokens // (2 * engine.layout.data_size))
     batch = given.batch(engine.layout, budget)
@@ -180,14 +176,14 @@ def compared(engine: Engine, given: Material) -> list[Difference]:
     return [max(each, key=lambda d: math.inf if math.isnan(d.error) else d.error) for each in ranks]
 
 
-def material(config: RunConfig) -> Material:
+def material(foundation: Foundation) -> Material:
     """Take the first sequences of the data, cut short, the run's loss, and a small model of the family.
 
     With rewards the prompts get random completions and advantages. Supervised fine-tuning has temperature 1.
     """
-    foundation = lay_foundation(config)
+    config = foundation.config
     given = Material(
-        _shrunk(foundation),
+        shrunk(foundation.hf_config, config.engine),
         [],
         sft_loss,
         config.engine.model_copy(update={"precision": "fp32"}),
@@ -207,28 +203,17 @@ def material(config: RunConfig) -> Material:
     )
 
 
-def critic_material(config: RunConfig) -> Material:
+def critic_material(foundation: Foundation) -> Material:
     """Return the same for the critic, all of which is trained: its loss, and a small model of its family."""
-    policy, given = lay_foundation(config), material(config)
-    hf_config = _shrunk(critic_foundation(policy))
+    config, given = foundation.config, material(foundation)
+    hf_config = shrunk(critic_foundation(foundation).hf_config, config.engine)
     return replace(
         given,
         hf_config=hf_config,
-        examples=_random_examples(policy, hf_config),
+        examples=_random_examples(foundation, hf_config),
         loss=value_loss_fn(config.algorithm.aggregation, config.critic.clip, LONGEST),
         engine=settings_beside(hf_config, given.engine),
         lora=None,
-    )
-
-
-def _shrunk(foundation: Foundation) -> PretrainedConfig:
-    engine = foundation.config.engine
-    return shrunk(
-        foundation.hf_config,
-        math.lcm(engine.tensor_parallel, engine.expert_tensor_parallel or 1),
-        engine.sequence_parallel,
-        stages=engine.pipeline_parallel * engine.virtual_stages,
-        experts=engine.expert_parallel,
     )
 
 
@@ -319,7 +304,7 @@ def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Differen
             whole, known = (each[box.slices] for each in built.setdefault(spec.name, empty))
             if known.any():
                 what = f"{_COPIES} of {spec.name}"
-                apart = _difference(what, {what: tensor[known]}, what, whole[known])
+                apart = _difference(what, tensor[known], whole[known])
                 if not apart.error <= copies.setdefault(what, apart).error:
                     copies[what] = apart
             whole.copy_(tensor)
@@ -347,8 +332,8 @@ def plain_step(given: Material, tokens: int) -> BatchOutcome:
     balance = _balance(model.config, routed) if weight else torch.zeros(())
     value = value + weight * balance
     value.backward()  # type: ignore[no-untyped-call]
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), given.engine.max_grad_norm)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm = torch.nn.utils.get_total_norm(gradients.values())
     return BatchOutcome(
         _by_sequence(micro, order, torch.cat([joined.logprobs, joined.values]).detach()),
         float(balance.detach()),
@@ -399,38 +384,33 @@ def compare(found: BatchOutcome, wanted: BatchOutcome, given: Material) -> list[
     Gradients are compared before clipping, which would spread a mistake to all. Weights are compared with AdamW's first step from
     the layout's own clipped gradients, since the sign of a gradient near 0 decides a whole step.
     """
-    differences = [
-        _difference(f"{given.outputs} of {n}", found.logprobs, n, t)
-        for n, t in wanted.logprobs.items()
-    ]
+    clip, optim = given.engine.max_grad_norm, given.optim
+    clipped_by = min(1.0, clip / (found.norm + 1e-6)) if math.isfinite(found.norm) else 1.0
     numbers = [("loss", found.loss, wanted.loss), ("gradient norm", found.norm, wanted.norm)]
     if wanted.balance:
         numbers.insert(0, (_BALANCE, found.balance, wanted.balance))
-    differences += [
-        _difference(what, {what: torch.tensor(number)}, what, torch.tensor(right))
-        for what, number, right in numbers
+    differences = [
+        _difference(f"{given.outputs} of {name}", found.logprobs.get(name), right)
+        for name, right in wanted.logprobs.items()
     ]
-    clip, optim = given.engine.max_grad_norm, given.optim
-    mine, theirs = _unclipped(found, clip), _unclipped(wanted, clip)
-    differences += [_difference(f"gradient of {n}", mine, n, g) for n, g in theirs.items()]
+    differences += [
+        _difference(what, torch.tensor(mine), torch.tensor(right)) for what, mine, right in numbers
+    ]
+    for name, right in wanted.gradients.items():
+        gradient = found.gradients.get(name)
+        unclipped = None if gradient is None else gradient / clipped_by
+        differences.append(_difference(f"gradient of {name}", unclipped, right))
     for name, weight in wanted.weights.items():
         gradient = found.gradients.get(name, torch.zeros(()))
         decay = optim.weight_decay if is_matrix(name, weight.ndim) else 0.0
         expected = weight - LR * (decay * weight + gradient / (gradient.abs() + optim.eps))
-        differences.append(_difference(f"weight {name}", found.weights, name, expected))
+        differences.append(_difference(f"weight {name}", found.weights.get(name), expected))
     return [*differences, *found.copies]
 
 
-def _unclipped(outcome: BatchOutcome, max_norm: float) -> dict[str, Tensor]:
-    """Its gradients before clipping: what they were clipped by follows from their norm."""
-    factor = min(1.0, max_norm / (outcome.norm + 1e-6)) if math.isfinite(outcome.norm) else 1.0
-    return {name: gradient / factor for name, gradient in outcome.gradients.items()}
-
-
-def _difference(what: str, found: Tensors, name: str, wanted: Tensor) -> Difference:
-    mine = found.get(name)
+def _difference(what: str, mine: Tensor | None, wanted: Tensor) -> Difference:
     if mine is None or mine.shape != wanted.shape:
-        return Difference(what, float("inf"))
+        return Difference(what, math.inf)
     norm = float(wanted.double().norm())
     error = float((mine.double() - wanted.double()).norm())
     return Difference(what, error / norm if norm else error)

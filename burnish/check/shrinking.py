@@ -11,6 +11,7 @@ import math
 
 from transformers import PretrainedConfig
 
+from burnish.config.schema import EngineConfig
 from burnish.families import layers_with_experts
 
 LAYERS, HEAD_DIM, KEY_HEADS = 2, 16, 2
@@ -28,18 +29,13 @@ _EXPERTS = ("num_experts", "num_local_experts")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
-def shrunk(
-    hf_config: PretrainedConfig,
-    tensor: int = 1,
-    sequence: int = 1,
-    *,
-    stages: int = 1,
-    experts: int = 1,
-) -> PretrainedConfig:
-    """Return a copy with 16-wide heads, as small as so many ranks can share.
+def shrunk(hf_config: PretrainedConfig, engine: EngineConfig) -> PretrainedConfig:
+    """Return a copy with 16-wide heads, as small as the ranks of a layout can share.
 
     It has at least two key heads, two layers (or one per stage) and four experts, each a multiple of the ranks that divide it.
     """
+    tensor = math.lcm(engine.tensor_parallel, engine.expert_tensor_parallel or 1)
+    sequence, stages = engine.sequence_parallel, engine.pipeline_parallel * engine.virtual_stages
     config = copy.deepcopy(hf_config)
     heads = config.num_attention_heads
     own = getattr(config, "num_key_value_heads", None) or heads
@@ -51,7 +47,9 @@ def shrunk(
     config.hidden_size = config.num_attention_heads * HEAD_DIM
     if getattr(config, "head_dim", None):
         config.head_dim = HEAD_DIM
-    mixed = _mixed(config)
+    mixed = hasattr(config, "mlp_only_layers") and (
+        0 < len(layers_with_experts(vars(config))) < config.num_hidden_layers
+    )
     config.num_hidden_layers = min(config.num_hidden_layers, max(LAYERS, stages))
     if mixed:
         config.mlp_only_layers, config.decoder_sparse_step = [0], 1
@@ -60,14 +58,6 @@ def shrunk(
         config.layer_types = [kinds[i % len(kinds)] for i in range(config.num_hidden_layers)]
     for name, most in _AT_MOST.items():
         if isinstance(value := getattr(config, name, None), int):
-            parts = experts if name in _EXPERTS else tensor if name in _WIDTHS else 1
+            parts = engine.expert_parallel if name in _EXPERTS else tensor if name in _WIDTHS else 1
             setattr(config, name, min(value, -(-most // parts) * parts))
     return config
-
-
-def _mixed(config: PretrainedConfig) -> bool:
-    """Return whether some layers have experts and others none."""
-    if not hasattr(config, "mlp_only_layers"):
-        return False
-    layers: int = config.num_hidden_layers
-    return 0 < len(layers_with_experts(vars(config))) < layers

@@ -23,7 +23,6 @@ from burnish.check.check import (
     Material,
     compared,
     critic_material,
-    fill,
     material,
     require_equal,
 )
@@ -37,6 +36,7 @@ from burnish.engines.megatron.compatibility import (
 )
 from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.errors import BurnishError
+from burnish.train.setup import lay_foundation
 
 CPU = torch.device("cpu")
 COOL = RL | {
@@ -110,9 +110,9 @@ def check_ranks(layout: Layout, cases: Sequence[Case]) -> list[Checked]:
 
 
 def check_rank(layout: Layout, case: Case) -> Checked:
-    given = critic_material(case.config) if case.critic else material(case.config)
+    foundation = lay_foundation(case.config)
+    given = critic_material(foundation) if case.critic else material(foundation)
     engine = made(case.kind, given, layout)
-    fill(engine, given)
     differences = compared(engine, given)
     engine.close()
     refusal = ""
@@ -386,7 +386,7 @@ def test_a_shrunken_model_can_be_cut_as_the_whole_one(
     fresh = {**whole.to_diff_dict(), "vocab_size": len(char_tokenizer())}
     model = {"tokenizer": str(root / "tokenizer"), "fresh": fresh}
     config = config_of(root, SFT, engine={"kind": "megatron"} | degrees, model=model)
-    require_megatron_fitting(material(config).hf_config, config.engine)
+    require_megatron_fitting(material(lay_foundation(config)).hf_config, config.engine)
 
 
 def test_as_a_command(root: Path) -> None:

@@ -25,7 +25,7 @@ def test_a_shrunken_model_keeps_its_kind() -> None:
         head_dim=128,
         sliding_window=1024,
     )
-    small = shrunk(config)
+    small = shrunk(config, EngineConfig())
     assert (config.hidden_size, config.num_hidden_layers) == (4096, 6)
     assert small.layer_types == ["sliding_attention", "full_attention"]
     assert (small.num_attention_heads, small.num_key_value_heads) == (8, 2)
@@ -47,7 +47,8 @@ def test_a_shrunken_model_keeps_its_kind() -> None:
 def test_a_shrunken_mixture_keeps_its_kinds_of_layers(
     fields: dict[str, Any], left: list[int]
 ) -> None:
-    assert layers_with_experts(vars(shrunk(tiny_config("qwen3_moe", **fields)))) == left
+    small = shrunk(tiny_config("qwen3_moe", **fields), EngineConfig())
+    assert layers_with_experts(vars(small)) == left
 
 
 @pytest.mark.parametrize(
@@ -57,14 +58,16 @@ def test_a_shrunken_model_can_be_shared(
     tensor: int, sequence: int, heads: int, key_heads: int
 ) -> None:
     config = tiny_config("qwen3", num_attention_heads=32, num_key_value_heads=8)
-    small = shrunk(config, tensor, sequence)
+    engine = EngineConfig(tensor_parallel=tensor, sequence_parallel=sequence)
+    small = shrunk(config, engine)
     assert (small.num_attention_heads, small.num_key_value_heads) == (heads, key_heads)
-    require_fitting(small, EngineConfig(tensor_parallel=tensor, sequence_parallel=sequence))
+    require_fitting(small, engine)
 
 
 def test_a_shrunken_model_has_no_more_key_heads_than_the_whole_one() -> None:
     """Where tensor ranks share them, they do in the small one."""
     config = tiny_config("qwen3", num_attention_heads=16, num_key_value_heads=2)
-    small = shrunk(config, tensor=4)
+    engine = EngineConfig(kind="megatron", tensor_parallel=4)
+    small = shrunk(config, engine)
     assert (small.num_attention_heads, small.num_key_value_heads) == (16, 2)
-    require_megatron_fitting(small, EngineConfig(kind="megatron", tensor_parallel=4))
+    require_megatron_fitting(small, engine)
