@@ -27,8 +27,7 @@ from burnish.checkpoint.steps import committed
 from burnish.checkpoint.tools.verify import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
-from burnish.files.remote import Remote
-from burnish.files.retry import RetryPolicy
+from burnish.files.remote import Remote, RetryPolicy
 
 NEW, OLD = "step-00000002", "step-00000001"
 MOMENTS = {

@@ -20,7 +20,7 @@ from burnish.checkpoint.tools.importing import Foreign, hugging_face, save_forei
 from burnish.cli.ckpt import Outcome, Say, is_step, one_step, source_of
 from burnish.cli.output import bytes_text, count_text
 from burnish.errors import UsageError
-from burnish.files.cache import copied, select_directory
+from burnish.files.cache import copied, select
 from burnish.files.remote import Remote
 from burnish.files.safetensors import SUFFIX
 from burnish.files.urls import is_url
@@ -136,7 +136,7 @@ def import_weights(
         raise UsageError("a step is 0 or more", have=f"--step {step}", do="leave it out for step 0")
     source = path
     if not isinstance(source, Path):
-        selection = select_directory(Remote(str(path)), lambda name: True, deep=True)
+        selection = select(Remote(str(path)), lambda name: True, deep=True)
         source = copied(selection, Progress(True).phase)
     foreign = _foreign(source, assets, unsafe_pickle, without_sandbox)
     place = save_foreign(foreign, run / CHECKPOINTS, step)

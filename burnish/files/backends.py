@@ -1,8 +1,7 @@
-"""Kinds of remote storage. Each lists files, reads ranges, and writes files that appear whole or not at all.
+"""Kinds of remote storage: `open_SCHEME` returns a `burnish.files.remote.Backend`. Files appear whole or not at all.
 
-S3, Google Cloud Storage, the Hugging Face Hub and fsspec's memory share one adapter of fsspec. `file://`
-writes through `LocalStorage`, which syncs. HDFS is in `burnish.files.hdfs`. `Remote` (burnish.files.remote)
-adds retries and errors for people; the clients' own retries and listing caches are off or small.
+S3, Google Cloud Storage, the Hugging Face Hub and fsspec's memory share one adapter of fsspec. `file://` writes through
+`LocalStorage`, which syncs. The clients' own retries and listing caches are off or small, since `Remote` retries.
 """
 
 from __future__ import annotations
@@ -11,38 +10,21 @@ import errno
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from fsspec.callbacks import Callback
 
 from burnish.files.durable import make_dirs_durably
-from burnish.files.retry import Pulse
+from burnish.files.remote import Backend, Pulse, RemoteFile, Verdict
 from burnish.files.storage import Bytes, LocalStorage
 
-Verdict = Literal["missing", "denied", "wrong", "transient"]
-"""What an error means: no such file; no permission; it can never work; it may work next time."""
-
-_BY_ERRNO: dict[int, Verdict] = {
-    errno.ENOENT: "missing",
-    errno.ENOTDIR: "missing",
-    errno.EACCES: "denied",
-    errno.EPERM: "denied",
-    errno.EROFS: "denied",
-}
 _WRONG = frozenset({
-    errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOSPC, errno.ENOSYS,
-    errno.ENOTEMPTY, errno.EDQUOT, errno.ELOOP, errno.EREMCHG,
+    errno.EINVAL, errno.ENAMETOOLONG, errno.ENOSPC, errno.ENOSYS, errno.ENOTEMPTY, errno.EDQUOT,
+    errno.ELOOP, errno.EREMCHG,
 })  # fmt: skip
-_BY_KIND: tuple[tuple[type[OSError], Verdict], ...] = (
-    (FileNotFoundError, "missing"),
-    (NotADirectoryError, "missing"),
-    (PermissionError, "denied"),
-    (IsADirectoryError, "wrong"),
-    (FileExistsError, "wrong"),
-)
 _PIECE = 8 << 20
 _MAX_PARTS = 10_000
 _PARALLEL_PARTS = 4
@@ -50,60 +32,35 @@ _CONNECT_SECONDS = 10
 _READ_SECONDS = 30
 _MAX_ATTEMPTS = 2
 _UNFINISHED = ".part"
-_VERSIONS = ("ETag", "etag", "generation", "created", "blob_id", "xet_hash", "mtime")
+_VERSIONS = ("ETag", "etag", "generation", "created", "blob_id", "xet_hash")
+# Give up soon on a name node that does not answer: `Remote` retries. Several attempts, for a standby.
+_HDFS_CONFIG = {
+    "dfs.client.failover.max.attempts": "4",
+    "dfs.client.failover.sleep.base.millis": "50",
+    "dfs.client.failover.sleep.max.millis": "500",
+    "dfs.client.socket-timeout": "30000",  # of data nodes; `Remote` gives up a name node that hangs
+}
+_HOPELESS = (
+    "QuotaExceededException",
+    "IllegalStateException",
+    "IllegalArgumentException",
+    "InvalidPathException",
+    "NotDirectoryException",
+    "FileAlreadyExistsException",
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A file or directory of a listing."""
-
-    path: str
-    size: int = 0
-    """Bytes."""
-    version: str = ""
-    """Differs whenever the content differs: an ETag, or the time of the last change."""
-    is_file: bool = True
-
-
-class Backend(Protocol):
-    """One service or file system. Paths are absolute, in the service's form, without a slash at the end."""
-
-    faults: tuple[type[Exception], ...]
-    """The errors that its calls raise. Any other error is a bug."""
-
-    def verdict(self, error: Exception) -> Verdict:
-        """Return what one of `faults` means."""
-
-    def entries(self, path: str, *, deep: bool) -> Iterator[Found]:
-        """Yield the entries of a directory, or with `deep` all files below it; nothing if it does not exist."""
-
-    def info(self, path: str) -> Found:
-        """Return a file. Raises an error with the verdict "missing" if there is none."""
-
-    def read(self, path: str, offset: int, size: int) -> bytes:
-        """Return `size` bytes of a file, fewer at its end."""
-
-    def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
-        """Create or replace a file with these bytes, or with a local file in bounded memory."""
-
-    def remove(self, path: str) -> None:
-        """Remove a file if it exists."""
-
-    def remove_below(self, path: str, pulse: Pulse) -> None:
-        """Remove a directory and everything in it if it exists."""
-
-
-def unfinished(name: str) -> str:
+def _unfinished(name: str) -> str:
     """Return a new hidden name for a file while it is written."""
     return f".{name}.{uuid.uuid4().hex}{_UNFINISHED}"
 
 
-def is_unfinished(name: str) -> bool:
-    """Return whether `unfinished` made this name. Listings leave such files out."""
+def _is_unfinished(name: str) -> bool:
+    """Return whether `_unfinished` made this name. Listings leave such files out."""
     return name.startswith(".") and name.endswith(_UNFINISHED)
 
 
-def pieces_of(source: Bytes | Path) -> Iterator[Bytes]:
+def _pieces_of(source: Bytes | Path) -> Iterator[Bytes]:
     """Yield bytes, or the content of a local file, in pieces of 8 MiB."""
     if isinstance(source, Path):
         with source.open("rb") as file:
@@ -113,24 +70,26 @@ def pieces_of(source: Bytes | Path) -> Iterator[Bytes]:
         yield from (view[at : at + _PIECE] for at in range(0, len(view), _PIECE))
 
 
-def size_of(source: Bytes | Path) -> int:
+def _size_of(source: Bytes | Path) -> int:
     """Return the number of bytes of a source."""
     return source.stat().st_size if isinstance(source, Path) else memoryview(source).nbytes
 
 
-def os_verdict(error: Exception) -> Verdict:
+def _os_verdict(error: Exception) -> Verdict:
     """Return the verdict for the system's errors and those made like them."""
-    if not isinstance(error, OSError):
-        return "transient"
-    for kind, verdict in _BY_KIND:
-        if isinstance(error, kind):
-            return verdict
-    if error.errno in _WRONG:
-        return "wrong"
-    return _BY_ERRNO.get(error.errno or 0, "transient")
+    match error:
+        case FileNotFoundError() | NotADirectoryError():
+            return "missing"
+        case PermissionError() | OSError(errno=errno.EROFS):
+            return "denied"
+        case IsADirectoryError() | FileExistsError():
+            return "wrong"
+        case OSError(errno=number) if number in _WRONG:
+            return "wrong"
+    return "transient"
 
 
-class FsspecBackend:
+class _Fsspec:
     """Storage behind an fsspec file system. It replaces files whole, so nothing is renamed."""
 
     def __init__(
@@ -143,14 +102,12 @@ class FsspecBackend:
         self._system = system
         self._verdict = verdict
         self._read_options = read_options
-        self.faults = (OSError, *faults)
+        self.faults: tuple[type[Exception], ...] = (OSError, *faults)
 
     def verdict(self, error: Exception) -> Verdict:
-        """See `Backend`."""
-        return self._verdict(error) or os_verdict(error)
+        return self._verdict(error) or _os_verdict(error)
 
-    def entries(self, path: str, *, deep: bool) -> Iterator[Found]:
-        """See `Backend`. Empty objects that stand for directories are left out."""
+    def entries(self, path: str, *, deep: bool) -> Iterator[RemoteFile]:
         self._system.invalidate_cache()
         if deep:
             listed = self._system.find(path, detail=True).values()
@@ -163,11 +120,11 @@ class FsspecBackend:
                 return
         for info in listed:
             name = info["name"]
+            # Empty objects may stand for directories.
             if name.rstrip("/") != path and not (info["type"] == "file" and name.endswith("/")):
                 yield _found(info)
 
-    def info(self, path: str) -> Found:
-        """See `Backend`."""
+    def info(self, path: str) -> RemoteFile:
         self._system.invalidate_cache()
         info = self._system.info(path)
         if info["type"] != "file":
@@ -175,42 +132,41 @@ class FsspecBackend:
         return _found(info)
 
     def read(self, path: str, offset: int, size: int) -> bytes:
-        """See `Backend`."""
         data: bytes = self._system.cat_file(
             path, start=offset, end=offset + size, **self._read_options
         )
         return data
 
     def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
-        """See `Backend`. Large files go in parts, several at a time where the service can."""
         if not isinstance(source, Path):
             self._system.pipe_file(path, bytes(source))
             return
+        # Large files go in parts, several at a time where the service can.
         parts = -(-source.stat().st_size // _PIECE)
         chunk = _PIECE * max(1, -(-parts // _MAX_PARTS))
         self._system.put_file(str(source), path, callback=_Pulsing(pulse), chunksize=chunk)
 
     def remove(self, path: str) -> None:
-        """See `Backend`."""
         try:
             self._system.rm_file(path)
         except (FileNotFoundError, KeyError):  # fsspec's memory raises the latter
             return
 
     def remove_below(self, path: str, pulse: Pulse) -> None:
-        """See `Backend`."""
         for name in self._system.find(path):
             if name != path:
                 self.remove(name)
                 pulse(0)
 
 
-def _found(info: dict[str, Any]) -> Found:
+def _found(info: dict[str, Any]) -> RemoteFile:
     version = next((info[key] for key in _VERSIONS if info.get(key)), "")
     if isinstance(version, datetime):  # fsspec's memory returns either
         version = version.timestamp()
     is_file = info["type"] == "file"
-    return Found(info["name"].rstrip("/"), int(info["size"] or 0), str(version).strip('"'), is_file)
+    return RemoteFile(
+        info["name"].rstrip("/"), int(info["size"] or 0), str(version).strip('"'), is_file
+    )
 
 
 class _Pulsing(Callback):  # type: ignore[misc]
@@ -228,7 +184,7 @@ class _Pulsing(Callback):  # type: ignore[misc]
             self._told = self.value
 
 
-def open_s3() -> FsspecBackend:
+def open_s3() -> Backend:
     """Connect to S3 or a service like it. botocore finds credentials, region and endpoint."""
     import aiohttp
     import s3fs
@@ -251,10 +207,10 @@ def open_s3() -> FsspecBackend:
     )
     system.retries = _MAX_ATTEMPTS
     faults = (exceptions.BotoCoreError, exceptions.ClientError, aiohttp.ClientError)
-    return FsspecBackend(system, faults, verdict)
+    return _Fsspec(system, faults, verdict)
 
 
-def open_gs() -> FsspecBackend:
+def open_gs() -> Backend:
     """Connect to Google Cloud Storage. google-auth finds credentials; STORAGE_EMULATOR_HOST names another endpoint."""
     import aiohttp
 
@@ -274,10 +230,10 @@ def open_gs() -> FsspecBackend:
         use_listings_cache=False, skip_instance_cache=True, requests_timeout=_READ_SECONDS
     )
     faults = (HttpError, GoogleAuthError, aiohttp.ClientError, ValueError)
-    return FsspecBackend(system, faults, verdict)
+    return _Fsspec(system, faults, verdict)
 
 
-def open_hf() -> FsspecBackend:
+def open_hf() -> Backend:
     """Connect to the Hugging Face Hub. HF_TOKEN or a login gives credentials, HF_ENDPOINT another address."""
     from huggingface_hub import HfFileSystem, errors
 
@@ -292,7 +248,7 @@ def open_hf() -> FsspecBackend:
     faults = (transport, ValueError, NotImplementedError)
     # By default a read fetches 5 MiB more than it is asked for.
     system = HfFileSystem(endpoint=os.environ.get("HF_ENDPOINT"))
-    return FsspecBackend(system, faults, verdict, cache_type="none")
+    return _Fsspec(system, faults, verdict, cache_type="none")
 
 
 def _http_verdict(code: object) -> Verdict | None:
@@ -305,23 +261,29 @@ def _http_verdict(code: object) -> Verdict | None:
     return "wrong" if 400 <= status < 500 and status not in (408, 429) else None
 
 
-class _Memory(FsspecBackend):
+class _Memory(_Fsspec):
+    """An object appears whole, as on a service."""
+
     def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
-        """See `Backend`. Here, too, an object appears whole."""
         content = source.read_bytes() if isinstance(source, Path) else source
         if isinstance(source, Path):
             pulse(len(content))
         super().write(path, content, pulse)
 
 
-def open_memory() -> FsspecBackend:
+def open_memory() -> Backend:
     """Use this process's memory; all objects share one store."""
     import fsspec
 
     return _Memory(fsspec.filesystem("memory"))
 
 
-class LocalBackend:
+def open_file() -> Backend:
+    """Use this machine's file systems."""
+    return _Local()
+
+
+class _Local:
     """This machine's file systems. Files are synced and renamed, so they survive a power loss in the order written."""
 
     faults: tuple[type[Exception], ...] = (OSError,)
@@ -330,11 +292,10 @@ class LocalBackend:
         self._storage = LocalStorage()
 
     def verdict(self, error: Exception) -> Verdict:
-        """See `Backend`."""
-        return os_verdict(error)
+        return _os_verdict(error)
 
-    def entries(self, path: str, *, deep: bool) -> Iterator[Found]:
-        """See `Backend`. Links to files are followed, links to directories are not."""
+    def entries(self, path: str, *, deep: bool) -> Iterator[RemoteFile]:
+        """Links to files are followed, links to directories are not."""
 
         def refuse(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):
@@ -343,31 +304,30 @@ class LocalBackend:
         for folder, folders, names in os.walk(path, onerror=refuse):
             for name in names:
                 file = Path(folder, name)
-                if not is_unfinished(name) and file.is_file():
+                if not _is_unfinished(name) and file.is_file():
                     yield _found_here(file)
             if not deep:
-                yield from (Found(os.path.join(folder, name), is_file=False) for name in folders)
+                yield from (
+                    RemoteFile(os.path.join(folder, name), is_file=False) for name in folders
+                )
                 return
 
-    def info(self, path: str) -> Found:
-        """See `Backend`."""
+    def info(self, path: str) -> RemoteFile:
         if not Path(path).is_file():
             raise FileNotFoundError(path)
         return _found_here(Path(path))
 
     def read(self, path: str, offset: int, size: int) -> bytes:
-        """See `Backend`."""
         with open(path, "rb") as file:
             return os.pread(file.fileno(), size, offset)
 
     def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
-        """See `Backend`."""
-        target, size, offset = Path(path), size_of(source), 0
+        target, size, offset = Path(path), _size_of(source), 0
         make_dirs_durably(self._storage, target.parent, above=2)
-        temporary = target.with_name(unfinished(target.name))
+        temporary = target.with_name(_unfinished(target.name))
         try:
             with self._storage.create(temporary, size) as file:
-                for piece in pieces_of(source):
+                for piece in _pieces_of(source):
                     file.pwrite(piece, offset)
                     offset += len(piece)
                     pulse(len(piece))
@@ -381,15 +341,88 @@ class LocalBackend:
         self._storage.sync_dir(target.parent)
 
     def remove(self, path: str) -> None:
-        """See `Backend`."""
         Path(path).unlink(missing_ok=True)
 
     def remove_below(self, path: str, pulse: Pulse) -> None:
-        """See `Backend`."""
         if Path(path).exists():
             self._storage.remove(Path(path))
 
 
-def _found_here(file: Path) -> Found:
+def _found_here(file: Path) -> RemoteFile:
     status = file.stat()
-    return Found(str(file), status.st_size, f"{status.st_ino}-{status.st_mtime_ns}")
+    return RemoteFile(str(file), status.st_size, f"{status.st_ino}-{status.st_mtime_ns}")
+
+
+def open_hdfs(host: str) -> Backend:
+    """Connect to a name node, or to the one in `HADOOP_CONF_DIR` if `host` is "". The user is `HADOOP_USER_NAME` or Kerberos's."""
+    from hdfs_native import Client, WriteOptions
+
+    client = Client(f"hdfs://{host}", _HDFS_CONFIG) if host else Client(config=_HDFS_CONFIG)
+    return _Hdfs(client, WriteOptions(create_parent=True))
+
+
+class _Hdfs:
+    """HDFS through hdfs-native, which needs no Java.
+
+    Its adapter for fsspec is not used: it cuts names at `?` and `#`, skips directories that cannot be listed, and closes a file that
+    failed half way as if it were whole. The client hangs in a process that was forked after it was made.
+    """
+
+    faults: tuple[type[Exception], ...] = (OSError, RuntimeError)
+
+    def __init__(self, client: Any, write_options: Any) -> None:
+        self._client, self._write_options = client, write_options
+
+    def verdict(self, error: Exception) -> Verdict:
+        text = str(error)  # it names the Java exception
+        if "AccessControlException" in text:
+            return "denied"
+        return "wrong" if any(each in text for each in _HOPELESS) else _os_verdict(error)
+
+    def entries(self, path: str, *, deep: bool) -> Iterator[RemoteFile]:
+        with suppress(FileNotFoundError):
+            for status in self._client.list_status(path, deep):
+                name = status.path.rpartition("/")[2]
+                if status.path != path and not _is_unfinished(name) and not (deep and status.isdir):
+                    yield _found_in_hdfs(status)
+
+    def info(self, path: str) -> RemoteFile:
+        status = self._client.get_file_info(path)
+        if status.isdir:
+            raise FileNotFoundError(path)
+        return _found_in_hdfs(status)
+
+    def read(self, path: str, offset: int, size: int) -> bytes:
+        reader = self._client.read(path)
+        count = min(size, len(reader) - offset)
+        return bytes(reader.read_range(offset, count)) if count > 0 else b""
+
+    def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
+        folder, _, name = path.rpartition("/")
+        temporary, size = f"{folder}/{_unfinished(name)}", _size_of(source)
+        writer = self._client.create(temporary, self._write_options)
+        try:
+            for piece in _pieces_of(source):
+                writer.write(piece)
+                pulse(len(piece))
+            writer.close()
+            written = self._client.get_file_info(temporary).length
+            if written != size:
+                raise OSError(f"{written} of {size} bytes were written")
+            self._client.rename(temporary, path, True)
+        except BaseException:
+            with suppress(*self.faults):
+                self._client.delete(temporary, False)
+            raise
+
+    def remove(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self._client.delete(path, False)
+
+    def remove_below(self, path: str, pulse: Pulse) -> None:
+        with suppress(FileNotFoundError):
+            self._client.delete(path, True)
+
+
+def _found_in_hdfs(status: Any) -> RemoteFile:
+    return RemoteFile(status.path, status.length, str(status.modification_time), not status.isdir)

@@ -16,15 +16,15 @@ import hashlib
 import json
 import logging
 import os
-import queue
 import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -59,54 +59,31 @@ class Selected:
     """At least one, by name."""
 
 
-def select(remote: Remote, wanted: Callable[[str], bool]) -> Selected:
+def local_files(url: str, wanted: Callable[[str], bool], watch: Watch | None = None) -> list[Path]:
+    """Copy what `select` finds at a URL, and return the paths of the copies, which lie in one directory."""
+    selection = select(Remote(url), wanted)
+    directory = copied(selection, watch)
+    return [directory / file.name for file in selection.files]
+
+
+def select(remote: Remote, wanted: Callable[[str], bool], *, deep: bool = False) -> Selected:
     """Return the file at a URL, the `wanted` files directly in its directory, or the files that match its pattern.
 
-    Patterns follow `glob`: a name that exists is itself even if it contains `*`; `*` and `?` stay within a
-    directory, `**` crosses directories, and none matches hidden files. Raises `MissingError` for no file.
+    With `deep`, files of the directory at any depth. Patterns follow `glob`: a name that exists is itself even if it contains `*`;
+    `*` and `?` stay within a directory, `**` crosses directories, and none matches hidden files. Raises `MissingError` for no file.
     """
-    only = _only(remote)
+    only = remote.stat() if remote.url.path else None
     if only is not None:
-        return only
-    here = remote.files(deep=False)
+        return Selected(remote.parent(), (replace(only, name=remote.url.name),))
+    here = remote.files(deep=deep)
     if files := tuple(file for file in here if wanted(file.name)):
         return Selected(remote, files)
     if _WILD.search(remote.url.path) and not here:
         return _select_pattern(remote)
-    raise _nothing(remote, here, "a file, a directory of such, or a pattern that matches")
-
-
-def select_directory(
-    remote: Remote, wanted: Callable[[str], bool], *, deep: bool = False
-) -> Selected:
-    """Return the `wanted` files of a directory, with `deep` at any depth. Raises `MissingError` for none."""
-    here = remote.files(deep=deep)
-    if files := tuple(file for file in here if wanted(file.name)):
-        return Selected(remote, files)
-    raise _nothing(remote, here, "a directory with files")
-
-
-def select_file(remote: Remote) -> Selected:
-    """Return the file at a URL. Raises `MissingError` if there is none."""
-    only = _only(remote)
-    if only is None:
-        raise _nothing(remote, remote.files(deep=False), "a file")
-    return only
-
-
-def _only(remote: Remote) -> Selected | None:
-    found = remote.stat() if remote.url.path else None
-    if found is None:
-        return None
-    file = RemoteFile(remote.url.name, found.size, found.version)
-    return Selected(remote.parent(), (file,))
-
-
-def _nothing(remote: Remote, here: Sequence[RemoteFile], want: str) -> MissingError:
-    return MissingError(
+    raise MissingError(
         f"there is nothing to read at {remote}",
         have=few([file.name for file in here]) or "no file",
-        want=want,
+        want="a file, a directory of such, or a pattern that matches",
         do=_DO,
     )
 
@@ -236,44 +213,26 @@ class _Copy:
 
     def _copy_pieces(self, done: Mapping[tuple[str, int], str], bar: Any | None) -> None:
         """Copy in several threads. When one fails, or this thread is interrupted, the others are abandoned."""
-        todo: queue.SimpleQueue[_Piece] = queue.SimpleQueue()
-        results: queue.SimpleQueue[tuple[_Piece, str] | BaseException] = queue.SimpleQueue()
+        pieces = [
+            _Piece(file, offset, min(_PIECE, file.size - offset))
+            for file in self._files
+            for offset in range(0, file.size, _PIECE)
+        ]
         stop = threading.Event()
-        pieces = 0
-        for file in self._files:
-            for offset in range(0, file.size, _PIECE):
-                todo.put(_Piece(file, offset, min(_PIECE, file.size - offset)))
-                pieces += 1
 
-        def work() -> None:
-            while not stop.is_set():
-                try:
-                    piece = todo.get_nowait()
-                    results.put((piece, self._copy_piece(piece, done, stop)))
-                except queue.Empty:
-                    return
-                except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
-                    results.put(error)
-                    return
+        def copy(piece: _Piece) -> tuple[_Piece, str]:
+            return piece, self._copy_piece(piece, done, stop)
 
-        for _ in range(min(_THREADS, pieces)):
-            threading.Thread(target=work, daemon=True).start()
-        try:
-            with self._journal.open("a") as journal:
-                for _ in range(pieces):
-                    result = results.get()
-                    if isinstance(result, BaseException):
-                        raise result
-                    piece, digest = result
-                    print(
-                        json.dumps([piece.file.name, piece.offset, digest]),
-                        file=journal,
-                        flush=True,
-                    )
+        # Its threads are daemons, and leaving the block does not wait for them.
+        with ThreadPool(_THREADS) as pool, self._journal.open("a") as journal:
+            try:
+                for piece, digest in pool.imap_unordered(copy, pieces):
+                    entry = json.dumps([piece.file.name, piece.offset, digest])
+                    print(entry, file=journal, flush=True)
                     if bar is not None:
                         bar.advance(piece.size / _MEGA)
-        finally:
-            stop.set()
+            finally:
+                stop.set()
 
     def _copy_piece(
         self, piece: _Piece, done: Mapping[tuple[str, int], str], stop: threading.Event

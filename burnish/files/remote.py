@@ -1,9 +1,12 @@
 """Files behind a URL: list, read in ranges, write whole, remove; with retries.
 
-`Remote` serves every scheme of `burnish.files.urls`. It retries a call, with growing pauses, if the error
-may pass; never for a file that is missing or not permitted. No call takes for ever (`RetryPolicy`).
-Errors name the URL and never a credential. Threads may share a `Remote`. It can be pickled and opens its
-connection on first use; it must not be used in a process that is forked after that.
+`Remote` serves every scheme of `burnish.files.urls` by a backend, which it imports on first use. It retries a call, with growing
+pauses, if the error may pass; never for a file that is missing or not permitted. No call takes for ever. Errors name the URL and
+never a credential. Threads may share a `Remote`. It can be pickled; it must not be used in a process that is forked after its first
+use.
+
+Pauses are drawn uniformly from [0, bound] ("full jitter", Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015),
+so that processes that failed together spread out.
 """
 
 from __future__ import annotations
@@ -11,30 +14,29 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import random
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, install
-from burnish.files.backends import Backend, Found, Verdict
-from burnish.files.retry import HungError, Pulse, RetryPolicy, retry
 from burnish.files.storage import Bytes
 from burnish.files.urls import READ_ONLY, SCHEMES, Url, redacted
 
 T = TypeVar("T")
 
+Pulse = Callable[[int], None]
+"""A call in progress tells it how many more bytes have moved."""
+Verdict = Literal["missing", "denied", "wrong", "transient"]
+"""What an error means: no such file; no permission; it can never work; it may work next time."""
+
 log = logging.getLogger("burnish")
 
-_BACKENDS = {
-    "s3": ("backends:open_s3", "s3"),
-    "gs": ("backends:open_gs", "gcs"),
-    "hf": ("backends:open_hf", ""),
-    "memory": ("backends:open_memory", ""),
-    "file": ("backends:LocalBackend", ""),
-    "hdfs": ("hdfs:HdfsBackend", "hdfs"),
-}
+_EXTRAS = {"s3": "s3", "gs": "gcs", "hdfs": "hdfs"}
 _CREDENTIALS = {
     "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for a user who may",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS for a user who may",
@@ -47,15 +49,64 @@ _WARN_AFTER = 3
 
 
 @dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How long to try, in seconds."""
+
+    tries: int = 24
+    """Most attempts of one call."""
+    seconds: float = 120.0
+    """No attempt begins later than this after the first failure."""
+    first_pause: float = 0.25
+    """Upper bound of the first pause. It doubles after each failure."""
+    longest_pause: float = 15.0
+    """Upper bound of every pause."""
+    silence: float = 60.0
+    """An attempt is given up when nothing has moved for so long."""
+
+
+class HungError(TimeoutError):
+    """An attempt hung and was abandoned. What it began may still happen while this process lives."""
+
+
+@dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file that exists."""
+    """A file that exists; in the listings of a `Backend` also a directory."""
 
     name: str
-    """Its path below the `Remote`'s URL; "" for the URL itself."""
-    size: int
+    """Its path below the `Remote`'s URL, "" for the URL itself; from a `Backend` its absolute path."""
+    size: int = 0
     """Bytes."""
-    version: str
+    version: str = ""
     """Differs whenever the content differs: an ETag, or the time of the last change."""
+    is_file: bool = True
+
+
+class Backend(Protocol):
+    """One service or file system. Paths are absolute, in the service's form, without a slash at the end."""
+
+    faults: tuple[type[Exception], ...]
+    """The errors that its calls raise. Any other error is a bug."""
+
+    def verdict(self, error: Exception) -> Verdict:
+        """Return what one of `faults` means."""
+
+    def entries(self, path: str, *, deep: bool) -> Iterator[RemoteFile]:
+        """Yield the entries of a directory, or with `deep` all files below it; nothing if it does not exist."""
+
+    def info(self, path: str) -> RemoteFile:
+        """Return a file. Raises an error with the verdict "missing" if there is none."""
+
+    def read(self, path: str, offset: int, size: int) -> bytes:
+        """Return `size` bytes of a file, fewer at its end."""
+
+    def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
+        """Create or replace a file with these bytes, or with a local file in bounded memory."""
+
+    def remove(self, path: str) -> None:
+        """Remove a file if it exists."""
+
+    def remove_below(self, path: str, pulse: Pulse) -> None:
+        """Remove a directory and everything in it if it exists."""
 
 
 class Remote:
@@ -99,7 +150,7 @@ class Remote:
         """
         root = self._key("")
         found = [
-            RemoteFile(each.path.removeprefix(root).strip("/"), each.size, each.version)
+            replace(each, name=each.name.removeprefix(root).strip("/"))
             for each in self._entries(below, deep=deep)
             if each.is_file
         ]
@@ -107,9 +158,9 @@ class Remote:
 
     def names(self, below: str = "") -> list[str]:
         """Return the names of files and directories directly in a directory, sorted; [] if it does not exist."""
-        return sorted({each.path.rpartition("/")[2] for each in self._entries(below, deep=False)})
+        return sorted({each.name.rpartition("/")[2] for each in self._entries(below, deep=False)})
 
-    def _entries(self, below: str, *, deep: bool) -> list[Found]:
+    def _entries(self, below: str, *, deep: bool) -> list[RemoteFile]:
         key = self._key(below)
         return self._retry(below, "listed", lambda b, pulse: list(b.entries(key, deep=deep)))
 
@@ -120,7 +171,7 @@ class Remote:
             found = self._retry(name, "looked at", lambda backend, pulse: backend.info(key))
         except MissingError:
             return None
-        return RemoteFile(name, found.size, found.version)
+        return replace(found, name=name)
 
     def read_into(self, name: str, buffer: bytearray | memoryview, offset: int = 0) -> None:
         """Fill the whole buffer from byte `offset` of a file.
@@ -236,12 +287,9 @@ class Remote:
         backend, url = self._connection.backend(), self.url.below(name)
         faults: tuple[type[Exception], ...] = (*backend.faults, TimeoutError)
 
-        def note(error: Exception) -> None:
+        def again(error: Exception, failures: int) -> bool:
             if isinstance(error, HungError) and done in _CHANGES:
                 self._connection.may_change_late = True
-
-        def again(error: Exception, failures: int) -> bool:
-            note(error)
             transient = isinstance(error, faults) and backend.verdict(error) == "transient"
             if transient and failures == _WARN_AFTER:
                 log.warning("%s could not be %s so far (%s); retrying", url, done, _reason(error))
@@ -250,7 +298,6 @@ class Remote:
         try:
             return retry(lambda pulse: call(backend, pulse), again, self.policy)
         except faults as error:
-            note(error)
             verdict = backend.verdict(error)
             if verdict == "missing" and done != "written":
                 raise self._missing(name) from error
@@ -282,16 +329,14 @@ class _Connection:
 
 
 def _open(url: Url) -> Backend:
-    place, extra = _BACKENDS[url.scheme]
-    module, _, name = place.partition(":")
     try:
-        opener = getattr(importlib.import_module(f"burnish.files.{module}"), name)
+        opener = getattr(importlib.import_module("burnish.files.backends"), f"open_{url.scheme}")
         backend: Backend = opener(url.host) if url.scheme == "hdfs" else opener()
     except ModuleNotFoundError as error:
         raise MissingError(
             f"{url.scheme}:// needs a package that is not installed",
             have=f"no module {error.name}",
-            do=install(extra),
+            do=install(_EXTRAS[url.scheme]),
         ) from error
     except (OSError, RuntimeError, ValueError) as error:  # hdfs-native reads its configuration
         raise UsageError(
@@ -327,3 +372,49 @@ def _explained(url: Url, done: str, verdict: Verdict, error: Exception) -> Burni
         have=have,
         do="see that the service is up and can be reached from here, then start again",
     )
+
+
+def retry(
+    attempt: Callable[[Pulse], T], again: Callable[[Exception, int], bool], policy: RetryPolicy
+) -> T:
+    """Call `attempt` until it succeeds, the policy is exhausted, or `again(error, failures)` is false.
+
+    Each attempt runs in a daemon thread, so that a library that hangs can be abandoned.
+    Raises the last error; `HungError` for a hang.
+    """
+    chance = random.SystemRandom()  # not the generator that users seed
+    failed_at, failures = None, 0
+    while True:
+        try:
+            return _run(attempt, policy.silence)
+        except Exception as error:
+            failures += 1
+            now = time.monotonic()
+            failed_at = now if failed_at is None else failed_at
+            bound = min(policy.longest_pause, policy.first_pause * 2 ** (failures - 1))
+            pause = chance.uniform(0, bound)
+            late = now + pause - failed_at > policy.seconds
+            if not again(error, failures) or failures >= policy.tries or late:
+                raise
+            time.sleep(pause)
+
+
+def _run(attempt: Callable[[Pulse], T], silence: float) -> T:
+    future: Future[T] = Future()
+    moved_at = time.monotonic()
+
+    def pulse(count: int) -> None:
+        nonlocal moved_at
+        moved_at = time.monotonic()
+
+    def work() -> None:
+        try:
+            future.set_result(attempt(pulse))
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    while not wait([future], max(0.0, moved_at + silence - time.monotonic())).done:
+        if time.monotonic() - moved_at >= silence:
+            raise HungError(f"nothing moved for {silence:g} s")
+    return future.result()

@@ -7,7 +7,8 @@ same copies.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,12 +16,15 @@ from burnish.config.schema import CriticConfig, ModelConfig, RewardConfig, RunCo
 from burnish.data.columns import is_data
 from burnish.distributed.environment import place_of
 from burnish.errors import MissingError
-from burnish.files.cache import Watch, copied, select, select_directory, select_file
-from burnish.files.remote import Remote
 from burnish.files.urls import is_url
+from burnish.functions import load_function
 from burnish.models.lora.adapter_config import ADAPTER_CONFIG, with_adapter
 from burnish.tracking.progress import Progress
 
+Watch = Callable[[str, float], AbstractContextManager[Any]]
+"""Shows a copy's name and megabytes while the block runs."""
+
+_COPY = "burnish.files.cache:local_files"  # only runs with URLs load it
 _MODEL_SUFFIXES = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja", ".py"})
 
 
@@ -47,7 +51,7 @@ def with_local_inputs(config: RunConfig, *, trains: bool = True) -> RunConfig:
 
 def local_directory(url: str, watch: Watch | None = None) -> Path:
     """Copy a Hugging Face directory, its own code included. Raises `MissingError` if it has no files."""
-    return copied(select_directory(Remote(url), _is_of_model), watch)
+    return _copies(url, _is_of_model, watch)[0].parent
 
 
 def _model(model: ModelConfig, watch: Watch) -> ModelConfig:
@@ -89,10 +93,8 @@ def _data(entries: Sequence[str], watch: Watch) -> list[str]:
     for entry in entries:
         if not is_url(entry):
             paths.append(entry)
-            continue
-        selection = select(Remote(entry), is_data)
-        folder = copied(selection, watch)
-        paths += [str(folder / file.name) for file in selection.files]
+        else:
+            paths += map(str, _copies(entry, is_data, watch))
     return paths
 
 
@@ -114,8 +116,13 @@ def _reward(reward: RewardConfig, watch: Watch) -> RewardConfig:
 
 
 def _file(url: str, watch: Watch) -> Path:
-    selection = select_file(Remote(url))
-    return copied(selection, watch) / selection.files[0].name
+    return _copies(url, lambda name: False, watch)[0]
+
+
+def _copies(url: str, wanted: Callable[[str], bool], watch: Watch | None) -> list[Path]:
+    """Copy the file at a URL, or the wanted files of a directory there."""
+    found: list[Path] = load_function(_COPY, url)(url, wanted, watch)
+    return found
 
 
 def _is_of_model(name: str) -> bool:

@@ -27,8 +27,7 @@ from burnish.config.schema import (
 from burnish.data.columns import READERS, is_data
 from burnish.errors import BurnishError, MissingError, UsageError, few, install, together
 from burnish.files.cache import select
-from burnish.files.remote import Remote
-from burnish.files.retry import RetryPolicy
+from burnish.files.remote import Remote, RetryPolicy
 from burnish.files.storage import LocalStorage
 from burnish.files.urls import is_url
 from burnish.models.lora.adapter_config import ADAPTER_CONFIG

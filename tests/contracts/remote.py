@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from burnish.errors import CorruptError, MissingError, UsageError
-from burnish.files.remote import Remote, RemoteFile
-from burnish.files.retry import RetryPolicy
+from burnish.files.remote import Remote, RemoteFile, RetryPolicy
 
 QUICK = RetryPolicy(tries=6, seconds=30, first_pause=0.02, longest_pause=0.2, silence=20)
 """Enough to get over what tests do."""

@@ -19,8 +19,7 @@ from burnish.checkpoint.steps import committed, newest
 from burnish.checkpoint.tools.verify import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
-from burnish.files.remote import Remote
-from burnish.files.retry import RetryPolicy
+from burnish.files.remote import Remote, RetryPolicy
 
 number = itertools.count()
 HASTY = RetryPolicy(tries=200, seconds=90, first_pause=0.05, longest_pause=1.0, silence=10)

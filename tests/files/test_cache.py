@@ -24,8 +24,7 @@ from s3_server import S3Server
 from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.files import cache as module
 from burnish.files.cache import Selected, copied, select
-from burnish.files.remote import Remote, RemoteFile
-from burnish.files.retry import RetryPolicy
+from burnish.files.remote import Remote, RemoteFile, RetryPolicy
 
 PIECE = 4 << 20
 number = itertools.count()

@@ -8,9 +8,8 @@ import pytest
 from hub_server import HubServer, running_hub
 
 from burnish.errors import CorruptError, MissingError, UsageError
-from burnish.files.cache import copied, select, select_directory
-from burnish.files.remote import Remote
-from burnish.files.retry import RetryPolicy
+from burnish.files.cache import copied, select
+from burnish.files.remote import Remote, RetryPolicy
 
 MODEL = {
     "config.json": b"{}",
@@ -40,7 +39,7 @@ def test_a_model_is_listed_and_copied(hub: HubServer, revision: str) -> None:
     assert remote.names() == ["config.json", "model.safetensors", "nested"]
     assert remote.stat("nested") is remote.stat("none") is remote.stat() is None
     assert remote.stat("config.json") == remote.files()[0]
-    folder = copied(select_directory(remote, lambda name: True, deep=True))
+    folder = copied(select(remote, lambda name: True, deep=True))
     for name, data in MODEL.items():
         assert (folder / name).read_bytes() == data
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import builtins
 import itertools
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from hdfs_server import HdfsServer
 from s3_server import S3Server
 
 from burnish.errors import BurnishError, MissingError, UsageError, install
-from burnish.files.remote import Remote
-from burnish.files.retry import RetryPolicy
+from burnish.files.remote import Remote, RetryPolicy
 
 number = itertools.count()
 HASTY = RetryPolicy(tries=3, seconds=10, first_pause=0.02, longest_pause=0.05, silence=2)
@@ -284,7 +282,6 @@ def test_a_missing_package_fails_with_the_command_that_installs_it(
             raise ModuleNotFoundError(f"No module named {module!r}", name=module)
         return imported(name, *arguments)
 
-    monkeypatch.delitem(sys.modules, "burnish.files.hdfs", raising=False)
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingError) as caught:
         Remote(url).connect()

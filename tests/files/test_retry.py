@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from burnish.files import retry as module
-from burnish.files.retry import Pulse, RetryPolicy, retry
+from burnish.files import remote as module
+from burnish.files.remote import Pulse, RetryPolicy, retry
 
 
 def always(error: Exception, tries: int) -> bool:

@@ -17,10 +17,12 @@ import logging
 import shutil
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path, PurePath
 from typing import TypeVar
 
@@ -50,6 +52,7 @@ from burnish.checkpoint.steps import (
     step_paths,
     verify_files,
 )
+from burnish.checkpoint.subprocess import accompany
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, few
 from burnish.files.durable import discard, naming_failures
 from burnish.files.remote import Remote
@@ -61,6 +64,8 @@ ENVIRONMENT = "environment.json"
 """The file that says which run a mirror belongs to, and which start of it has it."""
 ENVIRONMENT_LIMIT = 1 << 20
 """Most bytes that it may have."""
+SYNC, NUDGE = "sync", "nudge"
+"""What the process is sent: what to do, and that it should wait for other disks no longer."""
 LOOK_SECONDS = 1.0
 """Between two looks at what the other disks have done."""
 
@@ -138,6 +143,50 @@ class Meter:
             if self._done - self._told > self.total // _REPORTS:
                 self._told = self._done
                 self._tell(self._done / self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """What came of a sync."""
+
+    steps: tuple[int, ...]
+    """The steps that were sent."""
+    error: BurnishError | None
+    """None when the mirror has all that it should."""
+    may_change_late: bool = False
+    """Whether a write hung and was given up, and may come to pass while the process lives."""
+
+
+def serve(pipe: int, parent: int) -> None:
+    """Be the process of `parent`; the descriptor is this process's own."""
+    accompany(parent)
+    with Connection(pipe) as connection:
+        mirror: Mirror = connection.recv()
+        sync = Sync(mirror)
+        while True:
+            try:
+                while connection.recv() != SYNC:  # a nudge that came too late for what it was for
+                    pass
+            except EOFError:
+                return
+            synced = _synced(sync, mirror.remote, Meter(connection.send), connection.poll)
+            connection.send(replace(synced, may_change_late=mirror.remote.may_change_late))
+
+
+def _synced(sync: Sync, remote: Remote, meter: Meter, pause: Pause) -> Synced:
+    try:
+        return Synced(tuple(sync.run(meter, pause)), None)
+    except BurnishError as error:
+        return Synced((), error)
+    except Exception as error:  # noqa: BLE001 - told to the training process, which goes on
+        return Synced(
+            (),
+            BurnishError(
+                f"{remote} could not be brought in line",
+                have=f"{type(error).__name__}: {error}\n{traceback.format_exc()}",
+                do="correct what it names; the next save, or the same command again, goes on from there",
+            ),
+        )
 
 
 class Sync:

@@ -126,7 +126,7 @@ class RemoteSteps:
     def unfinished(self) -> list[str]:
         """Return the names of other directories without COMMIT that are called like steps, and of that of the words."""
         sizes = self._sizes("")
-        heads = {name.partition("/")[0] for name in sizes}
+        heads = {name.partition("/")[0] for name in sizes if "/" in name}
         left = {head for head in heads if step_number(head) is not None}
         left -= {head for head in left if f"{head}/{COMMIT}" in sizes}
         return sorted(left - {*self.damaged()} | heads & {PORTIONS})

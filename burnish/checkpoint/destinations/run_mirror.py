@@ -11,26 +11,24 @@ import json
 import logging
 import tempfile
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from dataclasses import replace
 from pathlib import Path, PurePath
 
 from burnish.checkpoint.destinations.mirror import (
     ENVIRONMENT,
     ENVIRONMENT_LIMIT,
-    Meter,
+    NUDGE,
+    SYNC,
     Mirror,
-    Pause,
-    Sync,
+    Synced,
 )
 from burnish.checkpoint.destinations.remote_steps import DAMAGED
 from burnish.checkpoint.manager import Destination, Side
 from burnish.checkpoint.retention import PINS, PINS_LIMIT, Retention
 from burnish.checkpoint.steps import step_paths
-from burnish.checkpoint.subprocess import Companion, accompany
+from burnish.checkpoint.subprocess import Companion
 from burnish.config.load import load_config
 from burnish.config.resume import require_may_resume, require_same_run, require_trainer
 from burnish.config.schema import CheckpointConfig, RunConfig
@@ -42,58 +40,13 @@ from burnish.files.remote import Remote
 from burnish.tracking.rundir import CHECKPOINTS, RUN, START, TRAINER, RunDirectory, write_atomically
 
 _CONFIG_LIMIT, _METRICS_LIMIT = 16 << 20, 4 << 30
-_SYNC, _NUDGE = "sync", "nudge"
-# What the process is sent: what to do, and that it should wait for other disks no longer.
+_PROCESS = "burnish.checkpoint.destinations.mirror"
 _LOOK_SECONDS = 0.2
 # Between two looks at the mirror at the end of a run.
 _PAUSE_SECONDS = 5.0
 # Before what failed there is tried again.
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Synced:
-    """What came of a sync."""
-
-    steps: tuple[int, ...]
-    """The steps that were sent."""
-    error: BurnishError | None
-    """None when the mirror has all that it should."""
-    may_change_late: bool = False
-    """Whether a write hung and was given up, and may come to pass while the process lives."""
-
-
-def serve(pipe: int, parent: int) -> None:
-    """Be the process of `parent`; the descriptor is this process's own."""
-    accompany(parent)
-    with Connection(pipe) as connection:
-        mirror: Mirror = connection.recv()
-        sync = Sync(mirror)
-        while True:
-            try:
-                while connection.recv() != _SYNC:  # a nudge that came too late for what it was for
-                    pass
-            except EOFError:
-                return
-            synced = _synced(sync, mirror.remote, Meter(connection.send), connection.poll)
-            connection.send(replace(synced, may_change_late=mirror.remote.may_change_late))
-
-
-def _synced(sync: Sync, remote: Remote, meter: Meter, pause: Pause) -> Synced:
-    try:
-        return Synced(tuple(sync.run(meter, pause)), None)
-    except BurnishError as error:
-        return Synced((), error)
-    except Exception as error:  # noqa: BLE001 - told to the training process, which goes on
-        return Synced(
-            (),
-            BurnishError(
-                f"{remote} could not be brought in line",
-                have=f"{type(error).__name__}: {error}\n{traceback.format_exc()}",
-                do="correct what it names; the next save, or the same command again, goes on from there",
-            ),
-        )
 
 
 def open_mirror(
@@ -192,16 +145,16 @@ class RunMirror:
         process = self._process
         if self._busy:
             if process is not None and not self._again:
-                process.send(_NUDGE)
+                process.send(NUDGE)
             self._again = True
             return
         if process is None or not process.is_alive():
             self.close()
             what = "the process that copies to the mirror"
-            process = self._process = Companion(__name__, what)
+            process = self._process = Companion(_PROCESS, what)
             process.send(self._mirror)
         self._part = 0.0
-        self._busy = process.send(_SYNC)
+        self._busy = process.send(SYNC)
         if not self._busy:
             self._take(Synced((), process.died()))
 

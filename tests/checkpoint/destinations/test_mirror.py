@@ -20,8 +20,7 @@ from burnish.checkpoint.steps import committed, newest, open_step, read_commit
 from burnish.checkpoint.tools.verify import verify, verify_quickly
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError
-from burnish.files.remote import Remote
-from burnish.files.retry import RetryPolicy
+from burnish.files.remote import Remote, RetryPolicy
 from burnish.files.storage import LocalStorage
 from burnish.files.urls import Url
 

@@ -22,8 +22,7 @@ from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.steps import committed
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError
-from burnish.files.remote import Remote
-from burnish.files.retry import RetryPolicy
+from burnish.files.remote import Remote, RetryPolicy
 from burnish.files.storage import LocalStorage
 
 QUICK = RetryPolicy(tries=2, seconds=1, first_pause=0.01)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,10 +13,17 @@ from fault_proxy import Fault
 from burnish.checkpoint.destinations.mirror import Mirror
 from burnish.checkpoint.destinations.run_mirror import RunMirror
 from burnish.distributed.layout import Layout
-from burnish.files.remote import Remote
-from burnish.files.retry import RetryPolicy
+from burnish.files.remote import Remote, RetryPolicy
 
 HASTY = RetryPolicy(tries=30, seconds=200, first_pause=0.02, longest_pause=0.05, silence=3)
+
+
+def test_the_process_that_copies_begins_without_torch():
+    program = (
+        "import sys, burnish.checkpoint.destinations.mirror;"
+        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def settled(mirror):
