@@ -99,19 +99,27 @@ def test_the_reward_section_may_be_given_as_a_mapping(place: Path) -> None:
         burnish.rl(RL, reward={"functions": []})
 
 
-def test_the_example_on_one_process_and_under_torchrun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model to begin with."""
     monkeypatch.chdir(make_files(tmp_path))
     settings = {"name": "start", "steps": 1, "evaluation": {"every": 0, "before": False}}
     model = burnish.sft(SFT, **settings).model
     assert model is not None
+    return tmp_path / model
+
+
+def test_the_example(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
-    result = importlib.import_module(EXAMPLE.stem).main(str(model), engine={"precision": "fp32"})
+    result = importlib.import_module(EXAMPLE.stem).main(str(start), engine={"precision": "fp32"})
     assert len(result.metrics) == 4
+
+
+@pytest.mark.nightly
+def test_the_example_under_torchrun(start: Path, tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
-    said = python(tmp_path / "two", *run, str(tmp_path / model))
+    said = python(tmp_path / "two", *run, str(start))
     assert said.count("rewards:") == 1
     assert "step-00000004" in said
 

@@ -91,12 +91,17 @@ def _run(line: str, place: Path) -> None:
     match command:
         case []:
             return
+        case ["torchrun", "--nproc-per-node", count, "-m", "burnish", *arguments] | [
+            "burnish",
+            *arguments,
+            "--processes",
+            count,
+        ]:
+            started = ranks(place, arguments, int(count))
+            assert [each.wait() for each in started] == [0] * len(started), started[0].output
         case ["burnish", *arguments]:
             code, output = burnish(place, *arguments)
             assert code == 0, f"{line}\n{output}"
-        case ["torchrun", "--nproc-per-node", count, "-m", "burnish", *arguments]:
-            started = ranks(place, arguments, int(count))
-            assert [each.wait() for each in started] == [0] * len(started), started[0].output
         case _:
             _call(command, place)
 

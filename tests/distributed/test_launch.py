@@ -78,6 +78,7 @@ def _torchrun(tmp_path, what, **extra):
     )
 
 
+@pytest.mark.nightly
 def test_torchrun(tmp_path):
     done = _torchrun(tmp_path, "live", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr

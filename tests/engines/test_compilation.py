@@ -40,6 +40,7 @@ def trained_rank(
     return found, graphs, losses
 
 
+@pytest.mark.nightly
 def test_layers_are_compiled_once_for_all_lengths_and_train_like_a_plain_model(
     tmp_path: Path,
 ) -> None:

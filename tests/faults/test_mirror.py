@@ -131,7 +131,8 @@ class Heard(Remote):
         self.hear(len(buffer))
 
 
-@pytest.mark.parametrize("node", ["datanode", pytest.param("namenode", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("node", ["datanode", "namenode"])
+@pytest.mark.nightly
 def test_hdfs_killed_and_restarted_in_the_middle(hdfs_server, tmp_path, node):
     """Once while a step goes up, once while it is read."""
     remote = Heard(f"{hdfs_server.url}/mirror {next(number)}/run", HASTY)

@@ -19,8 +19,10 @@ SAMPLE = 160
     [
         "saving",
         "2 processes",
-        "2 + writers",
-        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("restarting", "quarantine")),
+        *(
+            pytest.param(each, marks=pytest.mark.nightly)
+            for each in ("2 + writers", "restarting", "quarantine")
+        ),
     ],
 )
 def test_nothing_committed_is_lost_and_nothing_else_is_loaded(tmp_path, scene):

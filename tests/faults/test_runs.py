@@ -115,7 +115,7 @@ STOPS = {
 @pytest.mark.parametrize(
     ("kind", "number"),
     [
-        ("sft", signal.SIGINT),
+        pytest.param("sft", signal.SIGINT, marks=pytest.mark.nightly),
         pytest.param("sft", signal.SIGTERM, marks=pytest.mark.nightly),
         ("rl", signal.SIGTERM),
     ],

@@ -77,6 +77,7 @@ def test_a_step_that_other_settings_made_is_told(work):
     assert "step 1 of 1 is made already: nothing is left to do" in output
 
 
+@pytest.mark.nightly
 def test_a_model_in_fp32_has_no_residual_and_either_kind_goes_on_as_the_other(work):
     """The weights are the same bits, whether `model/` has them or it and its residual."""
     split = done(work, "sft", "sft.yaml", "name=in_bf16", "checkpoint.background=true")

@@ -113,7 +113,7 @@ def test_interrupted_equals_uninterrupted(lora, alone):
     require_same_when_interrupted(lora, ["sft", "sft-lora.yaml"], "sft", alone)
 
 
-@pytest.mark.parametrize("publish", ["merged", "adapter"])
+@pytest.mark.parametrize("publish", ["merged", pytest.param("adapter", marks=pytest.mark.nightly)])
 def test_interrupted_reinforcement_learning_equals_uninterrupted(lora, publish):
     argv = ["rl", "rl-lora.yaml", f"model.lora.publish={publish}"]
     peace = done(lora, *argv, f"name={publish}_peace")
@@ -208,6 +208,7 @@ def test_what_it_learned_is_in_pefts_adapter_and_in_the_merged_model(lora):
     assert "burnish ckpt export" in output
 
 
+@pytest.mark.nightly
 def test_another_run_goes_on_from_it(lora, first):
     step = committed(first / "checkpoints")[-1].path
     base = ["sft", "sft.yaml", "model.path=base", "model.fresh=null"]
@@ -232,6 +233,7 @@ def test_another_run_goes_on_from_it(lora, first):
     assert (code, "model.lora.path: there is no directory" in output) == (5, True), output
 
 
+@pytest.mark.nightly
 def test_the_kl_to_the_adapter_that_it_starts_from_begins_at_zero(lora, first):
     start = ["rl", "rl.yaml", "model.path=base", "model.fresh=null", "engine.park=true"]
     start += [f"model.lora.path={committed(first / 'checkpoints')[-1].path}/model"]
@@ -245,6 +247,7 @@ def test_the_kl_to_the_adapter_that_it_starts_from_begins_at_zero(lora, first):
     assert outcome(done(lora, *start, "name=kl_war")) == outcome(peace)
 
 
+@pytest.mark.nightly
 def test_what_it_started_from_is_read_whole_and_only_resuming_needs_it_again(lora):
     first = done(lora, "sft", "sft-lora.yaml", "name=origin", "steps=1")
     adapter = committed(first / "checkpoints")[-1].path / "model"
@@ -262,6 +265,7 @@ def test_what_it_started_from_is_read_whole_and_only_resuming_needs_it_again(lor
     assert (code, "model.lora.path: there is no directory" in output) == (5, True), output
 
 
+@pytest.mark.nightly
 def test_a_base_in_a_step_is_looked_at_again_wherever_it_is_read_again(lora):
     """Under an adapter that resumes or is evaluated, and as what the KL is to."""
     first = done(lora, "sft", "sft.yaml", "name=ground", "steps=1")

@@ -52,13 +52,13 @@ def critics_of_torch(work):
     return done(work, *PPO, "name=ppo_torch")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["PP 2", pytest.param("TP 2", marks=pytest.mark.nightly)])
 def test_reinforcement_learning_is_that_of_the_torch_engine(work, of_torch, layout):
     argv = [*RL, MEGATRON, LAYOUTS[layout], f"name={layout.replace(' ', '')}"]
     assert_same(done(work, *argv, world=2), of_torch)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["PP 2", pytest.param("TP 2", marks=pytest.mark.nightly)])
 def test_ppo_is_that_of_the_torch_engine(work, critics_of_torch, layout):
     """A critic learns beside the policy, and one step before it."""
     argv = [*PPO, MEGATRON, LAYOUTS[layout], f"name=ppo_{layout[:2]}"]
@@ -72,9 +72,8 @@ def not_replayed(work):
     return done(work, *RL, f"model.fresh={json.dumps(MIXTURE)}", "name=not_replayed")
 
 
-@pytest.mark.parametrize(
-    "replay", ["rollout", pytest.param("recompute", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("replay", ["rollout", "recompute"])
 def test_replayed_mixtures_are_those_of_the_torch_engine(work, not_replayed, replay):
     """Experts that others chose, the generator or the policy before its update, are those of the second update too."""
     argv = [*RL, f"model.fresh={json.dumps(MIXTURE)}"]

@@ -50,6 +50,7 @@ def test_another_machine_goes_on_as_if_nothing_had_been(work):
     assert (code, f"the model is file://{work}/far/moved" in said) == (0, True), said
 
 
+@pytest.mark.nightly
 def test_several_processes_that_save_in_the_background(work):
     argv = [*SFT, f"checkpoint.mirror=file://{work}/far", "checkpoint.background=true"]
     done(work, *argv, "checkpoint.mirror_keep_last=2", world=2)
