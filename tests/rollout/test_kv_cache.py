@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.rollout.builtin.kv_cache import Cache, PromptCache, SharedCache, SlotCache
+from burnish.rollout.builtin.kv_cache import PromptCache, SharedCache, SlotCache
 
 LAYERS, WIDTH, SCALING = 2, 4, 0.3
+
+Kind = type[SlotCache] | type[SharedCache]
 
 
 @dataclass
@@ -33,12 +34,13 @@ class Row:
 class World:
     """What decoding does with a cache: completions wait, start, take steps, end, and are moved together."""
 
-    def __init__(self, seed: int, make: Callable[[int, int], Cache], window: int | None) -> None:
+    def __init__(self, seed: int, kind: Kind, window: int | None) -> None:
         self.rng, self.window = np.random.default_rng(seed), window
         self.torch_rng = torch.Generator().manual_seed(seed)
         self.kv_heads, self.shared = int(self.rng.integers(1, 3)), int(self.rng.choice([1, 3]))
         self.rows: list[Row | None] = [None] * int(self.rng.integers(1, 7))
-        self.cache = make(len(self.rows), 40)
+        self.cache = kind(len(self.rows), 8, 40)
+        self.read = 0
         self.waiting: list[tuple[PromptCache, int]] = []
         for _ in range(self.rng.integers(1, 4)):
             chunk = self.chunk()
@@ -50,10 +52,13 @@ class World:
 
     def chunk(self) -> PromptCache:
         lengths = self.rng.integers(1, 8, self.rng.integers(1, 4)).tolist()
-        chunk = PromptCache(lengths, torch.device("cpu"))
+        chunk = PromptCache(lengths, torch.device("cpu"), self.read)
+        self.read += len(lengths)
         for layer in range(LAYERS):
-            chunk.keys[layer] = self.draw(self.kv_heads, sum(lengths), WIDTH)
-            chunk.values[layer] = self.draw(self.kv_heads, sum(lengths), WIDTH)
+            chunk.layers[layer] = (
+                self.draw(self.kv_heads, sum(lengths), WIDTH),
+                self.draw(self.kv_heads, sum(lengths), WIDTH),
+            )
         return chunk
 
     def start(self) -> None:
@@ -66,7 +71,7 @@ class World:
             for row, index in mine:
                 begin = sum(chunk.lengths[:index])
                 part = slice(begin, begin + chunk.lengths[index])
-                both = [(chunk.keys[layer], chunk.values[layer]) for layer in range(LAYERS)]
+                both = [chunk.layers[layer] for layer in range(LAYERS)]
                 self.rows[row] = Row(
                     [[each[:, part].transpose(0, 1) for each in kv] for kv in both]
                 )
@@ -114,22 +119,14 @@ def written_out(query: Tensor, keys: Tensor, values: Tensor, window: int | None)
     return torch.stack(outputs)
 
 
-def in_slots(slots: int, longest: int) -> Cache:
-    return SlotCache(slots, longest)
-
-
-def shared(slots: int, longest: int) -> Cache:
-    return SharedCache(slots, longest)
-
-
-@pytest.mark.parametrize("make", [in_slots, shared])
+@pytest.mark.parametrize("kind", [SlotCache, SharedCache])
 @pytest.mark.parametrize("window", [None, 1, 3])
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10_000))
 def test_attention_is_that_over_prompt_and_completion(
-    make: Callable[[int, int], Cache], window: int | None, seed: int
+    kind: Kind, window: int | None, seed: int
 ) -> None:
-    world = World(seed, make, window)
+    world = World(seed, kind, window)
     while True:
         while world.waiting and None in world.rows:
             world.start()
@@ -141,12 +138,12 @@ def test_attention_is_that_over_prompt_and_completion(
 
 
 def test_a_prompt_lies_there_once_however_late_its_completions_start() -> None:
-    world = World(0, shared, None)
-    cache, first, second = SharedCache(4, 8), world.chunk(), world.chunk()
+    world = World(0, SharedCache, None)
+    cache, first, second = SharedCache(4, 8, 8), world.chunk(), world.chunk()
 
     def prompts_there() -> int:
         step = cache.step(positions, int(positions.max()) + 1)
-        assert step._groups.prompts <= len(step._prompts[0][0])
+        assert step._groups.prompts <= len(step._prompts.layers[0][0])
         return step._groups.prompts
 
     cache.place(torch.tensor([0, 1, 2]), first, [0, 0, 0])

@@ -9,10 +9,8 @@ same call gives the same schedule. Left out: evicting a completion for lack of m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +23,7 @@ from burnish.models.routing import Routing
 from burnish.records import Completion, Experts, Request, StopReason
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.forward import Forward
-from burnish.rollout.builtin.kv_cache import Cache, PromptCache, SharedCache, SlotCache
+from burnish.rollout.builtin.kv_cache import PromptCache, SharedCache, SlotCache
 from burnish.rollout.builtin.sampling import Drawn, draw, stream_key, uniforms
 from burnish.rollout.builtin.stopping import StopRule
 
@@ -89,18 +87,6 @@ class _Sequence:
     reason: StopReason | None = None
     """Why it has ended; None while it runs."""
 
-    def append(self, drawn: SampledToken, rule: StopRule) -> bool:
-        """Append a token unless the completion has ended; return whether it ends now."""
-        if self.reason is not None:
-            return False
-        self.tokens.append(drawn.token)
-        self.sampled_logprobs.append(drawn.sampled_logprob)
-        self.logprobs.append(drawn.logprob)
-        if drawn.experts is not None:
-            self.experts.append(drawn.experts)
-        self.reason = rule.ended(self.tokens)
-        return self.reason is not None
-
     def finished(self, version: int) -> Completion:
         """Return the completion's record."""
         return Completion(
@@ -131,7 +117,9 @@ class Decoding:
         self._unread = deque(prompt for prompt in prompts if prompt.request.samples)
         slots = min(slots, len(self._waiting))
         longest = max((len(prompt.request.token_ids) for prompt in self._unread), default=0)
-        self._cache = _cache(network.device, slots, longest, sampling.max_tokens)
+        kind = SlotCache if has_matrix_units(network.device) else SharedCache
+        self._cache = kind(slots, longest, sampling.max_tokens)
+        self._read = 0
         self._slots: list[_Sequence | None] = [None] * slots
         self._readbacks: deque[Readback] = deque()
         self._behind = steps_behind(network.device)
@@ -216,7 +204,8 @@ class Decoding:
             room -= len(prompts[-1].request.token_ids)
         lengths = [len(prompt.request.token_ids) for prompt in prompts]
         device = self._network.device
-        cache = PromptCache(lengths, device)
+        cache = PromptCache(lengths, device, self._read)
+        self._read += len(prompts)
         tokens = np.concatenate([prompt.request.token_ids for prompt in prompts])
         positions = torch.cat([torch.arange(length) for length in lengths])
         routing = self._routing()
@@ -226,10 +215,10 @@ class Decoding:
             cache,
             routing,
         )
-        if len(cache.keys) != self._network.layers:
+        if len(cache.layers) != self._network.layers:
             raise IncompatibleError(
                 "some layers of the model keep no keys and values, so it cannot be decoded here",
-                have=f"{len(cache.keys)} attention layers",
+                have=f"{len(cache.layers)} attention layers",
                 want=f"attention in all of the model's {self._network.layers} layers",
             )
         ends = np.cumsum(lengths)
@@ -266,19 +255,22 @@ class Decoding:
         """Start copying the drawn tokens to the host; append those that have arrived."""
         self._readbacks.append(Readback(sequences, drawn, experts))
         while len(self._readbacks) > self._behind:
-            for sequence, token in self._readbacks.popleft().read():
-                self._ended += sequence.append(token, self._stop_rule)
+            readback = self._readbacks.popleft()
+            tokens, sampled, logprobs, made_by = readback.wait()
+            for row, sequence in enumerate(readback.sequences):
+                if sequence.reason is not None:
+                    continue
+                sequence.tokens.append(tokens[row])
+                sequence.sampled_logprobs.append(sampled[row])
+                sequence.logprobs.append(logprobs[row])
+                if made_by is not None:
+                    sequence.experts.append(made_by[row : row + 1])
+                sequence.reason = self._stop_rule.ended(sequence.tokens)
+                self._ended += sequence.reason is not None
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         # Copied without blocking: a tensor made on the device would wait for everything queued there.
         return torch.tensor(rows).to(self._network.device, non_blocking=True)
-
-
-def _cache(device: torch.device, slots: int, prompt: int, completion: int) -> Cache:
-    """Return the fastest cache for the device; `prompt` and `completion` are the most tokens of each."""
-    if has_matrix_units(device):
-        return SlotCache(slots, prompt + completion)
-    return SharedCache(slots, completion)
 
 
 def _free(slot: _Sequence | None) -> bool:
@@ -295,52 +287,40 @@ def _sequences(prompt: _Prompt, sampling: Sampling) -> list[_Sequence]:
     ]
 
 
-class SampledToken(NamedTuple):
-    """A token drawn for one row."""
-
-    token: int
-    sampled_logprob: float
-    """Under the distribution after temperature and filters."""
-    logprob: float
-    """Under softmax(logits)."""
-    experts: Experts | None
-    """Experts [1, L, k] of the token before this one; None unless asked for."""
-
-
 class Readback:
     """A step's drawn tokens, on their way to the host."""
 
-    def __init__(self, rows: Sequence[_Sequence], drawn: Drawn, experts: Tensor | None) -> None:
-        """Start copying `drawn` for n rows and `experts` [n, L, k] without waiting."""
-        self._rows = tuple(rows)
+    def __init__(
+        self, sequences: Sequence[_Sequence], drawn: Drawn, experts: Tensor | None
+    ) -> None:
+        """Start copying `drawn` for n sequences and `experts` [n, L, k] without waiting."""
+        self.sequences = tuple(sequences)
         device = drawn.tokens.device
-        self._tokens, self._sampled, self._logprobs = (
+        self._parts = [
             part.to("cpu", non_blocking=True)
             for part in (drawn.tokens, drawn.sampled_logprobs, drawn.logprobs)
-        )
+        ]
         self._experts = None if experts is None else experts.to("cpu", non_blocking=True)
-        self._copied: torch.Event | None = None
-        if device.type != "cpu":
-            self._copied = torch.Event(device)
+        self._copied = None if device.type == "cpu" else torch.Event(device)
+        if self._copied is not None:
             self._copied.record()
 
-    def read(self) -> Iterator[tuple[_Sequence, SampledToken]]:
-        """Wait for the copy and yield each row's token. Raises `BurnishError` if a log-prob is not finite."""
+    def wait(self) -> tuple[list[int], list[float], list[float], Experts | None]:
+        """Return tokens, log-probs as drawn and under the model, and the experts of the tokens before them.
+
+        Raises `BurnishError` if a log-prob is not finite.
+        """
         if self._copied is not None:
             self._copied.synchronize()
-        if not bool(self._logprobs.isfinite().all()):
+        tokens, sampled, logprobs = self._parts
+        if not bool(logprobs.isfinite().all()):
             raise BurnishError(
                 "the model's logits are not finite, so no token can be drawn",
                 do="look at the loss and gradient norm of the steps before; the weights may hold NaN",
             )
-        tokens, sampled = self._tokens.tolist(), self._sampled.tolist()
-        experts: Iterator[Experts | None] = repeat(None)
-        if self._experts is not None:
-            # Copied: completions keep them to their end, and the copy from the device is in pinned memory.
-            experts = iter(self._experts.numpy().copy()[:, None])
-        numbers = zip(tokens, sampled, self._logprobs.tolist(), experts, strict=False)
-        for row, number in zip(self._rows, numbers, strict=True):
-            yield row, SampledToken(*number)
+        # Copied: completions keep them to their end, and the copy from the device is in pinned memory.
+        experts = None if self._experts is None else self._experts.numpy().copy()
+        return tokens.tolist(), sampled.tolist(), logprobs.tolist(), experts
 
 
 def steps_behind(device: torch.device) -> int:

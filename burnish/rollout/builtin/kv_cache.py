@@ -1,7 +1,8 @@
 """The KV cache: keys and values of prompts and completions, one slot per running completion.
 
-`PromptCache` reads packed prompts and keeps their keys and values. Each decoding step then appends one token to every row of a
-`Cache`. `SlotCache` copies the prompt into each row. `SharedCache` stores each prompt once, for CPUs without matrix units:
+`PromptCache` reads packed prompts and keeps their keys and values. Each decoding step then appends one token to every row.
+`SlotCache` copies the prompt into each row, which takes the fewest kernels. `SharedCache` stores each prompt once, for CPUs without
+matrix units:
 
     softmax([Q Kp', Q Ko']) = [Wp, Wo],   output = Wp Vp + Wo Vo
 
@@ -13,15 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from burnish.errors import IncompatibleError
-from burnish.models.kernels.attention import Attends, PackedLayout
+from burnish.models.kernels.attention import PackedLayout
 
 _GRAIN = 128
 """Rows grow by at least this many tokens."""
@@ -32,10 +31,12 @@ _SPAN_GRAIN = 8
 class PromptCache:
     """Keys and values of packed prompts, filled while the model reads them."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device, first: int = 0) -> None:
+        """Take the prompts' lengths, and the number of the first one among all prompts."""
         self.lengths = tuple(lengths)
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+        self.first = first
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        """Keys and values of each layer, each [kv_heads, T, head_dim]."""
         self._layout = PackedLayout.of(lengths, device)
 
     def attend(
@@ -49,7 +50,7 @@ class PromptCache:
     ) -> Tensor:
         """Attend causally within each prompt and keep its keys and values; see `Attends.attend`."""
         index = int(module.layer_idx)  # type: ignore[arg-type]
-        if index in self.keys:
+        if index in self.layers:
             raise IncompatibleError(
                 f"{type(module).__name__} attends twice in one layer",
                 have=f"a second call in layer {index}",
@@ -57,8 +58,7 @@ class PromptCache:
                 do="train a model of another family",
             )
         # Copies: views would keep the queries beside them alive.
-        self.keys[index] = key[0].contiguous()
-        self.values[index] = value[0].contiguous()
+        self.layers[index] = key[0].contiguous(), value[0].contiguous()
         return self._layout.attend(module, query, key, value, scaling, sliding_window)
 
     def rows(self, prompts: Sequence[int]) -> Tensor:
@@ -69,82 +69,90 @@ class PromptCache:
         return starts[:, None] + columns.minimum(lengths[:, None] - 1)
 
 
-class Cache(Protocol):
-    """Keys and values of completions in slots, and of their prompts."""
+class _Store:
+    """Keys and values of some rows in every layer, each `[rows, kv_heads, capacity, head_dim]`."""
 
-    def place(self, rows: Tensor, prompts: PromptCache, which: Sequence[int]) -> None:
-        """Start row `rows[i]` with prompt `which[i]`."""
+    def __init__(self, longest: int, dtype: torch.dtype | None = None) -> None:
+        """Take the most tokens of a row, and the dtype where it is not the model's."""
+        self._longest, self._dtype = longest, dtype
+        self.layers: dict[int, list[Tensor]] = {}
+
+    def reserve(self, prompts: PromptCache | None, rows: int, length: int) -> None:
+        """Make room for `rows` rows of `length` tokens, in layers as `prompts` has them; grow ahead."""
+        for layer, parts in prompts.layers.items() if prompts else ():
+            if layer not in self.layers:
+                self.layers[layer] = [
+                    part.new_empty((0, len(part), 0, part.shape[2]), dtype=self._dtype)
+                    for part in parts
+                ]
+        for held in self.layers.values():
+            for part, mine in enumerate(held):
+                old_rows, heads, old, width = mine.shape
+                room = old
+                if length > old:  # an eighth more
+                    room = max(length, min(old + max(_GRAIN, old // 8), self._longest))
+                if room > old or rows > old_rows:
+                    # Zeros: masked positions are still multiplied by a weight of 0.
+                    held[part] = mine.new_zeros(max(rows, old_rows), heads, _rounded(room), width)
+                    held[part][:old_rows, :, :old] = mine
+
+    def read(self, prompts: PromptCache, which: Sequence[int], rows: Tensor) -> None:
+        """Copy prompts `which` into `rows`, which are reserved."""
+        source = prompts.rows(which).to(rows.device, non_blocking=True)
+        for layer, held in self.layers.items():
+            for mine, theirs in zip(held, prompts.layers[layer], strict=True):
+                read = theirs[:, source].transpose(0, 1).to(mine.dtype)
+                mine[:, :, : source.shape[1]].index_copy_(0, rows, read)
+
+    def append(self, layer: int, rows: Tensor, positions: Tensor, *latest: Tensor) -> None:
+        """Write keys and values [1, kv_heads, n, head_dim] of one token for each of n rows."""
+        for mine, each in zip(self.layers[layer], latest, strict=True):
+            mine[rows, :, positions] = each[0].transpose(0, 1).to(mine.dtype)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy rows `sources` over rows `targets`; no row is in both."""
+        for held in self.layers.values():
+            for mine in held:
+                mine.index_copy_(0, targets, mine.index_select(0, sources))
 
-    def step(self, positions: Tensor, span: int) -> Attends:
+
+def _rounded(length: int) -> int:
+    return -(-length // _SPAN_GRAIN) * _SPAN_GRAIN
+
+
+class SlotCache:
+    """One row per completion, in the model's dtype."""
+
+    def __init__(self, slots: int, prompt: int, completion: int) -> None:
+        """Allocate nothing yet; `prompt` and `completion` are the most tokens of each."""
+        self._slots = slots
+        self._store = _Store(prompt + completion)
+
+    def place(self, rows: Tensor, prompts: PromptCache, which: Sequence[int]) -> None:
+        """Start row `rows[i]` with prompt `which[i]`."""
+        longest = max(prompts.lengths[index] for index in which)
+        self._store.reserve(prompts, self._slots, longest)
+        self._store.read(prompts, which, rows)
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy rows `sources` over rows `targets`; no row is in both."""
+        self._store.move(sources, targets)
+
+    def step(self, positions: Tensor, span: int) -> DecodeStep:
         """Begin a decoding step of the first n rows and end all others.
 
         The latest tokens are at `positions` [n], all below `span`.
         """
-
-
-class SlotCache:
-    """One row per completion, in the model's dtype: `[slots, capacity, kv_heads, head_dim]` per layer."""
-
-    def __init__(self, slots: int, longest: int) -> None:
-        """Allocate nothing yet; `longest` is the most tokens that a row will hold, prompt included."""
-        self._slots = slots
-        self._longest = longest
-        self._capacity = 0
-        self._layers: dict[int, list[Tensor]] = {}
-
-    def place(self, rows: Tensor, prompts: PromptCache, which: Sequence[int]) -> None:
-        """See `Cache.place`."""
-        source = prompts.rows(which).to(rows.device, non_blocking=True)
-        length = source.shape[1]
-        self._add_layers(prompts)
-        self._reserve(length)
-        for layer, held in self._layers.items():
-            for mine, theirs in zip(
-                held, (prompts.keys[layer], prompts.values[layer]), strict=True
-            ):
-                mine[:, :length].index_copy_(0, rows, theirs.transpose(0, 1)[source])
-
-    def move(self, sources: Tensor, targets: Tensor) -> None:
-        """See `Cache.move`."""
-        for held in self._layers.values():
-            for mine in held:
-                mine.index_copy_(0, targets, mine.index_select(0, sources))
-
-    def _reserve(self, length: int) -> None:
-        if length <= self._capacity:
-            return
-        old = self._capacity
-        self._capacity = _rounded(_grown(old, length, self._longest))
-        for held in self._layers.values():
-            for part, mine in enumerate(held):
-                held[part] = mine.new_zeros(len(mine), self._capacity, *mine.shape[2:])
-                held[part][:, :old] = mine
-
-    def step(self, positions: Tensor, span: int) -> DecodeStep:
-        """See `Cache.step`."""
-        self._reserve(span)
-        return DecodeStep(self._layers, positions, min(_rounded(span), self._capacity))
-
-    def _add_layers(self, prompts: PromptCache) -> None:
-        for layer, key in prompts.keys.items():
-            if layer not in self._layers:
-                self._layers[layer] = [
-                    part.new_zeros(self._slots, self._capacity, part.shape[0], part.shape[2])
-                    for part in (key, prompts.values[layer])
-                ]
+        self._store.reserve(None, self._slots, span)
+        return DecodeStep(self._store, positions, _rounded(span))
 
 
 class DecodeStep:
     """One decoding step of a `SlotCache`; an `Attends`."""
 
-    def __init__(self, layers: dict[int, list[Tensor]], positions: Tensor, span: int) -> None:
-        self._layers = layers
-        self._positions = positions
+    def __init__(self, store: _Store, positions: Tensor, span: int) -> None:
+        self._store, self._positions, self._span = store, positions, span
         self._rows = torch.arange(len(positions), device=positions.device)
-        self._span = span
         self._biases: dict[int | None, Tensor] = {}
 
     def attend(
@@ -157,11 +165,11 @@ class DecodeStep:
         sliding_window: int | None,
     ) -> Tensor:
         """Append token i to row i and attend to that row; see `Attends.attend`."""
-        rows = len(self._positions)
-        held = self._layers[int(module.layer_idx)]  # type: ignore[arg-type]
-        for mine, latest in zip(held, (key, value), strict=True):
-            mine[self._rows, self._positions] = latest[0].transpose(0, 1)
-        keys, values = (mine[:rows, : self._span].transpose(1, 2) for mine in held)
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        self._store.append(layer, self._rows, self._positions, key, value)
+        keys, values = (
+            part[: len(self._rows), :, : self._span] for part in self._store.layers[layer]
+        )
         bias = self._bias(sliding_window, keys.dtype)
         output = _attend_one(query[0].transpose(0, 1), keys, values, bias, scaling)
         return output.flatten(1, 2)[None]
@@ -194,48 +202,41 @@ def _attend_one(
     return output.view(grouped.shape)
 
 
-def _grown(capacity: int, length: int, longest: int) -> int:
-    """Return the new capacity of rows that need `length` tokens: an eighth more, up to `longest`."""
-    return max(length, min(capacity + max(_GRAIN, capacity // 8), longest))
-
-
-def _rounded(length: int) -> int:
-    return -(-length // _SPAN_GRAIN) * _SPAN_GRAIN
-
-
 class SharedCache:
     """Completions in slots that refer to one stored copy of their prompt; products and memory are fp32."""
 
-    def __init__(self, slots: int, longest: int) -> None:
-        """Allocate nothing yet; `longest` is the most tokens of a completion."""
-        self._prompts, self._own = _Store(0), _Store(slots)
-        self._longest = longest
-        self._held: list[tuple[ReferenceType[PromptCache], int] | None] = [None] * slots
+    def __init__(self, slots: int, prompt: int, completion: int) -> None:
+        """Allocate nothing yet; see `SlotCache`."""
+        self._prompts, self._own = (_Store(each, torch.float32) for each in (prompt, completion))
+        self._stored: list[int] = []
+        """The number of the prompt in each row of `_prompts`."""
         self._prompt_of: list[int | None] = [None] * slots
         self._lengths = torch.zeros(slots, dtype=torch.int64)
         self._groups: _Groups | None = None
 
     def place(self, rows: Tensor, prompts: PromptCache, which: Sequence[int]) -> None:
-        """See `Cache.place`."""
-        mine = rows.tolist()
-        for row in mine:
-            self._prompt_of[row] = None
-        used = {place for place in self._prompt_of if place is not None}
-        places = {
-            index: place for place in used if (index := self._index(place, prompts)) is not None
-        }
-        free = (place for place in range(len(self._held)) if place not in used)
-        fresh = [index for index in dict.fromkeys(which) if index not in places]
-        places |= zip(fresh, free, strict=False)
-        for row, index in zip(mine, which, strict=True):
-            self._prompt_of[row] = places[index]
+        """See `SlotCache.place`."""
+        for row, index in zip(rows.tolist(), which, strict=True):
+            self._prompt_of[row] = prompts.first + index
         self._lengths[rows] = torch.tensor([prompts.lengths[index] for index in which])
-        if fresh:
-            self._read(prompts, fresh, [places[index] for index in fresh])
+        self._own.reserve(prompts, len(self._lengths), 0)
         self._groups = None
+        fresh = [i for i in dict.fromkeys(which) if prompts.first + i not in self._stored]
+        if not fresh:
+            return
+        used = set(self._prompt_of)
+        free = [place for place, number in enumerate(self._stored) if number not in used]
+        free += range(len(self._stored), len(self._stored) + len(fresh))
+        places = free[: len(fresh)]
+        self._stored += [-1] * (max(places) + 1 - len(self._stored))
+        for place, index in zip(places, fresh, strict=True):
+            self._stored[place] = prompts.first + index
+        longest = max(prompts.lengths[index] for index in fresh)
+        self._prompts.reserve(prompts, len(self._stored), longest)
+        self._prompts.read(prompts, fresh, torch.tensor(places))
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """See `Cache.move`."""
+        """See `SlotCache.move`."""
         self._own.move(sources, targets)
         self._lengths[targets] = self._lengths[sources]
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
@@ -243,51 +244,32 @@ class SharedCache:
         self._groups = None
 
     def step(self, positions: Tensor, span: int) -> SharedStep:
-        """See `Cache.step`."""
+        """See `SlotCache.step`."""
         running = len(positions)
         if self._groups is None or self._groups.running != running:
             self._groups = self._grouped(running)
         lengths = self._lengths[:running]
         own = positions - lengths
         own_span = int(own.max()) + 1
-        self._own.reserve(running, own_span, self._longest)
+        self._own.reserve(None, running, own_span)
         return SharedStep(self._prompts, self._own, self._groups, lengths, own, own_span)
-
-    def _index(self, place: int, prompts: PromptCache) -> int | None:
-        """Return the index among `prompts` of the prompt stored at `place`, if it is one of them."""
-        held = self._held[place]
-        return held[1] if held is not None and held[0]() is prompts else None
-
-    def _read(self, prompts: PromptCache, which: list[int], places: list[int]) -> None:
-        source, target = prompts.rows(which), torch.tensor(places)
-        length = source.shape[1]
-        for place, index in zip(places, which, strict=True):
-            self._held[place] = ref(prompts), index
-        for layer, key in prompts.keys.items():
-            self._prompts.add_layer(layer, key)
-            self._own.add_layer(layer, key)
-        self._prompts.reserve(max(places) + 1, length, length)
-        for layer, held in self._prompts.layers.items():
-            read = prompts.keys[layer], prompts.values[layer]
-            for mine, theirs in zip(held, read, strict=True):
-                mine[target, :, :length] = theirs[:, source].transpose(0, 1).float()
 
     def _grouped(self, running: int) -> _Groups:
         """Close the gaps between stored prompts, and group the first rows by prompt."""
         self._prompt_of[running:] = [None] * (len(self._prompt_of) - running)
-        live = sorted({place for place in self._prompt_of if place is not None})
-        late = [place for place in live if place >= len(live)]
-        gaps = [place for place in range(len(live)) if place not in live]
+        live = set(self._prompt_of[:running])
+        late = [p for p in range(len(live), len(self._stored)) if self._stored[p] in live]
+        gaps = [p for p in range(len(live)) if self._stored[p] not in live]
         if late:
             self._prompts.move(torch.tensor(late), torch.tensor(gaps))
-        now = dict(zip(late, gaps, strict=True))
-        for source, target in now.items():
-            self._held[target] = self._held[source]
+        for source, target in zip(late, gaps, strict=True):
+            self._stored[target] = self._stored[source]
+        del self._stored[len(live) :]
+        places = {number: place for place, number in enumerate(self._stored)}
         rows: list[list[int]] = [[] for _ in live]
-        for row, place in enumerate(self._prompt_of[:running]):
-            if place is not None:
-                self._prompt_of[row] = now.get(place, place)
-                rows[now.get(place, place)].append(row)
+        for row, number in enumerate(self._prompt_of[:running]):
+            if number is not None:
+                rows[places[number]].append(row)
         return _Groups.of(rows, running, int(self._lengths[:running].max()))
 
 
@@ -328,38 +310,6 @@ class _Groups:
         return grouped.transpose(1, 2).flatten(0, 1).index_select(0, self.places)
 
 
-class _Store:
-    """Keys and values of some rows in every layer: `[rows, kv_heads, capacity, head_dim]` fp32."""
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-        self.layers: dict[int, list[Tensor]] = {}
-
-    def add_layer(self, layer: int, like: Tensor) -> None:
-        """Add an empty layer whose keys are shaped as `like` [kv_heads, T, head_dim]."""
-        if layer not in self.layers:
-            heads, _, width = like.shape
-            self.layers[layer] = [torch.empty(self._rows, heads, 0, width) for _ in range(2)]
-
-    def reserve(self, rows: int, length: int, longest: int) -> None:
-        """Make room for `rows` rows of `length` tokens; grow ahead, up to `longest`."""
-        for held in self.layers.values():
-            for part, mine in enumerate(held):
-                old_rows, heads, old, width = mine.shape
-                if rows <= old_rows and length <= old:
-                    continue
-                room = max(old, _grown(old, length, longest))
-                # Zeros: masked positions are still multiplied by a weight of 0.
-                held[part] = mine.new_zeros(max(rows, old_rows), heads, room, width)
-                held[part][:old_rows, :, :old] = mine
-
-    def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy rows `sources` over rows `targets`; no row is in both."""
-        for held in self.layers.values():
-            for mine in held:
-                mine.index_copy_(0, targets, mine.index_select(0, sources))
-
-
 class SharedStep:
     """One decoding step of a `SharedCache`; an `Attends`."""
 
@@ -373,7 +323,7 @@ class SharedStep:
         span: int,
     ) -> None:
         """Take the `lengths` [n] of the rows' prompts, and the `positions` [n] of their latest tokens after the prompt, below `span`."""
-        self._prompts, self._own, self._groups = prompts.layers, own.layers, groups
+        self._prompts, self._own, self._groups = prompts, own, groups
         self._lengths, self._positions = lengths, positions
         self._rows = torch.arange(len(positions))
         self._span = span
@@ -390,13 +340,15 @@ class SharedStep:
     ) -> Tensor:
         """Append token i to row i and attend to its prompt and that row; see `Attends.attend`."""
         layer, groups = int(module.layer_idx), self._groups  # type: ignore[arg-type]
-        for mine, latest in zip(self._own[layer], (key, value), strict=True):
-            mine[self._rows, :, self._positions] = latest[0].transpose(0, 1).to(mine.dtype)
+        self._own.append(layer, self._rows, self._positions, key, value)
         shared = [
             part[: groups.prompts, :, : groups.longest].flatten(0, 1)
-            for part in self._prompts[layer]
+            for part in self._prompts.layers[layer]
         ]
-        own = [part[: groups.running, :, : self._span].flatten(0, 1) for part in self._own[layer]]
+        own = [
+            part[: groups.running, :, : self._span].flatten(0, 1)
+            for part in self._own.layers[layer]
+        ]
         kv_heads = key.shape[1]
         heads = query[0].transpose(0, 1).float() * scaling
         heads = heads.reshape(len(heads), kv_heads, -1, query.shape[-1])
