@@ -24,6 +24,7 @@ OPTIONAL = (
     "burnish.engines.megatron",
     "burnish.tracking.report",
     "burnish.checkpoint.tools",
+    "burnish.models.lora",
     "burnish.checkpoint.destinations",
 )
 """What `import burnish.train.rl` must not reach."""

@@ -29,9 +29,14 @@ from burnish.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_
 from burnish.distributed.collectives import same_on_all_ranks
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
-from burnish.files.safetensors import DTYPE_BITS, TensorEntry, build_header
+from burnish.files.safetensors import (
+    ADAPTER_PREFIX,
+    ADAPTER_WEIGHTS,
+    DTYPE_BITS,
+    TensorEntry,
+    build_header,
+)
 from burnish.files.strict_json import encode_json
-from burnish.models.lora.adapter_config import ADAPTER_WEIGHTS, is_adapter
 
 MAIN = ""
 """The role of the run's own model, whose directories are `model/` and `training/`."""
@@ -186,7 +191,7 @@ def plan_files(
         path = path_of(tensor_set)
         directory, _, stem = path.rpartition("/")
         shares = _shares(members, max_file_bytes)
-        if stem == MODEL and is_adapter(tensor.name for tensor in members):
+        if stem == MODEL and all(tensor.name.startswith(ADAPTER_PREFIX) for tensor in members):
             stem, shares = ADAPTER_WEIGHTS, [members]
         weight_map: dict[str, str] = {}
         for number, share in enumerate(shares, start=1):

@@ -31,6 +31,8 @@ COMMIT, MANIFEST, STATE = "COMMIT", "manifest.json", "state.json"
 """Names in a step's directory."""
 IMPORTED = "imported"
 """Key of state.json in a step of weights that something else trained: where they are from."""
+ADAPTER_STATE = "adapter"
+"""Key of state.json that describes the adapter which a run trains (`burnish.models.lora.adapter.adapter_record`)."""
 COMMIT_LIMIT, MANIFEST_LIMIT, STATE_LIMIT = 64 << 10, 32 << 20, 1 << 20
 """Most bytes that the three may have."""
 MAX_FILES = 1 << 16

@@ -21,8 +21,9 @@ from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.families import ModelShape
 from burnish.files.remote import Remote
+from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
-from burnish.models.lora.adapter_config import ADAPTER_CONFIG, with_adapter
+from burnish.models.lora.adapter_config import with_adapter
 
 if TYPE_CHECKING:
     from burnish.plan.devices import Devices

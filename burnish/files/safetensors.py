@@ -244,6 +244,12 @@ SUFFIX = ".safetensors"
 """Ends the names of tensor files."""
 INDEX = f"model{SUFFIX}.index.json"
 """Which tensor is in which file of a Hugging Face directory."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file with which PEFT describes an adapter: rank, layers, the model that it belongs to."""
+ADAPTER_WEIGHTS = "adapter_model"
+"""Name, without suffix, of PEFT's one file of an adapter's tensors."""
+ADAPTER_PREFIX = "base_model.model."
+"""Begins the names of an adapter's tensors."""
 
 _SINGLE = f"model{SUFFIX}"
 _PART = re.compile(rf"(.+)-[0-9]{{5}}-of-([0-9]{{5}}){re.escape(SUFFIX)}")

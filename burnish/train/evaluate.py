@@ -17,6 +17,7 @@ import torch
 
 from burnish.algorithms.evaluation import evaluation_stats
 from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.manifest import ADAPTER_STATE
 from burnish.checkpoint.steps import Committed, check_small_files, newest
 from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 from burnish.data.batching import make_batch
@@ -26,8 +27,6 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.engines.base import Engine, Part
 from burnish.errors import MissingError, StoppedError
-from burnish.models.lora.adapter_checkpoint import require_same_adapter
-from burnish.models.lora.adapter_config import ADAPTER_STATE
 from burnish.records import Rollout
 from burnish.records.seeds import derive_seed
 from burnish.rewards.builtin import extract_answer
@@ -51,6 +50,7 @@ from burnish.train.setup import (
     sampling,
 )
 from burnish.train.signals import Stopper, StopRequested, catch_signals, check_stop
+from burnish.train.trainer_state import require_same_adapter
 
 _LENGTHS = ("response_length/mean", "response_length/clip_ratio")
 

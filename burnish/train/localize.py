@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,9 +17,9 @@ from burnish.config.schema import CriticConfig, ModelConfig, RewardConfig, RunCo
 from burnish.data.columns import is_data
 from burnish.distributed.environment import place_of
 from burnish.errors import MissingError
+from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
 from burnish.functions import load_function
-from burnish.models.lora.adapter_config import ADAPTER_CONFIG, with_adapter
 from burnish.tracking.progress import Progress
 
 Watch = Callable[[str, float], AbstractContextManager[Any]]
@@ -79,7 +80,9 @@ def _model(model: ModelConfig, watch: Watch) -> ModelConfig:
             want=f"a directory with {ADAPTER_CONFIG}, for as long as the run goes on",
             do="set model.lora.path to one",
         )
-    return with_adapter(model, described.read_bytes())
+    adapter_config = import_module("burnish.models.lora.adapter_config")
+    found: ModelConfig = adapter_config.with_adapter(model, described.read_bytes())
+    return found
 
 
 def _critic(critic: CriticConfig, watch: Watch) -> CriticConfig:

@@ -28,9 +28,9 @@ from burnish.data.columns import READERS, is_data
 from burnish.errors import BurnishError, MissingError, UsageError, few, install, together
 from burnish.files.cache import select
 from burnish.files.remote import Remote, RetryPolicy
+from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.storage import LocalStorage
 from burnish.files.urls import is_url
-from burnish.models.lora.adapter_config import ADAPTER_CONFIG
 from burnish.tracking.rundir import CHECKPOINTS, TRAINER, RunDirectory
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -9,10 +9,9 @@ from typing import Any
 
 from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.manifest import ADAPTER_STATE
 from burnish.checkpoint.steps import Committed
 from burnish.engines.base import Part
-from burnish.models.lora.adapter_checkpoint import require_same_adapter
-from burnish.models.lora.adapter_config import ADAPTER_STATE
 from burnish.train.fingerprints import INPUTS, Inputs
 from burnish.train.setup import Learner
 from burnish.train.trainer_state import (
@@ -20,6 +19,7 @@ from burnish.train.trainer_state import (
     WEIGHTS_VERSION,
     Position,
     position_of,
+    require_same_adapter,
     weights_version,
 )
 
@@ -31,7 +31,7 @@ def state_of(
 ) -> dict[str, Any]:
     """Return the content of state.json for a run at this position, whose own model is `main`."""
     adapter, critic = main.foundation.adapter, main.foundation.config.critic
-    written = {} if adapter is None else {ADAPTER_STATE: adapter.as_state()}
+    written = {} if adapter is None else {ADAPTER_STATE: adapter}
     return (
         asdict(position)
         | written

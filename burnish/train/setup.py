@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -30,7 +32,6 @@ from burnish.models.loading import (
     save_model_assets,
     weights_source,
 )
-from burnish.models.lora.adapter_checkpoint import AdapterRecord, first_adapter
 from burnish.models.meta_init import count_flops, kept_in_fp32
 from burnish.models.routing import require_routers
 from burnish.models.value_head import has_value_head
@@ -61,8 +62,8 @@ class Foundation:
     """First values of what is trained: the model's weights, or its adapter's."""
     base: ShardSource
     """The model's weights."""
-    adapter: AdapterRecord | None
-    """What is written down of the adapter; None where the model itself is trained."""
+    adapter: Mapping[str, Any] | None
+    """The record of the adapter for state.json; None where the model itself is trained."""
     eos_token_ids: tuple[int, ...]
     """All ids that end a completion."""
     flops: ModelFlops
@@ -95,7 +96,9 @@ class Foundation:
             dtype = torch.float32 if is_fp32 else torch.bfloat16
             save_model_assets(self.hf_config, self.tokenizer, directory, dtype)
         else:
-            self.adapter.save(directory, self.tokenizer)
+            adapter_config = import_module("burnish.models.lora.adapter_config")
+            adapter_config.save_adapter_config(self.adapter, directory)
+            self.tokenizer.save_pretrained(directory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +152,17 @@ def lay_foundation(config: RunConfig, given: RunConfig | None = None) -> Foundat
         require_routers(hf_config, "algorithm.router_replay")
     base = weights_source(config.model, hf_config, config.seed)
     url = given.model.path if given and given.model.path and is_url(given.model.path) else None
-    adapter = AdapterRecord.of(config.model, hf_config, url) if config.model.adapter else None
+    source: ShardSource = base
+    adapter: dict[str, Any] | None = None
+    if config.model.adapter:
+        lora = import_module("burnish.models.lora.adapter")
+        adapter = lora.adapter_record(config.model, hf_config, url)
+        source = lora.first_adapter(config.model, hf_config, adapter, config.seed)
     return Foundation(
         config,
         hf_config,
         tokenizer,
-        base if adapter is None else first_adapter(config.model, hf_config, adapter, config.seed),
+        source,
         base,
         adapter,
         eos_token_ids(tokenizer, hf_config, generation_config(hf_config)),

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import PurePath
 from typing import Any
 
 from burnish.checkpoint.layout import MAIN
-from burnish.checkpoint.manifest import IMPORTED, STATE
+from burnish.checkpoint.manifest import ADAPTER_STATE, IMPORTED, STATE
 from burnish.checkpoint.steps import Committed
 from burnish.engines.base import Engine
 from burnish.errors import IncompatibleError
 from burnish.files.strict_json import clipped, shortened
-from burnish.models.lora.adapter_config import ADAPTER_STATE
 from burnish.train.fingerprints import INPUTS
 
 CONFIG_DIGEST, WEIGHTS_VERSION = "config_digest", "weights_version"
@@ -141,4 +141,31 @@ def _are_counts(value: Any) -> bool:
         isinstance(value, dict)
         and value.keys() == set(_COUNTS)
         and all(map(_is_count, value.values()))
+    )
+
+
+def require_same_adapter(
+    recorded: Mapping[str, Any] | None, wanted: Mapping[str, Any] | None, where: PurePath
+) -> None:
+    """Refuse a checkpoint with another adapter than the run's, or with one if the run has none.
+
+    Raises `IncompatibleError` with a table. The base model may have moved.
+    """
+    have, want = dict(recorded or {}), dict(wanted or {})
+    keys = [key for key in {**want, **have} if key != "base" and have.get(key) != want.get(key)]
+    if not keys:
+        return
+    shown = ["base", *keys] if "base_digest" in keys else keys
+    rows = [
+        ("", "have", "want"),
+        *((k, str(have.get(k, "-")), str(want.get(k, "-"))) for k in shown),
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    table = "\n".join(f"  {k:<{widths[0]}}  {h:<{widths[1]}}  {w}" for k, h, w in rows)
+    kinds = ["an adapter" if each else "a whole model" for each in (have, want)]
+    raise IncompatibleError(
+        f"{where} holds {'another adapter than' if have and want else 'not what'} this run trains\n{table}",
+        have=f"{kinds[0]} that differs in {', '.join(keys)}" if have and want else kinds[0],
+        want=kinds[1],
+        do="restore model.path and model.lora, or begin another run with name=NAME",
     )

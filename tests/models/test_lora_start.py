@@ -18,9 +18,9 @@ from burnish.boxes.box import Box, whole
 from burnish.boxes.shards import Shard, ShardSource, TensorSpec
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import CorruptError, IncompatibleError, MissingError
-from burnish.models.lora.adapter import Adapter
-from burnish.models.lora.adapter_checkpoint import AdapterRecord, first_adapter
-from burnish.models.lora.adapter_config import ADAPTER_CONFIG, with_adapter
+from burnish.files.safetensors import ADAPTER_CONFIG
+from burnish.models.lora.adapter import Adapter, adapter_record, first_adapter
+from burnish.models.lora.adapter_config import with_adapter
 from burnish.models.meta_init import build_on_meta
 
 CONFIG = tiny_config("qwen3")
@@ -50,7 +50,7 @@ def started(
 ) -> tuple[ModelConfig, ShardSource]:
     model = ModelConfig(path=str(base), lora=LoraConfig(path=str(adapter)))
     model = with_adapter(model, (adapter / ADAPTER_CONFIG).read_bytes())
-    record = AdapterRecord.of(model, AutoConfig.from_pretrained(base))
+    record = adapter_record(model, AutoConfig.from_pretrained(base))
     return model, first_adapter(model, hf_config, record, seed=0)
 
 

@@ -23,7 +23,7 @@ from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.layout import Layout
-from burnish.models.lora.adapter_config import PREFIX
+from burnish.files.safetensors import ADAPTER_PREFIX
 from burnish.records import Example
 from burnish.tracking.trackers import read_metrics
 from burnish.train.setup import example_dataset, lay_foundation
@@ -303,7 +303,7 @@ def test_another_adapter_is_refused(lora):
     flip(file)
     code, output = burnish(lora, "sft", "sft-lora.yaml", "name=mine", "steps=2")
     assert (code, "model/adapter_model.safetensors is damaged" in output) == (3, True), output
-    assert f"{PREFIX}model.layers." in output
+    assert f"{ADAPTER_PREFIX}model.layers." in output
 
 
 def test_another_model_in_the_place_of_the_adapters_is_refused(lora):
@@ -329,7 +329,7 @@ def test_an_adapter_with_other_keys_is_refused(lora, change, status):
         for slot in ("exp_avg", "exp_avg_sq")
         for key, tensor in load_file(step.path / f"training/{slot}.safetensors").items()
     }
-    key = f"{PREFIX}model.layers.1.self_attn.{'q' if change == 'one is missing' else 'v'}_proj.lora_A.weight"
+    key = f"{ADAPTER_PREFIX}model.layers.1.self_attn.{'q' if change == 'one is missing' else 'v'}_proj.lora_A.weight"
     if change == "one is missing":
         del tensors[key]
     else:

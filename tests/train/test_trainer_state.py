@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from burnish.checkpoint.manifest import Commit, Manifest
 from burnish.checkpoint.steps import Committed
 from burnish.errors import IncompatibleError
-from burnish.train.trainer_state import Position, position_of, weights_version
+from burnish.train.trainer_state import Position, position_of, require_same_adapter, weights_version
 
 POSITION = Position(7, 56, 100, 7, 0, {"val/loss": 1.5}, {"lr": "nan", "n": 1}, unvalidated=True)
 
@@ -72,3 +73,28 @@ def test_what_it_says_of_further_models():
     with pytest.raises(IncompatibleError, match="says nothing of the judge") as caught:
         position.counts("judge")
     assert caught.value.have == "critic"
+
+
+def test_another_adapter_is_refused_with_a_table(tmp_path: Path) -> None:
+    record: dict[str, Any] = {"base": "/m", "base_digest": "0", "rank": 4, "alpha": 6.0}
+    record |= {"rslora": False, "targets": ["k_proj"]}
+    require_same_adapter(dict(record), record, tmp_path)
+    require_same_adapter(None, None, tmp_path)
+    require_same_adapter(record | {"base": "/moved"}, record, tmp_path)
+    other = record | {"alpha": 7.0}
+    with pytest.raises(IncompatibleError, match="differs in alpha"):
+        require_same_adapter(record, other, tmp_path)
+    other = record | {"rank": 8, "targets": ["q_proj"], "base": "/other", "base_digest": "f00d"}
+    with pytest.raises(IncompatibleError, match="holds another adapter than") as caught:
+        require_same_adapter(record, other, tmp_path)
+    lines = [line.split() for line in str(caught.value).splitlines()]
+    assert ["rank", "4", "8"] in lines
+    assert ["base", record["base"], "/other"] in lines
+    assert ["base_digest", record["base_digest"], "f00d"] in lines
+    assert not any(line[:1] == ["alpha"] for line in lines)
+    assert "differs in base_digest, rank, targets" in str(caught.value)
+    for have, want in ((None, record), (record, None)):
+        with pytest.raises(IncompatibleError, match="holds not what this run trains") as caught:
+            require_same_adapter(have, want, tmp_path)
+        assert {caught.value.have, caught.value.want} == {"an adapter", "a whole model"}
+        assert caught.value.exit_code == 4

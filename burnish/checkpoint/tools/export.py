@@ -26,23 +26,17 @@ from burnish.checkpoint.layout import (
     roles_in,
 )
 from burnish.checkpoint.load import StepReader
+from burnish.checkpoint.manifest import ADAPTER_STATE
 from burnish.checkpoint.steps import Committed, files_below, read_file, require_outside_steps
 from burnish.checkpoint.tools.assets import CONFIG, read_assets, with_dtype
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few
 from burnish.files.durable import naming_failures, partial_directory, sync_dirs, write_new
-from burnish.files.safetensors import INDEX, SUFFIX, model_digest
+from burnish.files.safetensors import ADAPTER_CONFIG, INDEX, SUFFIX, model_digest
 from burnish.files.storage import Closing, LocalFile, LocalStorage, Source
 from burnish.models.loading import read_model_config
-from burnish.models.lora.adapter import Adapter
-from burnish.models.lora.adapter_config import (
-    ADAPTER_CONFIG,
-    ADAPTER_STATE,
-    adapted_weights,
-    are_parameters,
-    factor_name,
-)
-from burnish.models.lora.merge import Change
+from burnish.models.lora.adapter import Adapter, Change
+from burnish.models.lora.adapter_config import adapted_weights, are_parameters, factor_name
 from burnish.models.meta_init import build_on_meta
 
 _CHUNK = 1 << 14
@@ -168,7 +162,7 @@ class MergedModel(Closing):
 
 
 def adapter_of(step: Committed) -> Mapping[str, Any]:
-    """Return what a step records of its adapter (`AdapterRecord`). Raises `IncompatibleError` without one."""
+    """Return what a step records of its adapter (`adapter_record`). Raises `IncompatibleError` without one."""
     record = step.state.get(ADAPTER_STATE)
     if not isinstance(record, Mapping):
         raise IncompatibleError(

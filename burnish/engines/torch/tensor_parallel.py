@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from burnish.distributed.collectives import gather_rows, scatter_sums
 from burnish.errors import IncompatibleError, UsageError
 from burnish.models.logprobs import VocabularyPart
-from burnish.models.lora.adapter_config import adapted_parameters, plain_parameter
+from burnish.models.lora.adapter_config import plain_names
 from burnish.models.names import Cut
 from burnish.models.scorer import Scorer
 
@@ -91,14 +91,14 @@ def _require_all_cut(blocks: Sequence[str], model: PreTrainedModel, cuts: Collec
     One outside any block would see some of the tokens only. One that adds to a block's output would be added up over ranks.
     """
     lists = {block.rsplit(".", 2)[0] for block in blocks}
-    adapted = adapted_parameters(model.named_modules())
+    names = plain_names(model)
     hidden = model.config.get_text_config().hidden_size
     for name, parameter in model.named_parameters():
         match = _BLOCK.match(name)
         if parameter.ndim < 2 or match is None or name in cuts:
             continue
         inside = match[0] in blocks
-        is_factor = bool(plain_parameter(name, adapted)[1])
+        is_factor = bool(names[name][1])
         if inside and (parameter.shape[-2] != hidden or is_factor):
             continue
         if inside or match[0].rsplit(".", 2)[0] in lists:
@@ -113,9 +113,9 @@ def _require_all_cut(blocks: Sequence[str], model: PreTrainedModel, cuts: Collec
 def _layer_cuts(
     model: PreTrainedModel, plan: Mapping[str, str], rank: int, ranks: int
 ) -> Iterator[tuple[str, Cut]]:
-    adapted = adapted_parameters(model.named_modules())
+    names = plain_names(model)
     for name, parameter in model.named_parameters():
-        plain, factor = plain_parameter(name, adapted)
+        plain, factor = names[name]
         pattern = re.sub(r"\.\d+\.", ".*.", plain.removeprefix(f"{model.base_model_prefix}."))
         style = plan.get(pattern) or plan.get(pattern.rpartition(".")[0], "")
         if style not in _STYLES:

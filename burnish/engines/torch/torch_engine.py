@@ -28,7 +28,6 @@ from burnish.engines.sharded_engine import ShardedEngine, routing_of, trained
 from burnish.engines.torch.parallelize import global_norm, parallelize, require_fitting, sum_over
 from burnish.models.kernels.liger import liger_kernels, use_kernels
 from burnish.models.kernels.ulysses import Division
-from burnish.models.lora.adapter import Adapter
 from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import cut_regions, model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
@@ -66,7 +65,10 @@ class TorchEngine(ShardedEngine):
                 parameter.data = parameter.data.to(compute_dtype(config))
         if not config.compile and (kernels := liger_kernels(device)):
             use_kernels(model, kernels)
-        self._adapter = None if lora is None else Adapter(model, lora, compute_dtype(config))
+        self._adapter = None
+        if lora is not None:
+            adapter = import_module("burnish.models.lora.adapter")
+            self._adapter = adapter.Adapter(model, lora, compute_dtype(config))
         self._merges = lora is not None and lora.publish == "merged"
         self._scorer = Scorer(model, config.logprob_rows(hf_config.get_text_config().vocab_size))
         if optim is None:

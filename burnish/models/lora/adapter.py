@@ -1,10 +1,9 @@
-"""Low-rank adapters on linear layers (LoRA, Hu et al., arXiv 2106.09685), as PEFT's own modules.
+"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685), as PEFT's own modules: added, switched off, merged, and their first values.
 
     y = W x + s B A x,    A [rank, in],  B [out, rank],  s = alpha / rank
 
-(rsLoRA, arXiv 2312.03732: s = alpha / √rank). W is frozen, A and B are trained. This module maps PEFT's parameters to tensors of its
-files, and turns the adapter on and off. Left out: dropout, which would make outputs more than a function of the tokens; adapters
-on embeddings and output layers. Fused experts are in `burnish.models.lora.experts`.
+(rsLoRA, arXiv 2312.03732: s = alpha / √rank). W is frozen, A and B are trained. Left out: dropout, which would make outputs more than
+a function of the tokens; adapters on embeddings and output layers. Fused experts are in `burnish.models.lora.experts`.
 """
 
 from __future__ import annotations
@@ -14,36 +13,63 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
-from burnish.boxes.box import whole
-from burnish.boxes.shards import Shard
+from burnish.boxes.box import Box, whole
+from burnish.boxes.shards import Shard, ShardSource, TensorSpec
 from burnish.boxes.transfer import Transfer
-from burnish.config.schema import LoraConfig
+from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.distributed.layout import Layout
-from burnish.errors import IncompatibleError, UsageError, install
+from burnish.errors import IncompatibleError, few
+from burnish.files.safetensors import ADAPTER_PREFIX, model_digest
+from burnish.models.loading import SafetensorsSource
 from burnish.models.lora.adapter_config import (
-    PREFIX,
-    adapted_parameters,
-    are_parameters,
-    layer_kinds,
-    parameter_kinds,
-    plain_parameter,
+    ADAPTER_NAME,
+    factor_name,
+    import_peft,
+    kinds_of,
+    peft_config,
+    plain_names,
+    require_same_base,
     require_targets,
 )
 from burnish.models.lora.experts import AdaptedExperts, expert_parameters
-from burnish.models.lora.merge import by_expert, changes, gathered
+from burnish.models.meta_init import build_on_meta
 from burnish.models.names import Cut, Region, cut_regions, model_shards, regions
 from burnish.records.seeds import derive_seed
 
-_NAME = "default"
-# What PEFT calls an adapter that was given no name.
-_WITHIN = ".base_layer"
-# Ends the name of what PEFT has wrapped; it wraps experts once for each of their parameters.
+_BLOCK_ELEMENTS = 1 << 20
+# Of a merged weight at a time in fp32.
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The part of an adapter that is added to one tensor [rows, columns] of the model's checkpoint."""
+
+    layer: str
+    """The layer of PEFT's that has A and B, `model.layers.0.self_attn.q_proj`."""
+    row: int = 0
+    """The row of B that is for the tensor's first."""
+    column: int = 0
+    """The column of A that is for the tensor's first."""
+    expert: int = 0
+    """The number of the tensor's expert."""
+    experts: int = 1
+    """Experts that A and B are for."""
+
+    def factors(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of its layer's factors from this tensor's first column and row on: A [r, columns], B [rows, r].
+
+        A fused expert has its own rows of A [E r, in] and every E-th column of B [out, r E].
+        """
+        rank = len(a) // self.experts
+        own = a[self.expert * rank : (self.expert + 1) * rank]
+        return own[:, self.column :], b[self.row :, self.expert :: self.experts]
 
 
 class Adapter:
@@ -56,28 +82,34 @@ class Adapter:
 
         Raises `IncompatibleError` if the model lacks layers that `config` names or PEFT would adapt others, `UsageError` without PEFT.
         """
-        plain, targets = regions(model), Targets.of(model, config)
-        layers = _inject(model, peft_config(config, targets.kinds), targets)
-        self._rank, self._layers = config.rank, _computing(model, layers)
-        self._scale = float(next(iter(self._layers.values())).scaling[_NAME])
-        self.base = _moved(plain, model)
+        plain = regions(model)
+        _inject(model, config)
+        self._model, self._rank = model, config.rank
+        self._layers = _computing_layers(model)
+        self._scale = float(self._layers[0].scaling[ADAPTER_NAME])
+        names = plain_names(model)
+        now = {before: name for name, (before, factor) in names.items() if not factor}
+        self.base = tuple(replace(r, parameter=now.get(r.parameter, r.parameter)) for r in plain)
         """The tensors of the model's own checkpoint."""
-        self.weights = tuple(_regions_of_adapter(model))
-        """The tensors of PEFT's file."""
-        self.changes = changes(
-            plain,
-            {
-                parameter: (layer, getattr(layers[layer], "num_experts", 1))
-                for layer, parameter in adapted_parameters(layers.items()).items()
-            },
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if names[n][1]}
+        self.weights = tuple(
+            Region(_saved_name(name), shape, name, whole(shape), tuple(range(len(shape))))
+            for name, shape in shapes.items()
         )
-        """By name, the tensors of the checkpoint that are changed, and what of the adapter changes them."""
-        self._shapes = {region.name: region.shape for region in self.weights}
+        """The tensors of PEFT's file."""
+        self._shapes = {_saved_name(name): shape for name, shape in shapes.items()}
+        layers = {names[name][0]: name.split(".lora_")[0] for name in shapes}
+        self.changes: dict[str, Change] = {}
+        """By name, the tensors of the checkpoint that are changed, and the part of the adapter that changes them."""
+        for before, region in zip(plain, self.base, strict=True):
+            if layer := layers.get(before.parameter):
+                *expert, row, column = region.box.offsets
+                experts = model.get_parameter(region.parameter).shape[0] if expert else 1
+                self.changes[region.name] = Change(layer, row, column, sum(expert), experts)
         if base_dtype is not None:
             for parameter in model.parameters():
                 if not parameter.requires_grad:
                     parameter.data = parameter.data.to(base_dtype)
-        self._model = model
         self._gathering: Transfer | None = None
 
     def cut(self, cuts: Mapping[str, Cut]) -> None:
@@ -96,8 +128,8 @@ class Adapter:
             self._set_scale(self._scale)
 
     def _set_scale(self, scale: float) -> None:
-        for layer in self._layers.values():
-            layer.scaling[_NAME] = scale
+        for layer in self._layers:
+            layer.scaling[ADAPTER_NAME] = scale
 
     def merged(self, layout: Layout) -> Iterator[Shard]:
         """Return this rank's pieces of the checkpoint with W + s B A for W, computed as they are read. Collective.
@@ -105,38 +137,125 @@ class Adapter:
         Holds the rows of B and columns of A that these pieces need.
         """
         base = list(model_shards(self._model, parts=self.base))
-        places = gathered(base, self.changes, self._shapes)
-        have = [by_expert(s, self._rank) for s in model_shards(self._model, parts=self.weights)]
-        want = [shard for each in dict.fromkeys(places.values()) for shard in each.shards]
+        factors = [self._factors_of(piece) for piece in base]
+        have = [_by_expert(s, self._rank) for s in model_shards(self._model, parts=self.weights)]
+        want = [shard for pair in factors for shard in pair]
         if self._gathering is None:
             self._gathering = Transfer(have, want, layout)
         self._gathering.run(have, want)
-        for shard in base:
-            name = shard.spec.name
-            if name in places:
-                yield places[name].merged(self.changes[name], shard, self._scale)
+        for piece, pair in zip(base, factors, strict=True):
+            if pair:
+                a, b = pair[0].tensor, pair[1].tensor[:, :, 0]
+                yield MergedShard(piece.spec, piece.box, piece.tensor, a, b, self._scale)
             else:
-                yield shard
+                yield piece
+
+    def _factors_of(self, piece: Shard) -> tuple[Shard, ...]:
+        """Return memory for the columns of A [E r, in] and rows of B [out, r, E] that change a piece; () for one that stays."""
+        change = self.changes.get(piece.spec.name)
+        if change is None:
+            return ()
+        (row, column), (rows, columns) = piece.box.offsets, piece.box.sizes
+        a, b = (factor_name(change.layer, letter) for letter in "AB")
+        rank, first = self._rank, change.expert * self._rank
+        wanted = (
+            (a, self._shapes[a], Box((first, change.column + column), (rank, columns))),
+            (
+                b,
+                (self._shapes[b][0], rank, change.experts),
+                Box((change.row + row, 0, change.expert), (rows, rank, 1)),
+            ),
+        )
+        return tuple(
+            Shard(
+                TensorSpec(name, shape, torch.float32),
+                box,
+                torch.empty(box.sizes, device=piece.tensor.device),
+            )
+            for name, shape, box in wanted
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """What an adapter adds to a linear layer: s B A x."""
+def _by_expert(factor: Shard, rank: int) -> Shard:
+    """Return a piece of B [out, r E] as [out, r, E], in the same memory; a piece of A unchanged."""
+    if ".lora_A." in factor.spec.name:
+        return factor
+    out, width = factor.spec.shape
+    (row, _), (rows, _) = factor.box.offsets, factor.box.sizes
+    shape = (rank, width // rank)
+    return Shard(
+        TensorSpec(factor.spec.name, (out, *shape), factor.spec.dtype),
+        Box((row, 0, 0), (rows, *shape)),
+        factor.tensor.view(rows, *shape),
+    )
 
-    a: nn.Linear
-    """A, without a bias."""
-    b: nn.Linear
-    """B, without a bias."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MergedShard(Shard):
+    """A piece of W that reads as W + s B A; its own memory holds W."""
+
+    a: Tensor
+    """Its columns of A, fp32."""
+    b: Tensor
+    """Its rows of B, fp32."""
     scale: float
     """s."""
 
+    def part(self, box: Box) -> Tensor:
+        """See `Shard.part`: in memory of its own, computed in fp32 and rounded once."""
+        rows, columns = box.relative_to(self.box).slices
+        base, a, b = self.tensor[rows, columns], self.a[:, columns], self.b[rows]
+        result = torch.empty_like(base)
+        step = max(1, _BLOCK_ELEMENTS // max(1, base.shape[1]))
+        for start in range(0, len(base), step):
+            block = slice(start, start + step)
+            result[block] = torch.addmm(base[block].float(), b[block], a, alpha=self.scale)
+        return result
 
-def linear_parts(layer: Any) -> tuple[nn.Linear, LowRank | None]:
-    """Return a linear layer without its adapter, and the adapter, if any."""
-    if not hasattr(layer, "lora_A"):
-        return layer, None
-    factors = layer.lora_A[_NAME], layer.lora_B[_NAME]
-    return layer.base_layer, LowRank(*factors, layer.scaling[_NAME])
+
+def target_weights(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Return the names of the weights that `config` adapts. Raises `IncompatibleError` where the model lacks some of its targets."""
+    head = model.get_output_embeddings()
+    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    layers = [f"{name}.weight" for name in linear]
+    weights = [*layers, *expert_parameters(model)]
+    require_targets(config.targets, kinds_of(weights))
+    wanted = config.targets or kinds_of(layers)
+    return [name for name in weights if kinds_of([name])[0] in wanted]
+
+
+def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Let PEFT wrap the targets. Raises `IncompatibleError` if it wraps others."""
+    peft, targets = import_peft(), target_weights(model, config)
+    with model.device, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # what is wrong is said below
+        described = peft_config(config, kinds_of(targets))
+        peft.inject_adapter_in_model(described, model, ADAPTER_NAME)
+    if {weight for weight, factor in plain_names(model).values() if factor} != set(targets):
+        raise IncompatibleError(
+            "PEFT takes the names of some linear layers for experts, which are fused in this model",
+            have=", ".join(kinds_of(targets)),
+            want="names of linear layers that no expert has, and of experts' parameters",
+            do="set model.lora.targets=[q_proj, k_proj, v_proj, o_proj], with experts.gate_up_proj and experts.down_proj for the experts",
+        )
+
+
+def _computing_layers(model: PreTrainedModel) -> list[Any]:
+    """Return PEFT's layers that compute, with `AdaptedExperts` in the place of the outermost one that wraps experts."""
+    found: list[Any] = []
+    for name, layer in list(model.named_modules()):
+        if not hasattr(layer, "lora_A") or name.endswith(".base_layer"):
+            continue  # PEFT wraps experts once for each of their parameters
+        if hasattr(layer, "parameter_name"):
+            layer = AdaptedExperts(layer)
+            model.set_submodule(name, layer)
+        found.append(layer)
+    return found
+
+
+def _saved_name(parameter: str) -> str:
+    """Return the name of an adapter's parameter in PEFT's file."""
+    return ADAPTER_PREFIX + parameter.replace(f".{ADAPTER_NAME}.", ".")
 
 
 class FreshAdapter:
@@ -162,104 +281,43 @@ class FreshAdapter:
             shard.tensor.detach().copy_(drawn[shard.box.slices])
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """What of a model is adapted."""
+def adapter_record(
+    model: ModelConfig, hf_config: PretrainedConfig, url: str | None = None
+) -> dict[str, Any]:
+    """Return what a checkpoint's state records of `model.lora`, on the model at `model.path`, which may be a copy of `url`.
 
-    layers: tuple[str, ...]
-    """Names of linear layers."""
-    parameters: tuple[str, ...]
-    """Names of parameters that hold the experts of a layer."""
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, config: LoraConfig) -> Targets:
-        """What `config` names in a model. Raises `IncompatibleError` where the model has not all of it."""
-        head = model.get_output_embeddings()
-        linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
-        experts = list(expert_parameters(model))
-        kinds, fused = layer_kinds(linear), parameter_kinds(experts)
-        require_targets(config.targets, (*kinds, *fused))
-        wanted = config.targets or kinds
-        return cls(
-            tuple(name for name in linear if layer_kinds([name])[0] in wanted),
-            tuple(name for name in experts if parameter_kinds([name])[0] in wanted),
-        )
-
-    @property
-    def kinds(self) -> list[str]:
-        """What PEFT knows them by, each once."""
-        return [*layer_kinds(self.layers), *parameter_kinds(self.parameters)]
+    Raises `IncompatibleError` for layers that the model lacks.
+    """
+    lora, base = model.lora, Path(model.path or "").expanduser().absolute()
+    return {
+        "base": url or str(base),
+        "base_digest": model_digest(base),
+        "rank": lora.rank,
+        "alpha": lora.alpha,
+        "rslora": lora.rslora,
+        "targets": kinds_of(target_weights(build_on_meta(hf_config), lora)),
+    }
 
 
-def peft_config(config: LoraConfig, kinds: Iterable[str]) -> Any:
-    """Return PEFT's description of an adapter of these layers and parameters. Raises `UsageError` without PEFT."""
-    asked = list(kinds)
-    return _peft().LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        use_rslora=config.rslora,
-        target_modules=[kind for kind in asked if not are_parameters(kind)],
-        target_parameters=[kind for kind in asked if are_parameters(kind)] or None,
-        task_type="CAUSAL_LM",
-    )
+def first_adapter(
+    model: ModelConfig, hf_config: PretrainedConfig, record: Mapping[str, Any], seed: int
+) -> ShardSource:
+    """Return the initial values of `model.lora`, checked before any is read.
 
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise UsageError(
-            "LoRA needs a package that is not installed",
-            have=error,
-            want="peft",
-            do=install("lora"),
-        ) from error
-    return peft
-
-
-def _inject(model: PreTrainedModel, config: Any, targets: Targets) -> dict[str, Any]:
-    """Let PEFT wrap the targets, and return its modules by name. Raises `IncompatibleError` if they are for something else."""
-    peft = _peft()
-    with model.device, warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # what is wrong is said below
-        peft.inject_adapter_in_model(config, model, _NAME)
-    kind = peft.tuners.lora.LoraLayer
-    found = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
-    wanted = {f"{name}.weight" for name in targets.layers} | set(targets.parameters)
-    if set(adapted_parameters(found.items()).values()) != wanted:
+    Raises `IncompatibleError` for an adapter of another model or with other tensors, and as `SafetensorsSource.check` does.
+    """
+    if model.lora.path is None:
+        return FreshAdapter(seed)
+    directory = Path(model.lora.path).expanduser()
+    require_same_base(directory, record)
+    source = SafetensorsSource(directory)
+    weights = Adapter(build_on_meta(hf_config), model.lora).weights
+    extra = source.check(TensorSpec(each.name, each.shape, torch.float32) for each in weights)
+    if extra:
         raise IncompatibleError(
-            "PEFT takes the names of some linear layers for experts, which are fused in this model",
-            have=", ".join(targets.kinds),
-            want="names of linear layers that no expert has, and of experts' parameters",
-            do="set model.lora.targets=[q_proj, k_proj, v_proj, o_proj], with experts.gate_up_proj and experts.down_proj for the experts",
+            f"{directory} adapts more than what is trained here",
+            have=few(extra),
+            want=f"A and B of {', '.join(record['targets'])}",
+            do="start from an adapter of linear layers, the output layer not among them",
         )
-    return found
-
-
-def _computing(model: PreTrainedModel, layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of PEFT's layers that compute, by name, with `AdaptedExperts` in the place of what wraps experts."""
-    found = {}
-    for name, layer in layers.items():
-        if not hasattr(layer, "parameter_name"):
-            found[name] = layer
-        elif not name.endswith(_WITHIN):
-            found[name] = AdaptedExperts(layer, _NAME)
-            model.set_submodule(name, found[name])
-    return found
-
-
-def _moved(plain: Iterable[Region], model: PreTrainedModel) -> tuple[Region, ...]:
-    """The regions of a model, whose parameters have new names now that PEFT has wrapped their layers."""
-    adapted = adapted_parameters(model.named_modules())
-    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    plainly = ((name, *plain_parameter(name, adapted)) for name in names)
-    now = {plain_name: name for name, plain_name, factor in plainly if not factor}
-    return tuple(replace(r, parameter=now.get(r.parameter, r.parameter)) for r in plain)
-
-
-def _regions_of_adapter(model: PreTrainedModel) -> Iterator[Region]:
-    for name, parameter in model.named_parameters():
-        if f".{_NAME}." in name:
-            shape = tuple(parameter.shape)
-            saved = PREFIX + name.replace(f".{_NAME}.", ".")
-            yield Region(saved, shape, name, whole(shape), tuple(range(len(shape))))
+    return source

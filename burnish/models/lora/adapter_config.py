@@ -1,4 +1,4 @@
-"""PEFT's adapter_config.json and the names of an adapter's tensors, without torch.
+"""PEFT's adapter_config.json and its names, without torch.
 
 A directory of PEFT's that training starts from gives rank, alpha and layers in place of the configuration. Whatever PEFT can
 do and Burnish does not is refused by its name there.
@@ -6,72 +6,70 @@ do and Burnish does not is refused by its name there.
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from burnish.config.schema import LoraConfig, ModelConfig
-from burnish.errors import IncompatibleError
+from burnish.errors import IncompatibleError, UsageError, install
+from burnish.files.safetensors import ADAPTER_CONFIG, ADAPTER_PREFIX, model_digest
 from burnish.files.strict_json import parse_json
 
-ADAPTER_CONFIG = "adapter_config.json"
-"""Describes the adapter: rank, layers, the model that it belongs to."""
-BASE_PATH = "base_model_name_or_path"
-"""The key in it under which the model's path, or its name on a hub, is."""
-ADAPTER_WEIGHTS = "adapter_model"
-"""Name of the file of its tensors, of which there is one, without suffix."""
-ADAPTER_STATE = "adapter"
-"""The key of a run's state that describes the adapter which the run trains."""
-PREFIX = "base_model.model."
-"""Begins the names of its tensors."""
-
+ADAPTER_NAME = "default"
+"""The name that PEFT gives an adapter without one."""
+_BASE_PATH = "base_model_name_or_path"
+# The key of PEFT's configuration with the model's path, or its name on a hub.
 _EXPERTS = "experts"
 # The module that has the parameters of a layer's experts.
 
+_log = logging.getLogger(__name__)
 
-def adapted_parameters(modules: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """Return PEFT's layers among a model's modules, each with the parameter that it changes, named without PEFT."""
-    return {
-        name: f"{_plain(name)}.{getattr(module, 'parameter_name', 'weight')}"
-        for name, module in modules
+
+def plain_names(model: Any) -> dict[str, tuple[str, str]]:
+    """Return the name of each of a model's parameters without PEFT, and "".
+
+    For the factor A or B of an adapter, return the name of the weight that it changes, and "A" or "B".
+    """
+    weights = {
+        name: f"{name}.{getattr(module, 'parameter_name', 'weight')}"
+        for name, module in model.named_modules()
         if hasattr(module, "lora_A")
     }
-
-
-def plain_parameter(name: str, adapted: Mapping[str, str]) -> tuple[str, str]:
-    """Return a parameter's name without PEFT and "", or the parameter that a factor changes and A or B.
-
-    `adapted` is the model's `adapted_parameters`.
-    """
-    layer, found, rest = name.partition(".lora_")
-    return (adapted[layer], rest[0]) if found else (_plain(name), "")
-
-
-def _plain(name: str) -> str:
-    return name.replace(".base_layer", "")
+    found = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        layer, is_factor, rest = name.partition(".lora_")
+        plain, factor = (weights[layer], rest[0]) if is_factor else (name, "")
+        found[name] = plain.replace(".base_layer", ""), factor
+    return found
 
 
 def factor_name(layer: str, letter: str) -> str:
-    """What the factor A or B of a layer (`model.layers.0.self_attn.q_proj`) is called."""
-    return f"{PREFIX}{layer}.lora_{letter}.weight"
+    """Return the name in PEFT's files of A or B of a layer, such as `model.layers.0.self_attn.q_proj`."""
+    return f"{ADAPTER_PREFIX}{layer}.lora_{letter}.weight"
 
 
-def layer_kinds(layers: Iterable[str]) -> list[str]:
-    """The last parts of the layers' names, each once: what PEFT's `target_modules` knows them by."""
-    return sorted({name.rpartition(".")[2] for name in layers})
+def adapted_weights(names: Iterable[str]) -> dict[str, str]:
+    """Return, from an adapter's tensor names, the weights of linear layers that it changes, each with its layer."""
+    layers = dict.fromkeys(name.removeprefix(ADAPTER_PREFIX).split(".lora_")[0] for name in names)
+    return {f"{layer}.weight": layer for layer in layers}
 
 
-def parameter_kinds(parameters: Iterable[str]) -> list[str]:
-    """The last two parts of the names of experts' parameters, each once, as `experts.down_proj`: for PEFT's `target_parameters`."""
-    return sorted({".".join([_EXPERTS, *name.split(".")][-2:]) for name in parameters})
+def kinds_of(weights: Iterable[str]) -> list[str]:
+    """Return the names by which `model.lora.targets` knows weights: layers (`q_proj`), then parameters of experts (`experts.down_proj`)."""
+    parts = [name.split(".") for name in weights]
+    kinds = {p[-2] if p[-1] == "weight" else ".".join(p[-2:]) for p in parts}
+    return sorted(kinds, key=lambda kind: (are_parameters(kind), kind))
 
 
 def are_parameters(kind: str) -> bool:
-    """Whether something that is adapted is known as one of `parameter_kinds` and not of `layer_kinds`."""
+    """Return whether a target is a parameter of experts (PEFT's `target_parameters`), not a linear layer."""
     return "." in kind
 
 
 def require_targets(asked: Iterable[str], kinds: Sequence[str]) -> None:
-    """Raise `IncompatibleError` if a model with these `kinds` of layers and parameters lacks some of the targets, or has none."""
+    """Raise `IncompatibleError` if a model with these `kinds` of weights lacks some of the targets, or has none."""
     unknown = [target for target in asked if target not in kinds]
     if unknown or not kinds:
         raise IncompatibleError(
@@ -83,16 +81,76 @@ def require_targets(asked: Iterable[str], kinds: Sequence[str]) -> None:
         )
 
 
-def adapted_weights(names: Iterable[str]) -> dict[str, str]:
-    """Return, from an adapter's tensor names, the model's weights that it changes, each with its layer."""
-    layers = dict.fromkeys(name.removeprefix(PREFIX).partition(".lora_")[0] for name in names)
-    return {f"{layer}.weight": layer for layer in layers}
+def import_peft() -> Any:
+    """Import PEFT. Raises `UsageError` if it is not installed."""
+    try:
+        import peft
+    except ImportError as error:
+        raise UsageError(
+            "LoRA needs a package that is not installed",
+            have=error,
+            want="peft",
+            do=install("lora"),
+        ) from error
+    return peft
 
 
-def is_adapter(names: Iterable[str]) -> bool:
-    """Whether tensors with these names, one at least, are an adapter's."""
-    found = list(names)
-    return bool(found) and all(name.startswith(PREFIX) for name in found)
+def peft_config(lora: LoraConfig, kinds: Sequence[str]) -> Any:
+    """Return PEFT's description of an adapter of these kinds of weights. Raises `UsageError` without PEFT."""
+    return import_peft().LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        use_rslora=lora.rslora,
+        target_modules=[kind for kind in kinds if not are_parameters(kind)],
+        target_parameters=[kind for kind in kinds if are_parameters(kind)] or None,
+        task_type="CAUSAL_LM",
+    )
+
+
+def save_adapter_config(record: Mapping[str, Any], directory: Path) -> None:
+    """Write the description of an adapter (`burnish.models.lora.adapter.adapter_record`) as PEFT reads it."""
+    lora = LoraConfig(rank=record["rank"], alpha=record["alpha"], rslora=record["rslora"])
+    values = peft_config(lora, record["targets"]).to_dict()
+    values |= {_BASE_PATH: record["base"], "inference_mode": True}
+    values["target_modules"] = sorted(values["target_modules"])  # a set, which JSON has not
+    directory.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(values, indent=2, sort_keys=True)
+    (directory / ADAPTER_CONFIG).write_text(text + "\n")
+
+
+def require_same_base(directory: Path, record: Mapping[str, Any]) -> None:
+    """Raise `IncompatibleError` if the adapter in `directory` belongs to another model; warn if that cannot be known."""
+    digest = _base_digest(directory)
+    if digest is None:
+        _log.warning(
+            "%s does not say which model it belongs to in a way that can be compared; it is taken to be %s",
+            directory,
+            record["base"],
+        )
+    elif digest != record["base_digest"]:
+        raise IncompatibleError(
+            f"the adapter {directory} belongs to another model",
+            have=f"a model with the digest {digest[:16]}...",
+            want=f"{record['base']}, with {record['base_digest'][:16]}...",
+            do="set model.path to the model that it was trained on",
+        )
+
+
+def _base_digest(directory: Path) -> str | None:
+    """Return the digest of an adapter's model: as its run recorded it, else of the model that its configuration names."""
+    try:
+        # A run's step has state.json beside model/; a file of that name may be of any other program.
+        recorded = json.loads((directory.parent / "state.json").read_bytes())
+        digest = recorded["adapter"]["base_digest"]
+        if isinstance(digest, str):
+            return digest
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    described = directory / ADAPTER_CONFIG
+    base = parse_json(described.read_bytes(), str(described)).get(_BASE_PATH)
+    if not base or not (Path(base).expanduser() / "config.json").is_file():
+        return None
+    return model_digest(Path(base).expanduser())
 
 
 _UNDERSTOOD = {
@@ -108,7 +166,7 @@ _PARAMETERS = "target_parameters"
 
 _WITHOUT_EFFECT = frozenset(
     {
-        *("task_type", "auto_mapping", "peft_version", BASE_PATH, "revision", "inference_mode"),
+        *("task_type", "auto_mapping", "peft_version", _BASE_PATH, "revision", "inference_mode"),
         *("lora_dropout", "megatron_core", "qalora_group_size"),
     }
 )
@@ -138,8 +196,9 @@ def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
         lora = LoraConfig.model_validate(kept | found)
         fused = LoraConfig.model_validate({"targets": values.get(_PARAMETERS) or []}).targets
         # PEFT writes the whole names of layers that were asked for as all-linear.
-        targets = [*layer_kinds(lora.targets), *parameter_kinds(fused)]
-        lora = lora.model_copy(update={"targets": targets})
+        weights = [f"{name}.weight" for name in lora.targets]
+        weights += [f"{_EXPERTS}.{name}" for name in fused]
+        lora = lora.model_copy(update={"targets": kinds_of(weights)})
     except (KeyError, TypeError, ValueError) as error:
         raise IncompatibleError(
             f"{where} describes no adapter that can be trained here",

@@ -8,8 +8,7 @@ files are PEFT's. Left out: experts with biases, without a gate, or laid out [E,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from burnish.distributed.collectives import uncompiled
+from burnish.models.lora.adapter_config import ADAPTER_NAME
 
 _RANK_MULTIPLE = 8
 """Grouped products on CUDA want rows of a multiple of 16 bytes, which are so many elements at least."""
@@ -24,52 +24,22 @@ _PARAMETERS = ("gate_up_proj", "down_proj")
 
 
 def expert_parameters(model: nn.Module) -> Iterator[str]:
-    """Names of the parameters with the experts of a layer that can be adapted."""
+    """Yield the names of the parameters with the experts of a layer that can be adapted."""
     for name, module in model.named_modules():
         held = dict(module.named_parameters(recurse=False))
-        if all(each in held for each in _PARAMETERS) and _is_plain(module):
+        is_plain = (
+            getattr(module, "has_gate", False)
+            and not getattr(module, "has_bias", True)
+            and not getattr(module, "is_transposed", True)
+        )
+        if is_plain and all(each in held for each in _PARAMETERS):
             yield from (f"{name}.{each}" for each in _PARAMETERS)
-
-
-def _is_plain(experts: Any) -> bool:
-    return (
-        getattr(experts, "has_gate", False)
-        and not getattr(experts, "has_bias", True)
-        and not getattr(experts, "is_transposed", True)
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Factors:
-    """What is added to the weights of all experts, as grouped products take it."""
-
-    a: Tensor
-    """[E, in, r']: r' is the rank, rounded up with columns of 0."""
-    b: Tensor
-    """[E, r', out]."""
-
-    @classmethod
-    def of(cls, a: Tensor, b: Tensor, experts: int) -> _Factors:
-        """From PEFT's A [E r, in] and B [out, r E]."""
-        rank = len(a) // experts
-        narrow = a.view(experts, rank, -1).transpose(1, 2)
-        wide = b.view(len(b), rank, experts).permute(2, 1, 0)
-        if rest := -rank % _RANK_MULTIPLE:
-            narrow = functional.pad(narrow, (0, rest))
-            wide = functional.pad(wide, (0, 0, 0, rest))
-        return cls(narrow, wide.contiguous())
-
-    def of_rows(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Return B A x for rows [N, in] sorted by expert; those of expert e end at `ends[e]`."""
-        narrow = functional.grouped_mm(rows, self.a, offs=ends)
-        return functional.grouped_mm(narrow, self.b, offs=ends)
 
 
 class AdaptedExperts(nn.Module):
     """A layer's experts with an adapter, in place of PEFT's outermost ParamWrapper, with its parameters and names."""
 
-    def __init__(self, wrapper: Any, adapter: str) -> None:
-        """`adapter`: PEFT's name of it."""
+    def __init__(self, wrapper: Any) -> None:
         super().__init__()
         self.base_layer = wrapper.base_layer
         self.lora_A = wrapper.lora_A
@@ -78,54 +48,59 @@ class AdaptedExperts(nn.Module):
         """The parameter of the experts that this layer's A and B are for; another may have those of a wrapper within."""
         self.scaling: dict[str, float] = dict(wrapper.scaling)
         """s, by the adapter's name, as PEFT's layers have it; with 0 the adapter is off."""
-        self._adapter = adapter
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the experts' outputs for tokens [T, H], each sent to k experts [T, k] and weighted [T, k]."""
-        scale = self.scaling[self._adapter]
-        if scale == 0.0:
-            result: Tensor = self._experts(hidden_states, top_k_index, top_k_weights)
-            return result
-        return _adapted(
-            self._experts, self._factors(), scale, hidden_states, top_k_index, top_k_weights
-        )
-
-    @property
-    def _experts(self) -> Any:
+        factors: dict[str, tuple[Tensor, Tensor]] = {}
         layer: Any = self
         while hasattr(layer, "base_layer"):
+            a, b = (factor[ADAPTER_NAME].weight for factor in (layer.lora_A, layer.lora_B))
+            factors[layer.parameter_name] = a, b
             layer = layer.base_layer
-        return layer
+        scale, experts = self.scaling[ADAPTER_NAME], layer
+        if scale == 0.0:
+            result: Tensor = experts(hidden_states, top_k_index, top_k_weights)
+            return result
+        return _adapted(experts, factors, scale, hidden_states, top_k_index, top_k_weights)
 
-    def _factors(self) -> dict[str, _Factors]:
-        """By the name of the parameter."""
-        found, layer, count = {}, self, self._experts.num_experts
-        while hasattr(layer, "base_layer"):
-            a, b = (factor[self._adapter].weight for factor in (layer.lora_A, layer.lora_B))
-            found[layer.parameter_name] = _Factors.of(a, b, count)
-            layer = layer.base_layer
-        return found
+
+def _by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Return A [E, in, r'] and B [E, r', out] for grouped products, from PEFT's A [E r, in] and B [out, r E].
+
+    r' is the rank, rounded up with columns of 0.
+    """
+    rank = len(a) // experts
+    narrow = a.view(experts, rank, -1).transpose(1, 2)
+    wide = b.view(len(b), rank, experts).permute(2, 1, 0)
+    if rest := -rank % _RANK_MULTIPLE:
+        narrow = functional.pad(narrow, (0, rest))
+        wide = functional.pad(wide, (0, 0, 0, rest))
+    return narrow, wide.contiguous()
 
 
 @uncompiled
 def _adapted(
     experts: Any,
-    factors: dict[str, _Factors],
+    factors: Mapping[str, tuple[Tensor, Tensor]],
     scale: float,
     hidden: Tensor,
     chosen: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """transformers' grouped experts, with s B A x beside every W x."""
+    """Compute transformers' grouped experts, with s B A x beside every W x."""
     ranked, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(experts.num_experts, device=ranked.device, dtype=ranked.dtype)
+    # Rows are sorted by expert; those of expert e end at ends[e].
     ends = torch.searchsorted(ranked, numbers, right=True, out_int32=True)
 
     def product(rows: Tensor, name: str) -> Tensor:
         result = functional.grouped_mm(rows, getattr(experts, name).transpose(1, 2), offs=ends)
         if name not in factors:
             return result
-        return torch.add(result, factors[name].of_rows(rows, ends), alpha=scale)
+        a, b = _by_expert(*factors[name], experts.num_experts)
+        narrow = functional.grouped_mm(rows, a, offs=ends)
+        added = functional.grouped_mm(narrow, b, offs=ends)
+        return torch.add(result, added, alpha=scale)
 
     inner = experts._apply_gate(product(hidden[order // chosen.shape[1]], "gate_up_proj"))
     outputs = product(inner, "down_proj") * weights.flatten()[order, None]

@@ -25,7 +25,6 @@ from burnish.models.kernels.fused import (
     rotate,
     rotation_of,
 )
-from burnish.models.lora.adapter import linear_parts
 from burnish.models.routing import Routers, Routing
 
 
@@ -176,16 +175,20 @@ class _Block:
 class FusedLinear:
     """Several linear layers that read the same rows, computed as one product, with their adapters."""
 
-    def __init__(self, *layers: nn.Module) -> None:
-        """Turn the layers' weights, biases and A into views of concatenated ones."""
-        plain, adapters = zip(*map(linear_parts, layers), strict=True)
+    def __init__(self, *layers: Any) -> None:
+        """Turn the layers' weights, biases and A into views of concatenated ones. Layers may be PEFT's."""
+        plain: list[nn.Linear] = [getattr(layer, "base_layer", layer) for layer in layers]
         bias = None if plain[0].bias is None else _concatenated(plain, "bias")
         self._linear = PackedLinear(_concatenated(plain, "weight"), bias)
         columns = _ranges([part.out_features for part in plain])
-        own = [(c, adapter) for c, adapter in zip(columns, adapters, strict=True) if adapter]
-        self._a = _concatenated([adapter.a for _, adapter in own], "weight") if own else None
-        ranks = _ranges([adapter.a.out_features for _, adapter in own])
-        self._wide = [(c, r, x.b.weight, x.scale) for (c, x), r in zip(own, ranks, strict=True)]
+        own = [(c, x) for c, x in zip(columns, layers, strict=True) if hasattr(x, "lora_A")]
+        factors: list[nn.Linear] = [layer.lora_A["default"] for _, layer in own]
+        self._a = _concatenated(factors, "weight") if own else None
+        ranks = _ranges([a.out_features for a in factors])
+        self._wide = [
+            (columns, rows, layer.lora_B["default"].weight, float(layer.scaling["default"]))
+            for (columns, layer), rows in zip(own, ranks, strict=True)
+        ]
 
     def refresh(self) -> None:
         """Re-read the layers' own weights; their adapters may change at any time."""

@@ -7,6 +7,7 @@ the weights, the model's own arrive once and later calls bring only A and B. Lef
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -17,9 +18,8 @@ from burnish.boxes.transfer import Transfer
 from burnish.config.schema import LoraConfig
 from burnish.distributed.layout import Layout
 from burnish.models.logprobs import LogitTransform
-from burnish.models.lora.adapter import Adapter
 from burnish.models.meta_init import build_on_meta, materialize, position_limit
-from burnish.models.names import model_shards, regions
+from burnish.models.names import Region, model_shards, regions
 from burnish.models.scorer import logit_transform
 from burnish.rollout.builtin.decoding import Network
 from burnish.rollout.builtin.forward import PackedLinear, forward_of
@@ -44,9 +44,12 @@ class InferenceModel:
         self.max_positions: int | None = min(filter(None, limits), default=None)
         """Most tokens of a sequence; None without a limit."""
         self._model = build_on_meta(hf_config)
-        adapter = None if lora is None else Adapter(self._model, lora)
-        self._fixed = None if adapter is None else adapter.base
-        self._changing = adapter.weights if adapter else regions(self._model)
+        self._fixed: tuple[Region, ...] | None = None
+        if lora is None:
+            self._changing = regions(self._model)
+        else:
+            adapter = import_module("burnish.models.lora.adapter").Adapter(self._model, lora)
+            self._fixed, self._changing = adapter.base, adapter.weights
         self._model.requires_grad_(False).eval()
         for parameter in self._model.parameters():
             parameter.data = parameter.data.to(dtype)

@@ -26,8 +26,8 @@ from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, MissingError
 from burnish.files.storage import LocalStorage
-from burnish.models.lora.adapter import Adapter
-from burnish.models.lora.adapter_checkpoint import AdapterRecord
+from burnish.models.lora.adapter import Adapter, adapter_record
+from burnish.models.lora.adapter_config import save_adapter_config
 from burnish.models.meta_init import build_on_meta
 
 BIG = 1 << 40
@@ -44,13 +44,17 @@ def save_adapter(
     weights = adapter_tensors(family, lora)
     slots = {f"exp_avg/{name}": tensor * 2 for name, tensor in weights.items()}
     model = ModelConfig(path=str(base), lora=lora)
-    record = AdapterRecord.of(model, AutoConfig.from_pretrained(base))
-    tokenizer = char_tokenizer()
+    record = adapter_record(model, AutoConfig.from_pretrained(base))
+
+    def write_assets(directory: Path) -> None:
+        save_adapter_config(record, directory)
+        char_tokenizer().save_pretrained(directory)
+
     contents = contents_of(
         weights,
         slots,
-        state={"step": 1, "adapter": record.as_state()},
-        write_assets=lambda directory: record.save(directory, tokenizer),
+        state={"step": 1, "adapter": record},
+        write_assets=write_assets,
     )
     with Checkpoints(root, Layout()) as checkpoints:
         checkpoints.save(1, contents)
