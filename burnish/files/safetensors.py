@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from burnish.errors import CorruptError, IncompatibleError, MissingError, few
-from burnish.files.strict_json import clipped, each_member, flat_at, parse_json, shortened, text_at
+from burnish.files.strict_json import clipped, parse_json, shortened
 
 MAX_HEADER_BYTES = 16 << 20
 """Longer headers are refused: reading what a stranger has written is a matter of less than a second and 256 MB."""
@@ -34,7 +34,14 @@ DTYPE_BITS: Mapping[str, int] = {
 }  # fmt: skip
 """Bits per element of every dtype the format knows."""
 
-_MAX_ELEMENTS, _MAX_DIMS, _MAX_NOTES = 1 << 63, 16, 1 << 16
+_MAX_ELEMENTS, _MAX_DIMS = 1 << 63, 16
+_MOST_MARKS = {
+    b"{": MAX_TENSORS + 2,
+    b"[": 2 * MAX_TENSORS,
+    b",": (_MAX_DIMS + 4) * MAX_TENSORS,
+    b'"': 12 * MAX_TENSORS,
+}
+# A tensor has one pair of braces, two lists, and ten quotation marks.
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
@@ -160,45 +167,28 @@ def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
 def _parse(
     path: PurePath, data: bytes, start: int
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return tensors and metadata of a header's JSON, read one by one up to the first error."""
-    entries: dict[str, TensorEntry] = {}
-    metadata: dict[str, str] = {}
+    """Return tensors and metadata of a header's JSON.
 
-    def note(key: str, at: int) -> int:
-        if key in metadata:
-            raise ValueError(f"{key!r} twice")
-        metadata[key], at = text_at(text, at)
-        if len(metadata) > _MAX_NOTES:
-            raise _corrupt(path, "has too much metadata", want=f"{_MAX_NOTES} entries at most")
-        return at
-
-    def tensor(name: str, at: int) -> int:
-        if name in entries or (name == _METADATA and metadata):
-            raise _corrupt(path, f"has the key {name!r} twice in its header")
-        what = "has metadata that is not text by name"
-        try:
-            if name == _METADATA:
-                return each_member(text, at, note)
-            what = f"describes tensor {name} wrongly"
-            value, at = flat_at(text, at)
-        except ValueError as error:
-            raise _corrupt(path, what, str(error)) from error
-        entries[name] = _entry(path, name, value, start)
-        if len(entries) > MAX_TENSORS:
-            raise _corrupt(path, "has too many tensors", want=f"{MAX_TENSORS} at most")
-        return at
-
-    try:
-        text = data.decode()
-        if each_member(text, 0, tensor) != len(text):
-            raise ValueError("something follows the object")
-    except (ValueError, RecursionError) as error:
-        raise _corrupt(path, "has a header that cannot be read", str(error)) from error
-    return entries, metadata
+    Hostile JSON may need fifty times its size in memory, so its parts are counted before it is parsed.
+    """
+    for mark, most in _MOST_MARKS.items():
+        if (count := data.count(mark)) > most:
+            have = f"{count} times {mark.decode()}"
+            raise _corrupt(path, "has a header with too many parts", have, f"{most} at most")
+    table = parse_json(data, f"the header of {path}")
+    if not isinstance(table, dict):
+        raise _corrupt(path, "has a header that is no object", table)
+    metadata = table.pop(_METADATA, {})
+    texts = metadata.values() if isinstance(metadata, dict) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise _corrupt(path, "has metadata that is not text by name", metadata)
+    if len(table) > MAX_TENSORS:
+        raise _corrupt(path, "has too many tensors", len(table), f"{MAX_TENSORS} at most")
+    return {name: _entry(path, name, value, start) for name, value in table.items()}, metadata
 
 
-def _entry(path: PurePath, name: str, value: Mapping[str, Any], start: int) -> TensorEntry:
-    if value.keys() != _FIELDS:
+def _entry(path: PurePath, name: str, value: Any, start: int) -> TensorEntry:
+    if not isinstance(value, dict) or value.keys() != _FIELDS:
         raise _corrupt(path, f"describes tensor {name} wrongly", value)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:

@@ -112,7 +112,7 @@ def test_absent_file(tmp_path):
         ({"x": {**ONE, "shape": [-2]}}, b"\0" * 8, "impossible shape"),
         ({"x": {**ONE, "shape": [1 << 62, 4]}}, b"\0" * 8, "impossible shape"),
         ({"x": {**ONE, "shape": [1] * 17}}, b"\0" * 8, "impossible shape"),
-        ({"x": {**ONE, "shape": [1 << 62] * 100_000}}, b"\0" * 8, "x wrongly"),
+        ({"x": {**ONE, "shape": [1 << 62] * 100_000}}, b"\0" * 8, "impossible shape"),
         ({"x": {**ONE, "shape": [True, 2]}}, b"\0" * 8, "impossible shape"),
         ({"x": {**ONE, "shape": 2}}, b"\0" * 8, "impossible shape"),
         ({"x": {**ONE, "data_offsets": [8, 0]}}, b"\0" * 8, "impossible offsets"),
@@ -123,20 +123,20 @@ def test_absent_file(tmp_path):
         ({"x": ONE, "__metadata__": {"a": 1}}, b"\0" * 8, "metadata"),
         (b'{"x": %s, "x": %s}' % ((json.dumps(ONE).encode(),) * 2), b"\0" * 8, "'x' twice"),
         ({"x": ONE, "__metadata__": []}, b"\0" * 8, "metadata"),
-        (b'{"__metadata__": {"a": "", "a": ""}}', b"", "metadata"),
-        (b'{"x": {"dtype": "F32", "dtype": "F32"}}', b"", "x wrongly"),
-        (b'{"x": {"dtype": "F32", "\\u0064type": "F32"}}', b"", "x wrongly"),
-        ({"x": {**ONE, "dtype": "a:b"}}, b"\0" * 8, "x wrongly"),
+        (b'{"__metadata__": {"a": "", "a": ""}}', b"", "'a' twice"),
+        (b'{"x": {"dtype": "F32", "dtype": "F32"}}', b"", "'dtype' twice"),
+        (b'{"x": {"dtype": "F32", "\\u0064type": "F32"}}', b"", "'dtype' twice"),
+        ({"x": {**ONE, "dtype": "a:b"}}, b"\0" * 8, "unknown dtype"),
         (b'{"x": {"shape": "}"}}', b"", "x wrongly"),
-        (b'{"x": {"shape": %s}}' % (b"[" * 2000), b"", "cannot be read"),
-        (b"[]", b"", "cannot be read"),
-        (b"{,}", b"", "cannot be read"),
-        (b"{", b"", "cannot be read"),
-        (b'{"x": %s,}' % json.dumps(ONE).encode(), b"\0" * 8, "cannot be read"),
-        (b'{"x": %s' % json.dumps(ONE).encode(), b"\0" * 8, "cannot be read"),
-        (b'{"x": %s} {}' % json.dumps(ONE).encode(), b"\0" * 8, "cannot be read"),
-        (b'{"\xff": 1}', b"", "cannot be read"),
-        (b"[" * 100_000, b"", "cannot be read"),
+        (b'{"x": {"shape": %s}}' % (b"[" * 2000), b"", "JSON"),
+        (b"[]", b"", "no object"),
+        (b"{,}", b"", "JSON"),
+        (b"{", b"", "JSON"),
+        (b'{"x": %s,}' % json.dumps(ONE).encode(), b"\0" * 8, "JSON"),
+        (b'{"x": %s' % json.dumps(ONE).encode(), b"\0" * 8, "JSON"),
+        (b'{"x": %s} {}' % json.dumps(ONE).encode(), b"\0" * 8, "JSON"),
+        (b'{"\xff": 1}', b"", "JSON"),
+        (b"[" * 100_000, b"", "JSON"),
     ],
 )
 def test_bad_files_are_named(tmp_path, table, data, message):
@@ -171,25 +171,24 @@ def filled(unit, start=b"", size=MAX_HEADER_BYTES):
 
 
 @pytest.mark.parametrize(
-    ("text", "message", "copies"),
+    "text",
     [
-        (filled(b"[],"), "cannot be read", 3),
-        (filled(b"{},", b'{"a":['), "a wrongly", 3),
-        (filled(b"1.5,", b'{"a":{"shape":['), "a wrongly", 3),
-        (filled(b'{"a":'), "a wrongly", 3),
-        (filled(b'"a":{"a":[]},', b"{"), "a wrongly", 3),
-        (b'{"__metadata__":{%s}}' % b",".join(b'"%05x":""' % i for i in range(MIB)), "too much", 6),
+        filled(b"[],"),
+        filled(b"{},", b'{"a":['),
+        filled(b"1.5,", b'{"a":{"shape":['),
+        filled(b'{"a":'),
+        filled(b'"a":{"a":[]},', b"{"),
+        b'{"__metadata__":{%s}}' % b",".join(b'"%05x":""' % i for i in range(MIB)),
     ],
     ids=["lists", "objects", "numbers", "depth", "entry", "metadata"],
 )
-def test_a_hostile_header_takes_as_much_memory_as_an_honest_one(text, message, copies):
-    """A few times its own size at most: the text, and what was believed until the first wrong tensor."""
+def test_a_hostile_header_takes_as_much_memory_as_an_honest_one(text):
     data = struct.pack("<Q", len(text)) + text
     tracemalloc.start()
     try:
-        with pytest.raises(CorruptError, match=message):
+        with pytest.raises(CorruptError, match="hostile"):
             parse_header(PurePath("hostile"), data, 1 << 50)
-        assert tracemalloc.get_traced_memory()[1] < copies * len(text)
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(text)
     finally:
         tracemalloc.stop()
 
