@@ -24,11 +24,11 @@ from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.checkpoint.tools.assets import read_assets
 from burnish.checkpoint.tools.importing import Foreign, mapped_tensors
+from burnish.checkpoint.tools.sandbox import landlock_version
 from burnish.checkpoint.tools.torch_dist import is_torch_dist, shards_of, tensor_names
 from burnish.checkpoint.tools.unpickle import known_part, without_numbers
 from burnish.config.schema import ModelConfig
 from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError, few
-from burnish.files.sandbox import landlock_version
 from burnish.files.strict_json import parse_json
 from burnish.models.loading import read_model_config
 from burnish.models.meta_init import build_on_meta, model_sizes
@@ -41,7 +41,7 @@ import json, sys
 task = json.load(sys.stdin)
 sys.path[:] = task.pop("path")
 from pathlib import Path
-from burnish.files.sandbox import keep_writes_to, limit_files
+from burnish.checkpoint.tools.sandbox import keep_writes_to, limit_files
 if task.pop("sandboxed"):
     keep_writes_to(Path(task["target"]))
 limit_files(task.pop("most_bytes"))

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from burnish.files.sandbox import keep_writes_to, landlock_version
+from burnish.checkpoint.tools.sandbox import keep_writes_to, landlock_version
 
 needs_landlock = pytest.mark.skipif(not landlock_version(), reason="a kernel without Landlock")
 
 PROGRAM = """
 import os, socket, subprocess, sys
 from pathlib import Path
-from burnish.files.sandbox import keep_writes_to, limit_files
+from burnish.checkpoint.tools.sandbox import keep_writes_to, limit_files
 inside, outside = map(Path, sys.argv[1:3])
 keep_writes_to(inside)
 limit_files(1000)
@@ -38,7 +38,7 @@ def tried(tmp_path: Path, code: str) -> str:
         capture_output=True,
         text=True,
         check=True,
-        env={"PYTHONPATH": str(Path(__file__).parents[2])},
+        env={"PYTHONPATH": str(Path(__file__).parents[3])},
     )
     return done.stdout.strip()
 
