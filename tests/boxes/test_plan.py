@@ -157,17 +157,17 @@ def test_what_nobody_holds_is_named_with_its_box():
         [Piece("w", (4, 4), Box((3, 0), (1, 4)), F32)],
     ]
     want = [[Piece("w", (4, 4), whole((4, 4)), F32)], []]
-    with pytest.raises(MissingError, match=r"tensor w[^$]*offsets \[2, 0\], sizes \[1, 4\]"):
+    with pytest.raises(MissingError, match=r"(?s)\bw\b.*\[2, 0\].*\[1, 4\]"):
         plan(tables(have), tables(want))
-    with pytest.raises(MissingError, match="tensor v"):
+    with pytest.raises(MissingError, match=r"\bv\b"):
         plan(tables(have), tables([[Piece("v", (1,), whole((1,)), F32)], []]))
-    with pytest.raises(MissingError, match="tensor w"):
+    with pytest.raises(MissingError, match=r"\bw\b"):
         plan(tables([[], []]), tables(want))
 
 
 def test_shapes_that_differ_are_refused():
     have = [[Piece("w", (4, 4), whole((4, 4)), F32)]]
-    with pytest.raises(IncompatibleError, match=r"tensor w[^$]*\[4, 4\][^$]*\[5, 4\]"):
+    with pytest.raises(IncompatibleError, match=r"(?s)\bw\b.*\[4, 4\].*\[5, 4\]"):
         plan(tables(have), tables([[Piece("w", (5, 4), whole((5, 4)), F32)]]))
 
 

@@ -89,7 +89,7 @@ def test_s3_that_stays_away_leaves_nothing_that_is_listed(s3_server, tmp_path):
     mirror = mirror_at(tmp_path / "run", Remote(f"{url}/run", hasty))
     save(mirror, 1, BIG_SHAPES)
     s3_server.proxy.faults.append(Fault("status", 10_000, method="PUT", contains="manifest.json"))
-    with pytest.raises(BurnishError, match="after several tries"):
+    with pytest.raises(BurnishError):
         sync(mirror)
     steps = mirror.steps()
     assert committed(steps.root, steps) == []
