@@ -43,8 +43,11 @@ Constraint = tuple[str, str, str]
 
 Both are `SETTING`, which holds if the setting (or one of a section) is not its default, or `SETTING=VALUE|VALUE`.
 """
+_NOT_SELECTIVE = "engine.activation_checkpointing=none|full"
+_UNGROUPED = "algorithm.advantage=reinforce_plus_plus|remax|gae|FILE:NAME"
 _OF_ALL: Sequence[Constraint] = (
     ("model.fresh", "model.tokenizer", "a new model comes without one"),
+    ("model.lora", "model.path", "of a new model only the adapter would be saved"),
     ("model.lora", "engine.kind=torch", ""),
     ("optim.kind=muon", "engine.kind=torch", ""),
     ("optim.moments=bf16", "optim.kind=adamw", "muon has no such moments"),
@@ -59,27 +62,14 @@ _OF_ALL: Sequence[Constraint] = (
     ("engine.expert_parallel", "engine.kind=megatron", ""),
     ("engine.expert_tensor_parallel", "engine.kind=megatron", ""),
     ("engine.layers", "engine.kind=megatron", ""),
+    ("engine.layers=transformer_engine", "engine.precision=bf16", "it multiplies fp32 in tf32"),
     ("engine.virtual_stages", "engine.pipeline_parallel", "they are stages of a pipeline"),
-    (
-        "engine.layers=transformer_engine",
-        "engine.precision=bf16",
-        "TransformerEngine multiplies fp32 matrices in tf32",
-    ),
     ("checkpoint.keep_best.metric", "checkpoint.keep_best.mode", ""),
     ("checkpoint.keep_best.mode", "checkpoint.keep_best.metric", ""),
 )
 _OF_ACTIVATIONS: Sequence[Constraint] = (
-    (
-        "engine.activation_offload",
-        "engine.activation_checkpointing=none|full",
-        "what selective checkpointing keeps cannot be moved to the host",
-    ),
-    (
-        "engine.compile",
-        "engine.activation_checkpointing=none|full",
-        "selective checkpointing cannot see the operations of compiled layers, "
-        "and the compiler itself chooses what is cheap to compute again",
-    ),
+    ("engine.activation_offload", _NOT_SELECTIVE, "what selective keeps stays on the device"),
+    ("engine.compile", _NOT_SELECTIVE, "selective cannot see the operations of compiled layers"),
 )
 _OF_TRAINING: Sequence[Constraint] = (
     ("evaluation.every", "data.validation", "there is nothing to validate on"),
@@ -89,29 +79,13 @@ _OF_TRAINING: Sequence[Constraint] = (
     ("optim.min_lr_ratio", "optim.schedule=linear|cosine|wsd", "a constant rate does not decay"),
 )
 _OF_SAMPLING: Sequence[Constraint] = (
-    (
-        "evaluation.temperature=0.0",
-        "evaluation.n=1",
-        "all completions of a prompt would be the same",
-    ),
+    ("evaluation.temperature=0.0", "evaluation.n=1", "all completions would be the same"),
 )
 _OF_RL: Sequence[Constraint] = (
-    (
-        "algorithm.old_logprobs=rollout",
-        "rollout.temperature=1.0",
-        "the generator's log-probs are those of temperature 1",
-    ),
-    (
-        "rollout.n=1",
-        "algorithm.advantage=reinforce_plus_plus|remax|gae|FILE:NAME",
-        "other advantages compare the completions of a prompt, so they would all be 0",
-    ),
-    (
-        "rollout.n=1",
-        "algorithm.dynamic_sampling.enabled=false",
-        "a group of one has no variance",
-    ),
+    ("rollout.n=1", _UNGROUPED, "others compare the completions of a prompt, and would all be 0"),
+    ("rollout.n=1", "algorithm.dynamic_sampling.enabled=false", "one has no variance"),
     ("algorithm.dynamic_sampling.part", "algorithm.dynamic_sampling.enabled=true", ""),
+    ("algorithm.old_logprobs=rollout", "rollout.temperature=1.0", "they are of temperature 1"),
     ("algorithm.dual_clip", "algorithm.policy_loss=ppo|clip_cov|FILE:NAME", ""),
     ("algorithm.sapo_temperature_pos", "algorithm.policy_loss=sapo|FILE:NAME", ""),
     ("algorithm.sapo_temperature_neg", "algorithm.policy_loss=sapo|FILE:NAME", ""),
@@ -122,16 +96,8 @@ _OF_RL: Sequence[Constraint] = (
     ("algorithm.policy_loss=clip_cov|kl_cov", "algorithm.top_entropy=null", "both choose tokens"),
     ("algorithm.kl.target", "algorithm.kl.place=reward", "it adapts the KL term in the reward"),
     ("algorithm.kl.target", "algorithm.kl.coef", "it adapts this coefficient"),
-    (
-        "algorithm.mismatch_cap",
-        "algorithm.old_logprobs=recompute",
-        "else updates are measured against the generator itself, and there is nothing to correct",
-    ),
-    (
-        "algorithm.mismatch_reject",
-        "algorithm.old_logprobs=recompute",
-        "else updates are measured against the generator itself, and there is nothing to correct",
-    ),
+    ("algorithm.mismatch_cap", "algorithm.old_logprobs=recompute", "else nothing is to correct"),
+    ("algorithm.mismatch_reject", "algorithm.old_logprobs=recompute", "else nothing is to correct"),
     ("critic", "algorithm.advantage=gae", "no other has a critic"),
 )
 
@@ -142,32 +108,37 @@ def check(config: RunConfig, command: Command, world: int = 1) -> None:
     problems = [*_of_settings(config), *_of_degrees(config.engine, world)]
     if command == "eval":
         problems += _broken(config, _OF_SAMPLING)
-        if not config.data.validation:
-            problems.append(_nothing("there is nothing to evaluate on", "data.validation"))
     else:
         problems += _of_training(config, config.critic.warmup_steps if command == "rl" else 0)
     if command == "sft":
         problems += _of_sft(config, shares)
     if command == "rl":
         problems += _of_rl(config, shares)
-    if problems:
-        raise together(problems, "this configuration")
+    files = "data.validation" if command == "eval" else "data.train"
+    if not _given(config, files):
+        do = f"set {files}=[FILE]"
+        purpose = "evaluate" if command == "eval" else "train"
+        what = f"there is nothing to {purpose} on"
+        problems.append(UsageError(what, have=f"{files}: []", want="at least one file", do=do))
+    _refuse(problems, "this configuration")
 
 
 def check_settings(config: RunConfig) -> None:
     """Raise `UsageError` for settings that contradict each other, whatever the command and the processes are."""
-    if problems := list(_of_settings(config)):
-        raise together(problems, "this configuration")
+    _refuse(list(_of_settings(config)), "this configuration")
 
 
 def check_layout(config: RunConfig, command: Literal["sft", "rl"], world: int) -> None:
     """Raise `UsageError` if the settings do not divide `world` processes, or a step's work among them."""
-    shares = world // config.engine.sharing
-    problems = [*_of_degrees(config.engine, world), *_broken(config, _OF_ACTIVATIONS)]
     divided = _of_examples if command == "sft" else _of_completions
-    problems += divided(config, shares)
+    problems = [*_of_degrees(config.engine, world), *_broken(config, _OF_ACTIVATIONS)]
+    problems += divided(config, world // config.engine.sharing)
+    _refuse(problems, "this layout")
+
+
+def _refuse(problems: Sequence[BurnishError], subject: str) -> None:
     if problems:
-        raise together(problems, "this layout")
+        raise together(problems, subject)
 
 
 def _broken(config: RunConfig, constraints: Sequence[Constraint]) -> Iterator[BurnishError]:
@@ -226,12 +197,6 @@ def _have(config: RunConfig, *names: str) -> str:
     return ", ".join(f"{name}: {_text(_value(config, name))}" for name in names)
 
 
-def _nothing(what: str, setting: str) -> UsageError:
-    return UsageError(
-        what, have=f"{setting}: []", want="at least one file", do=f"set {setting}=[FILE]"
-    )
-
-
 def _of_settings(config: RunConfig) -> Iterator[BurnishError]:
     yield from _broken(config, _OF_ALL)
     yield from _broken(config, _OF_ACTIVATIONS)
@@ -276,13 +241,6 @@ def _of_model(model: ModelConfig) -> Iterator[BurnishError]:
             have="model.lora.rank: 0",
             want="1 or more",
             do="set model.lora.rank=16, or remove model.lora",
-        )
-    if model.adapter and model.path is None:
-        yield UsageError(
-            "model.lora needs a model that the adapter belongs to",
-            have="a new model, of which only the adapter would be saved",
-            want="model.path",
-            do="set model.path to a model directory, or remove model.lora",
         )
 
 
@@ -371,8 +329,6 @@ def _near(number: int, total: int) -> str:
 
 def _of_training(config: RunConfig, waiting: int) -> Iterator[BurnishError]:
     yield from _broken(config, _OF_TRAINING)
-    if not config.data.train:
-        yield _nothing("there is nothing to train on", "data.train")
     ramps = config.optim.warmup_steps + config.optim.decay_steps
     if config.steps is not None and ramps > config.steps - waiting > 0:
         names = ["optim.warmup_steps", "optim.decay_steps", "steps"]
