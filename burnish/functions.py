@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib
 import importlib.util
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -17,14 +16,12 @@ from typing import Any
 
 import xxhash
 
-from burnish.errors import UsageError, few
+from burnish.errors import UsageError
 
 Registry = Mapping[str, "Callable[..., Any] | str"]
 """Built-ins by name: the function itself, or `module:name` where it is imported on first use."""
 
 _NONE: Registry = MappingProxyType({})
-# A module with one of these may have more names than its source shows.
-_HIDING = {"*", "__getattr__", "globals", "exec", "setattr"}
 
 
 def load_function(name: str, setting: str, builtins: Registry = _NONE) -> Callable[..., Any]:
@@ -51,28 +48,6 @@ def load_function(name: str, setting: str, builtins: Registry = _NONE) -> Callab
             do=did_you_mean(attribute, known) or f"correct {setting}",
         )
     return function  # type: ignore[no-any-return]
-
-
-def require_function(name: str, setting: str, builtins: Registry = _NONE) -> None:
-    """Raise `UsageError` if the source that `name` leads to lacks the function. Runs none of that source.
-
-    Passes where there is no source on this machine: a URL, a compiled module.
-    """
-    target = builtins.get(name, name)
-    if not isinstance(target, str):
-        return
-    _, attribute = _parted(target, name, setting, builtins)
-    file = _source(target, setting)
-    if file is None or not file.is_file():
-        return
-    names = list(dict.fromkeys(_bound_names(_parsed(file, setting))))
-    if attribute not in names and not _HIDING.intersection(names):
-        raise UsageError(
-            f"{setting}: there is no function {name}",
-            have=f"{file} with {few(names) or 'nothing'}",
-            want=f"{attribute} at its top level",
-            do=did_you_mean(attribute, names) or f"correct {setting}",
-        )
 
 
 def fingerprint(name: str, setting: str, builtins: Registry = _NONE) -> str:
@@ -165,34 +140,6 @@ def _broken(name: str, setting: str, error: Exception) -> UsageError:
         want="a module that Python can import",
         do=f"make `python -c 'import ...'` of it work with {sys.executable}",
     )
-
-
-def _parsed(file: Path, setting: str) -> ast.Module:
-    try:
-        return ast.parse(file.read_bytes(), str(file))
-    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
-        line = getattr(error, "lineno", None)
-        raise UsageError(
-            f"{setting}: {file} is not Python",
-            have=f"line {line}: {getattr(error, 'msg', error)}" if line else error,
-            want="a file that Python can import",
-            do="correct the file",
-        ) from error
-
-
-def _bound_names(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a module binds, also in conditions and loops, and those of `_HIDING` that it uses there."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield child.name
-            continue
-        if isinstance(child, (ast.Import, ast.ImportFrom)):
-            yield from (each.asname or each.name.partition(".")[0] for each in child.names)
-        if isinstance(child, ast.Name) and (
-            isinstance(child.ctx, ast.Store) or child.id in _HIDING
-        ):
-            yield child.id
-        yield from _bound_names(child)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str | None:

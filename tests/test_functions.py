@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from burnish.errors import UsageError
-from burnish.functions import fingerprint, load_function, require_function
+from burnish.functions import fingerprint, load_function
 from burnish.rewards import builtin
 from burnish.rewards.signature import BUILTINS
 
@@ -99,55 +98,3 @@ def test_a_fingerprint_is_of_the_content(here: Path) -> None:
     assert fingerprint("math:sqrt", SETTING) == "math:sqrt"
     with pytest.raises(UsageError):
         fingerprint("nowhere_of_test:f", SETTING)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "def f(completions): ...",
-        "async def f(completions): ...",
-        "class f: ...",
-        "f = lambda completions: []",
-        "f: object = print",
-        "from math import sqrt as f",
-        "import math as f",
-        "if True:\n    def f(): ...\nelse:\n    f = None",
-        "try:\n    from fast import f\nexcept ImportError:\n    def f(): ...",
-        "from somewhere import *",
-        "def __getattr__(name): ...",
-        "globals()['f'] = print",
-    ],
-)
-def test_source_that_has_or_may_have_the_function(here: Path, source: str) -> None:
-    (here / "r.py").write_text(source)
-    require_function("r.py:f", SETTING)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "",
-        "def g(): ...",
-        "def g():\n    f = 1\n    def f(): ...",
-        "class G:\n    def f(self): ...",
-        "def f(:",
-        "\0",
-    ],
-)
-def test_source_that_lacks_the_function(here: Path, source: str) -> None:
-    (here / "r.py").write_text(source)
-    with pytest.raises(UsageError):
-        require_function("r.py:f", SETTING)
-
-
-def test_source_is_found_without_importing_it(here: Path) -> None:
-    (here / "outer_of_test").mkdir()
-    (here / "outer_of_test/__init__.py").write_text("raise RuntimeError")
-    (here / "outer_of_test/inner.py").write_text("raise RuntimeError\ndef f(): ...")
-    require_function("outer_of_test.inner:f", SETTING)
-    for name in ("outer_of_test.inner:g", "outer_of_test.other:f"):
-        with pytest.raises(UsageError):
-            require_function(name, SETTING)
-    assert not [name for name in sys.modules if name.startswith("outer_of_test")]
-    for name in [*BUILTINS, "math:sqrt", "s3://bucket/rewards.py:f"]:
-        require_function(name, SETTING, BUILTINS)

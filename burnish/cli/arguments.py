@@ -20,18 +20,18 @@ Burnish post-trains language models: supervised fine-tuning and reinforcement le
   burnish eval  CONFIG|RUN_DIR [key=value ...]    measure on held-out data
   burnish plan  CONFIG [--devices 64xH100-80G]    memory and time, and which layouts fit
   burnish check CONFIG [--processes N]            compare a layout with one plain process
+  burnish config check CONFIG [key=value ...]     whether settings fit together, at once
   burnish config show CONFIG [key=value ...]      every setting, and where its value came from
   burnish config explain [KEY]                    what a setting means
   burnish ckpt  ls|show|verify|diff|export|...    look at checkpoints, check and keep them
 
 CONFIG is a YAML file; key=value overrides one setting, as optim.lr=1e-6 or rollout.n=8.
---dry-run checks settings and inputs and says what a run would do, without loading or writing anything:
+--dry-run does the run's setup without weights and says what the run would do:
 
   burnish rl CONFIG --dry-run
 
-It looks at the columns of data, the headers of weights and the names in the source of reward functions.
-It does not see what lies behind URLs, rows further on, whether weights are those of config.json, how
-data are tokenized, and what reward functions do.
+It reads the tokenizer and the headers of weights, tokenizes the first rows of the data, calls the reward
+functions once and plans memory. It does not see later rows, and of what lies behind URLs only small files.
 
 On several processes: torchrun --nproc-per-node 8 -m burnish rl CONFIG
 --version prints the version. BURNISH_LOG_LEVEL (debug, info, warning, error) sets how much is logged;
@@ -55,7 +55,12 @@ _COMMANDS = {
         "CONFIG key=value --processes",
         "Compare one step at a layout with one plain process, on a small model of the same family.",
     ),
-    "config": ("", "", "Show or explain settings."),
+    "config": ("", "", "Check, show or explain settings."),
+    "config check": (
+        "settings:check_file",
+        "CONFIG key=value",
+        "Check that settings exist and fit together. Reads no inputs.",
+    ),
     "config show": (
         "settings:show",
         "CONFIG key=value",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from burnish.cli.output import bytes_text, count_text, print_text, table
-from burnish.config.constraints import check_settings
+from burnish.config.constraints import check_engine
 from burnish.config.load import load_config
 from burnish.config.schema import ModelConfig, RunConfig
 from burnish.distributed.environment import place_of
@@ -45,7 +45,7 @@ def run_plan(arguments: Namespace) -> None:
     Raises `UsageError` if no layout fits. Settings that do not fit as they are only get a line.
     """
     config = load_config(arguments.config, arguments.overrides).config
-    check_settings(config)
+    check_engine(config)
     devices = devices_of(arguments.devices, arguments.device_memory, arguments.device_tflops)
     if devices is None:
         raise UsageError(

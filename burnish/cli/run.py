@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from burnish.api import prepare, run_command
-from burnish.cli.dry_run import require_contents, summary
 from burnish.cli.output import print_text
 from burnish.cli.plan import devices_of, fit
+from burnish.cli.summary import summary
 from burnish.config.constraints import Command
 from burnish.config.load import load_config
 from burnish.distributed.environment import place_of
@@ -47,14 +47,16 @@ def run(given: Namespace) -> None:
     target = devices_of(devices)
     world = layout.world if target is None else target.count
     said = prepare(config, command, world, run_dir)
-    require_contents(config, command, run_dir)
+    from burnish.train.dry_run import set_up
+
+    set_up(config, command, run_dir)
     if layout.is_main:
         memory = None if command == "eval" else fit(config, command, target)
         paragraphs = (
             f"burnish {command} is ready to run",
             summary(config, command, world, run_dir, memory),
             *(f"note: {notice}" for notice in said),
-            "Nothing was loaded or written. To run it:",
+            "No weights were loaded, and nothing was written to the run's directory. To run it:",
             _started([command, given.config, *given.overrides], world),
         )
         print_text("\n\n".join(paragraphs))

@@ -1,4 +1,4 @@
-"""`burnish config show` and `burnish config explain`: what is set, from where, and what it means."""
+"""`burnish config check`, `show` and `explain`: whether settings fit, where they come from, and what they mean."""
 
 from __future__ import annotations
 
@@ -9,12 +9,27 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from burnish.config.constraints import Command, check, notices
 from burnish.config.document import write_yaml
 from burnish.config.keys import Key, known_keys, plain_name
 from burnish.config.load import DEFAULT, dump_yaml, load_config
 from burnish.config.schema import RunConfig
 from burnish.config.suggestions import suggestion
 from burnish.errors import UsageError
+
+
+def check_file(given: Namespace) -> None:
+    """Check a configuration against the schema and the constraints between settings, for however many processes.
+
+    It is checked for RL if it has rewards, else for SFT. Raises `UsageError` with all problems.
+    """
+    config = load_config(given.config, given.overrides).config
+    command: Command = "rl" if config.reward.given else "sft"
+    check(config, command, world=None)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text(f"the settings of {given.config} fit together for burnish {command}"))
+    for notice in notices(config, command):
+        console.print(Text(f"note: {notice}"))
 
 
 def show(given: Namespace) -> None:

@@ -45,12 +45,9 @@ Both are `SETTING`, which holds if the setting (or one of a section) is not its 
 """
 _NOT_SELECTIVE = "engine.activation_checkpointing=none|full"
 _UNGROUPED = "algorithm.advantage=reinforce_plus_plus|remax|gae|FILE:NAME"
-_OF_ALL: Sequence[Constraint] = (
-    ("model.fresh", "model.tokenizer", "a new model comes without one"),
-    ("model.lora", "model.path", "of a new model only the adapter would be saved"),
+_OF_ENGINE: Sequence[Constraint] = (
     ("model.lora", "engine.kind=torch", ""),
     ("optim.kind=muon", "engine.kind=torch", ""),
-    ("optim.moments=bf16", "optim.kind=adamw", "muon has no such moments"),
     ("engine.replicas", "engine.kind=torch", ""),
     ("engine.reshard_after_forward", "engine.kind=torch", ""),
     ("engine.reduce_each_microbatch", "engine.kind=torch", ""),
@@ -64,6 +61,11 @@ _OF_ALL: Sequence[Constraint] = (
     ("engine.layers", "engine.kind=megatron", ""),
     ("engine.layers=transformer_engine", "engine.precision=bf16", "it multiplies fp32 in tf32"),
     ("engine.virtual_stages", "engine.pipeline_parallel", "they are stages of a pipeline"),
+)
+_OF_ALL: Sequence[Constraint] = (
+    ("model.fresh", "model.tokenizer", "a new model comes without one"),
+    ("model.lora", "model.path", "of a new model only the adapter would be saved"),
+    ("optim.moments=bf16", "optim.kind=adamw", "muon has no such moments"),
     ("checkpoint.keep_best.metric", "checkpoint.keep_best.mode", ""),
     ("checkpoint.keep_best.mode", "checkpoint.keep_best.metric", ""),
 )
@@ -102,10 +104,12 @@ _OF_RL: Sequence[Constraint] = (
 )
 
 
-def check(config: RunConfig, command: Command, world: int = 1) -> None:
-    """Raise `UsageError` with everything that keeps `command` from running on `world` processes."""
-    shares = world // config.engine.sharing
-    problems = [*_of_settings(config), *_of_degrees(config.engine, world)]
+def check(config: RunConfig, command: Command, world: int | None = 1) -> None:
+    """Raise `UsageError` with everything that keeps `command` from running on `world` processes; None: on however many."""
+    shares = 1 if world is None else world // config.engine.sharing
+    problems = list(_of_settings(config))
+    if world is not None:
+        problems += _of_degrees(config.engine, world)
     if command == "eval":
         problems += _broken(config, _OF_SAMPLING)
     else:
@@ -123,9 +127,9 @@ def check(config: RunConfig, command: Command, world: int = 1) -> None:
     _refuse(problems, "this configuration")
 
 
-def check_settings(config: RunConfig) -> None:
-    """Raise `UsageError` for settings that contradict each other, whatever the command and the processes are."""
-    _refuse(list(_of_settings(config)), "this configuration")
+def check_engine(config: RunConfig) -> None:
+    """Raise `UsageError` for settings that this kind of engine does not have."""
+    _refuse(list(_broken(config, _OF_ENGINE)), "this configuration")
 
 
 def check_layout(config: RunConfig, command: Literal["sft", "rl"], world: int) -> None:
@@ -198,8 +202,7 @@ def _have(config: RunConfig, *names: str) -> str:
 
 
 def _of_settings(config: RunConfig) -> Iterator[BurnishError]:
-    yield from _broken(config, _OF_ALL)
-    yield from _broken(config, _OF_ACTIVATIONS)
+    yield from _broken(config, (*_OF_ENGINE, *_OF_ACTIVATIONS, *_OF_ALL))
     yield from _of_model(config.model)
     yield from _of_places(config)
     if config.optim.moments == "bf16" and max(config.optim.betas) > _LARGEST_BETA_IN_BF16:

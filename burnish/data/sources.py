@@ -12,7 +12,7 @@ import glob
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ import datasets
 from datasets.packaged_modules.json.json import JsonConfig
 
 from burnish.data.columns import READERS, Row
-from burnish.data.peek import row_of
 from burnish.errors import MissingError, UsageError
 
 _TEMPORAL = ("timestamp", "date", "time", "duration")
 _PARQUET_ROWS = 1024
 _REASON = 300
+_EXCERPT = 60
 # Newer readers take some column names for logs of coding agents and change the rows.
 _JSON_OPTIONS = {
     name: False for name in JsonConfig.__dataclass_fields__ if name == "parse_agent_traces"
@@ -66,6 +66,12 @@ class Rows:
             dict(zip(columns, values, strict=True))
             for values in zip(*columns.values(), strict=True)
         ]
+
+    def first(self, count: int | None) -> Rows:
+        """Return the first rows; all of them for None."""
+        if count is None or count >= len(self):
+            return self
+        return replace(self, table=self.table.select(range(count)))
 
     @property
     def columns(self) -> list[str]:
@@ -261,7 +267,7 @@ def _broken_line(file: Path) -> UsageError | None:
         for number, line in enumerate(stream, start=1):
             try:
                 if line.strip():
-                    row_of(line, file, number)
+                    _row_of(line, file, number)
             except UsageError as broken:
                 return broken
     return None
@@ -315,4 +321,24 @@ def _json_rows(file: Path) -> Iterator[Mapping[str, Any]]:
         stream.seek(0)
         for number, line in enumerate(stream, start=1):
             if line.strip():
-                yield row_of(line, file, number)
+                yield _row_of(line, file, number)
+
+
+def _row_of(line: bytes, file: Path, number: int) -> dict[str, Any]:
+    """Parse line `number` of a file. Raises `UsageError`, naming both, unless it is a JSON object."""
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+        if isinstance(value, dict):
+            return value
+        problem = f"a JSON {type(value).__name__}"
+    except json.JSONDecodeError as error:
+        problem = f"{error.msg.removesuffix(' at')} at column {error.pos + 1}"
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8 at byte {error.start + 1}"
+    start = line.decode("utf-8", "replace").strip()[:_EXCERPT]
+    raise UsageError(
+        f"{file}, line {number} is broken: {problem}",
+        have=f"a line that starts {start!r}",
+        want="one JSON object on every line",
+        do="correct or remove the line",
+    )

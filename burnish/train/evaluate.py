@@ -165,12 +165,15 @@ def evaluate(config: RunConfig, run_directory: Path | None = None) -> dict[str, 
     A run's model is evaluated in fp32, from `model/` and its residual. With reward functions the held-out data are prompts,
     without them examples. Raises `MissingError` if the run has no committed step.
     """
-    step = None
-    if run_directory is not None:
-        step = _newest_step(run_directory)
-        config = config.model_copy(update={"model": _model_of(step, config.model)})
+    config, step = (config, None) if run_directory is None else evaluated(config, run_directory)
     local = with_local_inputs(config, trains=False)
     return launch(lambda layout, device: _evaluate(local, step, layout, device), config.distributed)
+
+
+def evaluated(config: RunConfig, run_directory: Path) -> tuple[RunConfig, Committed]:
+    """Return the configuration with the model of a run's newest committed step, and that step."""
+    step = _newest_step(run_directory)
+    return config.model_copy(update={"model": _model_of(step, config.model)}), step
 
 
 def _evaluate(

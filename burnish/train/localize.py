@@ -7,13 +7,13 @@ same copies.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from burnish.config.schema import CriticConfig, ModelConfig, RewardConfig, RunConfig
+from burnish.config.schema import ModelConfig, RewardModelConfig, RunConfig
 from burnish.data.columns import is_data
 from burnish.distributed.environment import place_of
 from burnish.errors import MissingError
@@ -26,50 +26,61 @@ Watch = Callable[[str, float], AbstractContextManager[Any]]
 """Shows a copy's name and megabytes while the block runs."""
 
 _COPY = "burnish.files.cache:local_files"  # only runs with URLs load it
-_MODEL_SUFFIXES = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja", ".py"})
+_WEIGHTS = ".safetensors"
+_MODEL_SUFFIXES = frozenset({".json", _WEIGHTS, ".model", ".txt", ".jinja", ".py"})
 
 
-def with_local_inputs(config: RunConfig, *, trains: bool = True) -> RunConfig:
+def with_local_inputs(
+    config: RunConfig, *, trains: bool = True, only_small: bool = False
+) -> RunConfig:
     """Return the configuration with paths instead of URLs, and with rank and layers of the adapter that it starts from.
 
-    Training data and a critic are copied only if it `trains`. Raises `MissingError` for missing files, and `BurnishError` if
-    copying fails.
+    Training data and a critic are copied only if it `trains`. With `only_small` data, critic and reward models keep their URLs, and
+    a model behind a URL becomes a new one with the same config.json and tokenizer. Raises `MissingError` for missing files, and
+    `BurnishError` if copying fails.
     """
-    progress = Progress(config.tracking.progress and place_of(os.environ).layout.is_main)
-    watch: Watch = progress.phase
-    data = {"validation": _data(config.data.validation, watch)}
-    if trains:
-        data["train"] = _data(config.data.train, watch)
-    return config.model_copy(
-        update={
-            "model": _model(config.model, watch),
-            "critic": _critic(config.critic, watch) if trains else config.critic,
-            "data": config.data.model_copy(update=data),
-            "reward": _reward(config.reward, watch),
-        }
-    )
+    watch: Watch = Progress(config.tracking.progress and place_of(os.environ).layout.is_main).phase
+    values = config.model_dump()
+    model = values["model"]
+    if only_small and _is_url(model["path"]):
+        folder = local_directory(model["path"], watch, weights=False)
+        model |= {"path": None, "fresh": str(folder / "config.json"), "lora": {}}
+        model["tokenizer"] = model["tokenizer"] or str(folder)
+    for section, setting in ((model, "path"), (model, "tokenizer"), (model["lora"], "path")):
+        if _is_url(section.get(setting)):
+            section[setting] = str(local_directory(section[setting], watch))
+    for setting in ("chat_template", "fresh"):
+        if _is_url(model[setting]):
+            model[setting] = str(_file(model[setting], watch))
+    for each in values["reward"]["functions"]:
+        file, colon, name = each["function"].rpartition(":")
+        if file.endswith(".py") and is_url(file):
+            each["function"] = f"{_file(file, watch)}{colon}{name}"
+    if not only_small:
+        _copy_large(values, watch, trains=trains)
+    local = RunConfig.model_validate(values)
+    return local.model_copy(update={"model": _with_adapter(local.model)})
 
 
-def local_directory(url: str, watch: Watch | None = None) -> Path:
-    """Copy a Hugging Face directory, its own code included. Raises `MissingError` if it has no files."""
-    return _copies(url, _is_of_model, watch)[0].parent
+def _copy_large(values: Mapping[str, Any], watch: Watch, *, trains: bool) -> None:
+    data, critic = values["data"], values["critic"]
+    for judge in values["reward"]["models"]:
+        if is_url(judge["path"]):  # the copy's directory has another name
+            judge["name"] = RewardModelConfig(**judge).part_name
+            judge["path"] = str(local_directory(judge["path"], watch))
+    for setting in ("train", "validation") if trains else ("validation",):
+        entries, data[setting] = data[setting], []
+        for entry in entries:
+            data[setting] += map(str, _copies(entry, is_data, watch)) if is_url(entry) else [entry]
+    if trains and _is_url(critic["path"]):
+        critic["path"] = str(local_directory(critic["path"], watch))
 
 
-def _model(model: ModelConfig, watch: Watch) -> ModelConfig:
-    local: dict[str, Any] = {}
-    for field, copy in (
-        ("path", local_directory),
-        ("tokenizer", local_directory),
-        ("chat_template", _file),
-        ("fresh", _file),
-    ):
-        value = getattr(model, field)
-        if isinstance(value, str) and is_url(value):
-            local[field] = str(copy(value, watch))
-    lora = model.lora
-    if lora.path is not None and is_url(lora.path):
-        local["lora"] = lora.model_copy(update={"path": str(local_directory(lora.path, watch))})
-    model = model.model_copy(update=local)
+def _is_url(value: object) -> bool:
+    return isinstance(value, str) and is_url(value)
+
+
+def _with_adapter(model: ModelConfig) -> ModelConfig:
     if model.lora.path is None:
         return model
     described = Path(model.lora.path).expanduser() / ADAPTER_CONFIG
@@ -85,37 +96,10 @@ def _model(model: ModelConfig, watch: Watch) -> ModelConfig:
     return found
 
 
-def _critic(critic: CriticConfig, watch: Watch) -> CriticConfig:
-    if critic.path is None or not is_url(critic.path):
-        return critic
-    return critic.model_copy(update={"path": str(local_directory(critic.path, watch))})
-
-
-def _data(entries: Sequence[str], watch: Watch) -> list[str]:
-    paths: list[str] = []
-    for entry in entries:
-        if not is_url(entry):
-            paths.append(entry)
-        else:
-            paths += map(str, _copies(entry, is_data, watch))
-    return paths
-
-
-def _reward(reward: RewardConfig, watch: Watch) -> RewardConfig:
-    functions = []
-    for each in reward.functions:
-        file, colon, name = each.function.rpartition(":")
-        if file.endswith(".py") and is_url(file):
-            local = f"{_file(file, watch)}{colon}{name}"
-            each = each.model_copy(update={"function": local})
-        functions.append(each)
-    models = []
-    for judge in reward.models:
-        if is_url(judge.path):  # a copy's directory is not called after what it is a copy of alone
-            local = str(local_directory(judge.path, watch))
-            judge = judge.model_copy(update={"path": local, "name": judge.part_name})
-        models.append(judge)
-    return reward.model_copy(update={"functions": functions, "models": models})
+def local_directory(url: str, watch: Watch | None = None, *, weights: bool = True) -> Path:
+    """Copy a Hugging Face directory, its own code included. Raises `MissingError` if it has no files."""
+    suffixes = _MODEL_SUFFIXES if weights else _MODEL_SUFFIXES - {_WEIGHTS}
+    return _copies(url, lambda name: PurePosixPath(name).suffix in suffixes, watch)[0].parent
 
 
 def _file(url: str, watch: Watch) -> Path:
@@ -126,7 +110,3 @@ def _copies(url: str, wanted: Callable[[str], bool], watch: Watch | None) -> lis
     """Copy the file at a URL, or the wanted files of a directory there."""
     found: list[Path] = load_function(_COPY, url)(url, wanted, watch)
     return found
-
-
-def _is_of_model(name: str) -> bool:
-    return PurePosixPath(name).suffix in _MODEL_SUFFIXES

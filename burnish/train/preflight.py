@@ -1,6 +1,6 @@
 """Check that inputs exist and that the run's directory may be used, before torch is loaded.
 
-URLs are listed and not copied. A dry run also looks into the files (`burnish.cli.dry_run`).
+URLs are listed and not copied. A dry run also looks into the files (`burnish.train.dry_run`).
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from itertools import groupby
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from burnish.boxes.shards import ShardSource
 from burnish.config.schema import ModelConfig, RewardModelConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.chat import ChatEncoder, shared_beginning
@@ -82,23 +83,27 @@ def load_judge(
     names = config.reward.part_names[len(config.reward.functions) :]
     models, beside = [], policy
     for settings, name in zip(config.reward.models, names, strict=True):
-        source = ModelConfig(path=settings.path)
-        hf_config = read_model_config(source)
-        _require_one_label(hf_config, settings)
-        tokenizer = load_tokenizer(settings.path)
-        require_embeddings(hf_config, tokenizer)
+        hf_config, tokenizer, weights = read_judge(settings, config.seed)
         engine = make_engine(
             hf_config, config.engine, None, layout=layout, device=device, beside=beside
         )
         beside = beside or engine
-        engine.load(weights_source(source, hf_config, config.seed), Part.WEIGHTS)
+        engine.load(weights, Part.WEIGHTS)
         positions = getattr(hf_config, "max_position_embeddings", None) or sys.maxsize
         encoder, flops = ChatEncoder(tokenizer), count_flops(hf_config)
         models.append(RewardModel(name, settings.weight, engine, encoder, flops, positions))
     return partial(_judged, models, config.microbatch_tokens, config.reward.on_error)
 
 
-def _require_one_label(hf_config: PretrainedConfig, settings: RewardModelConfig) -> None:
+def read_judge(
+    settings: RewardModelConfig, seed: int
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, ShardSource]:
+    """Return a reward model's configuration, tokenizer and weights, of which only headers are read.
+
+    Raises `IncompatibleError` for a model that is no classifier with one label.
+    """
+    model = ModelConfig(path=settings.path)
+    hf_config = read_model_config(model)
     if not has_value_head(hf_config) or hf_config.num_labels != 1:
         raise IncompatibleError(
             f"{settings.path} gives no reward",
@@ -106,6 +111,9 @@ def _require_one_label(hf_config: PretrainedConfig, settings: RewardModelConfig)
             want="a sequence or token classification model with one label",
             do="set reward.models to models that were trained as reward models",
         )
+    tokenizer = load_tokenizer(settings.path)
+    require_embeddings(hf_config, tokenizer)
+    return hf_config, tokenizer, weights_source(model, hf_config, seed)
 
 
 def _judged(

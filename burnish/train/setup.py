@@ -182,19 +182,26 @@ def _require_stop_tokens(token_ids: Sequence[int], hf_config: PretrainedConfig) 
         )
 
 
-def prompt_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -> PromptDataset:
-    """Read the prompts in `paths` that leave room for a completion; `setting` names them in errors."""
+def prompt_dataset(
+    foundation: Foundation, paths: Sequence[str], setting: str, first: int | None = None
+) -> PromptDataset:
+    """Read the prompts in `paths`, or in their `first` rows, that leave room for a completion.
+
+    `setting` names them in errors.
+    """
     config = foundation.config
     positions = getattr(foundation.hf_config, "max_position_embeddings", None)
     limits = config.prompt_limits(positions)
-    rows = load_rows(paths, setting)
+    rows = load_rows(paths, setting).first(first)
     return PromptDataset(rows, foundation.tokenizer, config.data, limits=limits)
 
 
-def example_dataset(foundation: Foundation, paths: Sequence[str], setting: str) -> ExampleDataset:
-    """The SFT examples in `paths`; `setting` names them in errors."""
+def example_dataset(
+    foundation: Foundation, paths: Sequence[str], setting: str, first: int | None = None
+) -> ExampleDataset:
+    """Read the SFT examples in `paths`, or in their `first` rows. `setting` names them in errors."""
     data, budget = foundation.config.data, foundation.config.microbatch_tokens
-    rows = load_rows(paths, setting)
+    rows = load_rows(paths, setting).first(first)
     return ExampleDataset(rows, foundation.tokenizer, data, min(data.max_length or budget, budget))
 
 

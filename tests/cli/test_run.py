@@ -8,27 +8,33 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tiny import save_tiny
+from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
 
 import burnish.train
 from burnish.cli.main import main
 from burnish.config.load import dump_yaml, load_config
 from burnish.errors import UsageError, install
 from burnish.files.remote import Remote
-from burnish.files.safetensors import build_header
 from burnish.train.preflight import committed_steps
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's directory."""
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    save_tiny(directory, vocab_size=len(char_tokenizer()), max_position_embeddings=1024)
+    save_char_tokenizer(directory)
+    return directory
+
+
 @pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a model, data and a configuration, which is the current one."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny/config.json").write_text("{}")
-    (tmp_path / "tiny/tokenizer.json").write_text('{"model": {}}')
-    header, _ = build_header([("weight", "F32", (1,))], {})
-    (tmp_path / "tiny/model.safetensors").write_bytes(header + bytes(4))
+    shutil.copytree(tiny, tmp_path / "tiny")
     row = '{"prompt": "1+1", "answer": "2", "completion": "2"}\n'
     (tmp_path / "train.jsonl").write_text(row)
     (tmp_path / "c.yaml").write_text(
@@ -74,9 +80,10 @@ def test_a_dry_run_says_how_as_many_processes_are_started(
 def test_a_dry_run_sees_a_completion_that_is_as_long_as_the_model(
     work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (work / "tiny/config.json").write_text('{"max_position_embeddings": 32}')
+    config = json.loads((work / "tiny/config.json").read_text())
+    (work / "tiny/config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
     argv = ["rl", "c.yaml", "--dry-run", "batch.tokens_per_device=64"]
-    assert main([*argv, "rollout.max_response_length=31"]) == 0
+    assert main([*argv, "rollout.max_response_length=28"]) == 0
     assert main([*argv, "rollout.max_response_length=32"]) == 2
     assert "have: 32 of the model's max_position_embeddings: 32" in capsys.readouterr().err
 
@@ -137,10 +144,11 @@ def test_a_reward_that_needs_its_package(
     assert install("math") in capsys.readouterr().err
 
 
-def test_a_dry_run_loads_no_torch(work: Path) -> None:
+def test_checking_settings_loads_no_torch(work: Path) -> None:
     program = (
         "import sys; from burnish.cli.main import main\n"
-        "assert main(['rl', 'c.yaml', '--dry-run']) == 0\n"
+        "assert main(['config', 'check', 'c.yaml', 'engine.tensor_parallel=2']) == 0\n"
+        "assert main(['config', 'check', 'c.yaml', 'batch.minibatches=3']) == 2\n"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
@@ -191,13 +199,16 @@ def test_inputs_missing_behind_urls_exit_with_5(
         assert fact in written
 
 
-def test_inputs_behind_urls_are_counted_and_not_copied(
+def test_of_inputs_behind_urls_only_small_files_are_copied(
     work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("BURNISH_CACHE", str(work / "cache"))
     remote = Remote("memory://there")
-    for name in ("model/config.json", "data/a.jsonl", "data/b.jsonl", "data/c.txt", "r.py"):
+    for path in (work / "tiny").iterdir():
+        remote.put_file(f"model/{path.name}", path)
+    for name in ("data/a.jsonl", "data/b.jsonl", "data/c.txt"):
         remote.put(name, b"12345")
+    remote.put("r.py", b"def f(completions, **columns):\n    return [0.0]\n")
     argv = [
         "model.path=memory://there/model/", "data.train=[memory://there/data]",
         "reward.functions=[{function: 'memory://there/r.py:f'}]",
@@ -206,7 +217,9 @@ def test_inputs_behind_urls_are_counted_and_not_copied(
     text = capsys.readouterr().out
     assert "memory://there/data (2 files, 10 B)" in text
     assert "memory://there/model" in text
-    assert not (work / "cache").exists()
+    copied = {path.name for path in (work / "cache").rglob("*") if path.is_file()}
+    assert {"config.json", "tokenizer.json", "r.py"} <= copied
+    assert not [name for name in copied if name.endswith((".safetensors", ".jsonl"))]
 
 
 def test_credentials_in_a_url_are_refused_and_not_shown(
@@ -233,13 +246,13 @@ def test_a_reward_module_in_the_working_directory(
 
 
 def test_inputs_that_are_there(work: Path) -> None:
-    (work / "fresh.json").write_text("{}")
-    (work / "r.py").write_text("def f(completions): return []\n")
+    shutil.copy(work / "tiny/config.json", work / "fresh.json")
+    (work / "r.py").write_text("def f(completions): return [0.0] * len(completions)\n")
     (work / "data").mkdir()
     shutil.copy(work / "train.jsonl", work / "data/a.jsonl")
     argv = [
         "model.path=null", "model.fresh=fresh.json", "model.tokenizer=tiny", "data.train=[data]",
-        "reward.functions=[{function: 'r.py:f'}, {function: 'math:sqrt'}]",
+        "reward.functions=[{function: 'r.py:f'}]",
     ]  # fmt: skip
     assert main(["rl", "c.yaml", *argv, "--dry-run"]) == 0
 
@@ -294,8 +307,11 @@ def test_a_begun_run_is_continued_or_refused(
     assert "step-00000100" in capsys.readouterr().err
 
 
-def test_evaluating_a_runs_directory(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = begin_run(work, "model.path=gone")
+def test_evaluating_a_runs_directory(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = begin_run(work)
+    monkeypatch.setattr("burnish.train.dry_run.evaluated", lambda config, run: (config, None))
     assert main(["eval", str(directory), "evaluation.n=2", "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert f"newest checkpoint of {directory}" in text

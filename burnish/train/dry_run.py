@@ -1,0 +1,133 @@
+"""A dry run: the setup of a run without weights, on the first rows of its data, in this process alone.
+
+It calls what the run calls, so it refuses what the run would refuse. Left out: later rows; data, critics, reward models and the
+headers of weights behind URLs; what only several processes find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from burnish.algorithms.advantages import load_advantage
+from burnish.algorithms.policy_loss import load_policy_loss
+from burnish.config.constraints import Command
+from burnish.config.schema import RewardConfig, RunConfig
+from burnish.data.tasks import ExampleDataset, PromptDataset
+from burnish.errors import BurnishError, UsageError, together
+from burnish.files.urls import is_url
+from burnish.functions import load_function
+from burnish.records import Completion, Rollout
+from burnish.rewards.pool import RewardPool
+from burnish.train.critic import critic_foundation
+from burnish.train.evaluate import evaluated
+from burnish.train.localize import with_local_inputs
+from burnish.train.reward_models import read_judge
+from burnish.train.setup import Foundation, example_dataset, lay_foundation, prompt_dataset
+
+_ROWS = 512
+"""Rows of each data set that are tokenized."""
+
+Dataset = TypeVar("Dataset", ExampleDataset, PromptDataset)
+
+
+def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> None:
+    """Set `command` up without weights. Raises what the run would raise, several errors as one.
+
+    With `run_dir` the model is that of the run's newest step.
+    """
+    errors: list[BurnishError] = []
+    if run_dir is not None:
+        config, _ = evaluated(config, run_dir)
+    trains = command != "eval"
+    local = with_local_inputs(config, trains=trains, only_small=True)
+    with ExitStack() as stack:
+        pool = None
+        if command != "sft" and config.reward.given:
+            with _noting(errors):
+                pool = stack.enter_context(RewardPool(_with_one_worker(local.reward)))
+        if command == "rl":
+            with _noting(errors):
+                if config.algorithm.advantage != "gae":  # whose advantages come from the critic
+                    load_advantage(config.algorithm.advantage)
+            with _noting(errors):
+                load_policy_loss(config.algorithm)
+        for tracker in config.tracking.trackers if trains else ():
+            with _noting(errors):
+                load_function(tracker, "tracking.trackers")
+        for judge in config.reward.models if command != "sft" else ():
+            with _noting(errors):
+                if not is_url(judge.path):
+                    read_judge(judge, config.seed)
+        with _noting(errors):
+            foundation = lay_foundation(local, config)
+            if command == "rl" and config.algorithm.advantage == "gae":
+                with _noting(errors):
+                    if config.critic.path is None or not is_url(config.critic.path):
+                        critic_foundation(foundation)
+            prompts = command == "rl" or (command == "eval" and config.reward.given)
+            for name in ("train", "validation") if trains else ("validation",):
+                with _noting(errors):
+                    _read_data(foundation, name, pool, prompts=prompts)
+    if errors:
+        raise together(errors, "the setup of this run")
+
+
+@contextmanager
+def _noting(errors: list[BurnishError]) -> Iterator[None]:
+    try:
+        yield
+    except BurnishError as error:
+        errors.append(error)
+
+
+def _with_one_worker(reward: RewardConfig) -> RewardConfig:
+    return reward.model_copy(update={"workers": 1})
+
+
+def _read_data(
+    foundation: Foundation, name: str, pool: RewardPool | None, *, prompts: bool
+) -> None:
+    """Read the columns and first rows of a data set, and score a made-up completion of its first prompt."""
+    setting = f"data.{name}"
+    entries = getattr(foundation.config.data, name)
+    paths = [entry for entry in entries if not is_url(entry)]
+    if not paths:
+        return
+    if not prompts:
+        _first_rows(example_dataset, foundation, paths, setting)
+        return
+    dataset = _first_rows(prompt_dataset, foundation, paths, setting)
+    if pool is not None:
+        pool.check_columns(dataset.rows.columns, setting)
+        _require_reward(pool, dataset, setting)
+
+
+def _first_rows(
+    make: Callable[..., Dataset], foundation: Foundation, paths: Sequence[str], setting: str
+) -> Dataset:
+    """Return a data set of the first rows; of all rows if none of the first can be used."""
+    try:
+        return make(foundation, paths, setting, first=_ROWS)
+    except UsageError:
+        return make(foundation, paths, setting)
+
+
+def _require_reward(pool: RewardPool, dataset: PromptDataset, setting: str) -> None:
+    """Raise `UsageError` if the reward functions fail for the first prompt, with its ground truth as completion."""
+    prompt = dataset[0]
+    text = prompt.answer if isinstance(prompt.answer, str) else ""
+    no_ids, no_numbers = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
+    completion = Completion(no_ids, no_numbers, no_numbers, "stop", weights_version=0)
+    (rollout,) = pool.score([Rollout(prompt, 0, completion, text)])
+    if rollout.reward_error is not None:
+        raise UsageError(
+            f"the reward fails for {dataset.rows.where(prompt.index)} of {setting}",
+            have=rollout.reward_error,
+            want="a number for each completion",
+            do=f"correct the function in reward.functions; the completion was {text!r}",
+        )
