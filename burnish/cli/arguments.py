@@ -31,7 +31,7 @@ CONFIG is a YAML file; key=value overrides one setting, as optim.lr=1e-6 or roll
   burnish rl CONFIG --dry-run
 
 It reads the tokenizer and the headers of weights, tokenizes the first rows of the data, calls the reward
-functions once and plans memory. It does not see later rows, and of what lies behind URLs only small files.
+functions once and plans memory. It does not see later rows, and only small files behind URLs.
 
 On several processes: torchrun --nproc-per-node 8 -m burnish rl CONFIG
 --version prints the version. BURNISH_LOG_LEVEL (debug, info, warning, error) sets how much is logged;
