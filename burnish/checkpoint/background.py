@@ -135,7 +135,6 @@ class Job:
     """One step to commit."""
 
     step: int
-    """Its number."""
     contents: Contents
     """What `stage` returned."""
     number: int
@@ -213,7 +212,6 @@ class Finished:
     """How a save in the background went."""
 
     step: int
-    """Its number."""
     error: BurnishError | None
     """None when it is committed."""
     warning: BurnishError | None = None

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from burnish.boxes.box import Box
-from burnish.boxes.pieces import Described, Pieces, PieceTable, TensorIndex, gather_pieces
+from burnish.boxes.pieces import Described, Pieces, PieceTable, TensorIndex
 from burnish.boxes.plan import Cover
 from burnish.boxes.rounds import Group, schedule
 from burnish.boxes.table import BoxTable, Ints, flat_ranges, intersections, strides
 from burnish.boxes.tensor_reader import TORCH_DTYPES, dtype_name
 from burnish.checkpoint.disks import Disks
 from burnish.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
-from burnish.distributed.collectives import same_on_all_ranks
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.safetensors import (
@@ -103,14 +102,7 @@ class Stored:
     name: str
     """Canonical name of the weight it is, or is a slot of."""
     dtype: str
-    """The format's name of its dtype."""
     shape: tuple[int, ...]
-    """Global shape."""
-
-    @property
-    def key(self) -> str:
-        """Names it among all tensors of the step."""
-        return f"{self.tensor_set}/{self.name}"
 
     @property
     def size(self) -> int:
@@ -120,30 +112,23 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A safetensors file that is about to be written, or was."""
+    """A safetensors file: its first bytes, its tensors in the order of their bytes, and its size with the header."""
 
     path: str
     """Below the step, with forward slashes."""
     tensor_set: str
-    """The set its tensors belong to."""
     header: bytes
-    """Its first bytes."""
     entries: tuple[TensorEntry, ...]
-    """Its tensors, in the order of their bytes."""
     size: int
-    """Its bytes, header included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes of a file: a block, or several that follow each other and have one writer."""
+    """Bytes of a file, by its index: a block, or several that follow each other and have one writer."""
 
     file: int
-    """Index among the planned files."""
     start: int
-    """First byte in the file."""
     stop: int
-    """One past the last."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -267,7 +252,6 @@ class Parts:
     """Boxes of tensors, each contiguous in one span, by span and position."""
 
     tensors: TensorIndex
-    """What the numbers of tensors and dtypes mean."""
     pieces: Pieces
     """The boxes; `index` is the row and `rank` is 0."""
     span: Ints
@@ -361,7 +345,7 @@ def owners_by_disk(
 def groups_of(owner: Ints, size: Ints, travels: Bools, group_bytes: int) -> tuple[Ints, Ints]:
     """Divide each owner's spans into groups; return each span's group, and its index there.
 
-    A span begins within `group_bytes` of its group's first byte. SpanTable that get bytes from other ranks (`travels`) come first, so
+    A span begins within `group_bytes` of its group's first byte. Spans that get bytes from other ranks (`travels`) come first, so
     ranks wait for each other in few groups.
     """
     order = np.lexsort((~travels, owner))
@@ -377,16 +361,13 @@ def groups_of(owner: Ints, size: Ints, travels: Bools, group_bytes: int) -> tupl
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WritePlan:
-    """A step's files, which blocks this rank writes, and where their elements come from."""
+    """A step's tensor files, the blocks that this rank writes, and where their elements come from."""
 
     files: Sequence[PlannedFile]
-    """All of the step's tensor files."""
     indices: Mapping[str, bytes]
     """The index files that belong to them, by path."""
     block_bytes: int
-    """The size of their blocks."""
     disks: Sequence[int]
-    """The disk that each file goes to."""
     share: Sequence[Sequence[Span]]
     """The spans that this rank writes, by group: put together at one time."""
     places: dict[int, PartPlace]
@@ -394,7 +375,6 @@ class WritePlan:
     moves: Sequence[Group]
     """The moves for each group of all ranks."""
     digest: str
-    """The same on all ranks."""
 
     @classmethod
     def of(
@@ -458,9 +438,8 @@ class WritePlan:
 def _stored(have: Iterable[PieceTable], roles: Iterable[str]) -> list[Stored]:
     """Every tensor that any rank has a piece of, once."""
     found: dict[str, Stored] = {}
-    seen: set[tuple[Described, ...]] = set()
-    for table in have:
-        for key, shape, dtype in () if table.tensors in seen else table.tensors:
+    for tensors in dict.fromkeys(table.tensors for table in have):
+        for key, shape, dtype in tensors:
             tensor_set, name = key_parts(key, roles)
             stored = Stored(tensor_set, name, dtype_name(dtype, name), shape)
             if found.setdefault(key, stored) != stored:
@@ -470,38 +449,7 @@ def _stored(have: Iterable[PieceTable], roles: Iterable[str]) -> list[Stored]:
                     want=f"{stored.dtype} {list(shape)}",
                     do="start all ranks with one configuration and one model",
                 )
-        seen.add(table.tensors)
     return list(found.values())
-
-
-class SavePlanner:
-    """Plans the saves of a layout's ranks, to one disk unless others are named. It keeps the last plan."""
-
-    def __init__(self, layout: Layout, disks: Disks | None = None) -> None:
-        self.layout = layout
-        """This process among those that save together."""
-        self.disks = disks or Disks.one(layout.world)
-        """Where they write to."""
-        self._pieces = ""
-        self._plan: WritePlan | None = None
-
-    def digest(self, pieces: PieceTable) -> str:
-        """Of the plan that was made for such pieces of this rank; "" for none."""
-        if self._plan is None or pieces.digest() != self._pieces:
-            return ""
-        return self._plan.digest
-
-    def plan(self, pieces: PieceTable, roles: Iterable[str], known: Sequence[str]) -> WritePlan:
-        """Return the plan for every rank's pieces, by storage key. Collective.
-
-        If `known` has the same `digest` for all ranks, that plan is taken. Raises as `WritePlan.of` does.
-        """
-        if self._plan is None or set(known) != {self._plan.digest}:
-            have = gather_pieces(pieces, self.layout)
-            plan = WritePlan.of(have, roles, self.layout, self.disks)
-            same_on_all_ranks(plan.digest, "the plan of the save", self.layout)
-            self._pieces, self._plan = pieces.digest(), plan
-        return self._plan
 
 
 _CHUNK = 1 << 16  # elements that a processor's cache holds between two operations

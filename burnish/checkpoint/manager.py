@@ -14,8 +14,7 @@ from pathlib import Path, PurePath
 from typing import Protocol, Self
 
 from burnish.checkpoint.background import BackgroundSaver, Finished
-from burnish.checkpoint.disks import find_disks
-from burnish.checkpoint.layout import SavePlanner
+from burnish.checkpoint.disks import Disks, find_disks
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents, Saver
@@ -58,13 +57,12 @@ class Resumed:
     """What a run continues from."""
 
     step: Committed
-    """The step that was loaded."""
     skipped: tuple[str, ...]
     """Why newer steps were not: one text each, newest first."""
 
 
-class Side(Protocol):
-    """A place where steps may lie."""
+class Destination(Protocol):
+    """A copy of the run behind a URL, on this rank. A run that sets one loads `burnish.checkpoint.destinations` by name."""
 
     @property
     def root(self) -> PurePath:
@@ -76,20 +74,6 @@ class Side(Protocol):
 
     sharing: str
     """What to do where a rank does not see what rank 0 does."""
-
-    def paths(self) -> Mapping[int, PurePath]:
-        """The steps, as they are at this moment."""
-
-    def set_aside(self, path: PurePath, error: CorruptError) -> str:
-        """Take a step out of sight, for people to look into; says where it is."""
-
-    def aside(self) -> list[str]:
-        """What was set aside, now or earlier."""
-
-
-class Destination(Side, Protocol):
-    """A copy of the run behind a URL, on this rank. A run that sets one loads `burnish.checkpoint.destinations` by name."""
-
     url: str
     """Of the copy of the run's directory."""
 
@@ -107,7 +91,16 @@ class Destination(Side, Protocol):
     ) -> BurnishError | None:
         """Copy once more and wait for it; return why the copy lacks something. Shows parts of 1. Collective."""
 
-    def meet(self, here: Side, *, leads: bool) -> None:
+    def paths(self) -> Mapping[int, PurePath]:
+        """The steps, as they are at this moment."""
+
+    def set_aside(self, path: PurePath, error: CorruptError) -> str:
+        """Take a step out of sight, for people to look into; says where it is."""
+
+    def aside(self) -> list[str]:
+        """What was set aside, now or earlier."""
+
+    def meet(self, here: OnDisk, *, leads: bool) -> None:
         """Before resuming on several disks: refuse steps that only one disk has, and clear what no disk committed. Collective."""
 
     def require_own(
@@ -123,6 +116,33 @@ class Destination(Side, Protocol):
 
     def close(self) -> None:
         """Stop copying, whatever is under way."""
+
+
+class OnDisk:
+    """The steps of a run's `checkpoints/`, with the members that `Destination` has of a mirror's."""
+
+    sharing = "set output_dir to a directory that all ranks share"
+
+    def __init__(self, root: Path, storage: LocalStorage) -> None:
+        self.root = root
+        self.source = storage
+
+    def paths(self) -> Mapping[int, PurePath]:
+        """See `Destination`: what has a step's name."""
+        return step_paths(self.root, self.source)
+
+    def set_aside(self, path: PurePath, error: CorruptError) -> str:
+        """Move a step into `quarantine/`, for people to look into; return its place."""
+        return str(move_aside(self.source, Path(path), self.root / QUARANTINE))
+
+    def aside(self) -> list[str]:
+        """See `Destination`: the content of `quarantine/`."""
+        quarantine = self.root / QUARANTINE
+        return [str(quarantine / entry.name) for entry in self.source.entries(quarantine)]
+
+
+Side = OnDisk | Destination
+"""A place where steps may lie."""
 
 
 class Checkpoints:
@@ -148,8 +168,8 @@ class Checkpoints:
         self._layout = layout
         self._storage = storage or LocalStorage()
         self._retention = retention or Retention()
-        planner = SavePlanner(layout)
-        self._saver = Saver(root, planner, self._storage, self._retention, reserve_bytes)
+        disks = Disks.one(layout.world)
+        self._saver = Saver(root, layout, disks, self._storage, self._retention, reserve_bytes)
         self._background_timeout = background_timeout
         self._background: BackgroundSaver | None = None
         self._mirror: Destination | None = None
@@ -168,7 +188,7 @@ class Checkpoints:
             disks = find_disks(
                 lease, token, lambda: self._take(lease), layout, may_differ=may_differ
             )
-            self._saver = replace(self._saver, planner=SavePlanner(layout, disks))
+            self._saver = replace(self._saver, disks=disks)
             with agree(layout), naming_failures(f"{self._root} cannot be used"):
                 if self._background_timeout is not None:
                     held = (self._lease.fileno(),) if self._lease is not None else ()
@@ -303,30 +323,6 @@ class Checkpoints:
 def _log_left(error: BurnishError | None) -> None:
     if error is not None:
         _log.error("%s", error)
-
-
-class OnDisk:
-    """The steps of a run's `checkpoints/`."""
-
-    sharing = "set output_dir to a directory that all ranks share"
-    """What to do where a rank does not see what rank 0 does."""
-
-    def __init__(self, root: Path, storage: LocalStorage) -> None:
-        self.root = root
-        self.source = storage
-
-    def paths(self) -> Mapping[int, PurePath]:
-        """What has a step's name at this moment."""
-        return step_paths(self.root, self.source)
-
-    def set_aside(self, path: PurePath, error: CorruptError) -> str:
-        """Move a step into `quarantine/`, for people to look into; return its place."""
-        return str(move_aside(self.source, Path(path), self.root / QUARANTINE))
-
-    def aside(self) -> list[str]:
-        """What was set aside, now or earlier."""
-        quarantine = self.root / QUARANTINE
-        return [str(quarantine / entry.name) for entry in self.source.entries(quarantine)]
 
 
 def _newest(sides: Sequence[Side], layout: Layout) -> tuple[int, PurePath] | None:

@@ -62,7 +62,6 @@ class FileRecord:
     """One file of a step."""
 
     size: int
-    """Bytes."""
     block_bytes: int
     """Size of its blocks; the last one is shorter."""
     blocks: tuple[str, ...]
@@ -112,13 +111,9 @@ class Commit:
     """The seal: with it, the step is whole."""
 
     version: str
-    """Of the Burnish that wrote it."""
     uuid: str
-    """The manifest's."""
     step: int
-    """The manifest's."""
     manifest_sha256: str
-    """Of the manifest's bytes."""
     total_bytes: int
     """Of all files in the manifest."""
     healthy: bool
@@ -150,7 +145,13 @@ def record_of(data: bytes, block_bytes: int = BLOCK_BYTES) -> FileRecord:
 
 def parse_commit(data: bytes, what: str) -> Commit:
     """Read COMMIT. Raises `CorruptError` for any changed byte, `IncompatibleError` for another format."""
-    value = _sealed(data, what)
+    value = parse_json(data, what)
+    try:
+        is_ours = isinstance(value, dict) and encode_json(value) == data
+    except RecursionError:  # nested as deeply as can just be read
+        is_ours = False
+    if not is_ours:
+        raise _unlike_ours(data, 0, what)
     digest = value.pop("sha256", None)
     if digest != sha256(encode_json(value)):
         raise CorruptError(f"{what} does not have the digest that it names", do=ANOTHER_STEP)
@@ -211,7 +212,9 @@ def _read_files(data: bytes, what: str) -> tuple[dict[str, FileRecord], int]:
             want = f"a path after {shortened(last)}, and {MAX_FILES} at most"
             raise _unlike_ours(data, at, what, want)
         record = FileRecord(int(size), int(block_bytes), _hashes(lines))
-        if not _is_sound(record):
+        count = -(-record.size // max(record.block_bytes, 1))
+        is_size = 4096 <= record.block_bytes <= MAX_BLOCK_BYTES and record.block_bytes % 8 == 0
+        if not is_size or len(record.blocks) != count:
             raise CorruptError(
                 f"{what} describes {clipped(path)} wrongly",
                 have=f"{record.size} bytes in {len(record.blocks)} blocks of {record.block_bytes}",
@@ -258,25 +261,6 @@ def _check_path(path: str, what: str) -> None:
         )
 
 
-def _is_sound(record: FileRecord) -> bool:
-    block = record.block_bytes
-    if not 4096 <= block <= MAX_BLOCK_BYTES or block % 8:
-        return False
-    return len(record.blocks) == -(-record.size // block)
-
-
-def _sealed(data: bytes, what: str) -> dict[str, Any]:
-    """A JSON object that is written exactly as we write it."""
-    value = parse_json(data, what)
-    try:
-        ours = isinstance(value, dict) and encode_json(value) == data
-    except RecursionError:  # nested as deeply as can just be read
-        ours = False
-    if not ours:
-        raise _unlike_ours(data, 0, what)
-    return dict(value)
-
-
 def _other_format(what: str, found: str) -> IncompatibleError:
     return IncompatibleError(
         f"{what} is of a format that this version does not read",
@@ -288,17 +272,14 @@ def _other_format(what: str, found: str) -> IncompatibleError:
 
 def _check_types(value: dict[str, Any], what: str) -> None:
     """Raise unless these are the fields of a `Commit`."""
-    names = {"str": str, "int": int, "bool": bool}
-    wanted = {name: names[text] for name, text in Commit.__annotations__.items()}
+    kinds = {"str": str, "int": int, "bool": bool}
+    wanted = {name: kinds[text] for name, text in Commit.__annotations__.items()}
     for name in sorted(wanted.keys() | value.keys()):
-        if name not in wanted or type(value.get(name)) is not wanted[name]:
+        found, kind = value.get(name), wanted.get(name)
+        if type(found) is not kind or (isinstance(found, int) and found < 0):
             raise CorruptError(
                 f"{what} has a wrong field {clipped(name)}",
-                have=shortened(value.get(name)),
-                want=wanted[name].__name__ if name in wanted else "no such field",
+                have=shortened(found),
+                want=f"{kind.__name__}, 0 or more if a number" if kind else "no such field",
                 do=ANOTHER_STEP,
             )
-    if value["step"] < 0:
-        raise CorruptError(
-            f"{what} has a wrong field step", have=value["step"], want="0 or more", do=ANOTHER_STEP
-        )

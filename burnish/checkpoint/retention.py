@@ -96,7 +96,6 @@ class Facts:
     """What retention knows of a committed step."""
 
     step: int
-    """Its number."""
     healthy: bool = True
     """Whether losses and weights were finite."""
     measured: Mapping[str, Any] = field(default_factory=dict)
@@ -140,7 +139,6 @@ class Retention:
     keep_every: int = 0
     """Keep the healthy steps that this divides; 0: none."""
     keep_best: KeepBestConfig = field(default_factory=KeepBestConfig)
-    """Keep the best by a metric."""
     mirror: str | None = None
     """URL of the mirror that has to have a step before it may go from here."""
 
@@ -177,10 +175,9 @@ class Retention:
         """Return the steps below `root` that could go, were they on the mirror. For messages: pins are not read."""
         if self.mirror is None:
             return []
-        outlived = self._awaited(root, storage).intersection(
-            self.outlived(self.facts(root, storage))
-        )
-        return sorted({*portion_paths(root, storage).values(), *outlived})
+        outlived = set(self.outlived(self.facts(root, storage)))
+        waiting = outlived & self._awaited(root, storage)
+        return sorted({*portion_paths(root, storage).values(), *waiting})
 
     def apply(self, root: Path, storage: LocalStorage) -> list[int]:
         """Remove outlived steps below `root` and return them.
@@ -230,18 +227,14 @@ class Retention:
         except (CorruptError, IncompatibleError) as error:
             _log.warning("left alone, for it cannot be read: %s", error)
             return None
-        state = _state(path, storage) if self.keep_best.metric else {}
+        state: Mapping[str, Any] = {}
+        if self.keep_best.metric:
+            try:
+                state = open_step(path, storage).state
+            except (CorruptError, IncompatibleError) as error:
+                _log.warning("counts as not measured: %s", error)
         both = (_mapping(state.get(name)) for name in (MEASURED, MEASURED_LATER))
         return Facts(commit.step, commit.healthy, *both)
-
-
-def _state(path: PurePath, storage: Source) -> Mapping[str, Any]:
-    """What state.json of the step at `path` holds; nothing where it is damaged."""
-    try:
-        return open_step(path, storage).state
-    except (CorruptError, IncompatibleError) as error:
-        _log.warning("counts as not measured: %s", error)
-        return {}
 
 
 def read_mirrored(root: Path, url: str, storage: LocalStorage) -> dict[int, str]:

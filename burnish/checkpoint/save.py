@@ -21,11 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from burnish import __version__
-from burnish.boxes.pieces import PieceTable
+from burnish.boxes.pieces import PieceTable, gather_pieces
 from burnish.boxes.plan import Move
 from burnish.boxes.rounds import Group
 from burnish.boxes.shards import Piece, Shard
@@ -35,7 +34,6 @@ from burnish.checkpoint.layout import (
     MODEL,
     RESIDUAL,
     PlannedFile,
-    SavePlanner,
     Span,
     WritePlan,
     prefix_of,
@@ -52,6 +50,7 @@ from burnish.checkpoint.manifest import (
     Commit,
     FileRecord,
     Manifest,
+    block_hash,
     record_of,
     sha256,
 )
@@ -65,7 +64,7 @@ from burnish.checkpoint.steps import (
     portion_paths,
     step_name,
 )
-from burnish.distributed.collectives import agree, from_main, gather_objects
+from burnish.distributed.collectives import agree, from_main, gather_objects, same_on_all_ranks
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, few
@@ -78,7 +77,7 @@ from burnish.files.durable import (
     write_new,
 )
 from burnish.files.lease import Token
-from burnish.files.storage import Closing, LocalFile, LocalStorage
+from burnish.files.storage import LocalFile, LocalStorage
 from burnish.files.strict_json import encode_json
 
 BlockHashes = dict[tuple[int, int], str]
@@ -86,8 +85,6 @@ BlockHashes = dict[tuple[int, int], str]
 
 _SYNC_BYTES = 32 << 20
 # The disk is asked to begin whenever so much has been written.
-_DIRECT_BYTES = 64 << 10
-# Smaller pieces are copied into the buffer: a system call costs more.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,18 +166,20 @@ class Assets:
             path.write_bytes(data)
 
 
+def _copy(elements: Tensor, into: Tensor) -> None:
+    into.copy_(elements)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredShard:
     """A shard as it will be stored."""
 
     shard: Shard
-    """Where its elements are."""
     key: str
     """Names the stored tensor among all of the step."""
     dtype: torch.dtype
-    """Its dtype on disk."""
-    convert: Callable[[Tensor, Tensor], None] | None = None
-    """Writes elements (first) as they are stored (second); None when they are stored as they are."""
+    convert: Callable[[Tensor, Tensor], None] = _copy
+    """Writes elements (first) as they are stored (second)."""
 
     @property
     def piece(self) -> Piece:
@@ -189,7 +188,7 @@ class StoredShard:
 
 
 class BlockWriter:
-    """Writes this rank's blocks of a plan's files, from the shards that it was planned for.
+    """Writes this rank's blocks of a plan's files once, from the shards that it was planned for.
 
     Blocks are put together in `arena`; messages between ranks meet on `device`.
     """
@@ -203,11 +202,13 @@ class BlockWriter:
         arena: Arena,
     ) -> None:
         self.plan = plan
-        """What is written."""
         self._shards = shards
         self._layout = layout
         self._arena = arena
         self._exchange = Exchange(layout, device, arena)
+        self._files: dict[int, LocalFile] = {}
+        self._unsynced: dict[int, int] = {}
+        self._syncs: list[Future[None]] = []
 
     def write(self, directory: Path, storage: LocalStorage, what: str) -> BlockHashes:
         """Write and sync all blocks, and return the hashes of this rank's. Collective, errors included.
@@ -219,161 +220,77 @@ class BlockWriter:
         begun: list[Future[BlockHashes]] = []
         hashes: BlockHashes = {}
         with ExitStack() as opened:
-            files: dict[int, LocalFile] = {}
             with agree(self._layout), naming_failures(what):
                 memory = [self._arena.take(size) for _ in range(2)]
                 for index in sorted({span.file for share in plan.share for span in share}):
                     path = directory / plan.files[index].path
-                    files[index] = opened.enter_context(storage.open(path, write=True))
-            disk = opened.enter_context(_Disk(files, plan.block_bytes))
+                    self._files[index] = opened.enter_context(storage.open(path, write=True))
+            writing = opened.enter_context(ThreadPoolExecutor(1, "burnish-write"))
+            syncing = opened.enter_context(ThreadPoolExecutor(1, "burnish-sync"))
             for number, moves in enumerate(plan.moves):
                 wait(begun[: max(0, number - 1)])  # errors are raised below, on all ranks
                 spans = self._filled(plan.share[number], moves, memory[number % 2])
-                begun.append(disk.write(spans))
+                begun.append(writing.submit(self._write_spans, spans, syncing))
             with agree(self._layout), naming_failures(what):
                 for written in begun:
                     hashes |= written.result()
-                disk.sync()
+                for sync in self._syncs:
+                    sync.result()
+                for index, count in self._unsynced.items():
+                    if count:
+                        self._files[index].sync()
+        return hashes
+
+    def _write_spans(
+        self, spans: list[tuple[Span, Tensor]], syncing: ThreadPoolExecutor
+    ) -> BlockHashes:
+        """Hash and write spans; have the disk begin where enough was written."""
+        hashes: BlockHashes = {}
+        for span, memory in spans:
+            file, data = self._files[span.file], memoryview(memory.numpy().data)
+            for start in range(0, len(data), self.plan.block_bytes):
+                number = (span.start + start) // self.plan.block_bytes
+                hashes[span.file, number] = block_hash(data[start : start + self.plan.block_bytes])
+            file.pwrite(data, span.start)
+            unsynced = self._unsynced.get(span.file, 0) + len(data)
+            if unsynced >= _SYNC_BYTES:
+                unsynced = 0
+                self._syncs.append(syncing.submit(file.sync))
+            self._unsynced[span.file] = unsynced
         return hashes
 
     def _filled(
         self, share: Sequence[Span], moves: Group, memory: Tensor
-    ) -> list[tuple[Span, SpanMemory]]:
+    ) -> list[tuple[Span, Tensor]]:
         """Put a few spans together. Collective."""
-        places, spans, start = self.plan.places, list[SpanMemory](), 0
+        spans, start = list[Tensor](), 0
         for span in share:
-            spans.append(SpanMemory(memory[start : start + span.stop - span.start]))
+            spans.append(memory[start : start + span.stop - span.start])
             start += _room(span)
             header = self.plan.files[span.file].header[span.start : span.stop]
-            there = spans[-1].part(0, (len(header),), torch.uint8)
-            there.numpy()[:] = np.frombuffer(header, np.uint8)
+            spans[-1][: len(header)].numpy()[:] = np.frombuffer(header, np.uint8)
+
+        def read(move: Move, into: Tensor) -> None:
+            stored = self._shards[move.have]
+            stored.convert(stored.shard.part(move.box), into)
 
         def into(move: Move) -> Tensor:
-            place = places[move.want]
-            part = spans[place.slot].part(place.start, place.box.sizes, move.dtype)
+            place = self.plan.places[move.want]
+            stop = place.start + place.box.elements * move.dtype.itemsize
+            part = spans[place.slot][place.start : stop].view(move.dtype).view(place.box.sizes)
             return part[move.box.relative_to(place.box).slices]
 
         with torch.no_grad():
             for move in moves.own:
-                place, stored = places[move.want], self._shards[move.have]
-                elements = stored.shard.part(move.box)
-                if stored.convert is None and move.box == place.box and _is_plain(elements):
-                    spans[place.slot].put(place.start, elements)
-                else:
-                    (stored.convert or _copy)(elements, into(move))
+                read(move, into(move))
             for wave in moves.waves:
-                self._exchange.run(wave, self._read, lambda move, got: into(move).copy_(got))
+                self._exchange.run(wave, read, lambda move, got: into(move).copy_(got))
         return list(zip(share, spans, strict=True))
-
-    def _read(self, move: Move, into: Tensor) -> None:
-        stored = self._shards[move.have]
-        (stored.convert or _copy)(stored.shard.part(move.box), into)
-
-
-def _copy(elements: Tensor, into: Tensor) -> None:
-    into.copy_(elements)
-
-
-class _Disk(Closing):
-    """Two threads: one hashes and writes spans in order, one syncs what was written."""
-
-    def __init__(self, files: dict[int, LocalFile], block_bytes: int) -> None:
-        self._files, self._block_bytes = files, block_bytes
-        self._writing = ThreadPoolExecutor(1, "burnish-write")
-        self._syncing = ThreadPoolExecutor(1, "burnish-sync")
-        self._unsynced = dict.fromkeys(files, 0)
-        self._syncs: list[Future[None]] = []
-
-    def write(self, spans: list[tuple[Span, SpanMemory]]) -> Future[BlockHashes]:
-        """Begin to write spans; return the hashes of their blocks, in time."""
-        return self._writing.submit(self._write, spans)
-
-    def sync(self) -> None:
-        """Return when all that was written survives a power loss. Nothing may be being written."""
-        for begun in self._syncs:
-            begun.result()
-        for index, file in self._files.items():
-            if self._unsynced[index]:
-                file.sync()
-
-    def _write(self, spans: list[tuple[Span, SpanMemory]]) -> BlockHashes:
-        hashes: BlockHashes = {}
-        for span, memory in spans:
-            file, at = self._files[span.file], span.start
-            for number, digest in enumerate(hashes_of(memory.pieces(), self._block_bytes)):
-                hashes[span.file, span.start // self._block_bytes + number] = digest
-            for data in memory.pieces():
-                file.pwrite(data, at)
-                at += len(data)
-            self._unsynced[span.file] += at - span.start
-            if self._unsynced[span.file] >= _SYNC_BYTES:
-                self._unsynced[span.file] = 0
-                self._syncs.append(self._syncing.submit(file.sync))
-        return hashes
-
-    def close(self) -> None:
-        """Wait for what has begun; drop the rest."""
-        self._writing.shutdown(cancel_futures=True)
-        self._syncing.shutdown(cancel_futures=True)
-
-
-class SpanMemory:
-    """A span in memory: part of a buffer, in which tensors elsewhere may stand for their bytes."""
-
-    def __init__(self, buffer: Tensor) -> None:
-        self._buffer = buffer
-        self._direct: list[tuple[int, Tensor]] = []
-
-    def part(self, start: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The buffer's bytes from `start` on as a tensor."""
-        count = torch.Size(sizes).numel() * dtype.itemsize
-        return self._buffer[start : start + count].view(dtype).view(sizes)
-
-    def put(self, start: int, tensor: Tensor) -> None:
-        """Have the elements of a contiguous tensor at `start`, where they lie."""
-        self._direct.append((start, tensor))
-
-    def pieces(self) -> Iterator[memoryview]:
-        """Yield the bytes from the first to the last."""
-        at = 0
-        for start, tensor in sorted(self._direct, key=lambda each: each[0]):
-            if start > at:
-                yield _as_bytes(self._buffer[at:start])
-            yield _as_bytes(tensor)
-            at = start + tensor.nbytes
-        if at < self._buffer.numel():
-            yield _as_bytes(self._buffer[at:])
 
 
 def _room(span: Span) -> int:
     """Return the bytes of memory of a span, a multiple of 64."""
     return -(-(span.stop - span.start) // 64) * 64
-
-
-def hashes_of(pieces: Iterable[memoryview], block_bytes: int) -> Iterator[str]:
-    """Yield the hash of each block of the bytes that follow each other in `pieces`."""
-    digest, left = xxhash.xxh3_128(), block_bytes
-    for piece in pieces:
-        data = piece
-        while data:
-            digest.update(some := data[:left])
-            data, left = data[len(some) :], left - len(some)
-            if not left:
-                yield digest.hexdigest()
-                digest, left = xxhash.xxh3_128(), block_bytes
-    if left < block_bytes:
-        yield digest.hexdigest()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether elements lie in host memory as in a file, and are worth a system call."""
-    on_cpu = tensor.device.type == "cpu"
-    return on_cpu and tensor.is_contiguous() and tensor.nbytes >= _DIRECT_BYTES
-
-
-def _as_bytes(tensor: Tensor) -> memoryview:
-    """A contiguous tensor's memory."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,32 +314,25 @@ class _Told:
     plan: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Saver:
-    """Where steps are saved, by whom, and which of them stay."""
+    """Where steps are saved, by whom, and which of them stay. It keeps the plan from save to save."""
 
     root: Path
     """The run's `checkpoints/`."""
-    planner: SavePlanner = field(compare=False, repr=False)
-    """Who writes what, and where to; it keeps the plan from save to save, in each process that has this."""
+    layout: Layout
+    """This process among those that save together."""
+    disks: Disks
+    """Where these write to."""
     storage: LocalStorage
-    """The disk."""
     retention: Retention | None = None
     """Which steps stay; None: all."""
     reserve_bytes: int = 0
     """What stays free on the disk."""
     token: Token | None = None
     """The leader of a disk: the right to commit below `root`."""
-
-    @property
-    def layout(self) -> Layout:
-        """This process among those that save together."""
-        return self.planner.layout
-
-    @property
-    def disks(self) -> Disks:
-        """Where these write to."""
-        return self.planner.disks
+    _pieces: str = field(default="", init=False)
+    _plan: WritePlan | None = field(default=None, init=False)
 
     @property
     def leads(self) -> bool:
@@ -441,10 +351,10 @@ class Saver:
             pieces = PieceTable.of(each.piece for each in shards)
             finite = not contents.check_finite or all_finite(contents.weights)
         healthy, device = contents.healthy and finite, accelerator_of(contents.shards)
-        mine = _Told(step, uuid.uuid4().hex, healthy, device, self.planner.digest(pieces))
+        mine = _Told(step, uuid.uuid4().hex, healthy, device, self.digest(pieces))
         told = gather_objects(mine, layout)
         _check_same_step(told)
-        plan = self.planner.plan(pieces, contents.models, [theirs.plan for theirs in told])
+        plan = self.plan(pieces, contents.models, [theirs.plan for theirs in told])
         writer = BlockWriter(
             plan,
             shards,
@@ -463,6 +373,24 @@ class Saver:
             raise
         with agree(layout):
             return Saved(path, self.let_go() if layout.is_main else None)
+
+    def digest(self, pieces: PieceTable) -> str:
+        """Return the digest of the plan that was made for such pieces of this rank; "" for none."""
+        if self._plan is None or pieces.digest() != self._pieces:
+            return ""
+        return self._plan.digest
+
+    def plan(self, pieces: PieceTable, roles: Iterable[str], known: Sequence[str]) -> WritePlan:
+        """Return the plan for every rank's pieces, by storage key. Collective.
+
+        If `known` has the same `digest` for all ranks, that plan is taken. Raises as `WritePlan.of` does.
+        """
+        if self._plan is None or set(known) != {self._plan.digest}:
+            have = gather_pieces(pieces, self.layout)
+            plan = WritePlan.of(have, roles, self.layout, self.disks)
+            same_on_all_ranks(plan.digest, "the plan of the save", self.layout)
+            self._pieces, self._plan = pieces.digest(), plan
+        return self._plan
 
     def _write(
         self,

@@ -31,7 +31,7 @@ from burnish.checkpoint.manifest import (
     parse_manifest,
     record_of,
 )
-from burnish.errors import BurnishError, CorruptError, IncompatibleError, UsageError, few
+from burnish.errors import BurnishError, CorruptError, IncompatibleError, few
 from burnish.files.durable import Removals, discard, read_whole
 from burnish.files.safetensors import SUFFIX, Header, header_size, parse_header
 from burnish.files.storage import LocalStorage, ReadableFile, Source
@@ -61,9 +61,7 @@ class Committed:
     path: PurePath
     """Its directory; `path / "model"` is a Hugging Face model directory."""
     commit: Commit
-    """Its seal."""
     manifest: Manifest
-    """Its files and their hashes."""
     state: Mapping[str, Any]
     """What the trainer wrote of its position: the content of state.json."""
 
@@ -89,17 +87,6 @@ def step_number(name: str) -> int | None:
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
-def require_outside_steps(target: Path, storage: Source) -> None:
-    """Refuse to write into a committed step, which would be damaged by it. Raises `UsageError`."""
-    for parent in target.resolve().parents:
-        if step_number(parent.name) is not None and storage.kind(parent / COMMIT) is not None:
-            raise UsageError(
-                f"{target} lies in the checkpoint {parent}",
-                want="a directory outside of it; a file too many makes a checkpoint a damaged one",
-                do="give another place",
-            )
-
-
 def step_paths(root: P, storage: Source) -> dict[int, P]:
     """Return everything with a step's name below `root`, whole or not, oldest first."""
     found: dict[int, P] = {}
@@ -121,7 +108,15 @@ def portion_paths(root: Path, storage: LocalStorage) -> dict[Path, int]:
 def read_commit(path: PurePath, storage: Source) -> Commit:
     """The seal of the step at `path`. Raises `CorruptError` when it is missing or damaged."""
     _check_directory(path, storage)
-    return _commit(path, storage)
+    commit = parse_commit(read_small(path, COMMIT, COMMIT_LIMIT, storage), f"{path / COMMIT}")
+    if path.name != step_name(commit.step):
+        raise CorruptError(
+            f"{path / COMMIT} seals another step",
+            have=step_name(commit.step),
+            want=path.name,
+            do=f"give the directory its own name, {step_name(commit.step)}",
+        )
+    return commit
 
 
 def open_step(path: PurePath, storage: Source, below: str | None = None) -> Committed:
@@ -133,7 +128,7 @@ def open_step(path: PurePath, storage: Source, below: str | None = None) -> Comm
     """
     _check_directory(path, storage)
     sizes = dict(files_below(path, "", storage)) if below is None else {}
-    commit = _commit(path, storage)
+    commit = read_commit(path, storage)
     data = read_small(path, MANIFEST, MANIFEST_LIMIT, storage)
     manifest = parse_manifest(data, commit, f"{path / MANIFEST}")
     if below is not None:
@@ -224,18 +219,6 @@ def read_small(path: PurePath, name: str, limit: int, storage: Source) -> bytes:
         raise CorruptError(f"{path / name} cannot be read", have=error, do=ANOTHER_STEP) from error
 
 
-def _commit(path: PurePath, storage: Source) -> Commit:
-    commit = parse_commit(read_small(path, COMMIT, COMMIT_LIMIT, storage), f"{path / COMMIT}")
-    if path.name != step_name(commit.step):
-        raise CorruptError(
-            f"{path / COMMIT} seals another step",
-            have=step_name(commit.step),
-            want=path.name,
-            do=f"give the directory its own name, {step_name(commit.step)}",
-        )
-    return commit
-
-
 def _check_directory(path: PurePath, storage: Source) -> None:
     """Refuse a link: its target may change, or be another run's."""
     if storage.kind(path) not in ("directory", None):
@@ -303,9 +286,7 @@ class DamagedBlock(CorruptError):
     """A block of a step's file whose bytes are not those that were written."""
 
     file: PurePath
-    """Its path."""
     start: int
-    """First byte of the block in the file."""
     stop: int
     """One past the last."""
     holds: tuple[str, ...]
@@ -407,19 +388,14 @@ def header_problem(step: Committed, name: str, storage: Source) -> Iterator[Corr
 def checked_header(step: Committed, name: str, storage: Source) -> Header:
     """Return the header of a step's tensor file, out of blocks that were checked."""
     record, path = step.manifest.files[name], step.path / name
-
-    def blocks(start: int, stop: int) -> bytes:
-        first = start // record.block_bytes
-        stop = -(-min(stop, record.size) // record.block_bytes) * record.block_bytes
-        data = bytearray(min(stop, record.size) - first * record.block_bytes)
-        read_blocks(file, step, name, first, memoryview(data))
-        return bytes(data)
-
+    data, size = b"", 1
     with storage.open(path) as file:
-        data = blocks(0, min(record.block_bytes, record.size))
-        size = header_size(path, data, record.size)
-        if size > len(data):
-            data += blocks(len(data), size)
+        while len(data) < size:  # the first block says how long the header is
+            stop = min(-(-size // record.block_bytes) * record.block_bytes, record.size)
+            more = bytearray(stop - len(data))
+            read_blocks(file, step, name, len(data) // record.block_bytes, memoryview(more))
+            data += more
+            size = header_size(path, data, record.size)
     return parse_header(path, data[:size], record.size)
 
 

@@ -13,8 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -53,12 +52,16 @@ class Companion:
                 module=module,
                 arguments=(theirs.fileno(), os.getpid(), *descriptors),
             )
-            with _held_back():
+            # Until `accompany`, after its imports, the new process holds the run's signals back.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RUN)
+            try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", code],
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(), *descriptors, *keep_open),
                 )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._pipe = Connection(ours.detach())
 
     def is_alive(self) -> bool:
@@ -114,16 +117,6 @@ class Companion:
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(_KILL_SECONDS)
         return None
-
-
-@contextmanager
-def _held_back() -> Iterator[None]:
-    """Keep the run's signals from a process started in the block until `accompany`, after its imports."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RUN)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def accompany(parent: int) -> None:

@@ -1,39 +1,29 @@
-"""Collectives on objects, statistics, flags and failures, and differentiable ones on tensors.
+"""Collectives on objects, statistics, flags and failures.
 
 All ranks call each function, in the same order. With one rank they cost nothing. Objects travel
 between the processes of one run as pickles over gloo; no pickle is ever read from disk.
-
-The differentiable ones (`swap`, `join`, `gather_rows`, `scatter_sums`) run among the ranks that share
-a micro-batch. Gradients equal those of one process that computes everything.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import partial
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from burnish.distributed.device import has_fp64
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.tracking.stats import Max, Metric, Number, Stats
 
-# torch 2.13 renamed these and warns at the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 T = TypeVar("T")
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def gather_objects(value: T, layout: Layout) -> list[T]:
@@ -172,83 +162,3 @@ def same_on_all_ranks(value: bytes | str, what: str, layout: Layout) -> None:
             have=f"{ranks} from rank 0",
             want="the same on every rank",
         )
-
-
-def uncompiled(function: Function) -> Function:
-    """Keep `torch.compile` out of a function."""
-    left: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return left
-
-
-@uncompiled
-def swap(parts: Tensor, group: ProcessGroup) -> Tensor:
-    """All-to-all: send part r of `parts` [ranks, ...] to rank r; return one part from each rank, same shape."""
-
-    def exchanged(sent: Tensor) -> Tensor:
-        sent = sent.contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        return received
-
-    return _linear(parts, exchanged, exchanged)
-
-
-@uncompiled
-def join(values: Tensor, most: int, group: ProcessGroup) -> Tensor:
-    """All-gather `values` [n, ...], n ≤ `most`: [ranks · most, ...], rank r's from row r · most on.
-
-    All ranks must compute the same from the result, because each keeps the gradient of its own part only.
-    """
-    start, count = group.rank() * most, len(values)
-
-    def joined(own: Tensor) -> Tensor:
-        padded = own.new_zeros(most, *own.shape[1:])
-        padded[:count] = own
-        return _gathered(padded, group)
-
-    return _linear(values, joined, lambda gradient: gradient[start : start + count])
-
-
-@uncompiled
-def gather_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """All-gather `rows` [n, ...]: [ranks · n, ...]. Backward sums the gradients of all ranks."""
-    return _linear(rows, partial(_gathered, group=group), partial(_scattered, group=group))
-
-
-@uncompiled
-def scatter_sums(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """Reduce-scatter `rows` [ranks · n, ...]: each rank gets its n rows of the sum."""
-    return _linear(rows, partial(_scattered, group=group), partial(_gathered, group=group))
-
-
-Map = Callable[[Tensor], Tensor]
-
-
-def _linear(values: Tensor, mapped: Map, transposed: Map) -> Tensor:
-    result: Tensor = _Linear.apply(values, mapped, transposed)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Linear(torch.autograd.Function):
-    """A linear map over a group's ranks, whose backward pass is the transposed map."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, mapped: Map, transposed: Map) -> Tensor:
-        ctx.transposed = transposed
-        return mapped(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.transposed(gradients[0]), None, None
-
-
-def _gathered(rows: Tensor, group: ProcessGroup) -> Tensor:
-    gathered = rows.new_empty(group.size() * len(rows), *rows.shape[1:])
-    _all_gather(gathered, rows.contiguous(), group=group)
-    return gathered
-
-
-def _scattered(rows: Tensor, group: ProcessGroup) -> Tensor:
-    own = rows.new_empty(len(rows) // group.size(), *rows.shape[1:])
-    _reduce_scatter(own, rows.contiguous(), group=group)
-    return own

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from burnish.distributed.collectives import gather_rows, join, scatter_sums
+from burnish.distributed.tensor_collectives import gather_rows, join, scatter_sums
 
 _CPU_BLOCK_BYTES = 1 << 21
 """On a CPU the fp32 passes over a chunk run in pieces of about this size, which stay in its cache."""

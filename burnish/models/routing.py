@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig, PreTrainedModel
 
-from burnish.distributed.collectives import join, uncompiled
+from burnish.distributed.tensor_collectives import join, uncompiled
 from burnish.errors import IncompatibleError, UsageError
 from burnish.families import family_of, layers_with_experts, names_of
 from burnish.models.kernels.ulysses import Deal

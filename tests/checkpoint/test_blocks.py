@@ -30,9 +30,7 @@ from burnish.checkpoint.manifest import (
     BLOCK_BYTES,
     MAX_BLOCK_BYTES,
     MIN_BLOCK_BYTES,
-    block_hash,
 )
-from burnish.checkpoint.save import hashes_of
 from burnish.errors import IncompatibleError
 from burnish.files.safetensors import DTYPE_BITS, TensorEntry
 
@@ -148,13 +146,6 @@ def test_spans_that_travel_come_in_the_first_groups(rows, group_bytes):
             assert [i for _, i, _ in members] == list(range(len(members)))
             assert sum(int(size[i]) for _, _, i in members) < group_bytes + 9
             assert number <= len(order)
-
-
-@given(st.lists(st.binary(max_size=40), max_size=8), st.integers(1, 30))
-def test_hashes_do_not_depend_on_how_bytes_come_in_pieces(pieces, block_bytes):
-    whole = b"".join(pieces)
-    blocks = [whole[at : at + block_bytes] for at in range(0, len(whole), block_bytes)]
-    assert list(hashes_of(map(memoryview, pieces), block_bytes)) == list(map(block_hash, blocks))
 
 
 @given(stored)

@@ -12,20 +12,27 @@ from ranks import run_ranks
 from burnish.boxes.box import Box, whole
 from burnish.boxes.pieces import PieceTable
 from burnish.boxes.shards import Piece
-from burnish.checkpoint import layout as planner
-from burnish.checkpoint.layout import SavePlanner
+from burnish.checkpoint import save
+from burnish.checkpoint.disks import Disks
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
+from burnish.checkpoint.save import Saver
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
+from burnish.files.storage import LocalStorage
 
 
 def pieces(*names, dtype=torch.float32):
     return PieceTable.of(Piece(f"model/{name}", (4, 2), whole((4, 2)), dtype) for name in names)
 
 
+def planner(layout=None):
+    layout = layout or Layout()
+    return Saver(Path("unused"), layout, Disks.one(layout.world), LocalStorage())
+
+
 def test_the_same_pieces_have_the_same_plan():
-    found = SavePlanner(Layout())
+    found = planner()
     assert found.digest(pieces("a")) == ""
     plan = found.plan(pieces("a"), [""], [""])
     assert found.digest(pieces("a")) == plan.digest
@@ -34,7 +41,7 @@ def test_the_same_pieces_have_the_same_plan():
 
 @pytest.mark.parametrize("other", [pieces("b"), pieces("a", "b"), pieces("a", dtype=torch.int32)])
 def test_other_pieces_have_another(other):
-    found = SavePlanner(Layout())
+    found = planner()
     plan = found.plan(pieces("a"), [""], [""])
     assert found.digest(other) == ""
     another = found.plan(other, [""], [""])
@@ -43,7 +50,7 @@ def test_other_pieces_have_another(other):
 
 
 def test_a_rank_that_has_forgotten_has_all_plan_again():
-    found = SavePlanner(Layout())
+    found = planner()
     plan = found.plan(pieces("a"), [""], [""])
     again = found.plan(pieces("a"), [""], [plan.digest, ""])
     assert again is not plan
@@ -59,7 +66,7 @@ def count_plans(layout, root):
         told += 1
         return original(*args)
 
-    original, planner.gather_pieces = planner.gather_pieces, gather
+    original, save.gather_pieces = save.gather_pieces, gather
     weights, slots = make_state(1)
     fewer = {name: tensor for name, tensor in weights.items() if name != "scale"}
     try:
@@ -68,7 +75,7 @@ def count_plans(layout, root):
                 training = {n: t for n, t in slots.items() if n.partition("/")[2] in each}
                 checkpoints.save(step, contents_of(each, training, layout))
     finally:
-        planner.gather_pieces = original
+        save.gather_pieces = original
     return told
 
 
@@ -82,7 +89,7 @@ def test_ranks_that_planned_differently_are_stopped():
 
 
 def plan_differently(layout):
-    found = SavePlanner(layout)
+    found = planner(layout)
     half = Piece("model/w", (4, 2), Box((2 * layout.rank, 0), (2, 2)), torch.float32)
     roles = ["", "model"] if layout.rank else [""]  # "model" is a role on one rank only
     with pytest.raises(BurnishError, match="the plan of the save is not the same on all ranks"):

@@ -11,9 +11,9 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from burnish.distributed.collectives import gather_rows, join, scatter_sums, swap
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import Mesh
+from burnish.distributed.tensor_collectives import gather_rows, join, scatter_sums, swap
 
 CPU = torch.device("cpu")
 WORLD = 4

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from burnish.errors import CorruptError, IncompatibleError, MissingError, few
+from burnish.checkpoint.manifest import COMMIT
+from burnish.checkpoint.steps import step_number
+from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError, few
 from burnish.files.durable import read_whole
 from burnish.files.safetensors import INDEX
-from burnish.files.storage import LocalStorage
+from burnish.files.storage import LocalStorage, Source
 from burnish.files.strict_json import parse_json
 
 CONFIG = "config.json"
@@ -21,6 +23,17 @@ _SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
 _TEMPLATES = "additional_chat_templates"
 _LIMIT = 64 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def require_outside_steps(target: Path, storage: Source) -> None:
+    """Refuse to write into a committed step, which would be damaged by it. Raises `UsageError`."""
+    for parent in target.resolve().parents:
+        if step_number(parent.name) is not None and storage.kind(parent / COMMIT) is not None:
+            raise UsageError(
+                f"{target} lies in the checkpoint {parent}",
+                want="a directory outside of it; a file too many makes a checkpoint a damaged one",
+                do="give another place",
+            )
 
 
 def read_assets(directory: Path) -> dict[str, bytes]:

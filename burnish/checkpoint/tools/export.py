@@ -27,8 +27,8 @@ from burnish.checkpoint.layout import (
 )
 from burnish.checkpoint.load import StepReader
 from burnish.checkpoint.manifest import ADAPTER_STATE
-from burnish.checkpoint.steps import Committed, files_below, read_file, require_outside_steps
-from burnish.checkpoint.tools.assets import CONFIG, read_assets, with_dtype
+from burnish.checkpoint.steps import Committed, files_below, read_file
+from burnish.checkpoint.tools.assets import CONFIG, read_assets, require_outside_steps, with_dtype
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few
 from burnish.files.durable import naming_failures, partial_directory, sync_dirs, write_new

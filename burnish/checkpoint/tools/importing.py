@@ -17,7 +17,8 @@ from torch import Tensor
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.tensor_reader import locate
-from burnish.checkpoint.layout import MAIN, SavePlanner
+from burnish.checkpoint.disks import Disks
+from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.manifest import IMPORTED
 from burnish.checkpoint.save import (
     Assets,
@@ -27,8 +28,8 @@ from burnish.checkpoint.save import (
     all_finite,
     check_new,
 )
-from burnish.checkpoint.steps import INFLIGHT, require_outside_steps
-from burnish.checkpoint.tools.assets import CONFIG, read_assets, with_dtype
+from burnish.checkpoint.steps import INFLIGHT
+from burnish.checkpoint.tools.assets import CONFIG, read_assets, require_outside_steps, with_dtype
 from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, few
 from burnish.files.durable import make_dirs_durably, naming_failures
@@ -108,7 +109,7 @@ def save_foreign(
             weights = foreign.weights(scratch)
         finally:
             storage.remove(scratch)  # what is mapped stays until it is let go
-        saver = Saver(root, SavePlanner(Layout()), storage, token=lease.token)
+        saver = Saver(root, Layout(), Disks.one(1), storage, token=lease.token)
         return saver.save(step, _contents(foreign, weights, step)).path
 
 

@@ -24,8 +24,8 @@ from transformers import PretrainedConfig
 
 from burnish.boxes.shards import Publication, Shard, ShardSource
 from burnish.config.schema import EngineConfig, OptimConfig
-from burnish.distributed.collectives import gather_rows
 from burnish.distributed.layout import Layout
+from burnish.distributed.tensor_collectives import gather_rows
 from burnish.engines.base import LossFn, Part
 from burnish.engines.megatron.compatibility import llama_shape, require_fitting
 from burnish.engines.megatron.distributed_optimizer import MegatronOptimizer, MegatronShards

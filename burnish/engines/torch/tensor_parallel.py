@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig, PreTrainedModel
 
-from burnish.distributed.collectives import gather_rows, scatter_sums
+from burnish.distributed.tensor_collectives import gather_rows, scatter_sums
 from burnish.errors import IncompatibleError, UsageError
 from burnish.models.logprobs import VocabularyPart
 from burnish.models.lora.adapter_config import plain_names

@@ -25,7 +25,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from burnish.distributed.collectives import uncompiled
+from burnish.distributed.tensor_collectives import uncompiled
 from burnish.errors import IncompatibleError
 from burnish.models.kernels.cpu_attention import causal_attention
 from burnish.models.packing import Indices, PrefixTree, RowMap, on_device, select_rows

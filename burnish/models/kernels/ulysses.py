@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from burnish.distributed.collectives import join, swap
+from burnish.distributed.tensor_collectives import join, swap
 from burnish.models.kernels.attention import Attends
 from burnish.models.packing import Indices
 
