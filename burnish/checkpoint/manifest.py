@@ -89,12 +89,8 @@ class Manifest:
     def encode(self) -> bytes:
         """As it is written."""
         files = {
-            path: {
-                "size": record.size,
-                "block_bytes": record.block_bytes,
-                "blocks": list(record.blocks),
-            }
-            for path, record in self.files.items()
+            path: {"size": each.size, "block_bytes": each.block_bytes, "blocks": each.blocks}
+            for path, each in self.files.items()
         }
         fields = {"uuid": self.uuid, "step": self.step, "world": self.world, "files": files}
         return encode_json({"format": FORMAT, **fields})
