@@ -22,8 +22,7 @@ from burnish.distributed.layout import Layout
 from burnish.models.names import model_shards
 from burnish.records import Request
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.builtin.inference_weights import InferenceModel
+from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
 
 PROMPTS, SAMPLES, PROMPT_LENGTH, VOCAB = 16, 8, 24, 4096
 SIZES = {

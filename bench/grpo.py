@@ -46,8 +46,7 @@ from burnish.rewards.overview import Complaints
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.decoding import Decoding
-from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.builtin.inference_weights import InferenceModel
+from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
 from burnish.rollout.builtin.stopping import StopRule
 from burnish.tracking.progress import Progress
 from burnish.train.collect import Collector

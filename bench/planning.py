@@ -55,8 +55,7 @@ from burnish.models.meta_init import count_flops
 from burnish.models.value_head import value_config
 from burnish.records import Batch, Example, Request
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.builtin.inference_weights import InferenceModel
+from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
 from burnish.train.offload import Parking
 
 TABLE = Path(__file__).parents[1] / "tests/plan/measured.json"

@@ -38,8 +38,7 @@ from burnish.models.value_head import has_value_head
 from burnish.rewards.overview import Complaints
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.builtin.inference_weights import InferenceModel
+from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
 from burnish.tracking.progress import Progress
 from burnish.train.collect import Collector
 from burnish.train.reward_models import Judge

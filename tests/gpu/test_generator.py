@@ -24,8 +24,7 @@ from burnish.boxes.shards import Publication
 from burnish.distributed.layout import Layout
 from burnish.models.names import model_shards
 from burnish.rollout.base import Generator, Sampling
-from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.builtin.inference_weights import InferenceModel
+from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
 
 
 def builtin(

@@ -25,8 +25,7 @@ from burnish.records import Completion, Request
 from burnish.rollout.base import Generator, Sampling
 from burnish.rollout.builtin import decoding
 from burnish.rollout.builtin.forward import FusedForward, ModuleForward
-from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.builtin.inference_weights import InferenceModel
+from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
 from burnish.rollout.builtin.kv_cache import PromptCache
 from burnish.rollout.builtin.stopping import Decode
 
