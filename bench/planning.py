@@ -5,7 +5,7 @@
 Every case is a small model on the CPU. Measured are all bytes that torch's allocator gave out and has not got
 back (`bench.planning_meter`), at their highest in each phase, in the second step or, between processes, in that of the second and third
 in which it is least, for gloo's threads free what was sent whenever they come to it (of the Megatron engine, whose state is there from the start, also in
-the first). The plan is that of `burnish plan` for the same settings, on a CPU with or without matrix units, as this one is. Where several processes exchange
+the first). The plan is that of `burnish plan` for the same settings, on CPUs. Where several processes exchange
 nothing but tensors whose values do not matter, one stands for all, the others being torch's fake process group, which takes nothing for itself. Where it
 matters what comes, as in reinforcement learning, between the stages of a pipeline and the holders of experts, there are real processes; the fullest of them counts.
 After the last step of reinforcement learning a save is measured, with the host memory that it takes (`bench.planning_saves`). `--tracked` asks torch's memory tracker
@@ -44,7 +44,6 @@ from burnish.checkpoint.layout import MAIN
 from burnish.config.schema import DistributedConfig, LoraConfig, OptimConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.collectives import gather_objects
-from burnish.distributed.device import has_matrix_units
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.engines.base import Engine, Part
@@ -293,11 +292,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     worst = (0.0, "")
     for case, peaks in measure(cases, arguments.tracked):
-        exact_cache = not (case.size or has_matrix_units(CPU))
-        planned = case.planned(exact_cache=exact_cache)
+        planned = case.planned()
         for phase, measured in peaks.items():
-            row = {"case": case.name, "phase": phase, "measured": measured}
-            rows.append(row | {"exact_cache": exact_cache})
+            rows.append({"case": case.name, "phase": phase, "measured": measured})
             error = planned[phase] / measured - 1
             worst = max(worst, (error, f"{phase}, {case.name}"), key=lambda each: abs(each[0]))
             print(f"{error:+6.1%} of {measured / 1e6:6.1f} MB  {phase:9}  {case.name}")

@@ -10,7 +10,7 @@ import numpy as np
 
 from burnish.config.schema import RunConfig
 from burnish.families import ModelShape
-from burnish.plan.memory import Arithmetic, needs_of, phases_of
+from burnish.plan.memory import needs_of, phases_of
 from burnish.plan.model import PlannedModel
 from burnish.plan.timing import Command, PlannedLayout, Workload
 
@@ -143,21 +143,17 @@ class Case:
             inner[key] = value
         return values
 
-    def planned(self, *, exact_cache: bool) -> dict[str, float]:
-        """Bytes by phase that the planner says, without those on the host.
-
-        `exact_cache`: the CPU has no matrix units, so keys and values are in fp32.
-        """
+    def planned(self) -> dict[str, float]:
+        """Bytes by phase that the planner says, without those on the host."""
         config = RunConfig.model_validate(self.settings())
         fresh = config.model.fresh
         assert isinstance(fresh, dict)
-        cpu, width = not self.size, 2 if self.precision == "bf16" else 4
         stages = needs_of(
             PlannedModel(ModelShape.of(fresh), config.model.adapter),
             config,
             Workload.of(config, self.command),
             PlannedLayout.of(config.engine, self.processes),
-            Arithmetic(width, cpu, exact_cache and cpu),
+            cpu=not self.size,
         )
         phases = phases_of(stages, self.checkpointing).items()
         return {phase: sum(parts.values()) - parts.get("host", 0.0) for phase, parts in phases}

@@ -47,11 +47,6 @@ class Devices:
         return self.name == "CPU"
 
     @property
-    def exact_cache(self) -> bool:
-        """Whether the generator keeps keys and values in fp32, as on this machine's CPU."""
-        return self.cpu and not _has_matrix_units()
-
-    @property
     def usable(self) -> float:
         """Bytes of each that a run can have."""
         return self.memory * (1.0 if self.cpu else _USABLE)
@@ -123,12 +118,6 @@ def devices_here(processes: int, local_processes: int) -> Devices | None:
 
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-def _has_matrix_units() -> bool:
-    """Say what `burnish.distributed.device.has_matrix_units` says, without torch."""
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text(errors="replace").split()
 
 
 def _nvidia() -> tuple[str, float] | None:

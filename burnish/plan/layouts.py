@@ -15,8 +15,8 @@ from burnish.distributed.layout import is_divisible, require_divisible
 from burnish.errors import BurnishError, UsageError
 from burnish.families import ModelShape, names_of
 from burnish.plan.devices import PER_MACHINE, Devices
-from burnish.plan.memory import Arithmetic, Parts, needs_of, phases_of, total_of
-from burnish.plan.model import PlannedModel
+from burnish.plan.memory import Parts, needs_of, phases_of, total_of
+from burnish.plan.model import PlannedModel, product_bytes
 from burnish.plan.timing import Clock, Command, PlannedLayout, Workload
 
 _CHECKPOINTING = get_args(EngineConfig.model_fields["activation_checkpointing"].annotation)
@@ -127,8 +127,7 @@ class Planner:
         """The sequences of a step."""
         self._judges = [PlannedModel(judge, scores_values=True) for judge in judges]
         self._config, self._command, self._devices = config, command, devices
-        width = 2 if config.engine.precision == "bf16" else 4
-        self._arithmetic = Arithmetic(width, devices.cpu, devices.exact_cache)
+        width = product_bytes(config.engine)
         self._clock = Clock(self.model, self.work, devices, width, self._judges)
 
     def as_configured(self) -> tuple[Plan | None, BurnishError | None]:
@@ -242,7 +241,7 @@ class Planner:
         """Yield a plan for each kind of checkpointing."""
         layout = PlannedLayout.of(engine, self._devices.count)
         config = self._config.model_copy(update={"engine": engine})
-        stages = needs_of(self.model, config, self.work, layout, self._arithmetic, self._judges)
+        stages = needs_of(self.model, config, self.work, layout, self._devices.cpu, self._judges)
         for kind in kinds:
             found = engine.model_copy(update={"activation_checkpointing": kind})
             host = {} if self._devices.cpu else max((s.host(kind) for s in stages), key=total_of)

@@ -3,19 +3,27 @@
 A phase needs as much as its fullest moment, and a moment is a sum of named parts. The formulas follow
 both engines, the generator and the checkpoints; `bench.planning` compares them with measured runs.
 Between processes on CPUs, parts that leave the device stay in the same memory, as part `host`. Left
-out: interpreter, libraries, drivers, and tokens that fall on experts unevenly.
+out: interpreter, libraries, drivers, tokens that fall on experts unevenly, and CPUs whose matrix
+units let the generator keep keys and values in bf16 (there the plan says more).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from burnish.config.schema import RunConfig
 from burnish.families import LayerShape
-from burnish.plan.model import FP32, PlannedModel, TokenBytes, Weight, held, token_bytes
+from burnish.plan.model import (
+    FP32,
+    PlannedModel,
+    TokenBytes,
+    Weight,
+    held,
+    product_bytes,
+    token_bytes,
+)
 from burnish.plan.timing import PlannedLayout, Workload
 
 Parts = dict[str, float]
@@ -39,18 +47,6 @@ _SAVED = (2, 2, 4, 4)
 # Bytes of an element in a step's files: weight, its rest to fp32, two moments.
 
 
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """The numbers that a run computes with."""
-
-    width: int
-    """Bytes of a number in matrix products."""
-    cpu: bool = False
-    """Whether processes run on CPUs."""
-    exact_cache: bool = False
-    """Whether the generator keeps keys and values in fp32, shared by completions of a prompt."""
-
-
 class Needs:
     """Bytes of one process of the torch engine (FSDP2)."""
 
@@ -60,14 +56,14 @@ class Needs:
         config: RunConfig,
         work: Workload,
         layout: PlannedLayout,
-        arithmetic: Arithmetic,
+        cpu: bool = False,
         judges: Sequence[PlannedModel] = (),
         stage: int = 0,
     ) -> None:
         """Take the trained model, those of `reward.models`, and the number of the pipeline stage."""
         self._model, self._config, self._work, self._layout = model, config, work, layout
-        self._arithmetic, self._engine, self._stage = arithmetic, config.engine, stage
-        self._width, self._cpu = arithmetic.width, arithmetic.cpu
+        self._engine, self._cpu, self._stage = config.engine, cpu, stage
+        self._width = product_bytes(config.engine)
         budget, ranks = config.batch.tokens_per_device, layout.token_ranks
         longest = -(-work.length // layout.sequence)
         self._tokens = min(budget, max(longest, -(-work.tokens // (work.updates * ranks))))
@@ -83,9 +79,7 @@ class Needs:
 
     def _beside(self, model: PlannedModel) -> Needs:
         alone = self._work.alone
-        return type(self)(
-            model, self._config, alone, self._layout, self._arithmetic, stage=self._stage
-        )
+        return type(self)(model, self._config, alone, self._layout, self._cpu, stage=self._stage)
 
     def phases(self, checkpointing: str) -> dict[str, Parts]:
         """Return the parts of the fullest moment of each phase, in the order of a step."""
@@ -280,7 +274,7 @@ class Needs:
         forward = max(each.forward for each in self._tokens_of.values())
         sorting = 0 if not work.is_nucleus else 2 if self._cpu else 4
         cached = slots * work.length * token
-        if self._arithmetic.exact_cache:
+        if self._cpu:  # in fp32, and a prompt once for all its completions
             shared = min(-(-mine // work.samples), -(-(slots - 1) // work.samples) + 1, slots)
             cached = (slots * work.trained + shared * work.prompt) * token * FP32 / self._width
         yield {
@@ -403,8 +397,6 @@ class Needs:
         reduced = 0.0 if earlier else FP32 * (self._sum(trained) - largest)
         layer, depth = max(self._layers.values()), self._model.shape.depth
         between = layer if self._regathers else self._sum(self._layers)
-        if shards > 1:
-            yield self._moment(self._coming, gradients=earlier)
         ended = max(kept.values()) if offloads else self._sum(kept)
         last = self._tokens * self._hidden + 4 * self._scored * self._hidden
         yield self._moment(
@@ -438,8 +430,6 @@ class Needs:
         yield self._moment(self._root, gradients=self._head_gradient + others + own)
         kept = 0.0 if shards == 1 or self._model.shape.tied else self._head_gradient
         yield self._moment(0, gradients=layers + kept + FP32 * root * copies)
-        if shards > 1:
-            yield self._moment(0, gradients=layers + (FP32 + self._width) * root)
 
     @cached_property
     def _stepping(self) -> Parts:
@@ -649,18 +639,17 @@ def needs_of(
     config: RunConfig,
     work: Workload,
     layout: PlannedLayout,
-    arithmetic: Arithmetic,
+    cpu: bool,
     judges: Sequence[PlannedModel] = (),
 ) -> list[Needs]:
     """Return the needs of every pipeline stage that can be the fullest."""
     if config.engine.kind == "torch":
-        return [Needs(model, config, work, layout, arithmetic, judges)]
+        return [Needs(model, config, work, layout, cpu, judges)]
     stages = {0, layout.pipeline - 1}
     if len(model.layers) > 1:
         stages.add(layout.pipeline // 2)
     return [
-        MegatronNeeds(model, config, work, layout, arithmetic, judges, stage)
-        for stage in sorted(stages)
+        MegatronNeeds(model, config, work, layout, cpu, judges, stage) for stage in sorted(stages)
     ]
 
 

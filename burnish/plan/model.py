@@ -18,8 +18,14 @@ from burnish.models.lora.adapter_config import are_parameters, require_targets
 
 FP32 = 4
 """Bytes of a number."""
+_BF16 = 2
 _CUT_BY_COLUMNS = ("o_proj", "down_proj")
 # Ends of the names of linear layers whose columns tensor parallelism divides.
+
+
+def product_bytes(engine: EngineConfig) -> int:
+    """Return the bytes of a number in matrix products."""
+    return _BF16 if engine.precision == "bf16" else FP32
 
 
 @dataclass(frozen=True, slots=True)

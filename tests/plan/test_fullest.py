@@ -4,7 +4,7 @@ import pytest
 
 from burnish.config.schema import RunConfig
 from burnish.families import ModelShape
-from burnish.plan.memory import Arithmetic, Needs
+from burnish.plan.memory import Needs
 from burnish.plan.model import PlannedModel
 from burnish.plan.timing import PlannedLayout, Workload
 
@@ -24,19 +24,20 @@ ROOT = 2 * HEAD + WIDTH
 MIB = 1 << 20
 
 
-def needs(layout, *, cpu=True, tokens=8, command="rl", width=4, **sections):
+def needs(layout, *, cpu=True, tokens=8, command="rl", precision="fp32", **sections):
     """Of a step of a few tokens, in which parameters are most."""
     batch = {"prompts": 8, "minibatches": 2} if command == "rl" else {"examples": 2}
     values = {
         "model": {"fresh": MODEL},
-        "engine": {"precision": "fp32", "replicas": layout.replicas},
+        "engine": {},
         "batch": batch | {"tokens_per_device": tokens},
         "data": {"max_prompt_length": 2, "max_length": tokens},
         "rollout": {"n": 2, "max_response_length": tokens - 2},
     } | sections
+    values["engine"] |= {"precision": precision, "replicas": layout.replicas}
     config = RunConfig.model_validate(values)
     model = PlannedModel(ModelShape.of(MODEL), config.model.adapter)
-    return Needs(model, config, Workload.of(config, command), layout, Arithmetic(width, cpu))
+    return Needs(model, config, Workload.of(config, command), layout, cpu)
 
 
 @pytest.mark.parametrize(("shards", "cpu"), [(2, True), (2, False), (4, True)])
@@ -60,11 +61,11 @@ def test_gloo_has_what_it_reduces_twice():
 @pytest.mark.parametrize(("cpu", "piece"), [(True, 2 * MIB), (False, 512 * WORDS * 4)])
 def test_the_gradient_of_the_output_layer_is_added_up_some_rows_at_a_time(cpu, piece):
     logits, rows = 512 * WORDS, 2048 * WIDTH
-    chunk = {"engine": {"precision": "fp32", "logprob_chunk": 512}, "command": "sft", "cpu": cpu}
+    chunk = {"engine": {"logprob_chunk": 512}, "command": "sft", "cpu": cpu}
     forward, backward = needs(PlannedLayout(1, 1), tokens=2048, **chunk)._logits
     assert forward == 4 * logits + 2 * piece
     assert backward == 4 * logits + 4 * HEAD + max(2 * piece, 4 * rows)
-    forward, backward = needs(PlannedLayout(1, 1), tokens=512, width=2, **chunk)._logits
+    forward, backward = needs(PlannedLayout(1, 1), tokens=512, precision="bf16", **chunk)._logits
     assert forward == 2 * logits + 2 * piece
     assert backward == 2 * logits + max(2 * piece, 2 * HEAD)
 

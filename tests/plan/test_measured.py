@@ -41,7 +41,7 @@ def measured_table():
 
 @pytest.mark.parametrize("row", measured_table(), ids=lambda row: f"{row['phase']} {row['case']}")
 def test_plans_are_near_measured_runs(row):
-    planned = CASES[row["case"]].planned(exact_cache=row["exact_cache"])[row["phase"]]
+    planned = CASES[row["case"]].planned()[row["phase"]]
     assert planned == pytest.approx(row["measured"], rel=TOLERANCE)
 
 
@@ -116,5 +116,5 @@ def test_runs_measured_again(tmp_path, cases, how):
     measured = dict(map(json.loads, file.read_text().splitlines()))
     assert measured.keys() == set(cases)
     for case in cases:
-        planned = CASES[case].planned(exact_cache=False)["update"]
+        planned = CASES[case].planned()["update"]
         assert planned == pytest.approx(measured[case]["update"], rel=TOLERANCE), case

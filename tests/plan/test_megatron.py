@@ -12,7 +12,7 @@ from burnish.errors import UsageError
 from burnish.families import ModelShape
 from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner
-from burnish.plan.memory import Arithmetic, MegatronNeeds
+from burnish.plan.memory import MegatronNeeds
 from burnish.plan.model import PlannedModel
 from burnish.plan.timing import PlannedLayout, Workload
 
@@ -235,9 +235,7 @@ def test_waiting_micro_batches_are_those_of_a_simulated_schedule(
     values["batch"] = {"examples": 2 * count, "tokens_per_device": 8192}
     config, model = RunConfig.model_validate(values), planned(values["model"]["fresh"])
     layout = PlannedLayout(1, 1, pipeline=ranks)
-    needs = MegatronNeeds(
-        model, config, Workload.of(config, "sft"), layout, Arithmetic(2), stage=stage
-    )
+    needs = MegatronNeeds(model, config, Workload.of(config, "sft"), layout, stage=stage)
     each, over = divmod(depth, ranks * virtual)
     layers = [each + (run < over) for run in range(stage, ranks * virtual, ranks)]
     ahead = ranks - stage - 1

@@ -48,7 +48,7 @@ def test_an_adapter_may_be_for_what_the_built_model_has(family):
     config = tiny_config(family)
 
     def adapter(*targets):
-        return planned(config.to_dict(), LoraConfig(rank=2, targets=targets)).adapter
+        return planned(config.to_dict(), LoraConfig(rank=2, targets=list(targets))).adapter
 
     with pytest.raises(IncompatibleError) as refused:
         Adapter(build_on_meta(config), LoraConfig(rank=2, targets=["nothing"]))
