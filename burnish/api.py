@@ -29,6 +29,8 @@ Config: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 """A YAML file, the same settings as nested mappings, or a configuration that was loaded already."""
 Reward: TypeAlias = Callable[..., Any]
 """A function with TRL's or verl's signature, at the top level of a script or of a module."""
+Rewards: TypeAlias = Reward | Sequence[Reward] | Mapping[str, Any] | None
+"""One or several such functions, or the section `reward` as a mapping."""
 
 _log = logging.getLogger("burnish")
 
@@ -67,11 +69,7 @@ def sft(config: Config, **settings: Any) -> Result:
     return Result(loaded.directory)
 
 
-def rl(
-    config: Config,
-    reward: Reward | Sequence[Reward] | Mapping[str, Any] | None = None,
-    **settings: Any,
-) -> Result:
+def rl(config: Config, reward: Rewards = None, **settings: Any) -> Result:
     """Learn from a reward. A run that was interrupted goes on from its newest checkpoint.
 
     `reward` is a Python function, or several, in place of `reward.functions`; a mapping sets the section `reward`.
@@ -83,11 +81,7 @@ def rl(
     return Result(loaded.directory)
 
 
-def evaluate(
-    config: Config,
-    reward: Reward | Sequence[Reward] | Mapping[str, Any] | None = None,
-    **settings: Any,
-) -> dict[str, float]:
+def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[str, float]:
     """Measure a model on held-out data and return the numbers by name.
 
     `config` may also be the directory of a run, whose newest model is measured. `reward` is as in `rl`.
@@ -142,9 +136,7 @@ def prepare(
     return list(notices(config, command))
 
 
-def _with_reward(
-    settings: Mapping[str, Any], reward: Reward | Sequence[Reward] | Mapping[str, Any] | None
-) -> Mapping[str, Any]:
+def _with_reward(settings: Mapping[str, Any], reward: Rewards) -> Mapping[str, Any]:
     if reward is None:
         return settings
     if isinstance(reward, Mapping):

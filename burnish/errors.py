@@ -6,6 +6,7 @@ Each says what was found (`have`), what was wanted (`want`) and what to do (`do`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 _SHOWN = 5
 
@@ -46,13 +47,8 @@ class BurnishError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the parts as text, because not every library's exception can be pickled."""
-        return (_rebuild, (type(self), *self.parts().values()))
-
-
-def _rebuild(
-    kind: type[BurnishError], problem: str, have: object, want: object, do: str | None
-) -> BurnishError:
-    return kind(problem, have=have, want=want, do=do)
+        problem, have, want, do = self.parts().values()
+        return partial(type(self), have=have, want=want, do=do), (problem,)
 
 
 class UsageError(BurnishError):
@@ -94,11 +90,7 @@ class StoppedError(BurnishError):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Keep the signal when the error crosses a process boundary."""
-        return (_rebuild_stopped, (self.problem, self.signal_number))
-
-
-def _rebuild_stopped(problem: str, signal_number: int) -> StoppedError:
-    return StoppedError(problem, signal_number=signal_number)
+        return partial(StoppedError, self.problem, signal_number=self.signal_number), ()
 
 
 def together(errors: Sequence[BurnishError], subject: str) -> BurnishError:

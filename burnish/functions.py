@@ -62,9 +62,7 @@ def _parted(target: str, name: str, setting: str, builtins: Registry) -> tuple[s
         raise UsageError(
             f"{setting}: {name!r} names no function",
             have=repr(name),
-            want=" or ".join(
-                ["file.py:function, module:function", *([", ".join(builtins)] if builtins else [])]
-            ),
+            want=", ".join(["file.py:function", "module:function", *builtins]),
             do=did_you_mean(name, builtins) or f"correct {setting}",
         )
     return module, attribute
