@@ -31,6 +31,8 @@ T = TypeVar("T")
 class _CountsSteps(Protocol):
     steps: int
 
+    def set_steps(self, steps: int) -> None: ...
+
 
 def trained(optimizer: T | None) -> T:
     """Return the optimizer of an engine that is asked to train. Raises `BurnishError` for one that has none."""
@@ -63,7 +65,7 @@ class ShardedEngine(ABC):
 
     @steps.setter
     def steps(self, value: int) -> None:
-        trained(self._optimizer).steps = value
+        trained(self._optimizer).set_steps(value)
 
     @abstractmethod
     def forward(
