@@ -126,8 +126,8 @@ def expert_counts(
     """Count how often each router chose each expert on all ranks, filler left out: [L, E] int64. Collective."""
     counts = torch.zeros(routers * experts, dtype=torch.int64, device=device)
     starts = torch.arange(routers, device=device)[:, None] * experts
-    for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
-        if micro.experts is not None and numbers != (-1,):
+    for micro, is_filler in zip(batch.microbatches, batch.is_filler, strict=True):
+        if micro.experts is not None and not is_filler:
             places = micro.experts.to(device).long() + starts
             counts += torch.bincount(places.flatten(), minlength=len(counts))
     if layout.world > 1:
