@@ -49,9 +49,8 @@ from burnish.rollout.builtin.decoding import Decoding
 from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
 from burnish.rollout.builtin.stopping import StopRule
 from burnish.tracking.progress import Progress
-from burnish.train.collect import Collector
-from burnish.train.policy_update import Policy, PolicyUpdate
-from burnish.train.rl import collect_groups
+from burnish.train.collect import Collector, GroupSampler
+from burnish.train.policy_update import PolicyUpdate
 from burnish.train.setup import lay_foundation, make_engine, prompt_dataset
 from burnish.train.signals import Stopper
 
@@ -133,13 +132,12 @@ class Ours:
 
     def step(self) -> tuple[float, list[int]]:
         """One step: its seconds, and the length of each completion, groups end to end."""
-        config, policy = self.config, Policy(self.engine, None, self.flops)
+        config = self.config
         marks = [self.clock()]
-        groups, _ = collect_groups(
-            self.dataset, self.loader, self.collector, config, self.step_number
-        )
+        sampler = GroupSampler(config, self.collector, self.dataset, self.loader)
+        groups, _ = sampler.sample(self.step_number)
         marks.append(self.clock())
-        update = PolicyUpdate(policy, None, config)
+        update = PolicyUpdate(self.engine, None, None, self.flops, config)
         batches = update.minibatches(groups, update.assign_credit(groups))
         for batch in update.with_logprobs(batches, self.step_number):
             self.engine.forward_backward(batch, self.loss).values()

@@ -55,7 +55,6 @@ from burnish.models.value_head import value_config
 from burnish.records import Batch, Example, Request
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
-from burnish.train.offload import Parking
 
 TABLE = Path(__file__).parents[1] / "tests/plan/measured.json"
 CPU = torch.device("cpu")
@@ -100,7 +99,7 @@ class Subject:
                     eos_token_ids=(),
                 )
                 self._publish()
-        self._parking = Parking(away if config.engine.park else [])
+        self._away = away if config.engine.park else []
 
     def _made(
         self, hf: PretrainedConfig, optim: OptimConfig, lora: LoraConfig | None = None
@@ -186,7 +185,8 @@ class Subject:
         ]
         with ExitStack() as parked:
             with self._meter.phase("parking"):
-                parked.enter_context(self._parking())
+                for engine in self._away:
+                    parked.enter_context(engine.parked())
             with self._meter.phase("rollout"):
                 self._generator.generate(requests, Sampling(config.rollout.max_response_length))
             with self._meter.phase("parking"):

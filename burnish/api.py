@@ -23,7 +23,8 @@ from burnish.errors import UsageError
 from burnish.files.remote import Remote
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import read_metrics
-from burnish.train.preflight import recorded_config, require_inputs, require_own_directory
+from burnish.train.own_directory import recorded_config, require_own_directory
+from burnish.train.preflight import require_inputs
 
 Config: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 """A YAML file, the same settings as nested mappings, or a configuration that was loaded already."""

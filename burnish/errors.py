@@ -5,7 +5,7 @@ Each says what was found (`have`), what was wanted (`want`) and what to do (`do`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 _SHOWN = 5
@@ -117,3 +117,14 @@ def few(names: Sequence[str]) -> str:
     """Return the first names and the number of the others, for a message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def table(rows: Sequence[Sequence[str]], right: int = 0) -> Iterator[str]:
+    """Yield lines with the columns of `rows` under each other, the first `right` of them to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index < right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()

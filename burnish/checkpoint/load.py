@@ -33,7 +33,7 @@ from burnish.checkpoint.steps import Committed, checked_header, read_blocks
 from burnish.distributed.collectives import agree, gather_objects
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.errors import IncompatibleError, MissingError
+from burnish.errors import IncompatibleError, MissingError, table
 from burnish.files.durable import naming_failures
 from burnish.files.safetensors import Header
 from burnish.files.storage import LocalStorage, Source
@@ -295,7 +295,6 @@ def _table(keys: list[str], have: Mapping[str, _Described], want: Mapping[str, _
 
     rows = [("tensor", "have", "want")]
     rows += [(k.removeprefix(f"{MODEL}/"), text(k, have), text(k, want)) for k in keys[:_ROWS]]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines = [f"  {name:<{widths[0]}}  {a:<{widths[1]}}  {b}" for name, a, b in rows]
+    lines = [f"  {line}" for line in table(rows)]
     more = [f"  and {len(keys) - _ROWS} more"] if len(keys) > _ROWS else []
     return "\n".join(lines + more)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
 
 
 def print_text(text: str) -> None:
@@ -27,14 +26,3 @@ def count_text(number: int, noun: str) -> str:
     """Return a number and its noun: "1 step", "2 steps"."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
-
-
-def table(rows: Sequence[Sequence[str]], right: int = 0) -> Iterator[str]:
-    """Yield lines with the columns of `rows` under each other, the first `right` of them to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if index < right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()

@@ -19,7 +19,7 @@ from burnish.distributed.environment import place_of
 from burnish.errors import MissingError, UsageError
 from burnish.plan.devices import PER_MACHINE
 from burnish.tracking.trackers import json_numbers
-from burnish.train.preflight import recorded_config
+from burnish.train.own_directory import recorded_config
 
 
 def run(given: Namespace) -> None:

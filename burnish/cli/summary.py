@@ -21,7 +21,8 @@ from burnish.config.schema import (
     RunConfig,
     SamplingConfig,
 )
-from burnish.train.preflight import committed_steps, data_sizes
+from burnish.train.own_directory import committed_steps
+from burnish.train.preflight import data_sizes
 
 _Row = tuple[str, str]
 

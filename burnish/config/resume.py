@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from burnish.config.schema import MAY_CHANGE, RunConfig, Section
-from burnish.errors import IncompatibleError, UsageError
+from burnish.errors import IncompatibleError, UsageError, table
 
 
 def digest(config: RunConfig) -> str:
@@ -38,10 +38,9 @@ def require_same_run(run_dir: PurePath, recorded: RunConfig, config: RunConfig) 
         return
     rows = [("setting", "have", "want")]
     rows += [(key, _cell(before), _cell(after)) for key, (before, after) in found.items()]
-    wide, narrow = (max(len(row[column]) for row in rows) for column in range(2))
-    table = "\n".join(f"  {key:<{wide}}  {have:<{narrow}}  {want}" for key, have, want in rows)
+    lines = [f"{run_dir} belongs to another configuration", *table(rows)]
     raise IncompatibleError(
-        f"{run_dir} belongs to another configuration\n{table}",
+        "\n  ".join(lines),
         have=f"a run that differs in {', '.join(found)}",
         want="the configuration that began this run",
         do="restore the settings above, or give this run a name of its own with name=NAME; "

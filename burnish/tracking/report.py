@@ -87,7 +87,7 @@ def write_report(run_dir: Path, state: State = "unknown") -> Path:
     """
     run = RunDirectory(run_dir)
     series = _series(read_metrics(run.metrics))
-    config_text = run.read_config() or ""
+    config_text = run.config.read_text("utf-8") if run.config.exists() else ""
     config = _parsed(config_text)
     validation = sorted((name for name in series if name.startswith("val/")), key=_validation_rank)
     learning, speed, others = _charts(series, validation)

@@ -39,58 +39,23 @@ class RunDirectory:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-
-    @property
-    def config(self) -> Path:
+        self.config = root / "config.yaml"
         """The resolved configuration, as run."""
-        return self.root / "config.yaml"
-
-    @property
-    def environment(self) -> Path:
+        self.environment = root / "environment.json"
         """Versions, device, host, git commit and command line of the last start."""
-        return self.root / "environment.json"
-
-    @property
-    def metrics(self) -> Path:
+        self.metrics = root / "metrics.jsonl"
         """One JSON object per step."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Directory of TensorBoard's event files."""
-        return self.root / "tensorboard"
-
-    @property
-    def rollouts(self) -> Path:
+        self.tensorboard = root / "tensorboard"
+        self.rollouts = root / "rollouts"
         """Directory of the rollouts of steps and validations."""
-        return self.root / "rollouts"
-
-    @property
-    def checkpoints(self) -> Path:
+        self.checkpoints = root / CHECKPOINTS
         """Directory of the committed steps."""
-        return self.root / CHECKPOINTS
-
-    @property
-    def report(self) -> Path:
-        """The self-contained report."""
-        return self.root / "report.html"
+        self.report = root / "report.html"
 
     @property
     def begun(self) -> bool:
         """Whether a run has logged its first metrics. One that failed before has nothing to protect."""
         return self.metrics.exists()
-
-    def create(self) -> None:
-        """Make the directory where it is missing. Raises `OSError` when that cannot be."""
-        self.root.mkdir(parents=True, exist_ok=True)
-
-    def write_config(self, text: str) -> None:
-        """Put the resolved configuration, as YAML, atomically."""
-        write_atomically(self.config, text)
-
-    def read_config(self) -> str | None:
-        """The configuration the directory belongs to; None when it has none yet."""
-        return self.config.read_text("utf-8") if self.config.exists() else None
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
         """Put what `environment()` found, atomically."""

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
+from burnish.algorithms.dapo import overlong_penalty, select_groups
+from burnish.config.schema import OverlongConfig, RolloutConfig, RunConfig, SamplingConfig
 from burnish.data.balance import share_evenly
+from burnish.data.loader import Loader
+from burnish.data.tasks import PromptDataset
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
+from burnish.engines.base import Engine
+from burnish.errors import UsageError
 from burnish.records import Completion, Prompt, Request, Rollout
 from burnish.rewards.overview import Complaints
 from burnish.rollout.base import Generator, Sampling
 from burnish.tracking.progress import Progress
-from burnish.train.reward_models import Judge
 from burnish.train.signals import Stopper, StopRequested
 
 Score = Callable[[Sequence[Rollout], Callable[[], None]], list[Rollout]]
 """Fills in the rewards of rollouts, in order. Calls what it is given again and again while it waits: it may raise."""
+Judge = Callable[[Sequence[Rollout]], list[Rollout]]
+"""Adds to the rewards of rollouts, which all ranks have alike. Collective."""
+Groups = list[list[Rollout]]
+"""Rollouts by prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +52,20 @@ class Collector:
     """Hears of what reward functions fail at."""
     judge: Judge = list
     """Adds what reward models say, of which there are none otherwise."""
+    parks: Sequence[Engine] = ()
+    """Engines that leave the device while completions are generated (`engine.park`)."""
+
+    @contextmanager
+    def parked(self) -> Iterator[None]:
+        """Keep the parked engines off the device inside the block, which collects. Collective."""
+        with ExitStack() as stack:
+            for engine in self.parks:
+                stack.enter_context(engine.parked())
+            yield
 
     def collect(
         self, prompts: Sequence[Prompt], first_key: int, samples: int, sampling: Sampling
-    ) -> list[list[Rollout]]:
+    ) -> Groups:
         """Return `samples` scored rollouts of each prompt, in the order of the prompts, the same on every rank. Collective.
 
         Prompt i is drawn with key `first_key` + i. Raises `StopRequested` on all ranks if a signal reached any, and `BurnishError`
@@ -56,7 +77,7 @@ class Collector:
         mine = shared[self.layout.data_rank]
         requests = [Request(first_key + i, prompts[i].token_ids, samples=samples) for i in mine]
         stopped: int | None = None
-        groups: list[list[Rollout]] = []
+        groups: Groups = []
         try:
             completions = self._generated(requests, sampling)
             groups = self._scored([prompts[i] for i in mine], completions)
@@ -88,7 +109,7 @@ class Collector:
 
     def _scored(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
-    ) -> list[list[Rollout]]:
+    ) -> Groups:
         rollouts = [
             Rollout(prompt, sample, completion, self.decode(completion.token_ids.tolist()))
             for prompt, group in zip(prompts, completions, strict=True)
@@ -96,3 +117,107 @@ class Collector:
         ]
         scored = iter(self.score(rollouts, self.stopper.check))
         return [[next(scored) for _ in group] for group in completions]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSampler:
+    """Takes the groups of a step from the data."""
+
+    config: RunConfig
+    """The run."""
+    collector: Collector
+    """Makes and scores completions."""
+    dataset: PromptDataset
+    """What is trained on."""
+    loader: Loader
+    """Which prompts come next."""
+
+    def sample(self, step: int) -> tuple[Groups, Groups]:
+        """Return the scored groups of a step, and those left out. Collective; the same on every rank.
+
+        Dynamic sampling replaces groups of equal rewards by groups of the next prompts, in a bounded number of rounds. It compares
+        rewards before the penalty for length.
+        """
+        config, collect = self.config, self.collector.collect
+        how = replace(
+            sampling(config.rollout, config.rollout, config.seed, step),
+            experts=config.algorithm.router_replay == "rollout",
+        )
+        dynamic = config.algorithm.dynamic_sampling
+        limit, overlong = config.rollout.max_response_length, config.algorithm.overlong
+        shaped = partial(_shaped, limit=limit, overlong=overlong)
+        groups: Groups = []
+        wanted, refills = config.batch.prompts, 0
+        with self.collector.parked():
+            while True:
+                first_key = self.loader.cursor
+                prompts = [self.dataset[index] for index in self.loader.take(wanted)]
+                collected = collect(prompts, first_key, config.rollout.n, how)
+                if config.algorithm.advantage == "remax":
+                    greedy = collect(prompts, first_key, 1, replace(how, temperature=0.0))
+                    baselines = [shaped(rollout).reward for (rollout,) in greedy]
+                    collected = _with_greedy_rewards(collected, baselines)
+                groups += collected
+                rewards = compared(groups, dynamic.part, config.reward.part_names)
+                selection = select_groups(rewards, config.batch.prompts, refills, dynamic)
+                if selection.refill == 0:
+                    break
+                wanted, refills = selection.refill, refills + 1
+        found = [[shaped(rollout) for rollout in group] for group in groups]
+        left_out = [group for i, group in enumerate(found) if i not in selection.keep]
+        return [found[index] for index in selection.keep], left_out
+
+
+def _with_greedy_rewards(
+    groups: Sequence[Sequence[Rollout]], baselines: Sequence[float]
+) -> list[list[Rollout]]:
+    """Note in every rollout the reward of its prompt's greedy completion."""
+    return [
+        [replace(rollout, greedy_reward=baseline) for rollout in group]
+        for group, baseline in zip(groups, baselines, strict=True)
+    ]
+
+
+def compared(
+    groups: Sequence[Sequence[Rollout]], part: str | None, names: Sequence[str]
+) -> list[list[float]]:
+    """Return the numbers that dynamic sampling compares: the reward, or its part `algorithm.dynamic_sampling.part`.
+
+    `names` are the parts of all rewards. Raises `UsageError` if this part is neither there nor in any completion.
+    """
+    if part is None:
+        return [[rollout.reward for rollout in group] for group in groups]
+    parts = [
+        rollout.reward_parts for group in groups for rollout in group if not rollout.reward_error
+    ]
+    known = {name for each in parts for name in each}
+    if parts and part not in known | {*names}:
+        raise UsageError(
+            "algorithm.dynamic_sampling.part is no part of any reward",
+            have=f"algorithm.dynamic_sampling.part: {part}",
+            want=f"one of {', '.join(sorted(known))}",
+            do="set algorithm.dynamic_sampling.part to one of them, or remove it",
+        )
+    found = [[rollout.reward_parts.get(part) for rollout in group] for group in groups]
+    return [[value for value in group if value is not None] for group in found]
+
+
+def _shaped(rollout: Rollout, *, limit: int, overlong: OverlongConfig) -> Rollout:
+    """Return the rollout with the penalty for its length in its reward."""
+    penalty = overlong_penalty(len(rollout.completion.token_ids), limit, overlong)
+    return replace(rollout, reward=rollout.reward + penalty) if penalty else rollout
+
+
+def sampling(rollout: RolloutConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:
+    """Return sampling parameters from `how`, with the run's length limit, stop texts and stop tokens."""
+    return Sampling(
+        max_tokens=rollout.max_response_length,
+        temperature=how.temperature,
+        top_k=how.top_k,
+        top_p=how.top_p,
+        min_p=how.min_p,
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        stop_strings=tuple(rollout.stop),
+        seed=seed,
+        step=step,
+    )

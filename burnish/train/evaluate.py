@@ -11,6 +11,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from burnish.data.tasks import PromptDataset
 from burnish.distributed.collectives import reduce_stats, same_on_all_ranks
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
-from burnish.engines.base import Engine, Part
+from burnish.engines.base import Engine
 from burnish.errors import MissingError, StoppedError
 from burnish.records import Rollout
 from burnish.records.seeds import derive_seed
@@ -35,19 +36,18 @@ from burnish.rewards.pool import RewardPool
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.stats import Mean, Stats
-from burnish.train.collect import Collector
+from burnish.train.collect import Collector, sampling
 from burnish.train.intact import Intact
-from burnish.train.localize import with_local_inputs
 from burnish.train.reward_models import load_judge
 from burnish.train.run import Validation
 from burnish.train.setup import (
     Foundation,
     example_dataset,
     lay_foundation,
+    load_frozen,
+    local_inputs,
     make_collector,
-    make_engine,
     prompt_dataset,
-    sampling,
 )
 from burnish.train.signals import Stopper, StopRequested, catch_signals, check_stop
 from burnish.train.trainer_state import require_same_adapter
@@ -57,42 +57,23 @@ _LENGTHS = ("response_length/mean", "response_length/clip_ratio")
 log = logging.getLogger("burnish")
 
 
-def held_out_prompts(foundation: Foundation, pool: RewardPool) -> PromptDataset | None:
-    """Return the held-out prompts; None if the configuration names none.
-
-    Raises `MissingError` if they lack a column that a reward function needs.
-    """
-    paths = foundation.config.data.validation
-    if not paths:
-        return None
-    dataset = prompt_dataset(foundation, paths, "data.validation")
-    pool.check_columns(dataset.rows.columns, "data.validation")
-    return dataset
-
-
 def prompt_validation(
     foundation: Foundation,
     collector: Collector,
-    dataset: PromptDataset | None,
-    keep: Callable[[Sequence[Rollout]], None] | None = None,
-) -> Validation | None:
-    """Return a function that answers held-out prompts and scores the answers; None without such data.
-
-    `keep` gets the rollouts of each validation, on every rank.
-    """
-    if dataset is None:
-        return None
+    dataset: PromptDataset,
+) -> Validation:
+    """Return a function that answers held-out prompts and scores the answers."""
     config = foundation.config
     prompts = dataset[: config.evaluation.prompts or len(dataset)]
     judged_by = config.reward.part_names[0]
     seed = derive_seed(config.seed, "validation")
     how = sampling(config.rollout, config.evaluation, seed % 2**63, step=0)
 
-    def validate() -> dict[str, float]:
-        groups = collector.collect(prompts, 0, config.evaluation.n, how)
-        if keep is not None:
-            keep([rollout for group in groups for rollout in group])
-        return _by_source(groups, judged_by, config.evaluation.solved)
+    def validate() -> tuple[dict[str, float], Sequence[Rollout]]:
+        with collector.parked():
+            groups = collector.collect(prompts, 0, config.evaluation.n, how)
+        numbers = _by_source(groups, judged_by, config.evaluation.solved)
+        return numbers, [rollout for group in groups for rollout in group]
 
     return validate
 
@@ -132,19 +113,17 @@ def _numbers(
 
 def example_validation(
     foundation: Foundation, engine: Engine, device: torch.device, check: Callable[[], None]
-) -> Validation | None:
-    """Return a function that measures `val/loss`, the mean loss per token of held-out examples; None without such data.
+) -> Validation:
+    """Return a function that measures `val/loss`, the mean loss per token of held-out examples.
 
     `check` is called on every rank between batches. An exception that it raises ends the validation.
     """
     config, layout = foundation.config, engine.layout
-    if not config.data.validation:
-        return None
     dataset = example_dataset(foundation, config.data.validation, "data.validation")
     count = min(len(dataset), config.evaluation.prompts or len(dataset))
     size, budget = config.batch.examples, config.microbatch_tokens
 
-    def validate() -> dict[str, float]:
+    def validate() -> tuple[dict[str, float], None]:
         loss = Mean(0.0, 0.0)
         for start in range(0, count, size):
             check()
@@ -154,7 +133,7 @@ def example_validation(
                 # Tokens outside the loss mask are not scored, and hold 0.
                 part = Mean(-output.logprobs.sum(), float(micro.loss_mask.sum()))
                 loss = loss.merge(part)
-        return reduce_stats(Stats({"val/loss": loss}), layout, device).values_by_name()
+        return reduce_stats(Stats({"val/loss": loss}), layout, device).values_by_name(), None
 
     return validate
 
@@ -166,7 +145,7 @@ def evaluate(config: RunConfig, run_directory: Path | None = None) -> dict[str, 
     without them examples. Raises `MissingError` if the run has no committed step.
     """
     config, step = (config, None) if run_directory is None else evaluated(config, run_directory)
-    local = with_local_inputs(config, trains=False)
+    local = local_inputs(config, trains=False)
     return launch(lambda layout, device: _evaluate(local, step, layout, device), config.distributed)
 
 
@@ -183,8 +162,7 @@ def _evaluate(
         try:
             foundation = lay_foundation(config)
             progress = Progress(config.tracking.progress and layout.is_main)
-            own = foundation.beginnings if step is None else foundation.frozen
-            Intact(layout, progress).require(*foundation.judges, *own)
+            Intact(layout, progress).require(*foundation.places(fresh=step is None))
             if step is not None:
                 same_on_all_ranks(str(step.path), "the step to evaluate", layout)
                 require_same_adapter(step.state.get(ADAPTER_STATE), foundation.adapter, step.path)
@@ -202,31 +180,20 @@ def _measured(
     foundation: Foundation, layout: Layout, device: torch.device, stopper: Stopper
 ) -> dict[str, float]:
     config = foundation.config
+    paths, setting = config.data.validation, "data.validation"
     progress = Progress(config.tracking.progress and layout.is_main)
     with progress.phase("evaluate"):
-        if config.reward.given:
-            with RewardPool(config.reward) as pool:
-                held_out = held_out_prompts(foundation, pool)
-                engine = _loaded(foundation, layout, device)
-                judge = load_judge(config, layout, device, engine)
-                collector = make_collector(
-                    foundation, pool, layout, device, stopper, progress, judge
-                )
-                collector.generator.load_weights(engine.published(), version=0)
-                validate = prompt_validation(foundation, collector, held_out)
-                return validate() if validate else {}
-        engine = _loaded(foundation, layout, device)
-        validate = example_validation(
-            foundation, engine, device, lambda: check_stop(stopper, layout)
-        )
-        return validate() if validate else {}
-
-
-def _loaded(foundation: Foundation, layout: Layout, device: torch.device) -> Engine:
-    engine = make_engine(foundation, None, layout, device)
-    engine.load(foundation.base, Part.FROZEN)
-    engine.load(foundation.source, Part.WEIGHTS)
-    return engine
+        if not config.reward.given:
+            engine = load_frozen(foundation, layout, device)
+            check = partial(check_stop, stopper, layout)
+            return example_validation(foundation, engine, device, check)()[0]
+        with RewardPool(config.reward) as pool:
+            held_out = prompt_dataset(foundation, paths, setting, pool=pool)
+            engine = load_frozen(foundation, layout, device)
+            judge = load_judge(foundation, layout, device, engine)
+            collector = make_collector(foundation, pool, layout, device, stopper, progress, judge)
+            collector.generator.load_weights(engine.published(), version=0)
+            return prompt_validation(foundation, collector, held_out)()[0]
 
 
 def _model_of(step: Committed, model: ModelConfig) -> ModelConfig:

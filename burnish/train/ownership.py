@@ -1,4 +1,4 @@
-"""Ownership of a run's directory and of its mirror: both belong to this run, or are refused unchanged.
+"""Ownership of a run: its directory and its mirror belong to this run, or are refused unchanged.
 
 environment.json names the owner on either side: `run` is the run's id for life, `start` the id of one start.
 """
@@ -6,95 +6,142 @@ environment.json names the owner on either side: `run` is the run's id for life,
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
-from pathlib import Path, PurePath
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Literal
 
-from burnish.checkpoint.manager import Destination, Resumed
-from burnish.checkpoint.steps import step_name
+import torch
+
+from burnish.checkpoint.manager import Checkpoints, Destination
+from burnish.checkpoint.retention import Retention
 from burnish.config.load import dump_yaml
-from burnish.config.schema import CheckpointConfig, RunConfig
-from burnish.distributed.collectives import agree
+from burnish.config.schema import RunConfig
+from burnish.distributed.collectives import agree, same_on_all_ranks
+from burnish.distributed.device import (
+    device_name,
+    peak_memory,
+    recording_allocations,
+    reset_peak_memory,
+    synchronize,
+)
 from burnish.distributed.layout import Layout
-from burnish.errors import BurnishError
-from burnish.files.durable import naming_failures
-from burnish.functions import load_function
-from burnish.tracking.progress import Bar
-from burnish.tracking.rundir import RUN, TRAINER, RunDirectory
+from burnish.tracking.progress import Progress
+from burnish.tracking.rundir import RUN, TRAINER, RunDirectory, environment, write_atomically
+from burnish.tracking.spans import Spans
+from burnish.train.intact import Intact
+from burnish.train.own_directory import require_own_directory
+from burnish.train.signals import Stopper, catch_signals, check_stop
 
-_MIRROR = "burnish.checkpoint.destinations.run_mirror:open_mirror"
-
-
-def mirror_of(
-    url: str | None, settings: CheckpointConfig, directory: Path, layout: Layout
-) -> Destination | None:
-    """Return the mirror at a URL. Raises if the URL is wrong or its client is not installed. Collective."""
-    if url is None:
-        return None
-    open_mirror = load_function(_MIRROR, "checkpoint.mirror")
-    mirror: Destination = open_mirror(url, settings, directory, layout)
-    return mirror
+Trainer = Literal["sft", "rl"]
+"""The command that a run belongs to."""
 
 
-def claim(
-    directory: RunDirectory,
-    mirror: Destination | None,
-    config: RunConfig,
-    environment: Mapping[str, Any],
-) -> None:
-    """Make the directory, whose lease this process holds, and its mirror this run's. Call it on rank 0.
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A run's directory while this process, with all others of the run, owns it."""
+
+    config: RunConfig
+    """The run."""
+    trainer: Trainer
+    """Its command."""
+    layout: Layout
+    """Where this process stands."""
+    device: torch.device
+    """What it computes on."""
+    directory: RunDirectory
+    """The run's directory."""
+    checkpoints: Checkpoints
+    """Its steps."""
+    mirror: Destination | None
+    """Where the directory is copied to."""
+    stopper: Stopper
+    """Whether a signal asked for an end."""
+    spans: Spans
+    """Seconds and memory of each part of a step."""
+    progress: Progress
+    """Bars on the main rank's terminal."""
+    intact: Intact
+    """Checks models in steps of other runs before they are loaded."""
+
+    def check_stop(self) -> None:
+        """Raise `StopRequested` on every rank if a signal has reached any. Collective."""
+        check_stop(self.stopper, self.layout)
+
+
+@contextmanager
+def open_run(
+    config: RunConfig, trainer: Trainer, layout: Layout, device: torch.device
+) -> Iterator[Session]:
+    """Own the run that `config` names inside the block; explain an out-of-memory error. Collective.
+
+    Before anything is loaded, refuses a run directory that is in use, belongs to another configuration or `trainer`, or holds steps
+    if `resume` is never, and ranks with different configurations.
+    """
+    directory, settings = RunDirectory(config.directory), config.checkpoint
+    progress = Progress(config.tracking.progress and layout.is_main)
+    spans = Spans(
+        settle=partial(synchronize, device),
+        reset_peak=partial(reset_peak_memory, device),
+        peak=partial(peak_memory, device),
+    )
+    checkpoints = Checkpoints(
+        directory.checkpoints,
+        layout,
+        retention=Retention.of(settings, config.mirror_url),
+        reserve_bytes=int(settings.reserve_gb * 1e9),
+        background_timeout=config.distributed.timeout_seconds if settings.background else None,
+    )
+    with catch_signals(silent=not layout.is_main) as stopper, ExitStack() as stack:
+        same_on_all_ranks(dump_yaml(config), "the configuration", layout)
+        stack.enter_context(checkpoints)
+        mirror: Destination | None = None
+        if config.mirror_url is not None:
+            destinations = import_module("burnish.checkpoint.destinations.run_mirror")
+            mirror = destinations.open_mirror(config.mirror_url, settings, directory.root, layout)
+        checkpoints.mirror_to(mirror)
+        session = Session(
+            config,
+            trainer,
+            layout,
+            device,
+            directory,
+            checkpoints,
+            mirror,
+            stopper,
+            spans,
+            progress,
+            Intact(layout, progress),
+        )
+        with agree(layout):
+            require_own_directory(directory, config, trainer)
+            if layout.is_main:
+                _claim(session)
+        if config.tracking.allocations:
+            stack.enter_context(recording_allocations(device))
+        try:
+            yield session
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            explained = import_module("burnish.train.out_of_memory").explained(error, session)
+            if explained is None:
+                raise
+            raise explained from error
+
+
+def _claim(session: Session) -> None:
+    """Make the directory, whose lease this process holds, and its mirror this run's. For rank 0.
 
     Writes to the mirror before anything expensive begins. Raises `IncompatibleError` for another run's mirror, and `UsageError`
     if it holds steps and `resume` is never. Both stay unchanged.
     """
+    directory, mirror = session.directory, session.mirror
     identity = {RUN: directory.read_environment().get(RUN) or uuid.uuid4().hex}
     if mirror is not None:
-        identity |= mirror.require_own(directory, config, environment[TRAINER])
-    directory.create()
-    directory.write_config(dump_yaml(config))
-    directory.write_environment({**identity, **environment})
+        identity |= mirror.require_own(directory, session.config, session.trainer)
+    found = environment(device_name(session.device), session.layout.world)
+    write_atomically(directory.config, dump_yaml(session.config))
+    directory.write_environment({**identity, TRAINER: session.trainer, **found})
     if mirror is not None:
         mirror.claim(directory)
-
-
-def bring_back(
-    mirror: Destination | None, directory: RunDirectory, resumed: Resumed | None, layout: Layout
-) -> None:
-    """After resuming from the mirror, fetch metrics and pins that are not here. Collective."""
-    if mirror is None or resumed is None or isinstance(resumed.step.path, Path):
-        return
-    with agree(layout), naming_failures(f"{directory.root} cannot be written"):
-        if layout.is_main:
-            mirror.bring_back(directory)
-
-
-def step_place(step: int, directory: RunDirectory, mirror: Destination | None) -> PurePath:
-    """Return the directory of a committed step, here or on the mirror."""
-    path = directory.checkpoints / step_name(step)
-    return path if mirror is None or path.is_dir() else mirror.root / step_name(step)
-
-
-def behind(
-    mirror: Destination | None, directory: RunDirectory, why: BurnishError, *, meets: bool
-) -> BurnishError:
-    """Return the error of a finished run whose mirror lacks some of it."""
-    again = f"keep {directory.root}; the same command again copies the rest"
-    return BurnishError(
-        f"the run is done, but {mirror and mirror.url} has not all of it",
-        have=why,
-        do="start the same command again: it continues from the newest step there"
-        if meets
-        else again,
-    )
-
-
-def percent_on(bar: Bar) -> Callable[[float], None]:
-    """Draw a sync on a bar of a hundred; a sync that begins again does not move it back."""
-    shown = 0.0
-
-    def show(part: float) -> None:
-        nonlocal shown
-        bar.advance(max(0.0, 100 * part - shown))
-        shown = max(shown, 100 * part)
-
-    return show

@@ -38,18 +38,6 @@ Forward = Callable[[Batch], list[TokenOutputs]]
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """The model that learns, and what it is held to."""
-
-    engine: Engine
-    """The trained model."""
-    reference: Forward | None
-    """Scores by the model that training started from; None where no KL term wants it."""
-    costs: ModelFlops
-    """What its sequences cost in an update, by which its batches are balanced."""
-
-
-@dataclass(frozen=True, slots=True)
 class Credit:
     """What each completion token is trained towards: one fp32 array per rollout, groups end to end."""
 
@@ -78,11 +66,7 @@ class Credit:
 
     def by_name(self) -> dict[str, list[Floats]]:
         """The arrays by their names in an `Example`, those that there are."""
-        arrays = {
-            "advantages": self.advantages,
-            "returns": self.returns,
-            "old_values": self.values,
-        }
+        arrays = {"advantages": self.advantages, "returns": self.returns, "old_values": self.values}
         return {name: each for name, each in arrays.items() if each is not None}
 
 
@@ -90,10 +74,14 @@ class Credit:
 class PolicyUpdate:
     """Turns the scored groups of a step into the batches of its updates."""
 
-    policy: Policy
+    engine: Engine
     """The model that learns."""
+    reference: Forward | None
+    """Scores by the model that training started from; None where no KL term wants it."""
     critic: Critic | None
     """PPO's critic."""
+    costs: ModelFlops
+    """What sequences cost in an update, by which batches are balanced."""
     config: RunConfig
     """The run's settings."""
 
@@ -115,9 +103,8 @@ class PolicyUpdate:
             measured /= max(sum(map(len, estimates)), 1)
         if kind == "gae":
             values = self._values(rollouts)
-            found = gae(
-                rewards, values, penalties, self.config.critic.gamma, self.config.critic.lam
-            )
+            critic = self.config.critic
+            found = gae(rewards, values, penalties, critic.gamma, critic.lam)
             return Credit(found.advantages, found.returns, values, logprobs, measured)
         scored = ScoredRollouts.of(
             rewards,
@@ -141,25 +128,17 @@ class PolicyUpdate:
             arrays["old_logprobs"] = [each.logprobs for each in completions]
         else:
             arrays["sampled_logprobs"] = [each.sampled_logprobs for each in completions]
-            if (
-                credit.logprobs is not None
-                and self.config.batch.minibatches * self.config.batch.epochs > 1
-            ):
+            updates = self.config.batch.minibatches * self.config.batch.epochs
+            if credit.logprobs is not None and updates > 1:
                 arrays["old_logprobs"] = credit.logprobs
         rows = iter(zip(*arrays.values(), strict=True))
         examples = [
-            [
-                self._example(rollout, dict(zip(arrays, next(rows), strict=True)))
-                for rollout in group
-            ]
+            [self._example(each, dict(zip(arrays, next(rows), strict=True))) for each in group]
             for group in groups
         ]
-        batches = []
-        for part in np.array_split(np.arange(len(groups)), self.config.batch.minibatches):
-            chosen = [e for number in part for e in examples[number] if e.loss_mask.any()]
-            if chosen:
-                batches.append(self._batch(chosen))
-        return batches
+        parts = np.array_split(np.arange(len(groups)), self.config.batch.minibatches)
+        chosen = [[e for i in part for e in examples[i] if e.loss_mask.any()] for part in parts]
+        return [self._batch(each) for each in chosen if each]
 
     def with_logprobs(self, batches: Sequence[Batch], step: int) -> list[Batch]:
         """Add the log-probs that the policy's updates are measured against. Collective.
@@ -174,7 +153,7 @@ class PolicyUpdate:
         selecting = selects_tokens(algorithm)
         if selecting or (several and (replayed or not kept)):
             for number, batch in enumerate(batches):
-                outputs = self.policy.engine.forward(batch, experts=replayed and several)
+                outputs = self.engine.forward(batch, experts=replayed and several)
                 if several and not kept:
                     batch = batch.with_old_logprobs(outputs)
                 if several and replayed:
@@ -183,9 +162,9 @@ class PolicyUpdate:
                     seed = derive_seed(self.config.seed, "selected tokens", step, number)
                     batch = self._with_selected(batch, outputs, seed)
                 batches[number] = batch
-        if self.policy.reference is not None and algorithm.kl.place == "loss":
+        if self.reference is not None and algorithm.kl.place == "loss":
             batches = [
-                batch.with_ref_logprobs(self.policy.reference(batch.without_experts()))
+                batch.with_ref_logprobs(self.reference(batch.without_experts()))
                 for batch in batches
             ]
         return batches
@@ -202,20 +181,14 @@ class PolicyUpdate:
         """Add the tokens that the policy loss treats apart, chosen over the batches of all ranks. Collective."""
         columns = [
             np.stack(
-                [
-                    _numbers(output.logprobs),
-                    _numbers(output.entropy),
-                    _numbers(micro.advantages),
-                    _numbers(micro.loss_mask),
-                ],
+                [*map(_numbers, (out.logprobs, out.entropy, micro.advantages, micro.loss_mask))],
                 axis=-1,
             )
-            for micro, output in zip(batch.microbatches, outputs, strict=True)
+            for micro, out in zip(batch.microbatches, outputs, strict=True)
         ]
-        shares = gather_objects(batch.by_example(columns), self.policy.engine.layout)
-        rows = dict(
-            sorted({number: row for share in shares for number, row in share.items()}.items())
-        )
+        shares = gather_objects(batch.by_example(columns), self.engine.layout)
+        rows = {number: row for share in shares for number, row in share.items()}
+        rows = dict(sorted(rows.items()))
         table = np.concatenate([np.zeros((0, 4), np.float32), *rows.values()])
         trained = table[:, 3] > 0
         chosen = np.zeros(len(table), dtype=bool)
@@ -260,12 +233,12 @@ class PolicyUpdate:
 
     def _kl_estimates(self, rollouts: Sequence[Rollout]) -> tuple[list[Floats], list[Floats]]:
         """Return the KL estimate of each completion token, and the policy's log-probs that it was computed from."""
-        if self.policy.reference is None:
+        if self.reference is None:
             raise ValueError("KL in the reward needs a reference model")
-        reference, kl = self.policy.reference, self.config.algorithm.kl
+        reference, kl = self.reference, self.config.algorithm.kl
 
         def both(batch: Batch) -> list[Floats]:
-            mine, theirs = self.policy.engine.forward(batch), reference(batch.without_experts())
+            mine, theirs = self.engine.forward(batch), reference(batch.without_experts())
             return [
                 np.stack([_numbers(own.logprobs), _numbers(other.logprobs)], axis=-1)
                 for own, other in zip(mine, theirs, strict=True)
@@ -302,7 +275,7 @@ class PolicyUpdate:
             return found
         batch = self._batch([self._to_example(rollouts[i]) for i in answered])
         mine = batch.by_example(compute(batch))
-        for share in gather_objects(mine, self.policy.engine.layout):
+        for share in gather_objects(mine, self.engine.layout):
             for number, values in share.items():
                 rollout = rollouts[answered[number]]
                 found[answered[number]] = values[len(rollout.prompt.token_ids) :]
@@ -311,9 +284,9 @@ class PolicyUpdate:
     def _batch(self, examples: Sequence[Example]) -> Batch:
         return make_batch(
             examples,
-            self.policy.engine.layout,
+            self.engine.layout,
             self.config.microbatch_tokens,
-            self.policy.costs,
+            self.costs,
             temperature=self.config.rollout.temperature,
         )
 

@@ -1,4 +1,4 @@
-"""Check that inputs exist and that the run's directory may be used, before torch is loaded.
+"""Check that inputs exist, before torch is loaded.
 
 URLs are listed and not copied. A dry run also looks into the files (`burnish.train.dry_run`).
 """
@@ -13,10 +13,7 @@ from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from burnish.checkpoint.steps import step_paths
 from burnish.config.constraints import Command
-from burnish.config.load import load_config
-from burnish.config.resume import require_may_resume, require_same_run, require_trainer
 from burnish.config.schema import (
     CriticConfig,
     EngineConfig,
@@ -25,13 +22,11 @@ from burnish.config.schema import (
     RunConfig,
 )
 from burnish.data.columns import READERS, is_data
-from burnish.errors import BurnishError, MissingError, UsageError, few, install, together
+from burnish.errors import BurnishError, MissingError, few, install, together
 from burnish.files.cache import select
 from burnish.files.remote import Remote, RetryPolicy
 from burnish.files.safetensors import ADAPTER_CONFIG
-from burnish.files.storage import LocalStorage
 from burnish.files.urls import is_url
-from burnish.tracking.rundir import CHECKPOINTS, TRAINER, RunDirectory
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """One of these makes a directory a tokenizer's."""
@@ -56,33 +51,6 @@ def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = N
         raise together(problems, "the inputs of this run")
 
 
-def recorded_config(run_dir: Path) -> Path:
-    """The configuration that a run's directory holds. Raises `MissingError` where it holds none."""
-    recorded = RunDirectory(run_dir).config
-    if not recorded.is_file():
-        raise MissingError(
-            f"{run_dir} is not a run's directory",
-            have=f"a directory without {recorded.name}",
-            want="a directory that burnish sft or rl wrote, or a configuration file",
-            do="give runs/NAME",
-        )
-    return recorded
-
-
-def require_own_directory(directory: RunDirectory, config: RunConfig, trainer: str) -> None:
-    """Refuse the directory of another command or configuration, or one with steps if `resume` is never.
-
-    A start that failed before it did anything leaves a directory that another configuration may take.
-    """
-    steps = [path.name for path in committed_steps(directory.root)]
-    if steps or directory.begun:
-        found = directory.read_environment().get(TRAINER, trainer)
-        require_trainer(directory.root, found, trainer)
-        if directory.config.exists():
-            require_same_run(directory.root, load_config(directory.config).config, config)
-    require_may_resume(directory.root, steps, config)
-
-
 def data_sizes(path: str) -> list[int]:
     """Return the sizes of the files of an entry of `data.train`: a file, a directory or a pattern."""
     if is_url(path):
@@ -98,19 +66,6 @@ def data_files(path: str) -> list[Path]:
     if plain.exists():
         return [plain]
     return [Path(each) for each in glob.glob(str(plain), recursive=True)]
-
-
-def committed_steps(directory: Path) -> list[Path]:
-    """Return the checkpoints in a run's directory, oldest first. Raises `UsageError` if a file stands in its place."""
-    for parent in (directory, *directory.parents):
-        if parent.is_file():
-            raise UsageError(
-                f"{directory} cannot be a run's directory",
-                have=f"{parent}, which is a file",
-                want="a directory, or a name that is free",
-                do="set output_dir and name to others",
-            )
-    return list(step_paths(directory / CHECKPOINTS, LocalStorage()).values())
 
 
 def _models(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -19,7 +19,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource
-from burnish.config.schema import ModelConfig, RewardModelConfig, RunConfig
+from burnish.config.schema import ModelConfig, RewardModelConfig
 from burnish.data.batching import make_batch
 from burnish.data.chat import ChatEncoder, shared_beginning
 from burnish.data.tokenizer import load_tokenizer
@@ -33,9 +33,8 @@ from burnish.models.loading import read_model_config, require_embeddings, weight
 from burnish.models.meta_init import count_flops
 from burnish.models.value_head import has_value_head
 from burnish.records import Example, Rollout, TokenIds
-
-Judge = Callable[[Sequence[Rollout]], list[Rollout]]
-"""Adds to the rewards of rollouts, which all ranks have alike. Collective."""
+from burnish.train.collect import Judge
+from burnish.train.setup import Foundation
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +73,13 @@ class RewardModel:
 
 
 def load_judge(
-    config: RunConfig, layout: Layout, device: torch.device, policy: Engine | None
+    foundation: Foundation, layout: Layout, device: torch.device, policy: Engine | None
 ) -> Judge:
     """Load the models of `reward.models`, in the policy's process groups. Collective.
 
     Raises `IncompatibleError` for a model that is no classifier with one label.
     """
+    config = foundation.config
     names = config.reward.part_names[len(config.reward.functions) :]
     models, beside = [], policy
     for settings, name in zip(config.reward.models, names, strict=True):

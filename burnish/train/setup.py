@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource
 from burnish.checkpoint.save import ModelContents
-from burnish.config.schema import OptimConfig, RolloutConfig, RunConfig, SamplingConfig
+from burnish.config.schema import OptimConfig, RunConfig
 from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.data.tokenizer import eos_token_ids, load_tokenizer
@@ -37,11 +37,9 @@ from burnish.models.routing import require_routers
 from burnish.models.value_head import has_value_head
 from burnish.rewards.overview import Complaints
 from burnish.rewards.pool import RewardPool
-from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
 from burnish.tracking.progress import Progress
-from burnish.train.collect import Collector
-from burnish.train.reward_models import Judge
+from burnish.train.collect import Collector, Judge
 from burnish.train.signals import Stopper
 
 _log = logging.getLogger(__name__)
@@ -73,20 +71,12 @@ class Foundation:
         """What its sequences cost in an update: by these batches are balanced."""
         return self.flops.of_training(frozen=self.adapter is not None)
 
-    @property
-    def beginnings(self) -> tuple[str | None, ...]:
-        """Places of the weights that training starts from."""
-        return (self.config.model.path, self.config.model.lora.path)
-
-    @property
-    def frozen(self) -> tuple[str | None, ...]:
-        """The place of the weights under an adapter, which are in no checkpoint."""
-        return () if self.adapter is None else (self.config.model.path,)
-
-    @property
-    def judges(self) -> tuple[str, ...]:
-        """Places of the models that give rewards."""
-        return tuple(judge.path for judge in self.config.reward.models)
+    def places(self, *, fresh: bool) -> list[str | None]:
+        """Return where the weights lie that a run reads: of reward models, under an adapter, and those that a `fresh` run starts from."""
+        model = self.config.model
+        started = [model.path, model.lora.path] if fresh else []
+        frozen = [] if self.adapter is None else [model.path]
+        return [*(judge.path for judge in self.config.reward.models), *frozen, *started]
 
     def write_assets(self, directory: Path) -> None:
         """Write the files that make the trained weights a Hugging Face model, or PEFT's adapter."""
@@ -124,6 +114,17 @@ class Learner:
             write_assets=self.foundation.write_assets,
             whole=kept_in_fp32(self.foundation.hf_config, (each.spec.name for each in weights)),
         )
+
+
+def local_inputs(config: RunConfig, *, trains: bool = True) -> RunConfig:
+    """Return the configuration with local copies of URLs, and rank and layers of an adapter to go on from; see `with_local_inputs`."""
+    inputs = config.model_dump_json(include={"model", "critic", "data", "reward"})
+    if "://" not in inputs and config.model.lora.path is None:
+        return config
+    local: RunConfig = import_module("burnish.train.localize").with_local_inputs(
+        config, trains=trains
+    )
+    return local
 
 
 def lay_foundation(config: RunConfig, given: RunConfig | None = None) -> Foundation:
@@ -182,16 +183,22 @@ def _require_stop_tokens(token_ids: Sequence[int], hf_config: PretrainedConfig) 
 
 
 def prompt_dataset(
-    foundation: Foundation, paths: Sequence[str], setting: str, first: int | None = None
+    foundation: Foundation,
+    paths: Sequence[str],
+    setting: str,
+    first: int | None = None,
+    pool: RewardPool | None = None,
 ) -> PromptDataset:
     """Read the prompts in `paths`, or in their `first` rows, that leave room for a completion.
 
-    `setting` names them in errors.
+    `setting` names them in errors. Raises `MissingError` if they lack a column that a reward function of the pool needs.
     """
     config = foundation.config
     positions = getattr(foundation.hf_config, "max_position_embeddings", None)
     limits = config.prompt_limits(positions)
     rows = load_rows(paths, setting).first(first)
+    if pool is not None:
+        pool.check_columns(rows.columns, setting)
     return PromptDataset(rows, foundation.tokenizer, config.data, limits=limits)
 
 
@@ -232,6 +239,16 @@ def make_engine(
     )
 
 
+def load_frozen(
+    foundation: Foundation, layout: Layout, device: torch.device, beside: Engine | None = None
+) -> Engine:
+    """Return an engine for inference alone with the foundation's weights. Collective."""
+    engine = make_engine(foundation, None, layout, device, beside)
+    engine.load(foundation.base, Part.FROZEN)
+    engine.load(foundation.source, Part.WEIGHTS)
+    return engine
+
+
 def make_collector(
     foundation: Foundation,
     pool: RewardPool,
@@ -262,18 +279,3 @@ def make_collector(
 
     complaints = Complaints(config.reward.max_failed_rounds)
     return Collector(generator, decode, pool.score, layout, stopper, progress, complaints, judge)
-
-
-def sampling(rollout: RolloutConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:
-    """Return sampling parameters from `how`, with the run's length limit, stop texts and stop tokens."""
-    return Sampling(
-        max_tokens=rollout.max_response_length,
-        temperature=how.temperature,
-        top_k=how.top_k,
-        top_p=how.top_p,
-        min_p=how.min_p,
-        stop_token_ids=tuple(rollout.stop_token_ids),
-        stop_strings=tuple(rollout.stop),
-        seed=seed,
-        step=step,
-    )

@@ -1,63 +1,75 @@
-"""How far a run is: what state.json holds."""
+"""The trainer's state: how far a run is, what state.json holds of it, and how a run takes it up again."""
 
 from __future__ import annotations
 
-import math
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import PurePath
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError, with_config
 
 from burnish.checkpoint.layout import MAIN
+from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import ADAPTER_STATE, IMPORTED, STATE
 from burnish.checkpoint.steps import Committed
-from burnish.engines.base import Engine
-from burnish.errors import IncompatibleError
+from burnish.engines.base import Engine, Part
+from burnish.errors import IncompatibleError, table
 from burnish.files.strict_json import clipped, shortened
-from burnish.train.fingerprints import INPUTS
+from burnish.train.fingerprints import INPUTS, Inputs
+from burnish.train.setup import Learner
 
 CONFIG_DIGEST, WEIGHTS_VERSION = "config_digest", "weights_version"
 """Keys of state.json: the digest of the settings that decide the outcome (`burnish.config.resume`), and `weights_version`. Steps may lack them."""
 
-_ABSENT = object()
-_COUNTS = ("optimizer_steps", "skipped_in_a_row")
-_BESIDE = {CONFIG_DIGEST: "str", WEIGHTS_VERSION: "int"}
-_ROLES = "Mapping[str, Mapping[str, int]]"
-_LATER = "Mapping[str, Mapping[str, float | str]]"
+Count = Annotated[int, Strict(), Field(ge=0)]
+"""A number that only grows."""
+Numbers = Mapping[str, Annotated[float, Strict()] | Annotated[str, Strict()]]
+"""Numbers by name as JSON holds them: NaN and infinities are strings."""
+Updates = Annotated[
+    Mapping[Literal["optimizer_steps", "skipped_in_a_row"], Count], Field(min_length=2)
+]
+"""How many updates of a model were made, and how many were skipped since the last one."""
+
+_log = logging.getLogger(__name__)
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class Position:
     """How far a run is; all that resuming needs beside the tensors."""
 
-    step: int = 0
+    step: Count = 0
     """Steps finished."""
-    cursor: int = 0
+    cursor: Count = 0
     """Samples taken from the data, over all epochs."""
-    tokens: int = 0
+    tokens: Count = 0
     """Tokens trained on."""
-    optimizer_steps: int = 0
+    optimizer_steps: Count = 0
     """Updates made; skipped ones not counted."""
-    skipped_in_a_row: int = 0
+    skipped_in_a_row: Count = 0
     """Updates skipped, for a gradient that was not finite, since the last one made."""
-    measured: Mapping[str, float | str] | None = None
+    measured: Numbers | None = None
     """What the validation after this step measured, by which the best steps are kept; None where none was due or done."""
-    unlogged: Mapping[str, float | str] | None = None
+    unlogged: Numbers | None = None
     """The last step's line of metrics as far as it is known; None once it is logged, which is after its save."""
-    unvalidated: bool = False
+    unvalidated: Annotated[bool, Strict()] = False
     """Whether the last step's validation was interrupted and is still to be done."""
-    measured_later: Mapping[str, Mapping[str, float | str]] = field(default_factory=dict)
+    measured_later: Mapping[str, Numbers] = field(default_factory=dict)
     """What the validation of earlier steps measured, by step, where a signal came before it and so the save did."""
-    roles: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    roles: Mapping[str, Updates] = field(default_factory=dict)
     """`optimizer_steps` and `skipped_in_a_row` of each further model that is trained, by its role."""
-
-    kl_coef: float | None = None
+    kl_coef: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] | None = None
     """The weight of KL in the reward for the next step, where it adapts."""
 
-    def counts(self, role: str) -> tuple[int, int]:
-        """Return `optimizer_steps` and `skipped_in_a_row` of a role's model. Raises `IncompatibleError` for an unknown role."""
+    def counts(self, role: str) -> Updates:
+        """Return the updates of a role's model. Raises `IncompatibleError` for an unknown role."""
         if role == MAIN:
-            return self.optimizer_steps, self.skipped_in_a_row
+            return {
+                "optimizer_steps": self.optimizer_steps,
+                "skipped_in_a_row": self.skipped_in_a_row,
+            }
         if role not in self.roles:
             raise IncompatibleError(
                 f"{STATE} says nothing of the {role}",
@@ -65,8 +77,12 @@ class Position:
                 want=f"how many updates of the {role} were made",
                 do="resume with the version of Burnish that wrote it",
             )
-        first, second = (self.roles[role][name] for name in _COUNTS)
-        return first, second
+        return self.roles[role]
+
+
+_POSITION = TypeAdapter(Position)
+_WRITTEN_LATER = {"roles", "measured_later", "kl_coef"}
+# Fields that older steps lack.
 
 
 def weights_version(steps: int, warmup_steps: int) -> int:
@@ -77,9 +93,26 @@ def weights_version(steps: int, warmup_steps: int) -> int:
     return steps if steps > warmup_steps else 0
 
 
-def counts(engine: Engine) -> dict[str, int]:
-    """What `Position.roles` holds of a model."""
-    return dict(zip(_COUNTS, (engine.steps, engine.skipped_in_a_row), strict=True))
+def counts(engine: Engine) -> Updates:
+    """Return what `Position.roles` holds of a model."""
+    return {"optimizer_steps": engine.steps, "skipped_in_a_row": engine.skipped_in_a_row}
+
+
+def state_of(
+    position: Position, main: Learner, inputs: Inputs, config_digest: str
+) -> dict[str, Any]:
+    """Return the content of state.json for a run at this position, whose own model is `main`."""
+    adapter, critic = main.foundation.adapter, main.foundation.config.critic
+    written = {} if adapter is None else {ADAPTER_STATE: adapter}
+    return (
+        asdict(position)
+        | written
+        | {
+            INPUTS: inputs.as_state(),
+            CONFIG_DIGEST: config_digest,
+            WEIGHTS_VERSION: weights_version(position.step, critic.warmup_steps),
+        }
+    )
 
 
 def position_of(step: Committed) -> Position:
@@ -91,57 +124,66 @@ def position_of(step: Committed) -> Position:
             want="a step that training wrote",
             do=f"begin a run from it: model.path={step.path / 'model'}, and another name=NAME",
         )
-    kinds = {field.name: str(field.type) for field in fields(Position)}
-    values: dict[str, Any] = {"roles": {}, "measured_later": {}, "kl_coef": None}
-    values |= {name: each for name, each in step.state.items() if name in kinds}
-    unknown = step.state.keys() - {*kinds, *_BESIDE, INPUTS, ADAPTER_STATE}
-    wrong = [name for name, kind in kinds.items() if not _is(kind, values.get(name, _ABSENT))]
-    beside = {name: step.state[name] for name in _BESIDE if name in step.state}
-    wrong += [name for name, value in beside.items() if not _is(_BESIDE[name], value)]
-    if unknown or wrong or values["step"] != step.step:
-        shown = [f"{name} {shortened(step.state.get(name), 60)}" for name in wrong]
+    names = {field.name for field in fields(Position)}
+    beside = {CONFIG_DIGEST, WEIGHTS_VERSION, INPUTS, ADAPTER_STATE}
+    given = {name: value for name, value in step.state.items() if name not in beside}
+    wrong = names - _WRITTEN_LATER - given.keys()
+    wrong |= {CONFIG_DIGEST} if type(step.state.get(CONFIG_DIGEST, "")) is not str else set()
+    version = step.state.get(WEIGHTS_VERSION, 0)
+    wrong |= {WEIGHTS_VERSION} if type(version) is not int or version < 0 else set()
+    position = Position()
+    try:
+        position = _POSITION.validate_python(given)
+    except ValidationError as error:
+        wrong |= {str(each["loc"][0]) for each in error.errors(include_url=False)}
+    if wrong or position.step != step.step:
+        shown = [f"{name} {shortened(step.state.get(name), 60)}" for name in sorted(wrong)]
         raise IncompatibleError(
             f"{step.path / STATE} was not written by this trainer",
-            have=clipped(", ".join([*sorted(unknown), *shown]) or f"step {values['step']}"),
-            want=", ".join(kinds),
+            have=clipped(", ".join(shown) or f"step {position.step}"),
+            want=", ".join(field.name for field in fields(Position)),
             do="resume with the version of Burnish that wrote it",
         )
-    return Position(**values)
+    return position
 
 
-def _is(kind: str, value: Any) -> bool:
-    """Return whether a JSON value is of this kind of field."""
-    if kind == "int":
-        return _is_count(value)
-    if kind == "float | None":
-        return value is None or (type(value) is float and math.isfinite(value) and value >= 0)
-    if kind == "str":
-        return type(value) is str
-    if kind == "bool":
-        return type(value) is bool
-    if kind == _ROLES:
-        return isinstance(value, dict) and all(map(_are_counts, value.values()))
-    if kind == _LATER:
-        return isinstance(value, dict) and all(map(_are_numbers, value.values()))
-    return value is None or _are_numbers(value)
+def take_up(
+    step: Committed,
+    source: CheckpointSource,
+    learners: Mapping[str, Learner],
+    inputs: Inputs,
+    config_digest: str,
+    *,
+    may_be_fresh: bool,
+) -> Position:
+    """Fill the models, by role, from a step, and return its position. Collective.
 
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        type(each) in (int, float, str) for each in value.values()
-    )
-
-
-def _are_counts(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == set(_COUNTS)
-        and all(map(_is_count, value.values()))
-    )
+    With `may_be_fresh` (`checkpoint.fresh_optimizer`) a model without optimizer state in the step begins with a fresh one. Raises before anything
+    is filled if state, tokenizer, data, adapter or tensors do not fit.
+    """
+    main = learners[MAIN]
+    position = position_of(step)
+    require_same_adapter(step.state.get(ADAPTER_STATE), main.foundation.adapter, step.path)
+    changed = inputs.changed_since(step.state.get(INPUTS), step.path)
+    if step.state.get(CONFIG_DIGEST, config_digest) != config_digest:
+        changed.append("the settings that decide the outcome, or which of them there are")
+    if changed and main.engine.layout.is_main:
+        _log.warning("since %s was saved there changed: %s", step.path, ", ".join(changed))
+    sources = {role: source.of(role) for role in learners}
+    made = {role: position.counts(role) for role in learners}
+    fresh = {r for r, theirs in sources.items() if may_be_fresh and not theirs.holds_training}
+    for role, learner in learners.items():
+        weights, training = (list(learner.engine.shards(p)) for p in (Part.WEIGHTS, Part.TRAINING))
+        sources[role].require(weights, [] if role in fresh else training)
+    for role, learner in learners.items():
+        learner.engine.load(sources[role], Part.WEIGHTS)
+        if role in fresh:
+            _log.warning("%s has no optimizer state: a fresh one begins", step.path / role)
+            continue
+        learner.engine.load(sources[role], Part.TRAINING)
+        learner.engine.steps = made[role]["optimizer_steps"]
+        learner.engine.skipped_in_a_row = made[role]["skipped_in_a_row"]
+    return position
 
 
 def require_same_adapter(
@@ -156,15 +198,12 @@ def require_same_adapter(
     if not keys:
         return
     shown = ["base", *keys] if "base_digest" in keys else keys
-    rows = [
-        ("", "have", "want"),
-        *((k, str(have.get(k, "-")), str(want.get(k, "-"))) for k in shown),
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    table = "\n".join(f"  {k:<{widths[0]}}  {h:<{widths[1]}}  {w}" for k, h, w in rows)
+    rows = [("", "have", "want")]
+    rows += [(key, str(have.get(key, "-")), str(want.get(key, "-"))) for key in shown]
     kinds = ["an adapter" if each else "a whole model" for each in (have, want)]
+    held = "another adapter than" if have and want else "not what"
     raise IncompatibleError(
-        f"{where} holds {'another adapter than' if have and want else 'not what'} this run trains\n{table}",
+        "\n  ".join([f"{where} holds {held} this run trains", *table(rows)]),
         have=f"{kinds[0]} that differs in {', '.join(keys)}" if have and want else kinds[0],
         want=kinds[1],
         do="restore model.path and model.lora, or begin another run with name=NAME",

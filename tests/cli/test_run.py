@@ -16,7 +16,7 @@ from burnish.cli.main import main
 from burnish.config.load import dump_yaml, load_config
 from burnish.errors import UsageError, install
 from burnish.files.remote import Remote
-from burnish.train.preflight import committed_steps
+from burnish.train.own_directory import committed_steps
 
 
 @pytest.fixture(scope="module")

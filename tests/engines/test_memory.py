@@ -103,8 +103,7 @@ def experts(tmp_path_factory):
     ],
 )
 def test_initialising_and_loading_take_the_shard_and_a_budget(model, world, parts, settings, fresh):
-    told = settings | {"precision": "fp32"}
-    for shard, beyond in run_ranks(peak_beyond_shard, world, str(model), fresh, told):
+    for shard, beyond in run_ranks(peak_beyond_shard, world, str(model), fresh, settings):
         assert shard > 160e6 / parts
         assert beyond < BUDGET + LARGEST_MODULE * fresh
 
@@ -120,8 +119,7 @@ def test_initialising_and_loading_take_the_shard_and_a_budget(model, world, part
 )
 @pytest.mark.contract
 def test_mixtures_and_mixed_layouts_take_the_shard_and_a_budget(experts, world, settings):
-    told = settings | {"precision": "fp32"}
-    for shard, beyond in run_ranks(peak_beyond_shard, world, str(experts), False, told):
+    for shard, beyond in run_ranks(peak_beyond_shard, world, str(experts), False, settings):
         assert shard > 160e6 / world
         assert beyond < BUDGET
 

@@ -101,7 +101,7 @@ STOPS = {
     "rl": [
         ("burnish.train.rl:lay_foundation", 1),
         ("burnish.rewards.pool:RewardPool.score", 1),
-        ("burnish.train.rl:collect_groups", 2),
+        ("burnish.train.collect:GroupSampler.sample", 2),
         (f"{ENGINE}.forward_backward", 1),
         ("burnish.train.run:Run._record", 1),
         ("burnish.rewards.pool:RewardPool.score", 1),

@@ -28,7 +28,7 @@ from burnish.tracking.report import (
     write_report,
 )
 from burnish.tracking.rollouts import read_rollouts, write_rollouts
-from burnish.tracking.rundir import RunDirectory, environment
+from burnish.tracking.rundir import RunDirectory, environment, write_atomically
 from burnish.tracking.trackers import JsonlTracker
 
 VOID = {"meta", "link", "img", "br", "hr", "input", "base", "source"}
@@ -111,7 +111,7 @@ def reinforcement_learning(run: RunDirectory) -> None:
             3: {"reward/mean": 0.75, "val/mean@1": 0.96, "val/pass@4": 1.0, "custom/thing": 7.0},
         },
     )
-    run.write_config("name: sums <b>\nsteps: 3\nmodel:\n  path: a/model\n")
+    write_atomically(run.config, "name: sums <b>\nsteps: 3\nmodel:\n  path: a/model\n")
     run.write_environment(environment("cpu", 2))
     for step, text in ((1, "I do not know"), (3, "4")):
         rollouts = [
@@ -166,7 +166,7 @@ def test_what_a_model_says_stays_text(run: RunDirectory) -> None:
     rollout = made_rollout(text=attack, prompt=attack, error=attack)
     write_rollouts(run.rollouts, 1, [rollout], [0.0])
     write_rollouts(run.rollouts, 2, [made_rollout(text=attack, prompt=attack, reward=0.0)], [0.0])
-    run.write_config(f"name: '{attack.replace(chr(39), '')}'\n# {attack}\n")
+    write_atomically(run.config, f"name: '{attack.replace(chr(39), '')}'\n# {attack}\n")
     run.write_environment({"host": attack, "command": [attack]})
     page = report(run)
     plots = len(page.plots)
@@ -212,7 +212,7 @@ def test_one_step(run: RunDirectory) -> None:
 
 
 def test_an_empty_directory(run: RunDirectory) -> None:
-    run.create()
+    run.root.mkdir(parents=True, exist_ok=True)
     page = report(run)
     assert "No metrics have been written yet." in page.text
     assert page.plots == []
@@ -239,7 +239,7 @@ def test_the_whole_of_a_validation_comes_before_its_sources(run: RunDirectory) -
 
 
 def test_a_configuration_that_is_not_yaml_is_shown_as_it_is(run: RunDirectory) -> None:
-    run.write_config("name: [half")
+    write_atomically(run.config, "name: [half")
     assert "name: [half" in report(run).text
 
 
@@ -257,7 +257,7 @@ def test_a_broken_file_is_named(run: RunDirectory, name: str) -> None:
 def test_ten_thousand_steps_are_thinned_out(run: RunDirectory) -> None:
     rng = random.Random(0)
     names = [f"actor/metric_{index}" for index in range(30)]
-    run.create()
+    run.root.mkdir(parents=True, exist_ok=True)
     lines = [
         json.dumps({"step": step, **{name: rng.random() for name in names}})
         for step in range(10_000)
@@ -324,7 +324,7 @@ globalThis.document = {querySelectorAll: () => [figure], createElementNS: (_, ki
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no JavaScript here")
 def test_the_script_draws_what_is_there(run: RunDirectory) -> None:
-    run.create()
+    run.root.mkdir(parents=True, exist_ok=True)
     loss, seconds = {"actor/loss": 4.0}, {"timing_s/rollout": 1.0, "timing_s/step": 4.0}
     broken = {0: loss, 5: {"actor/loss": math.nan}, 10: {"actor/loss": 1.0}}
     drawn = []

@@ -13,8 +13,6 @@ from burnish.tracking.rundir import RunDirectory, discard_leftovers, environment
 def test_paths(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "runs" / "demo")
     assert not run.root.exists()
-    run.create()
-    run.create()
     names = ["config", "environment", "metrics", "tensorboard", "rollouts", "checkpoints", "report"]
     assert [getattr(run, name).relative_to(run.root).as_posix() for name in names] == [
         "config.yaml",
@@ -25,16 +23,15 @@ def test_paths(tmp_path: Path) -> None:
         "checkpoints",
         "report.html",
     ]
-    assert list(run.root.iterdir()) == []
+    assert not run.root.exists()
 
 
 def test_configuration_and_environment_are_read_back(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    assert run.read_config() is None
     assert run.read_environment() == {}
-    run.write_config("name: démo\n")
+    write_atomically(run.config, "name: démo\n")
     run.write_environment({"torch": "2.13.0", "host": "ü"})
-    assert run.read_config() == "name: démo\n"
+    assert run.config.read_text("utf-8") == "name: démo\n"
     assert run.read_environment() == {"torch": "2.13.0", "host": "ü"}
 
 

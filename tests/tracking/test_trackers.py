@@ -49,7 +49,7 @@ def observers(
     tmp_path: Path, names: str = "Noted", *, step: int = 0, is_logged: bool = True, **settings: Any
 ) -> tuple[RunDirectory, Observers]:
     run = RunDirectory(tmp_path / "run")
-    run.create()
+    run.root.mkdir(parents=True, exist_ok=True)
     (tmp_path / "mine.py").write_text(NOTED)
     trackers = [f"{tmp_path / 'mine.py'}:{name}" for name in names.split()]
     config = TrackingConfig(trackers=trackers, **settings)

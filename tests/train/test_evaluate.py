@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,20 +32,22 @@ def measured(
             zip(parts, sources or [""] * len(parts), strict=True),
         )
     ]
-    return validated(groups, **evaluation)
+    return validated(groups, **evaluation)[0]
 
 
 def prompt(index: int, source: str) -> Prompt:
     return Prompt(index, np.zeros(1, np.int64), "", None, None, source, {})
 
 
-def validated(groups: list[list[Rollout]], keep: Any = None, **evaluation: Any) -> dict[str, float]:
+def validated(
+    groups: list[list[Rollout]], **evaluation: Any
+) -> tuple[dict[str, float], Sequence[Rollout] | None]:
     functions = [{"function": "rewards.py:correct"}, {"function": "rewards.py:style"}]
     settings = {"reward": {"functions": functions}, "evaluation": evaluation}
     prompts = [group[0].prompt for group in groups]
-    collector = SimpleNamespace(collect=lambda *_: groups)
+    collector = SimpleNamespace(collect=lambda *_: groups, parked=nullcontext)
     foundation = SimpleNamespace(config=RunConfig.model_validate(settings))
-    return prompt_validation(foundation, collector, prompts, keep)()
+    return prompt_validation(foundation, collector, prompts)()
 
 
 def test_a_score_is_the_first_functions_also_where_that_did_not_apply() -> None:
@@ -93,9 +96,8 @@ def test_lengths_are_measured_and_the_rollouts_handed_on() -> None:
         ids, floats = np.zeros(length, np.int64), np.zeros(length, np.float32)
         return Rollout(prompt(0, ""), 0, Completion(ids, floats, floats, stop, 0), "")
 
-    kept: list[Rollout] = []
     groups = [[said(2, "stop"), said(8, "length")], [said(8, "length"), said(8, "stop")]]
-    found = validated(groups, kept.extend, n=2)
+    found, kept = validated(groups, n=2)
     assert found["val/response_length/mean"] == 6.5
     assert found["val/response_length/clip_ratio"] == 0.5
     assert kept == [rollout for group in groups for rollout in group]

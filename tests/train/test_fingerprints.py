@@ -18,7 +18,8 @@ from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.train.fingerprints import Inputs
-from burnish.train.run import open_run
+from burnish.train.ownership import open_run
+from burnish.train.run import Run
 
 STEP = Path("step-00000007")
 ROWS = [{"prompt": f"{n}+1=", "completion": str(n + 1), "answer": str(n + 1)} for n in range(6)]
@@ -101,10 +102,10 @@ def begin_with_own_data(layout: Layout, directory: Path) -> str:
     config = RunConfig.model_validate({"name": "run", "output_dir": str(directory)})
     inputs = Inputs("vocabulary", "rules", 10, f"the data of rank {layout.rank}")
     with (
-        open_run(config, "sft", layout, torch.device("cpu")) as run,
+        open_run(config, "sft", layout, torch.device("cpu")) as session,
         pytest.raises(BurnishError) as error,
     ):
-        run.begin({}, inputs, 1)
+        Run(session, {}, inputs, 1)
     return str(error.value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,21 +19,22 @@ from burnish.errors import UsageError
 from burnish.models.flops import ModelFlops
 from burnish.records import Batch, Completion, Prompt, Rollout, TokenOutputs
 from burnish.records.samples import StopReason
-from burnish.train.policy_update import (
-    Policy,
-    PolicyUpdate,
-)
-from burnish.train.rl import collect_groups, compared
+from burnish.train.collect import GroupSampler, compared
+from burnish.train.policy_update import PolicyUpdate
 
 LIMIT = 8
 """Tokens of the longest completion."""
-POLICY = Policy(SimpleNamespace(layout=Layout()), None, ModelFlops(per_token=1.0, attention=()))
-"""One that is asked for nothing but its layout."""
+COSTS = ModelFlops(per_token=1.0, attention=())
 
 
 def configured(**sections: Any) -> RunConfig:
     common = {"rollout": {"n": 2, "max_response_length": LIMIT}, "batch": {"prompts": 2}}
     return RunConfig.model_validate({**common, **sections})
+
+
+def made(config: RunConfig, engine: Any = None) -> PolicyUpdate:
+    """Without a critic or a reference; the engine is asked for nothing but its layout, if none is given."""
+    return PolicyUpdate(engine or SimpleNamespace(layout=Layout()), None, None, COSTS, config)
 
 
 def prompt(index: int) -> Prompt:
@@ -54,6 +56,9 @@ class Script:
     def __init__(self, told: Sequence[Sequence[tuple[float, int]]]) -> None:
         self.told = told
 
+    def parked(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def collect(self, prompts: Sequence[Prompt], *_: object) -> list[list[Rollout]]:
         return [[rollout(p.index, *each) for each in self.told[p.index]] for p in prompts]
 
@@ -62,7 +67,7 @@ def collected(
     told: Sequence[Sequence[tuple[float, int]]], config: RunConfig
 ) -> tuple[list[list[Rollout]], list[list[Rollout]]]:
     loader = Loader(len(told), 0, shuffle=False)
-    return collect_groups(PROMPTS[: len(told)], loader, Script(told), config, step=0)
+    return GroupSampler(config, Script(told), PROMPTS[: len(told)], loader).sample(step=0)
 
 
 def rewards(groups: Sequence[Sequence[Rollout]]) -> dict[int, list[float]]:
@@ -112,7 +117,7 @@ def test_dynamic_sampling_compares_the_part_that_it_is_told(
         reward={"functions": functions},
     )
     loader = Loader(len(told), 0, shuffle=False)
-    chosen, _ = collect_groups(PROMPTS, loader, InParts(told), config, step=0)
+    chosen, _ = GroupSampler(config, InParts(told), PROMPTS, loader).sample(step=0)
     assert list(rewards(chosen)) == kept
 
 
@@ -148,10 +153,8 @@ def test_without_dynamic_sampling_every_group_is_kept_and_shaped() -> None:
 def test_the_last_prompts_of_an_epoch_are_a_smaller_step() -> None:
     told = [[(1, 2), (0, 3)]] * 3
     loader = Loader(3, 0, shuffle=False, by_epoch=True)
-    found = [
-        rewards(collect_groups(PROMPTS[:3], loader, Script(told), configured(), step)[0])
-        for step in range(3)
-    ]
+    sampler = GroupSampler(configured(), Script(told), PROMPTS[:3], loader)
+    found = [rewards(sampler.sample(step)[0]) for step in range(3)]
     assert [list(each) for each in found] == [[0, 1], [2], [0, 1]]
 
 
@@ -162,7 +165,7 @@ def test_a_completion_cut_at_its_limit_is_learned_from_like_any_other(advantage:
     cut = [[_cut(each) for each in group] for group in ended]
     found = []
     for groups in (ended, cut):
-        update = PolicyUpdate(POLICY, None, config)
+        update = made(config)
         credit = update.assign_credit(groups)
         (batch,) = update.minibatches(groups, credit)
         found.append((credit.advantages, batch))
@@ -196,7 +199,7 @@ def test_the_policy_is_scored_before_the_first_of_several_updates(
     engine = SimpleNamespace(layout=Layout(), forward=forward)
     config = configured(batch={"prompts": 2, **updates}, algorithm={"old_logprobs": kept})
     groups = [[rollout(0, 1, 3), rollout(0, 0, 4)], [rollout(1, 0, 2), rollout(1, 1, 4)]]
-    update = PolicyUpdate(replace(POLICY, engine=engine), None, config)
+    update = made(config, engine)
     batches = update.minibatches(groups, update.assign_credit(groups))
     measured = update.with_logprobs(batches, 0)
     assert asked == batches[:scored]
@@ -220,8 +223,7 @@ def test_selected_tokens_are_those_of_the_whole_mini_batch_in_any_cut() -> None:
                 for micro in batch.microbatches
             ]
 
-        policy = replace(POLICY, engine=SimpleNamespace(layout=Layout(), forward=forward))
-        update = PolicyUpdate(policy, None, config)
+        update = made(config, SimpleNamespace(layout=Layout(), forward=forward))
         batches = update.minibatches(groups, update.assign_credit(groups))
         (batch,) = update.with_logprobs(batches, 0)
         assert (len(batch.microbatches) > 1) == (tokens == 8)
@@ -236,17 +238,15 @@ def test_selected_tokens_are_those_of_the_whole_mini_batch_in_any_cut() -> None:
 def test_each_epoch_has_all_mini_batches_in_an_order_of_its_own() -> None:
     config = configured(batch={"prompts": 8, "minibatches": 8, "epochs": 4}, seed=3)
     batches = list("abcdefgh")  # which ones is all that matters
-    found = PolicyUpdate(POLICY, None, config).in_epochs(batches, 5)
+    found = made(config).in_epochs(batches, 5)
     epochs = [found[i : i + 8] for i in range(0, 32, 8)]
     assert epochs[0] == batches
     assert all(sorted(each) == batches for each in epochs)
     assert len({tuple(each) for each in epochs}) == 4
-    assert PolicyUpdate(POLICY, None, config).in_epochs(batches, 5) == found
+    assert made(config).in_epochs(batches, 5) == found
     for other in (
-        PolicyUpdate(POLICY, None, config).in_epochs(batches, 6),
-        PolicyUpdate(POLICY, None, configured(**{**config.model_dump(), "seed": 4})).in_epochs(
-            batches, 5
-        ),
+        made(config).in_epochs(batches, 6),
+        made(configured(**{**config.model_dump(), "seed": 4})).in_epochs(batches, 5),
     ):
         assert other[:8] == batches
         assert other[8:] != found[8:]

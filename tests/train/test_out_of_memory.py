@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from model_shapes import QWEN3_8B
 
-from burnish.config.schema import RunConfig, TrackingConfig
+from burnish.config.schema import RunConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
-from burnish.tracking.spans import Spans
-from burnish.train.out_of_memory import OutOfMemory
+from burnish.train.ownership import Session, Trainer, open_run
 
 CPU = torch.device("cpu")
 
 
-def subject(trainer: str = "sft", **model: object) -> OutOfMemory:
+@contextmanager
+def run(
+    directory: Path, trainer: Trainer = "sft", *, sections: Mapping[str, Any] = {}, **model: object
+) -> Iterator[Session]:
+    """A run in `directory`, as it is opened."""
     values = {
+        "output_dir": str(directory),
         "model": {"fresh": QWEN3_8B | model, "tokenizer": "t"},
         "batch": {"tokens_per_device": 65536, "prompts": 64},
         "data": {"max_prompt_length": 512},
+        **sections,
     }
-    spans = Spans(peak=lambda: 1_000_000_000)
-    return OutOfMemory(RunConfig.model_validate(values), trainer, Layout(), CPU, spans)
+    with open_run(RunConfig.model_validate(values), trainer, Layout(), CPU) as session:
+        yield session
 
 
 @pytest.mark.parametrize(
@@ -40,44 +47,38 @@ def subject(trainer: str = "sft", **model: object) -> OutOfMemory:
     ],
 )
 def test_the_setting_that_would_have_helped(phase: str, remedy: str, tmp_path: Path) -> None:
-    trainer = subject("rl", num_hidden_layers=4) if phase == "rollout" else subject()
+    trainer, model = ("rl", {"num_hidden_layers": 4}) if phase == "rollout" else ("sft", {})
     with (
         pytest.raises(BurnishError) as raised,
-        trainer.explained(tmp_path),
-        trainer.spans(phase),
+        run(tmp_path, trainer, **model) as session,
+        session.spans(phase),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
     error = raised.value
     assert error.problem == f"rank 0 ran out of memory in {phase}"
     assert "Tried to allocate 20.00 GiB" in str(error.have)
     assert remedy in str(error.do)
-    assert list(tmp_path.iterdir()) == []  # a snapshot is CUDA's only
+    assert list(tmp_path.glob("run/*.pickle")) == []  # a snapshot is CUDA's only
 
 
 def test_reward_models_are_part_of_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
-    config = subject("rl", num_hidden_layers=4).config.model_dump() | {
-        "reward": {"models": [{"path": str(tmp_path)}]}
-    }
-    trainer = replace(subject("rl"), config=RunConfig.model_validate(config))
+    judged = {"reward": {"models": [{"path": str(tmp_path)}]}}
     with (
         pytest.raises(BurnishError, match=r"a smaller model in reward\.models"),
-        trainer.explained(tmp_path),
-        trainer.spans("publish"),
+        run(tmp_path, "rl", sections=judged, num_hidden_layers=4) as session,
+        session.spans("publish"),
     ):
         raise torch.OutOfMemoryError("no memory")
 
 
 def test_the_allocator_of_a_cpu_says_it_otherwise(tmp_path: Path) -> None:
-    with (
-        pytest.raises(BurnishError, match="ran out of memory in setting up"),
-        subject().explained(tmp_path),
-    ):
+    with pytest.raises(BurnishError, match="ran out of memory in setting up"), run(tmp_path):
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
 def test_any_other_error_stays_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"^shapes do not fit$"), subject().explained(tmp_path):
+    with pytest.raises(RuntimeError, match=r"^shapes do not fit$"), run(tmp_path):
         raise RuntimeError("shapes do not fit")
 
 
@@ -117,12 +118,9 @@ def test_a_backend_that_can_leaves_a_snapshot(
     recorder = Recorder(full)
     backend = SimpleNamespace(memory=recorder)
     monkeypatch.setattr(torch, "get_device_module", lambda device: backend)
-    trainer = subject()
-    told = trainer.config.model_copy(update={"tracking": TrackingConfig(allocations=records)})
-    with (
-        pytest.raises(BurnishError, match=said),
-        replace(trainer, config=told).explained(tmp_path),
-    ):
+    tracking = {"tracking": {"allocations": records}}
+    with pytest.raises(BurnishError, match=said), run(tmp_path, sections=tracking):
         raise torch.OutOfMemoryError("no memory")
     assert not recorder.recording
-    assert [file.read_text() for file in tmp_path.iterdir()] == ([content] if content else [])
+    found = [file.read_text() for file in tmp_path.glob("run/*.pickle")]
+    assert found == ([content] if content else [])

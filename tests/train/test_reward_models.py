@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,7 @@ def judged_rank(
             {**settings, "engine": {"precision": "fp32", **engine}, "name": "n"}
         )
 
-        judge = load_judge(config, layout, CPU, None)
+        judge = load_judge(SimpleNamespace(config=config), layout, CPU, None)
         found.append(judge(rollouts()))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from burnish.config.schema import RunConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError, UsageError
 from burnish.files.lease import Lease
-from burnish.train.run import Run, open_run
-from burnish.train.signals import Stopper
+from burnish.train.ownership import open_run
+from burnish.train.run import Run
 
 
 def config_in(root: Path, **changes: object) -> RunConfig:
@@ -114,9 +115,11 @@ def test_how_a_save_went_is_said(
     said: str,
     saved: int | None,
 ) -> None:
-    run = Run(config_in(tmp_path), Layout(), torch.device("cpu"), Stopper())
-    run.checkpoints = OneSave(Finished(3, error, warning))
-    run._hear_of_saving(wait=False)
+    with open_run(config_in(tmp_path), "sft", Layout(), torch.device("cpu")) as session:
+        run = object.__new__(Run)
+        run._session = replace(session, checkpoints=OneSave(Finished(3, error, warning)))
+        run._layout, run._saved_step = session.layout, None
+        run._hear_of_saving(wait=False)
     assert said in caplog.text
     assert len(caplog.records) == bool(said)
     assert run._saved_step == saved

@@ -1,0 +1,53 @@
+"""Tell whether a directory is a run's, and whether this run may use it, before torch is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from burnish.checkpoint.steps import step_paths
+from burnish.config.load import load_config
+from burnish.config.resume import require_may_resume, require_same_run, require_trainer
+from burnish.config.schema import RunConfig
+from burnish.errors import MissingError, UsageError
+from burnish.files.storage import LocalStorage
+from burnish.tracking.rundir import CHECKPOINTS, TRAINER, RunDirectory
+
+
+def recorded_config(run_dir: Path) -> Path:
+    """The configuration that a run's directory holds. Raises `MissingError` where it holds none."""
+    recorded = RunDirectory(run_dir).config
+    if not recorded.is_file():
+        raise MissingError(
+            f"{run_dir} is not a run's directory",
+            have=f"a directory without {recorded.name}",
+            want="a directory that burnish sft or rl wrote, or a configuration file",
+            do="give runs/NAME",
+        )
+    return recorded
+
+
+def require_own_directory(directory: RunDirectory, config: RunConfig, trainer: str) -> None:
+    """Refuse the directory of another command or configuration, or one with steps if `resume` is never.
+
+    A start that failed before it did anything leaves a directory that another configuration may take.
+    """
+    steps = [path.name for path in committed_steps(directory.root)]
+    if steps or directory.begun:
+        found = directory.read_environment().get(TRAINER, trainer)
+        require_trainer(directory.root, found, trainer)
+        if directory.config.exists():
+            require_same_run(directory.root, load_config(directory.config).config, config)
+    require_may_resume(directory.root, steps, config)
+
+
+def committed_steps(directory: Path) -> list[Path]:
+    """Return the checkpoints in a run's directory, oldest first. Raises `UsageError` if a file stands in its place."""
+    for parent in (directory, *directory.parents):
+        if parent.is_file():
+            raise UsageError(
+                f"{directory} cannot be a run's directory",
+                have=f"{parent}, which is a file",
+                want="a directory, or a name that is free",
+                do="set output_dir and name to others",
+            )
+    return list(step_paths(directory / CHECKPOINTS, LocalStorage()).values())
