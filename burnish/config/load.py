@@ -133,7 +133,7 @@ class _Draft:
 
     def set(self, name: str, value: Any, origin: str) -> None:
         """Set a key; of a section, those of its keys that `value` has."""
-        if isinstance(value, Mapping) and value and _section_of(name):
+        if isinstance(value, Mapping) and value and _is_section(name):
             self.set_all({f"{name}.{key}": each for key, each in value.items()}, origin)
             return
         *above, last = name.split(".")
@@ -214,16 +214,8 @@ class _Draft:
         return value
 
 
-def _section_of(name: str) -> type[Section] | None:
-    """Return the section with this dotted key, or None."""
-    section: type[Section] = RunConfig
-    for part in name.split("."):
-        field = section.model_fields.get(part)
-        kind = None if field is None else field.annotation
-        if not isinstance(kind, type) or not issubclass(kind, Section):
-            return None
-        section = kind
-    return section
+def _is_section(name: str) -> bool:
+    return name in known_keys() and bool(known_keys()[name].section)
 
 
 def _origin(origins: Mapping[str, str], name: str) -> str:
@@ -231,7 +223,7 @@ def _origin(origins: Mapping[str, str], name: str) -> str:
     whole = name
     while whole and whole not in origins:
         whole = whole[: max(whole.rfind("."), whole.rfind("["), 0)]
-        whole = "" if _section_of(whole) else whole
+        whole = "" if _is_section(whole) else whole
     found = [origins[whole]] if whole else []
     found += {
         origin

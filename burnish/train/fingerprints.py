@@ -1,7 +1,6 @@
 """Fingerprints of a run's inputs: a resumed run compares the content of data, tokenizer, model and formula, not their paths.
 
-The position in the data is a count of samples in an order that follows from their number, and weights belong to token ids.
-Other data or another tokenizer would make a run go wrong without a sign.
+With other data or another tokenizer a run would go wrong silently: its position counts samples, and weights belong to token ids.
 """
 
 from __future__ import annotations

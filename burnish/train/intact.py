@@ -40,19 +40,17 @@ class Intact:
         the step is unhealthy, and `BurnishError` if machines hold different steps there.
         """
         for place in places:
-            if place is not None and place not in self._seen:
-                self._require(place)
-                self._seen.add(place)
-
-    def _require(self, place: str) -> None:
-        unreadable = f"{place} cannot be read"
-        with agree(self._layout), naming_failures(unreadable):
-            step = _step_of(Path(place).expanduser().resolve())
-        seal = b"" if step is None else step.commit.encode()
-        same_on_all_ranks(seal, f"the step that {place} lies in", self._layout)
-        if step is not None:
+            if place is None or place in self._seen:
+                continue
+            unreadable = f"{place} cannot be read"
             with agree(self._layout), naming_failures(unreadable):
-                _read_share(step, self._layout, self._progress)
+                step = _step_of(Path(place).expanduser().resolve())
+            seal = b"" if step is None else step.commit.encode()
+            same_on_all_ranks(seal, f"the step that {place} lies in", self._layout)
+            if step is not None:
+                with agree(self._layout), naming_failures(unreadable):
+                    _read_share(step, self._layout, self._progress)
+            self._seen.add(place)
 
 
 def _step_of(directory: Path) -> Committed | None:

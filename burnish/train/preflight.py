@@ -28,7 +28,8 @@ from burnish.files.remote import Remote, RetryPolicy
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_CONFIG = "config.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """One of these makes a directory a tokenizer's."""
 
 # A service that is down, or a host that does not exist, should show before somebody looks elsewhere.
@@ -55,114 +56,91 @@ def data_sizes(path: str) -> list[int]:
     """Return the sizes of the files of an entry of `data.train`: a file, a directory or a pattern."""
     if is_url(path):
         return [file.size for file in select(Remote(path, _PATIENCE), is_data).files]
-    return [file.stat().st_size for file in data_files(path)]
-
-
-def data_files(path: str) -> list[Path]:
-    """Return the local files of an entry of `data.train`, in no order."""
     plain = Path(path).expanduser()
     if plain.is_dir():
-        return [each for each in plain.iterdir() if is_data(each.name)]
-    if plain.exists():
-        return [plain]
-    return [Path(each) for each in glob.glob(str(plain), recursive=True)]
+        files = [each for each in plain.iterdir() if is_data(each.name)]
+    elif plain.exists():
+        files = [plain]
+    else:
+        files = [Path(each) for each in glob.glob(str(plain), recursive=True)]
+    return [file.stat().st_size for file in files]
 
 
 def _models(
     model: ModelConfig, critic: CriticConfig, engine: EngineConfig
 ) -> Iterator[BurnishError]:
-    if model.path is not None:
-        yield from _directory(model.path, "model.path", ["config.json"])
-    if critic.path is not None:
-        yield from _directory(critic.path, "critic.path", ["config.json"])
-    if model.lora.path is not None:
-        yield from _directory(model.lora.path, "model.lora.path", [ADAPTER_CONFIG])
-    if model.adapter is not None and not _importable("peft"):
-        yield MissingError(
-            "model.lora needs a package that is not installed",
-            have="no package peft",
-            want="peft, which has the adapter's modules",
-            do=f"{install('lora')}, or remove model.lora",
+    directories = (
+        (model.path, "model.path", (_CONFIG,)),
+        (critic.path, "critic.path", (_CONFIG,)),
+        (model.lora.path, "model.lora.path", (ADAPTER_CONFIG,)),
+        (model.tokenizer, "model.tokenizer", _TOKENIZER_FILES),
+    )
+    for path, setting, members in directories:
+        if path is not None:
+            yield from _directory(path, setting, members)
+    for value, setting in (
+        (model.fresh, "model.fresh"),
+        (model.chat_template, "model.chat_template"),
+    ):
+        if isinstance(value, str):
+            yield from _file(value, setting)
+    if model.adapter is not None:
+        want, do = (
+            "peft, which has the adapter's modules",
+            f"{install('lora')}, or remove model.lora",
         )
-    if engine.kind == "megatron" and not _importable("megatron"):
-        yield MissingError(
-            "engine.kind megatron needs a package that is not installed",
-            have="no package megatron",
-            want="megatron-core 0.16",
-            do=f"{install('megatron')}, or set engine.kind=torch",
-        )
-    if model.tokenizer is not None:
-        yield from _directory(model.tokenizer, "model.tokenizer", TOKENIZER_FILES)
-    if isinstance(model.fresh, str):
-        yield from _file(model.fresh, "model.fresh")
-    if model.chat_template is not None:
-        yield from _file(model.chat_template, "model.chat_template")
+        yield from _package("peft", "model.lora", want, do)
+    if engine.kind == "megatron":
+        do = f"{install('megatron')}, or set engine.kind=torch"
+        yield from _package("megatron", "engine.kind megatron", "megatron-core 0.16", do)
 
 
 def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[BurnishError]:
-    if is_url(path):
-        yield from _remote_directory(path, setting, members)
-        return
+    """Require a directory that holds one of `members`."""
     folder, wanted = Path(path).expanduser(), " or ".join(members)
-    if not folder.is_dir():
+    if is_url(path):
+        names = Remote(path, _PATIENCE).names()
+    elif folder.is_dir():
+        names = sorted(each.name for each in folder.iterdir())
+    else:
         yield MissingError(
             f"{setting}: there is no directory {path}",
             have=_neighbours(folder),
             want=f"a directory on this machine that holds {wanted}",
             do=f"correct {setting}; a model on a hub has to be downloaded first",
         )
-    elif not any((folder / each).is_file() for each in members):
-        adapter = (folder / ADAPTER_CONFIG).is_file()
-        merge = f"merge it into its model with burnish ckpt export {folder.parent} DIRECTORY --merged, and set {setting}=DIRECTORY"
+        return
+    if not set(names).intersection(members):
+        step = path.rstrip("/").rpartition("/")[0] or "."
+        merge = f"merge it into its model with burnish ckpt export {step} DIRECTORY --merged, and set {setting}=DIRECTORY"
         yield MissingError(
             f"{setting}: {path} holds no {wanted}",
-            have=few(sorted(each.name for each in folder.iterdir())) or "nothing",
-            want=f"a Hugging Face directory with {wanted}",
-            do=merge if adapter else f"correct {setting}",
-        )
-
-
-def _remote_directory(url: str, setting: str, members: Sequence[str]) -> Iterator[BurnishError]:
-    remote, wanted = Remote(url, _PATIENCE), " or ".join(members)
-    if not any(remote.stat(each) for each in members):
-        names = remote.names()
-        yield MissingError(
-            f"{setting}: {url} holds no {wanted}",
             have=few(names) or "nothing",
             want=f"a Hugging Face directory with {wanted}",
-            do=f"correct {setting}",
+            do=merge if ADAPTER_CONFIG in names else f"correct {setting}",
         )
 
 
 def _file(path: str, setting: str) -> Iterator[BurnishError]:
     if is_url(path):
-        yield from _remote_file(path, setting)
-        return
-    file = Path(path).expanduser()
-    if not file.is_file():
+        remote = Remote(path, _PATIENCE)
+        is_there, folder = remote.stat() is not None, remote.parent()
+        have = "" if is_there else f"{folder} with {few(folder.names()) or 'nothing'}"
+    else:
+        file = Path(path).expanduser()
+        have = "" if file.is_file() else _neighbours(file)
+    if have:
         yield MissingError(
-            f"{setting}: there is no file {path}",
-            have=_neighbours(file),
-            want="a file",
-            do=f"correct {setting}",
-        )
-
-
-def _remote_file(url: str, setting: str) -> Iterator[BurnishError]:
-    remote = Remote(url, _PATIENCE)
-    if remote.stat() is None:
-        folder = remote.parent()
-        yield MissingError(
-            f"{setting}: there is no file {url}",
-            have=f"{folder} with {few(folder.names()) or 'nothing'}",
-            want="a file",
-            do=f"correct {setting}",
+            f"{setting}: there is no file {path}", have=have, want="a file", do=f"correct {setting}"
         )
 
 
 def _data(path: str, setting: str) -> Iterator[BurnishError]:
-    have = _instead_of_data(path)
-    if have is not None:
+    try:
+        have = "" if data_sizes(path) else _neighbours(Path(path).expanduser())
+    except MissingError as error:  # of a URL
+        have = str(error.have)
+    if have:
         yield MissingError(
             f"{setting}: nothing to read at {path}",
             have=have,
@@ -171,30 +149,16 @@ def _data(path: str, setting: str) -> Iterator[BurnishError]:
         )
 
 
-def _instead_of_data(path: str) -> str | None:
-    """What lies where data should be; None where there are data."""
-    try:
-        if data_sizes(path):
-            return None
-    except MissingError as error:  # of a URL
-        return str(error.have)
-    return _neighbours(Path(path).expanduser())
-
-
 def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
     for index, model in enumerate(rewards.models):
-        for members in (["config.json"], TOKENIZER_FILES):
+        for members in ((_CONFIG,), _TOKENIZER_FILES):
             yield from _directory(model.path, f"reward.models[{index}].path", members)
     for index, reward in enumerate(rewards.functions):
         setting = f"reward.functions[{index}].function"
         module, colon, _ = reward.function.rpartition(":")
-        if reward.function == "math_verify" and not _importable("math_verify"):
-            yield MissingError(
-                f"{setting} needs a package that is not installed",
-                have="no package math_verify",
-                want="math-verify, which compares expressions",
-                do=f"{install('math')}, or name another function",
-            )
+        if reward.function == "math_verify":
+            want, do = "math-verify, which compares expressions", install("math")
+            yield from _package("math_verify", setting, want, f"{do}, or name another function")
         if colon and module.endswith(".py"):
             yield from _file(module, setting)
         elif colon and not _importable(module.partition(".")[0]):
@@ -204,6 +168,12 @@ def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
                 want="module:function that Python can import, or file.py:function",
                 do=f"correct {setting}, or install the module",
             )
+
+
+def _package(name: str, setting: str, want: str, do: str) -> Iterator[BurnishError]:
+    if not _importable(name):
+        problem = f"{setting} needs a package that is not installed"
+        yield MissingError(problem, have=f"no package {name}", want=want, do=do)
 
 
 def _importable(package: str) -> bool:

@@ -70,7 +70,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     [
         (["foo"], ["invalid choice: 'foo'", "'sft'"]),
         (["rl"], ["required: CONFIG"]),
-        (["config"], ["required: show|explain"]),
+        (["config"], ["required: check|show|explain"]),
         (["rl", "c.yaml", "--rollout.n=4"], ["no option --rollout.n=4", "write rollout.n=4"]),
         (["rl", "c.yaml", "--resume"], ["no option --resume", "write resume=VALUE"]),
         (["rl", "c.yaml", "--fast"], ["no option --fast", "burnish config explain"]),
