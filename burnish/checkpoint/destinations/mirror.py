@@ -4,10 +4,10 @@ Each sync compares both sides, so a machine that dies leaves only work for the n
 then COMMIT, which makes it exist. Every file is read back and every block compared with the hash from the training processes'
 memory. ETags prove less: they are no content hash for multipart or encrypted uploads, and HDFS has none.
 
-Where machines share no disk, each disk has a portion: some of a step's files, in a directory `.portion-N.UUID`. The process of each
-disk sends its portion, and then puts a small object that names the files, `portions/step-N/UUID.DISK`: its word. When all files are
-named, the first disk's process puts manifest and COMMIT. The others wait for COMMIT. Then each removes its portion and its word. The
-mirror's retention keeps a step while there is a word of it. UUIDs tell attempts apart.
+Where machines share no disk, each disk has a partial checkpoint: some of a step's files, in a directory `.portion-N.UUID`. The
+process of each disk sends it, and then puts a marker, `portions/step-N/UUID.DISK`, which names the files. When all files are named,
+the first disk's process puts manifest and COMMIT. The others wait for COMMIT. Then each removes its partial checkpoint and its
+marker. The mirror's retention keeps a step while there is a marker of it. UUIDs tell attempts apart.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Portion = tuple[Committed, list[str]]
+Partial = tuple[Committed, list[str]]
 """A step, at the path of what one disk has of it, and the names of the files that lie there."""
 Pause = Callable[[float], bool]
 """Waits so many seconds; returns whether to wait no longer, for something else is to be done."""
@@ -199,20 +199,22 @@ class Sync:
         self._mirror = mirror
         self._storage = LocalStorage()
         self._there = mirror.steps()
-        self._words = self._there.remote.below(PORTIONS)
+        self._markers = self._there.remote.below(PORTIONS)
         self._meter = Meter()
         self._failed: CorruptError | None = None
-        self._apart: dict[int, Commit] = {}  # the seals of steps that only the mirror has
-        self._facts_apart: dict[int, Facts] = {}
-        self._outputs: dict[
-            str, tuple[int, int]
-        ] = {}  # sizes and times of files when they were sent
-        self._named: dict[str, frozenset[str]] = {}  # the files that a word names
+        self._local: dict[int, Commit] = {}
+        self._remote: dict[int, Commit] = {}
+        self._facts: dict[int, Facts] = {}
+        self._pins: Collection[int] | None = None
+        self._outputs: dict[str, tuple[int, int]] = {}
+        # Sizes and times of files when they were sent.
+        self._named: dict[str, frozenset[str]] = {}
+        # The files that a marker names.
 
     def run(self, meter: Meter | None = None, pause: Pause = lambda seconds: True) -> list[int]:
         """Send the run's small files, then steps, newest first, then apply the mirror's retention; return the steps sent.
 
-        Small files go first, so a step is never there without its metrics. Portions come last; `pause` is called while they
+        Small files go first, so a step is never there without its metrics. Partial checkpoints come last; `pause` is called while they
         wait for other disks, and what is missing when it says so is left for the next time. A step that is damaged or removed
         meanwhile holds back no other; damage is raised at the end. Raises `BurnishError`.
         """
@@ -221,9 +223,9 @@ class Sync:
         is_first = not self._mirror.disk
         if is_first:
             self._compare()
-        missing, portions = self._missing() if is_first else [], self._portions()
+        missing, partials = self._missing() if is_first else [], self._partials()
         sizes = [self._local[step].total_bytes for step in missing]
-        sizes += [_size(step, names) for step, names in portions]
+        sizes += [_size(step, names) for step, names in partials]
         self._meter.total = 2 * sum(sizes)
         sent: list[int] = []
         if is_first:
@@ -234,7 +236,7 @@ class Sync:
                     sent.append(step)
                     self._note()
             self._retain()
-        made = self._bring(portions, pause)
+        made = self._bring(partials, pause)
         if is_first and made:  # which may let other steps go
             self._compare()
             self._note()
@@ -309,8 +311,8 @@ class Sync:
         there = self._there
         there.refresh()
         alone, outlived = self._mirror.disk is None, self._outlived(self._remote)
-        told = set[str]() if alone else there.told()
-        unseen = {step for step in outlived if self._remote[step].uuid in told}
+        marked = set[str]() if alone else there.marked()
+        unseen = {step for step in outlived if self._remote[step].uuid in marked}
         paths = step_paths(there.root, there)
         for step in paths.keys() & outlived - unseen:
             self._mirror.check()
@@ -427,17 +429,17 @@ class Sync:
     def _place_of(self, step: Committed) -> Remote:
         return self._there.remote.below(step_name(step.step))
 
-    def _portions(self) -> list[Portion]:
-        """Return the portions on this disk, newest first."""
+    def _partials(self) -> list[Partial]:
+        """Return the partial checkpoints on this disk, newest first."""
         paths = reversed(portion_paths(self._mirror.root, self._storage))
         found = [
-            self._tried(path, lambda path: open_portion(path, self._storage)) for path in paths
+            self._tried(path, lambda path: open_partial(path, self._storage)) for path in paths
         ]
-        return [portion for portion in found if portion is not None]
+        return [partial for partial in found if partial is not None]
 
-    def _bring(self, portions: Iterable[Portion], pause: Pause) -> list[int]:
-        """Send portions, wait for other disks', and return the steps that the mirror then has."""
-        waiting = [step for step, names in portions if self._send_portion(step, names)]
+    def _bring(self, partials: Iterable[Partial], pause: Pause) -> list[int]:
+        """Send partial checkpoints, wait for other disks', and return the steps that the mirror then has."""
+        waiting = [step for step, names in partials if self._send_partial(step, names)]
         done: list[int] = []
         while waiting:
             for step in [each for each in waiting if self._is_whole(each)]:
@@ -448,9 +450,9 @@ class Sync:
                 break
         return done
 
-    def _send_portion(self, step: Committed, names: list[str]) -> bool:
-        """Send a portion and say so; return False if it is damaged, has gone, or is the next process's to send."""
-        if self._words.stat(self._word(step)) is not None:
+    def _send_partial(self, step: Committed, names: list[str]) -> bool:
+        """Send a partial checkpoint and say so; return False if it is damaged, has gone, or is the next process's to send."""
+        if self._markers.stat(self._marker(step)) is not None:
             self._meter.moved(2 * _size(step, names))
             return True
         is_new = self._tried(Path(step.path), lambda path: self._send_files(step, names))
@@ -459,7 +461,7 @@ class Sync:
         if self._mirror.remote.may_change_late:
             return False  # the process after this one says so, over which nothing can come
         self._mirror.check()
-        self._words.put(self._word(step), encode_json({"files": names}))
+        self._markers.put(self._marker(step), encode_json({"files": names}))
         return True
 
     def _is_whole(self, step: Committed) -> bool:
@@ -483,7 +485,7 @@ class Sync:
         gone = [name for name, record in files.items() if found.get(name) != record.size]
         if gone:
             self._mirror.check()
-            self._words.remove_below(step_name(step.step))
+            self._markers.remove_below(step_name(step.step))
             raise BurnishError(
                 f"{there} is not what the disks have sent",
                 have=f"without, or in another size: {few(gone)}",
@@ -491,28 +493,28 @@ class Sync:
                 do="see that nobody else removes or writes files there; they are sent again",
             )
 
-    def _word(self, step: Committed) -> str:
-        """The object by which this disk says that all of its portion was sent."""
+    def _marker(self, step: Committed) -> str:
+        """The object by which this disk says that all it has of the step was sent."""
         return f"{step_name(step.step)}/{step.commit.uuid}.{self._mirror.disk or 0}"
 
     def _files_named(self, step: Committed) -> set[str]:
         """Return the files that the disks say they have sent of this writing of a step."""
         found: set[str] = set()
-        for file in self._words.files(step_name(step.step)):
+        for file in self._markers.files(step_name(step.step)):
             if file.name.startswith(f"{step_name(step.step)}/{step.commit.uuid}."):
                 if file.name not in self._named:
-                    text = self._words.read(file.name, MANIFEST_LIMIT)
-                    told = parse_json(text, f"{self._words.url.below(file.name)}")
+                    text = self._markers.read(file.name, MANIFEST_LIMIT)
+                    told = parse_json(text, f"{self._markers.url.below(file.name)}")
                     self._named[file.name] = frozenset(told["files"])
                 found |= self._named[file.name]
         return found
 
     def _remove(self, step: Committed) -> None:
-        """Make room here for a portion that is on the mirror; after that nobody needs its word."""
+        """Make room here for what is on the mirror; after that nobody needs the marker."""
         path = Path(step.path)
         with naming_failures(f"{path} cannot be removed"):
             discard(self._storage, path, self._mirror.root / TRASH)
-        self._words.remove(self._word(step))
+        self._markers.remove(self._marker(step))
 
     def _send_outputs(self) -> None:
         """Copy the run's files beside its steps: configuration, metrics, report, rollouts, events, pins.
@@ -535,8 +537,8 @@ class Sync:
                     _put_copy(remote, name, path)
 
 
-def open_portion(path: Path, storage: Source) -> Portion:
-    """Open the portion at `path`. Raises `CorruptError` unless seal, manifest and names are in order."""
+def open_partial(path: Path, storage: Source) -> Partial:
+    """Open the partial checkpoint at `path`. Raises `CorruptError` unless seal, manifest and names are in order."""
     seal = read_small(path, SEAL, COMMIT_LIMIT, storage)
     commit = parse_commit(seal, f"{path / SEAL}")
     data = read_small(path, MANIFEST, MANIFEST_LIMIT, storage)

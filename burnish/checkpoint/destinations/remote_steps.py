@@ -21,7 +21,7 @@ DAMAGED = "DAMAGED"
 """In place of COMMIT in a step that could not be resumed from, and says why."""
 
 PORTIONS = "portions"
-"""The directory beside the steps where disks that share a step say which files of it they have sent."""
+"""The directory of markers beside the steps: disks that share a step say there which files of it they have sent."""
 
 _NO_HOST = "*"
 """In the place of a host where the URL has none; no host is called so."""
@@ -124,17 +124,17 @@ class RemoteSteps:
         return sorted(head for head in heads if f"{head}/{COMMIT}" not in sizes)
 
     def unfinished(self) -> list[str]:
-        """Return the names of other directories without COMMIT that are called like steps, and of that of the words."""
+        """Return the names of other directories without COMMIT that are called like steps, and of the directory of markers."""
         sizes = self._sizes("")
         heads = {name.partition("/")[0] for name in sizes if "/" in name}
         left = {head for head in heads if step_number(head) is not None}
         left -= {head for head in left if f"{head}/{COMMIT}" in sizes}
         return sorted(left - {*self.damaged()} | heads & {PORTIONS})
 
-    def told(self) -> set[str]:
-        """Return the uuids of steps of which a disk has left its word, as last listed."""
-        words = [name for name in self._sizes("") if name.startswith(f"{PORTIONS}/")]
-        return {name.rpartition("/")[2].partition(".")[0] for name in words}
+    def marked(self) -> set[str]:
+        """Return the uuids of steps of which there is a marker, as last listed."""
+        markers = [name for name in self._sizes("") if name.startswith(f"{PORTIONS}/")]
+        return {name.rpartition("/")[2].partition(".")[0] for name in markers}
 
     def clear(self, check: Callable[[], None]) -> None:
         """Remove what is unfinished, while nobody sends. `check` is called before each removal.
