@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import logging
-import os
-import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 
 from burnish.errors import BurnishError, few
@@ -149,56 +145,3 @@ class Removals:
             do="see that this user may remove it and that nobody has it open; the next start and "
             "burnish ckpt gc try again",
         )
-
-
-_log = logging.getLogger(__name__)
-
-
-@contextmanager
-def partial_directory(target: Path, storage: LocalStorage) -> Iterator[Path]:
-    """Make a directory beside `target` that the block renames; an error in the block removes it.
-
-    Removes what killed processes left of the same target. Raises `OSError`.
-    """
-    _clear(target, storage)
-    path = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    storage.make_dirs(path)
-    try:
-        with _opened(path) as descriptor:
-            with suppress(OSError):  # a file system without such locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield path
-    except BaseException:
-        with suppress(OSError):
-            storage.remove(path)
-        raise
-
-
-def _clear(target: Path, storage: LocalStorage) -> None:
-    name = re.compile(re.escape(f".{target.name}.") + "[0-9a-f]{32}")
-    for entry in storage.entries(target.parent):
-        path = target.with_name(entry.name)
-        if entry.kind == "directory" and name.fullmatch(entry.name) and _is_left(path):
-            try:
-                storage.remove(path)
-            except OSError as error:
-                _log.warning("what a killed process left could not be removed: %s", error)
-
-
-def _is_left(path: Path) -> bool:
-    """Whether nobody holds the lock of a directory; False where the system cannot tell."""
-    try:
-        with _opened(path) as descriptor:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

@@ -6,8 +6,14 @@ Burnish. The directory appears whole.
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import math
+import os
+import re
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any, Protocol
@@ -31,13 +37,15 @@ from burnish.checkpoint.steps import Committed, files_below, read_file
 from burnish.checkpoint.tools.assets import CONFIG, read_assets, require_outside_steps, with_dtype
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few
-from burnish.files.durable import naming_failures, partial_directory, sync_dirs, write_new
+from burnish.files.durable import naming_failures, sync_dirs, write_new
 from burnish.files.safetensors import ADAPTER_CONFIG, INDEX, SUFFIX, model_digest
 from burnish.files.storage import Closing, LocalFile, LocalStorage, Source
 from burnish.models.loading import read_model_config
 from burnish.models.lora.adapter import Adapter, Change
 from burnish.models.lora.adapter_config import adapted_weights, are_parameters, factor_name
 from burnish.models.meta_init import build_on_meta
+
+_log = logging.getLogger(__name__)
 
 _CHUNK = 1 << 14
 # Elements. malloc keeps temporaries of this size; larger ones cost ten times as much, in page faults.
@@ -330,3 +338,53 @@ def _check_base(step: Committed, record: Mapping[str, Any], base: Path) -> None:
             want=f"digest {record['base_digest']}, at {record['base']} then",
             do="say where that one is with --base DIRECTORY",
         )
+
+
+@contextmanager
+def partial_directory(target: Path, storage: LocalStorage) -> Iterator[Path]:
+    """Make a directory beside `target` that the block renames; an error in the block removes it.
+
+    Removes what killed processes left of the same target. Raises `OSError`.
+    """
+    _clear(target, storage)
+    path = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    storage.make_dirs(path)
+    try:
+        with _opened(path) as descriptor:
+            with suppress(OSError):  # a file system without such locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield path
+    except BaseException:
+        with suppress(OSError):
+            storage.remove(path)
+        raise
+
+
+def _clear(target: Path, storage: LocalStorage) -> None:
+    name = re.compile(re.escape(f".{target.name}.") + "[0-9a-f]{32}")
+    for entry in storage.entries(target.parent):
+        path = target.with_name(entry.name)
+        if entry.kind == "directory" and name.fullmatch(entry.name) and _is_left(path):
+            try:
+                storage.remove(path)
+            except OSError as error:
+                _log.warning("what a killed process left could not be removed: %s", error)
+
+
+def _is_left(path: Path) -> bool:
+    """Whether nobody holds the lock of a directory; False where the system cannot tell."""
+    try:
+        with _opened(path) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.files.durable import partial_directory
+from burnish.checkpoint.tools.export import partial_directory
 from burnish.files.storage import LocalStorage
 
 LOCAL = LocalStorage()
@@ -40,7 +40,7 @@ def test_what_the_dead_left_goes_and_what_lives_stays(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from burnish.files.durable import partial_directory
+from burnish.checkpoint.tools.export import partial_directory
 from burnish.files.storage import LocalStorage
 with partial_directory(Path(sys.argv[1]), LocalStorage()) as path:
     (path / "big").write_bytes(b"half")
