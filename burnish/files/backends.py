@@ -1,4 +1,4 @@
-"""Kinds of remote storage: `open_SCHEME` returns a `burnish.files.remote.Backend`. Files appear whole or not at all.
+"""Kinds of remote storage behind one interface. Files appear whole or not at all.
 
 S3, Google Cloud Storage, the Hugging Face Hub and fsspec's memory share one adapter of fsspec. `file://` writes through
 `LocalStorage`, which syncs. The clients' own retries and listing caches are off or small, since `Remote` retries.
@@ -11,15 +11,19 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
-
-from fsspec.callbacks import Callback
+from typing import Any, Literal
 
 from burnish.files.durable import make_dirs_durably
-from burnish.files.remote import Backend, Pulse, RemoteFile, Verdict
 from burnish.files.storage import Bytes, LocalStorage
+from burnish.files.urls import Url
+
+Pulse = Callable[[int], None]
+"""A call in progress tells it how many more bytes have moved."""
+Verdict = Literal["missing", "denied", "wrong", "transient"]
+"""What an error means: no such file; no permission; it can never work; it may work next time."""
 
 _WRONG = frozenset({
     errno.EINVAL, errno.ENAMETOOLONG, errno.ENOSPC, errno.ENOSYS, errno.ENOTEMPTY, errno.EDQUOT,
@@ -48,6 +52,19 @@ _HOPELESS = (
     "NotDirectoryException",
     "FileAlreadyExistsException",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file that exists; in the listings of a `Backend` also a directory."""
+
+    name: str
+    """Its path below the `Remote`'s URL, "" for the URL itself; from a `Backend` its absolute path."""
+    size: int = 0
+    """Bytes."""
+    version: str = ""
+    """Differs whenever the content differs: an ETag, or the time of the last change."""
+    is_file: bool = True
 
 
 def _unfinished(name: str) -> str:
@@ -89,8 +106,11 @@ def _os_verdict(error: Exception) -> Verdict:
     return "transient"
 
 
-class _Fsspec:
-    """Storage behind an fsspec file system. It replaces files whole, so nothing is renamed."""
+class Backend:
+    """One service or file system; by default through fsspec, which replaces files whole, so nothing is renamed.
+
+    Paths are absolute, in the service's form, without a slash at the end.
+    """
 
     def __init__(
         self,
@@ -103,11 +123,14 @@ class _Fsspec:
         self._verdict = verdict
         self._read_options = read_options
         self.faults: tuple[type[Exception], ...] = (OSError, *faults)
+        """The errors that its calls raise. Any other error is a bug."""
 
     def verdict(self, error: Exception) -> Verdict:
+        """Return what one of `faults` means."""
         return self._verdict(error) or _os_verdict(error)
 
     def entries(self, path: str, *, deep: bool) -> Iterator[RemoteFile]:
+        """Yield the entries of a directory, or with `deep` all files below it; nothing if it does not exist."""
         self._system.invalidate_cache()
         if deep:
             listed = self._system.find(path, detail=True).values()
@@ -125,6 +148,7 @@ class _Fsspec:
                 yield _found(info)
 
     def info(self, path: str) -> RemoteFile:
+        """Return a file. Raises an error with the verdict "missing" if there is none."""
         self._system.invalidate_cache()
         info = self._system.info(path)
         if info["type"] != "file":
@@ -132,27 +156,39 @@ class _Fsspec:
         return _found(info)
 
     def read(self, path: str, offset: int, size: int) -> bytes:
-        data: bytes = self._system.cat_file(
-            path, start=offset, end=offset + size, **self._read_options
-        )
+        """Return `size` bytes of a file, fewer at its end."""
+        options = {"start": offset, "end": offset + size, **self._read_options}
+        data: bytes = self._system.cat_file(path, **options)
         return data
 
     def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
+        """Create or replace a file with these bytes, or with a local file in bounded memory."""
+        from fsspec.callbacks import Callback
+
         if not isinstance(source, Path):
             self._system.pipe_file(path, bytes(source))
             return
+        told = 0
+
+        def tell(size: int | None, total: int, **_: Any) -> None:
+            nonlocal told
+            if total != told:
+                pulse(total - told)
+                told = total
+
         # Large files go in parts, several at a time where the service can.
         parts = -(-source.stat().st_size // _PIECE)
         chunk = _PIECE * max(1, -(-parts // _MAX_PARTS))
-        self._system.put_file(str(source), path, callback=_Pulsing(pulse), chunksize=chunk)
+        callback = Callback(hooks={"pulse": tell})
+        self._system.put_file(str(source), path, callback=callback, chunksize=chunk)
 
     def remove(self, path: str) -> None:
-        try:
+        """Remove a file if it exists."""
+        with suppress(FileNotFoundError, KeyError):  # fsspec's memory raises the latter
             self._system.rm_file(path)
-        except (FileNotFoundError, KeyError):  # fsspec's memory raises the latter
-            return
 
     def remove_below(self, path: str, pulse: Pulse) -> None:
+        """Remove a directory and everything in it if it exists."""
         for name in self._system.find(path):
             if name != path:
                 self.remove(name)
@@ -169,22 +205,15 @@ def _found(info: dict[str, Any]) -> RemoteFile:
     )
 
 
-class _Pulsing(Callback):  # type: ignore[misc]
-    """Passes fsspec's progress, a running total of bytes, on to a `Pulse`."""
-
-    def __init__(self, pulse: Pulse) -> None:
-        super().__init__()
-        self._pulse = pulse
-        self._told = 0
-
-    def call(self, hook_name: str | None = None, **_: Any) -> None:
-        """Called by fsspec when its total changes."""
-        if self.value != self._told:
-            self._pulse(self.value - self._told)
-            self._told = self.value
+def open_backend(url: Url) -> Backend:
+    """Connect to the service of a URL. Raises `ModuleNotFoundError` if its client is not installed."""
+    if url.scheme == "hdfs":
+        return _Hdfs(url.host)
+    openers = {"s3": _open_s3, "gs": _open_gs, "hf": _open_hf, "memory": _Memory, "file": _Local}
+    return openers[url.scheme]()
 
 
-def open_s3() -> Backend:
+def _open_s3() -> Backend:
     """Connect to S3 or a service like it. botocore finds credentials, region and endpoint."""
     import aiohttp
     import s3fs
@@ -207,10 +236,10 @@ def open_s3() -> Backend:
     )
     system.retries = _MAX_ATTEMPTS
     faults = (exceptions.BotoCoreError, exceptions.ClientError, aiohttp.ClientError)
-    return _Fsspec(system, faults, verdict)
+    return Backend(system, faults, verdict)
 
 
-def open_gs() -> Backend:
+def _open_gs() -> Backend:
     """Connect to Google Cloud Storage. google-auth finds credentials; STORAGE_EMULATOR_HOST names another endpoint."""
     import aiohttp
 
@@ -230,10 +259,10 @@ def open_gs() -> Backend:
         use_listings_cache=False, skip_instance_cache=True, requests_timeout=_READ_SECONDS
     )
     faults = (HttpError, GoogleAuthError, aiohttp.ClientError, ValueError)
-    return _Fsspec(system, faults, verdict)
+    return Backend(system, faults, verdict)
 
 
-def open_hf() -> Backend:
+def _open_hf() -> Backend:
     """Connect to the Hugging Face Hub. HF_TOKEN or a login gives credentials, HF_ENDPOINT another address."""
     from huggingface_hub import HfFileSystem, errors
 
@@ -248,7 +277,7 @@ def open_hf() -> Backend:
     faults = (transport, ValueError, NotImplementedError)
     # By default a read fetches 5 MiB more than it is asked for.
     system = HfFileSystem(endpoint=os.environ.get("HF_ENDPOINT"))
-    return _Fsspec(system, faults, verdict, cache_type="none")
+    return Backend(system, faults, verdict, cache_type="none")
 
 
 def _http_verdict(code: object) -> Verdict | None:
@@ -261,8 +290,13 @@ def _http_verdict(code: object) -> Verdict | None:
     return "wrong" if 400 <= status < 500 and status not in (408, 429) else None
 
 
-class _Memory(_Fsspec):
-    """An object appears whole, as on a service."""
+class _Memory(Backend):
+    """This process's memory; all objects share one store. Here, too, a file appears whole."""
+
+    def __init__(self) -> None:
+        from fsspec import filesystem
+
+        super().__init__(filesystem("memory"))
 
     def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
         content = source.read_bytes() if isinstance(source, Path) else source
@@ -271,28 +305,12 @@ class _Memory(_Fsspec):
         super().write(path, content, pulse)
 
 
-def open_memory() -> Backend:
-    """Use this process's memory; all objects share one store."""
-    import fsspec
-
-    return _Memory(fsspec.filesystem("memory"))
-
-
-def open_file() -> Backend:
-    """Use this machine's file systems."""
-    return _Local()
-
-
-class _Local:
+class _Local(Backend):
     """This machine's file systems. Files are synced and renamed, so they survive a power loss in the order written."""
 
-    faults: tuple[type[Exception], ...] = (OSError,)
-
     def __init__(self) -> None:
+        super().__init__(None)
         self._storage = LocalStorage()
-
-    def verdict(self, error: Exception) -> Verdict:
-        return _os_verdict(error)
 
     def entries(self, path: str, *, deep: bool) -> Iterator[RemoteFile]:
         """Links to files are followed, links to directories are not."""
@@ -353,31 +371,22 @@ def _found_here(file: Path) -> RemoteFile:
     return RemoteFile(str(file), status.st_size, f"{status.st_ino}-{status.st_mtime_ns}")
 
 
-def open_hdfs(host: str) -> Backend:
-    """Connect to a name node, or to the one in `HADOOP_CONF_DIR` if `host` is "". The user is `HADOOP_USER_NAME` or Kerberos's."""
-    from hdfs_native import Client, WriteOptions
-
-    client = Client(f"hdfs://{host}", _HDFS_CONFIG) if host else Client(config=_HDFS_CONFIG)
-    return _Hdfs(client, WriteOptions(create_parent=True))
-
-
-class _Hdfs:
+class _Hdfs(Backend):
     """HDFS through hdfs-native, which needs no Java.
 
     Its adapter for fsspec is not used: it cuts names at `?` and `#`, skips directories that cannot be listed, and closes a file that
     failed half way as if it were whole. The client hangs in a process that was forked after it was made.
     """
 
-    faults: tuple[type[Exception], ...] = (OSError, RuntimeError)
+    def __init__(self, host: str) -> None:
+        """The name node is that in `HADOOP_CONF_DIR` if `host` is "". The user is `HADOOP_USER_NAME` or Kerberos's."""
+        from hdfs_native import Client, WriteOptions
 
-    def __init__(self, client: Any, write_options: Any) -> None:
-        self._client, self._write_options = client, write_options
-
-    def verdict(self, error: Exception) -> Verdict:
-        text = str(error)  # it names the Java exception
-        if "AccessControlException" in text:
-            return "denied"
-        return "wrong" if any(each in text for each in _HOPELESS) else _os_verdict(error)
+        super().__init__(None, (RuntimeError,), _hdfs_verdict)
+        self._client = (
+            Client(f"hdfs://{host}", _HDFS_CONFIG) if host else Client(config=_HDFS_CONFIG)
+        )
+        self._write_options = WriteOptions(create_parent=True)
 
     def entries(self, path: str, *, deep: bool) -> Iterator[RemoteFile]:
         with suppress(FileNotFoundError):
@@ -422,6 +431,13 @@ class _Hdfs:
     def remove_below(self, path: str, pulse: Pulse) -> None:
         with suppress(FileNotFoundError):
             self._client.delete(path, True)
+
+
+def _hdfs_verdict(error: Exception) -> Verdict | None:
+    text = str(error)  # it names the Java exception
+    if "AccessControlException" in text:
+        return "denied"
+    return "wrong" if any(each in text for each in _HOPELESS) else None
 
 
 def _found_in_hdfs(status: Any) -> RemoteFile:

@@ -31,7 +31,8 @@ from typing import Any
 import xxhash
 
 from burnish.errors import BurnishError, MissingError, UsageError, few
-from burnish.files.remote import Remote, RemoteFile
+from burnish.files.backends import RemoteFile
+from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage
 
 log = logging.getLogger("burnish")

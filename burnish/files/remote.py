@@ -1,6 +1,6 @@
 """Files behind a URL: list, read in ranges, write whole, remove; with retries.
 
-`Remote` serves every scheme of `burnish.files.urls` by a backend, which it imports on first use. It retries a call, with growing
+`Remote` serves every scheme of `burnish.files.urls`, and connects on first use. It retries a call, with growing
 pauses, if the error may pass; never for a file that is missing or not permitted. No call takes for ever. Errors name the URL and
 never a credential. Threads may share a `Remote`. It can be pickled; it must not be used in a process that is forked after its first
 use.
@@ -11,28 +11,23 @@ so that processes that failed together spread out.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, install
+from burnish.files.backends import Backend, Pulse, RemoteFile, Verdict, open_backend
 from burnish.files.storage import Bytes
 from burnish.files.urls import READ_ONLY, SCHEMES, Url, redacted
 
 T = TypeVar("T")
-
-Pulse = Callable[[int], None]
-"""A call in progress tells it how many more bytes have moved."""
-Verdict = Literal["missing", "denied", "wrong", "transient"]
-"""What an error means: no such file; no permission; it can never work; it may work next time."""
 
 log = logging.getLogger("burnish")
 
@@ -66,47 +61,6 @@ class RetryPolicy:
 
 class HungError(TimeoutError):
     """An attempt hung and was abandoned. What it began may still happen while this process lives."""
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """A file that exists; in the listings of a `Backend` also a directory."""
-
-    name: str
-    """Its path below the `Remote`'s URL, "" for the URL itself; from a `Backend` its absolute path."""
-    size: int = 0
-    """Bytes."""
-    version: str = ""
-    """Differs whenever the content differs: an ETag, or the time of the last change."""
-    is_file: bool = True
-
-
-class Backend(Protocol):
-    """One service or file system. Paths are absolute, in the service's form, without a slash at the end."""
-
-    faults: tuple[type[Exception], ...]
-    """The errors that its calls raise. Any other error is a bug."""
-
-    def verdict(self, error: Exception) -> Verdict:
-        """Return what one of `faults` means."""
-
-    def entries(self, path: str, *, deep: bool) -> Iterator[RemoteFile]:
-        """Yield the entries of a directory, or with `deep` all files below it; nothing if it does not exist."""
-
-    def info(self, path: str) -> RemoteFile:
-        """Return a file. Raises an error with the verdict "missing" if there is none."""
-
-    def read(self, path: str, offset: int, size: int) -> bytes:
-        """Return `size` bytes of a file, fewer at its end."""
-
-    def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
-        """Create or replace a file with these bytes, or with a local file in bounded memory."""
-
-    def remove(self, path: str) -> None:
-        """Remove a file if it exists."""
-
-    def remove_below(self, path: str, pulse: Pulse) -> None:
-        """Remove a directory and everything in it if it exists."""
 
 
 class Remote:
@@ -330,8 +284,7 @@ class _Connection:
 
 def _open(url: Url) -> Backend:
     try:
-        opener = getattr(importlib.import_module("burnish.files.backends"), f"open_{url.scheme}")
-        backend: Backend = opener(url.host) if url.scheme == "hdfs" else opener()
+        return open_backend(url)
     except ModuleNotFoundError as error:
         raise MissingError(
             f"{url.scheme}:// needs a package that is not installed",
@@ -345,7 +298,6 @@ def _open(url: Url) -> Backend:
             want=SCHEMES[url.scheme],
             do="correct the URL, or the files in HADOOP_CONF_DIR",
         ) from error
-    return backend
 
 
 def _reason(error: Exception) -> str:

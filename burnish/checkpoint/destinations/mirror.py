@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -79,6 +79,7 @@ _REPORTS = 100
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+P = TypeVar("P", bound=PurePath)
 
 Partial = tuple[Committed, list[str]]
 """A step, at the path of what one disk has of it, and the names of the files that lie there."""
@@ -247,39 +248,26 @@ class Sync:
         return sent + made
 
     def _compare(self) -> None:
-        """Read what both sides have, and find what the mirror's retention would not keep of it."""
+        """Read the seals of both sides, and what retention asks; of steps that only the mirror has, what is not known yet."""
         self._there.refresh()
-        self._paths = step_paths(self._mirror.root, self._storage)
-        self._local = _commits(self._paths, self._storage)
         paths = step_paths(self._there.root, self._there)
-        apart = paths.keys() - self._local.keys()
-        self._apart = {step: commit for step, commit in self._apart.items() if step in apart}
-        unknown = {step: path for step, path in paths.items() if step not in self._apart}
-        found = _commits(unknown, self._there)
-        self._remote = self._apart | found
-        self._apart |= {step: commit for step, commit in found.items() if step in apart}
-        self._facts, self._pins = self._find_facts({step: paths[step] for step in apart})
-        self._unwanted = self._outlived(self._facts)
-
-    def _find_facts(
-        self, apart: Mapping[int, PurePath]
-    ) -> tuple[dict[int, Facts], Collection[int] | None]:
-        """Return what retention asks of the steps of both sides, and the pins; None if these cannot be read."""
-        retention, known = self._mirror.retention, self._facts_apart
+        self._local = _commits(step_paths(self._mirror.root, self._storage), self._storage)
+        known = {s: c for s, c in self._remote.items() if s in paths and s not in self._local}
+        self._remote = known | _commits(_without(paths, known), self._there)
+        retention = self._mirror.retention
         if retention is None:
-            return {}, None
-        for step in known.keys() - apart.keys():
-            del known[step]
-        facts = [retention.fact(path, self._storage) for path in self._paths.values()]
-        facts += [retention.fact(path, self._there) for s, path in apart.items() if s not in known]
-        both = known | {each.step: each for each in facts if each is not None}
-        known |= {step: fact for step, fact in both.items() if step in apart}
+            return
+        facts = [self._facts[step] for step in known if step in self._facts]
+        facts += _facts(retention, [self._path(step) for step in self._local], self._storage)
+        facts += _facts(
+            retention, _without(paths, self._local.keys() | known).values(), self._there
+        )
+        self._facts = {each.step: each for each in completed(facts)}
         try:
-            pins = read_pins(self._mirror.root, self._storage)
+            self._pins = read_pins(self._mirror.root, self._storage)
         except CorruptError as error:
             _log.warning("nothing is removed from the mirror: %s", error)
-            pins = None
-        return {each.step: each for each in completed(both.values())}, pins
+            self._pins = None
 
     def _outlived(self, steps: Iterable[int]) -> set[int]:
         """Return which of these the mirror's retention would not keep, if these were all."""
@@ -290,21 +278,22 @@ class Sync:
 
     def _missing(self) -> list[int]:
         """Return the committed steps that the mirror wants and has not, newest first."""
-        return [
-            step
-            for step, commit in sorted(self._local.items(), reverse=True)
-            if self._remote.get(step) != commit and step not in self._unwanted
-        ]
+        settled = self._settled()
+        return sorted((step for step in self._local if step not in settled), reverse=True)
 
-    def _note(self) -> None:
-        """Write down which local steps need not be kept for the mirror's sake."""
-        settled = {
+    def _settled(self) -> dict[int, str]:
+        """Return the uuids of the local steps that need not be kept for the mirror's sake."""
+        unwanted = self._outlived(self._facts)
+        return {
             step: commit.uuid
             for step, commit in self._local.items()
-            if self._remote.get(step) == commit or step in self._unwanted
+            if self._remote.get(step) == commit or step in unwanted
         }
-        with naming_failures(f"{self._mirror.root} cannot be written"):
-            write_mirrored(self._mirror.root, str(self._mirror.remote), settled, self._storage)
+
+    def _note(self) -> None:
+        root, url = self._mirror.root, str(self._mirror.remote)
+        with naming_failures(f"{root} cannot be written"):
+            write_mirrored(root, url, self._settled(), self._storage)
 
     def _retain(self) -> set[int]:
         """Remove what retention drops and what was never finished; return the steps that another disk has yet to see there."""
@@ -330,7 +319,7 @@ class Sync:
                 self._seal(opened)
             return True
 
-        if not self._tried(self._paths[step], send):
+        if not self._tried(self._path(step), send):
             return False
         # Where another step of this number was, its removal may have hung and still come: the next sync will tell.
         if self._remote.pop(step, None) is None:
@@ -425,6 +414,9 @@ class Sync:
                     want=f"the {len(data)} bytes that were sent",
                     do="see that the service is in order, and that nobody else writes there",
                 )
+
+    def _path(self, step: int) -> Path:
+        return self._mirror.root / step_name(step)
 
     def _place_of(self, step: Committed) -> Remote:
         return self._there.remote.below(step_name(step.step))
@@ -567,6 +559,15 @@ def _commits(paths: Mapping[int, PurePath], source: Source) -> dict[int, Commit]
         except (CorruptError, IncompatibleError) as error:
             _log.warning("not mirrored, for it cannot be read: %s", error)
     return found
+
+
+def _facts(retention: Retention, paths: Iterable[PurePath], source: Source) -> list[Facts]:
+    found = [retention.fact(path, source) for path in paths]
+    return [fact for fact in found if fact is not None]
+
+
+def _without(paths: Mapping[int, P], steps: Container[int]) -> dict[int, P]:
+    return {step: path for step, path in paths.items() if step not in steps}
 
 
 def _put_copy(remote: Remote, name: str, source: Path) -> None:

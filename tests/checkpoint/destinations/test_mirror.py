@@ -457,7 +457,7 @@ def test_what_a_process_has_seen_it_does_not_ask_for_again(mirror):
     steps = mirror.steps()
     steps.remove(steps.root / "step-00000001")
     assert process.run() == []
-    assert process._apart == process._facts_apart == {}
+    assert {*process._remote} == {*process._facts} == {2, 3}
 
 
 def test_what_comes_late_from_a_start_before_is_noticed(mirror):
