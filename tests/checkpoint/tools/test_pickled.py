@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -202,20 +201,6 @@ def test_code_in_a_dcp_directory_is_not_run(tmp_path, assets, root, where):
 def test_a_child_unpickles_a_dcp_directory(tmp_path, assets, root):
     source = save_dcp(dict(tiny_model("qwen3").state_dict()), tmp_path / "dcp")
     assert_is_model(imported(source, assets, root), tiny_model("qwen3"))
-
-
-def test_a_child_without_an_environment_unpickles_verls_files(verl, assets, root, monkeypatch):
-    seen = []
-    real = subprocess.run
-
-    def run(*args, **kwargs):
-        seen.append(kwargs["env"])
-        return real(*args, **kwargs)
-
-    monkeypatch.setenv("SECRET", "x")
-    monkeypatch.setattr(pickled.subprocess, "run", run)
-    assert_is_model(imported(verl, assets, root), tiny_model("qwen3"))
-    assert seen[0].keys() <= {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LD_LIBRARY_PATH"}
 
 
 def forge(how, scratch):
