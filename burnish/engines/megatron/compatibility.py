@@ -47,7 +47,7 @@ def llama_shape(hf_config: PretrainedConfig) -> ModelShape:
 
 
 def _missing(hf_config: PretrainedConfig) -> str:
-    """What there is no counterpart for in a model of another family, in words."""
+    """Name the parts of another family's layers that Megatron has no counterpart for."""
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "which is no language model of transformers"
     with torch.device("meta"):
@@ -60,7 +60,7 @@ def _missing(hf_config: PretrainedConfig) -> str:
 
 
 def _uncomputed(hf_config: PretrainedConfig) -> Iterator[str]:
-    """What of the model would be computed wrongly, in words."""
+    """Name the parts of the model that would be computed wrongly."""
     if hf_config.hidden_act != "silu":
         yield f"the activation {hf_config.hidden_act}"
     if getattr(hf_config, "attention_bias", False):

@@ -153,7 +153,7 @@ def _empty(stage: PackedGPT) -> None:
 
 
 def _settings(config: EngineConfig, optim: OptimConfig) -> OptimizerConfig:
-    """AdamW as the settings say; the learning rate and the weight decay are given at each step."""
+    """Configure AdamW; each step sets its learning rate and weight decay."""
     dtype = compute_dtype(config)
     return OptimizerConfig(
         optimizer="adam",
@@ -212,7 +212,7 @@ def _weights_of(optimizer: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Range:
-    """What the optimizer of this rank steps of one parameter."""
+    """The part of one parameter that this rank's optimizer steps."""
 
     parameter: str
     """Whose it is, by its name in the whole model."""
@@ -287,7 +287,7 @@ class MegatronShards:
             chunk.start_param_sync(force_sync=True)
 
     def _pieces(self, part: _Range, flat: Tensor, prefix: str = "") -> Iterator[Shard]:
-        """A range's elements, or what lies beside them, as boxes of the checkpoint's tensors."""
+        """Yield a range's weights, or their moments, as boxes of the checkpoint's tensors."""
         shape = tuple(self._parameters[part.parameter].shape)
         stop = part.start + part.main.numel()
         for region in self._regions[part.parameter]:
@@ -296,7 +296,7 @@ class MegatronShards:
                 yield Shard(spec, box, flat[at : at + box.elements].view(box.sizes))
 
     def _stepped(self) -> Iterator[_Range]:
-        """What this rank's optimizers step, in the order of the model's parameters."""
+        """Yield what this rank's optimizers step, in the order of the model's parameters."""
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         found: dict[str, _Range] = {}
         for optimizer in self._optimizers:
@@ -308,7 +308,7 @@ class MegatronShards:
 
 
 def _main_weights(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Parameters of which this rank steps a range, with the range's fp32 weights."""
+    """Yield each parameter that this rank steps a range of, and the range's fp32 weights."""
     for models, mains in (
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
@@ -318,7 +318,6 @@ def _main_weights(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Paramete
 
 
 def _unwrapped(chunk: nn.Module) -> Any:
-    """The GPTModel in what wraps it."""
     return get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
 
 
@@ -329,7 +328,7 @@ def _seat(group: torch.distributed.ProcessGroup) -> Seat:
 def _described(
     name: str, shape: tuple[int, ...], chunk: Any, sizes: ModelSizes
 ) -> tuple[str, tuple[Region, ...]]:
-    """A parameter's name with layers counted over all stages, and the checkpoint tensors in it."""
+    """Return a parameter's name with layers counted over all stages, and the checkpoint tensors in it."""
     seats = _seat(chunk.pg_collection.tp), _seat(chunk.pg_collection.expt_tp)
     layer = _LAYER.fullmatch(name)
     if layer is None:

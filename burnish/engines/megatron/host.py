@@ -49,7 +49,7 @@ def _cuda_is_cpu() -> Iterator[None]:
 
 
 def _substitutions() -> list[tuple[ModuleType | type, str, Any]]:
-    """What stands behind which name while Megatron runs on a host."""
+    """List what replaces which name while Megatron runs on a host."""
     cuda = torch.cuda
     return [
         # `device=torch.cuda.current_device()`: tensor_parallel/layers.py, distributed/param_and_grad_buffer.py,
@@ -109,8 +109,6 @@ class _CudaTensorsAreHostTensors(TorchFunctionMode):
 
 
 class _Stream:
-    """A stream of a device that runs everything in order."""
-
     def record_event(self) -> _Stream:
         return self
 
@@ -140,7 +138,7 @@ def _with_plain_sizes(all_to_all: Callable[..., Tensor]) -> Callable[..., Tensor
 def _unless_equal(
     equal: Callable[..., Tensor], own: Callable[[Tensor, Any, list[int]], Tensor]
 ) -> Callable[..., Tensor]:
-    """Megatron's exchange of rows in a group, done by `own` where pieces have sizes of their own."""
+    """Exchange rows by `own` where pieces differ in size, else as Megatron does."""
 
     def exchanged(
         rows: Tensor,
@@ -156,7 +154,7 @@ def _unless_equal(
 
 
 def _gathered(rows: Tensor, group: Any, sizes: list[int]) -> Tensor:
-    """All ranks' rows, as a sum over what each has."""
+    """Gather all ranks' rows by a sum of zero-padded ones."""
     whole = rows.new_zeros(sum(sizes), *rows.shape[1:])
     torch.split(whole, sizes)[group.rank()].copy_(rows)
     dist.all_reduce(whole, group=group)
@@ -164,7 +162,7 @@ def _gathered(rows: Tensor, group: Any, sizes: list[int]) -> Tensor:
 
 
 def _scattered(rows: Tensor, group: Any, sizes: list[int]) -> Tensor:
-    """This rank's rows of the sum over the ranks, by summing all of them."""
+    """Sum all rows over the ranks; return this rank's."""
     whole = rows.clone()
     dist.all_reduce(whole, group=group)
     own: Tensor = torch.split(whole, sizes)[group.rank()]

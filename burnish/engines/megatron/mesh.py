@@ -62,7 +62,6 @@ class MegatronMesh:
 
 
 def _made() -> list[dist.ProcessGroup]:
-    """The groups that Megatron has made and this rank is in."""
     listed = parallel_state._global_process_group_list or ()
     return [group for group in listed if isinstance(group, dist.ProcessGroup)]
 

@@ -120,7 +120,7 @@ class PackedGPT(GPTModel):
         return self._scored(hidden, plan, temperature) if self.post_process else hidden
 
     def _embedded(self, ids: Tensor) -> Tensor:
-        """Hidden states [C, 1, H] of tokens; that of padding gets no gradient, as in transformers."""
+        """Return hidden states [C, 1, H] of tokens; that of padding gets no gradient, as in transformers."""
         hidden: Tensor = self.embedding(ids[None], None)
         if self.padding is not None and hidden.requires_grad:
             own = len(hidden) * self.part.group.rank() if self.config.sequence_parallel else 0
@@ -141,7 +141,7 @@ class PackedGPT(GPTModel):
     def _logprobs(
         self, states: Tensor, plan: ScoringPlan, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Of the plan's predictions [N], from the states [C, H] that this rank has."""
+        """Return log-probs and entropies of the plan's predictions [N], from this rank's states [C, H]."""
         part = None if self.part.group.size() == 1 else self.part
         if self.config.sequence_parallel:
             states = self.part.all_rows(states)
@@ -160,7 +160,7 @@ class PackedGPT(GPTModel):
 
 
 def _score_head(config: TransformerConfig, *, bias: bool) -> nn.Linear:
-    """A head with undefined weights, whose gradient is that of this rank's tokens, as a norm's is."""
+    """Make a head with undefined weights, whose gradient is that of this rank's tokens, as a norm's is."""
     head: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
         nn.Linear,
         config.hidden_size,
@@ -278,7 +278,7 @@ def _stage(
     index: int,
     options: dict[str, Any],
 ) -> PackedGPT:
-    """The stage of this rank with this number among its virtual ones."""
+    """Build the stage of this rank with this number among its virtual ones."""
     pipeline, tensor = mesh.groups.pp, mesh.groups.tp.size()
     virtual = transformer.virtual_pipeline_model_parallel_size
     vp_stage = None if virtual is None else index

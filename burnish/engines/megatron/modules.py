@@ -254,12 +254,11 @@ def add_outer_products(sums: Tensor, left: Tensor, right: Tensor, counts: Tensor
 
 
 def _ends(counts: Tensor, device: torch.device) -> Tensor:
-    """Where each expert's rows end, as grouped products take it."""
     return counts.cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
 
 
 def _is_aligned(*factors: Tensor) -> bool:
-    """Whether matrices, none of them empty, can be taken by a grouped product."""
+    """Tell whether a grouped product can take these matrices; it takes no empty ones."""
     return all(
         matrix.numel() > 0 and size * matrix.element_size() % _ALIGNED_BYTES == 0
         for matrix in factors

@@ -85,7 +85,6 @@ class Muon:
             weight.tensor.add_(update.tensor, alpha=-lr * size)
 
     def _direction(self, name: str, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Nesterov's momentum."""
         resting, device = self._buffers[name], self.weights[name].device
         buffer = resting.to(device)
         gradient = gradients[name] if name in gradients else torch.zeros_like(buffer)
@@ -95,7 +94,7 @@ class Muon:
         return gradient.lerp(buffer, self._momentum)
 
     def _matrices(self) -> list[Shard]:
-        """Room for the matrices that this rank makes whole."""
+        """Make room for the matrices that this rank makes whole."""
         device = next((weight.device for weight in self.weights.values()), None)
         empty = partial(torch.empty, dtype=torch.bfloat16, device=device)
         return [Shard(spec, whole(spec.shape), empty(spec.shape)) for spec in self._mine]
@@ -113,7 +112,7 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 def _share(matrices: list[TensorSpec], layout: Layout) -> list[TensorSpec]:
-    """The matrices that are this rank's to make whole: about the same work for all."""
+    """Return the matrices that this rank makes whole; all ranks get about the same work."""
     if not matrices:
         return []
     work = [float(min(m.shape) ** 2 * max(m.shape)) for m in matrices]

@@ -53,7 +53,7 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What autograd holds instead of a tensor: which view it was of a storage."""
+    """What autograd holds instead of a tensor: a view of a storage."""
 
     stored: _Stored
     dtype: torch.dtype
@@ -168,7 +168,7 @@ class ActivationOffload:
         return saved.tensor()
 
     def _can_move(self, tensor: Tensor) -> bool:
-        """Whether it is a plain tensor on the device, and large enough."""
+        """Tell whether it is a plain tensor on the device, and large enough."""
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
         return (
             plain
@@ -209,6 +209,6 @@ class ActivationOffload:
         return self._stream.record_event()
 
     def _wait(self, event: torch.Event | None) -> None:
-        """What the device is told from here on begins when the copies are done."""
+        """Let the device begin later work when the copies are done."""
         if event is not None:
             torch.accelerator.current_stream(self._device).wait_event(event)

@@ -135,7 +135,7 @@ def _layer_cuts(
 
 
 def _vocabulary_weights(model: PreTrainedModel) -> Iterator[str]:
-    """The names of the weights that have a row for every token."""
+    """Yield the names of the weights that have a row for every token."""
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     held = {id(layer.weight) for layer in layers if layer is not None}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -157,7 +157,7 @@ def _keep_parts(model: PreTrainedModel, cuts: Mapping[str, Cut]) -> None:
 
 
 def _move_padding(embedding: Any, tokens: range) -> None:
-    """The row without a gradient, where the embedding has one and it is among this rank's."""
+    """Renumber the row without a gradient, if this rank has it."""
     padding = getattr(embedding, "padding_idx", None)
     if padding is not None:
         embedding.padding_idx = padding - tokens.start if padding in tokens else None
@@ -166,7 +166,7 @@ def _move_padding(embedding: Any, tokens: range) -> None:
 def _gather_tokens(
     group: ProcessGroup, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before a block: hidden states [1, own tokens, H] become those of all tokens."""
+    """Gather hidden states [1, own tokens, H] of all tokens before a block."""
     if args:
         return (gather_rows(args[0][0], group)[None], *args[1:]), options
     hidden = gather_rows(options["hidden_states"][0], group)[None]
@@ -174,7 +174,7 @@ def _gather_tokens(
 
 
 def _scatter_output(group: ProcessGroup, _: nn.Module, __: Any, output: Any) -> Any:
-    """Behind a block: this rank's tokens of the sum of all ranks' outputs."""
+    """Sum all ranks' outputs of a block; keep this rank's tokens."""
     if isinstance(output, tuple):
         return scatter_sums(output[0][0], group)[None], *output[1:]
     return scatter_sums(output[0], group)[None]

@@ -176,7 +176,6 @@ class TorchEngine(ShardedEngine):
             yield
 
     def _reshard(self) -> None:
-        """Let go of gathered weights."""
         for module in self._scorer.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -199,7 +198,7 @@ class TorchEngine(ShardedEngine):
         record: bool = False,
         factors: Tensor | None = None,
     ) -> TokenOutputs:
-        """Log-probs of a micro-batch; with `record` the outputs have the experts, with `factors` the load-balancing loss."""
+        """Score a micro-batch; `record` adds the experts to the outputs, `factors` the load-balancing loss."""
         if micro.experts is not None:
             self._scorer.routers.require_fitting(micro.experts, len(micro.input_ids))
         routing = routing_of(
