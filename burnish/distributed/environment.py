@@ -45,13 +45,9 @@ def place_of(environ: Mapping[str, str]) -> Place:
 
 
 def _torchrun(environ: Mapping[str, str]) -> Place:
-    world = _number(environ, "WORLD_SIZE")
-    rank = _number(environ, "RANK")
-    alone = world == 1
-    local_rank = _number(environ, "LOCAL_RANK", default=0 if alone else None)
     local_world = _number(environ, "LOCAL_WORLD_SIZE", default=1)
-    layout = _checked(Layout(rank, world, local_rank, local_world), "RANK", "WORLD_SIZE")
-    if alone:
+    layout = _layout(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", local_world)
+    if layout.world == 1:
         return Place(layout)
     return Place(
         layout,
@@ -65,14 +61,11 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
 def _slurm(environ: Mapping[str, str]) -> Place:
     step_tasks = "SLURM_STEP_NUM_TASKS" in environ
     world_name = "SLURM_STEP_NUM_TASKS" if step_tasks else "SLURM_NTASKS"
-    world = _number(environ, world_name)
-    rank = _number(environ, "SLURM_PROCID")
-    local_rank = _number(environ, "SLURM_LOCALID", default=0 if world == 1 else None)
     node = _number(environ, "SLURM_NODEID", default=0)
     tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     local_world = tasks[node] if node < len(tasks) else 1
-    layout = _checked(Layout(rank, world, local_rank, local_world), "SLURM_PROCID", world_name)
-    if world == 1:
+    layout = _layout(environ, "SLURM_PROCID", world_name, "SLURM_LOCALID", local_world)
+    if layout.world == 1:
         return Place(layout)
     host = environ.get("MASTER_ADDR", first_host(environ["SLURM_STEP_NODELIST"])).strip("[]")
     return Place(
@@ -123,15 +116,19 @@ def tasks_per_node(counts: str) -> list[int]:
     return expanded
 
 
-def _checked(layout: Layout, rank_name: str, world_name: str) -> Layout:
-    if layout.world < 1 or not 0 <= layout.rank < layout.world or layout.local_rank < 0:
+def _layout(
+    environ: Mapping[str, str], rank_name: str, world_name: str, local_name: str, local_world: int
+) -> Layout:
+    world, rank = _number(environ, world_name), _number(environ, rank_name)
+    local_rank = _number(environ, local_name, default=0 if world == 1 else None)
+    if world < 1 or not 0 <= rank < world or local_rank < 0:
         raise UsageError(
             f"the environment gives this process no place: {rank_name} and {world_name} contradict",
-            have=f"{rank_name}={layout.rank} {world_name}={layout.world}",
+            have=f"{rank_name}={rank} {world_name}={world}",
             want=f"0 <= {rank_name} < {world_name}",
             do="start the processes with torchrun or srun, or unset both for one process",
         )
-    return layout
+    return Layout(rank, world, local_rank, local_world)
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from burnish.config.schema import DistributedConfig
 from burnish.distributed.device import keep_freed_pages, pick_device, share_cores
 from burnish.distributed.environment import Place, place_of
-from burnish.distributed.failure_watch import FailureWatch, naming_failures, watching
+from burnish.distributed.failure_watch import naming_failures, watching
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
@@ -80,13 +80,18 @@ def process_group(
     with (
         _meeting(place, timeout) as store,
         watching(layout, place.host, store) as watch,
-        _default_group(backend, store, layout, timeout, watch),
-        naming_failures(watch, layout.rank),
-        _named_timeout(layout, timeout_seconds),
     ):
-        # A rank that left now would break the joining of the others.
-        _await_everybody(store, layout, timeout, "joined")
-        yield layout
+        try:
+            with naming_failures(watch, layout.rank), _named_timeout(layout, timeout_seconds):
+                dist.init_process_group(
+                    backend, store=store, rank=layout.rank, world_size=layout.world, timeout=timeout
+                )
+                # A rank that left now would break the joining of the others.
+                _await_everybody(store, layout, timeout, "joined")
+                yield layout
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def backend_of(device: torch.device) -> str:
@@ -115,71 +120,6 @@ def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
         store.set(f"left/{layout.rank}", "")
         if layout.rank == 0 and not place.agent_store:
             store.wait([f"left/{rank}" for rank in range(layout.world)], _LEAVE)
-
-
-def wait_as_all(group: ProcessGroup) -> None:
-    """Give a group the time-out of the default group; torch gives each new group 10 or 30 minutes."""
-    everybody = dist.group.WORLD
-    assert everybody is not None
-    for device in everybody._device_types:
-        options = everybody._get_backend(device).options
-        if options is not None:  # a fake group, made to measure memory, has none
-            group._get_backend(device)._set_default_timeout(options._timeout)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Mesh:
-    """This rank's groups, and the host memory that its engines share."""
-
-    weights: DeviceMesh
-    """(replicas, shard · sequence): weights are replicated along the first dim and sharded along the second."""
-    sequence: ProcessGroup | None
-    """The ranks that share the tokens of a micro-batch; None for 1."""
-    tensor: ProcessGroup | None
-    """The ranks that share the matrices of each layer; None for 1."""
-    arena: Arena
-    """Host memory for offloading."""
-
-    @classmethod
-    def of(cls, layout: Layout, replicas: int, device: torch.device) -> Mesh:
-        """Make the groups. Collective. The layout's sizes and `replicas` must divide its world."""
-        grid = init_device_mesh(
-            device.type,
-            (replicas, layout.world // (replicas * layout.tensor), layout.tensor),
-            mesh_dim_names=("replicas", "shard", "tensor"),
-        )
-        tensor = grid["tensor"].get_group() if layout.tensor > 1 else None
-        sequence = _sequence_group(layout, device)
-        weights = grid["replicas", "shard"]
-        for group in (*weights.get_all_groups(), tensor, sequence):
-            if group is not None:
-                wait_as_all(group)
-        return cls(weights, sequence, tensor, Arena(device))
-
-
-def _sequence_group(layout: Layout, device: torch.device) -> ProcessGroup | None:
-    if layout.sequence == 1:
-        return None
-    grid = init_device_mesh(
-        device.type,
-        (layout.data_size, layout.sequence, layout.tensor),
-        mesh_dim_names=("data", "sequence", "tensor"),
-    )
-    return grid["sequence"].get_group()
-
-
-@contextmanager
-def _default_group(
-    backend: str, store: Store, layout: Layout, timeout: timedelta, watch: FailureWatch | None
-) -> Iterator[None]:
-    with naming_failures(watch, layout.rank):
-        dist.init_process_group(
-            backend, store=store, rank=layout.rank, world_size=layout.world, timeout=timeout
-        )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _connect(place: Place, timeout: timedelta) -> Store:
@@ -239,3 +179,52 @@ def _named_timeout(layout: Layout, seconds: float) -> Iterator[None]:
             want="every rank in the same collective",
             do="see where the other ranks were; raise distributed.timeout_seconds if they are only slow",
         ) from error
+
+
+def wait_as_all(group: ProcessGroup) -> None:
+    """Give a group the time-out of the default group; torch gives each new group 10 or 30 minutes."""
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    for device in everybody._device_types:
+        options = everybody._get_backend(device).options
+        if options is not None:  # a fake group, made to measure memory, has none
+            group._get_backend(device)._set_default_timeout(options._timeout)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mesh:
+    """The torch engine's groups of this rank, and the host memory that its engines share.
+
+    Processes are a grid of replicas × shard × sequence × tensor, the last running fastest. Tensor parallelism communicates in every
+    layer, so its ranks are neighbours on one machine.
+    """
+
+    weights: DeviceMesh
+    """(replicas, shard · sequence): weights are replicated along the first dim and sharded along the second."""
+    sequence: ProcessGroup | None
+    """The ranks that share the tokens of a micro-batch; None for 1."""
+    tensor: ProcessGroup | None
+    """The ranks that share the matrices of each layer; None for 1."""
+    arena: Arena
+    """Host memory for offloading."""
+
+    @classmethod
+    def of(cls, layout: Layout, replicas: int, device: torch.device) -> Mesh:
+        """Make the groups. Collective. The layout's sizes and `replicas` must divide its world."""
+        grid = init_device_mesh(
+            device.type,
+            (replicas, layout.world // (replicas * layout.tensor), layout.tensor),
+            mesh_dim_names=("replicas", "shard", "tensor"),
+        )
+        tensor = grid["tensor"].get_group() if layout.tensor > 1 else None
+        sequence = None
+        if layout.sequence > 1:
+            shape = (layout.data_size, layout.sequence, layout.tensor)
+            names = ("data", "sequence", "tensor")
+            shared = init_device_mesh(device.type, shape, mesh_dim_names=names)
+            sequence = shared["sequence"].get_group()
+        weights = grid["replicas", "shard"]
+        for group in (*weights.get_all_groups(), tensor, sequence):
+            if group is not None:
+                wait_as_all(group)
+        return cls(weights, sequence, tensor, Arena(device))
