@@ -19,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from burnish.distributed.device import has_matrix_units
 from burnish.errors import BurnishError, IncompatibleError
+from burnish.models.kernels.attention import Attends
 from burnish.models.routing import Routing
 from burnish.records import Completion, Experts, Request, StopReason
 from burnish.rollout.base import Sampling, Watch
-from burnish.rollout.builtin.forward import Forward
 from burnish.rollout.builtin.kv_cache import PromptCache, SharedCache, SlotCache
 from burnish.rollout.builtin.sampling import Drawn, draw, stream_key, uniforms
 from burnish.rollout.builtin.stopping import StopRule
@@ -42,8 +42,8 @@ _KERNELS = [
 class Network:
     """The parts of the model that decoding uses."""
 
-    forward: Forward
-    """Maps token ids to hidden states."""
+    forward: Callable[[Tensor, Tensor, Attends, Routing | None], Tensor]
+    """Maps token ids and positions to hidden states, as `ModuleForward` does."""
     logits: Callable[[Tensor], Tensor]
     """Maps hidden states [n, hidden] to fp32 logits [n, V] in new memory."""
     device: torch.device

@@ -9,7 +9,7 @@ forwards equal. Left out: CUDA graphs, compilation, and fused experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,23 +28,7 @@ from burnish.models.kernels.fused import (
 from burnish.models.routing import Routers, Routing
 
 
-class Forward(Protocol):
-    """The model up to its output layer."""
-
-    def __call__(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        packing: Attends,
-        routing: Routing | None = None,
-    ) -> Tensor:
-        """Return hidden states [T, hidden] of `token_ids` [T] at `positions` [T]; `routing` records the experts."""
-
-    def refresh(self) -> None:
-        """Re-read the weights after they changed; adapters need no refresh."""
-
-
-def forward_of(model: PreTrainedModel) -> Forward:
+def forward_of(model: PreTrainedModel) -> FusedForward | ModuleForward:
     """Return the fastest forward that is right for this model.
 
     Some weights become views of fused ones, so take shards of the model afterwards.
@@ -76,7 +60,7 @@ class ModuleForward:
         packing: Attends,
         routing: Routing | None = None,
     ) -> Tensor:
-        """See `Forward`."""
+        """Return hidden states [T, hidden] of `token_ids` [T] at `positions` [T]; `routing` records the experts."""
         if routing is not None:
             self._routers.listen()
         hidden: Tensor = self._model(
@@ -109,7 +93,7 @@ class FusedForward:
         packing: Attends,
         routing: Routing | None = None,
     ) -> Tensor:
-        """See `Forward`; these models have no experts."""
+        """See `ModuleForward`; these models have no experts."""
         hidden: Tensor = self._embed(token_ids)
         rotation = rotation_of(*self._rotary(hidden[None], positions[None]))
         for block in self._blocks:
@@ -118,7 +102,7 @@ class FusedForward:
         return final
 
     def refresh(self) -> None:
-        """See `Forward`."""
+        """Re-read the weights after they changed; adapters need no refresh."""
         for block in self._blocks:
             for projection in block.linears:
                 projection.refresh()
