@@ -264,10 +264,10 @@ def test_a_function_that_hangs_on_all_samples_of_a_prompt_is_not_given_up(
     make_pool, texts, monkeypatch
 ) -> None:
     monkeypatch.setattr("burnish.rewards.pool.BORNE_TIMEOUTS", 2)
-    pool = make_pool("temper", timeout_seconds=1.0, workers=1)
+    pool = make_pool("temper", timeout_seconds=0.5, workers=1)
     scored = pool.score(texts(*["fine"] * 4, *["sleep"] * 4, *["fine"] * 8))
     errors = [rollout.reward_error for rollout in scored]
-    late = "temper: no answer within 1 s"
+    late = "temper: no answer within 0.5 s"
     assert errors == [None] * 4 + [late] * 4 + [None] * 8
 
 
