@@ -12,7 +12,7 @@ from burnish.config.schema import RunConfig
 from burnish.families import ModelShape
 from burnish.plan.memory import needs_of, phases_of
 from burnish.plan.model import PlannedModel
-from burnish.plan.timing import Command, PlannedLayout, Workload
+from burnish.plan.timing import Command, Workload
 
 MIXED = (0.31, 0.22, 0.16, 0.12, 0.09, 0.06, 0.04)
 """Lengths of a supervised micro-batch's sequences, as parts of it."""
@@ -152,7 +152,7 @@ class Case:
             PlannedModel(ModelShape.of(fresh), config.model.adapter),
             config,
             Workload.of(config, self.command),
-            PlannedLayout.of(config.engine, self.processes),
+            self.processes,
             cpu=not self.size,
         )
         phases = phases_of(stages, self.checkpointing).items()

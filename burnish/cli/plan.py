@@ -166,7 +166,11 @@ def _as_json(plans: Sequence[Plan], given: Configured, devices: Devices) -> dict
 def _fields(plan: Plan) -> dict[str, Any]:
     return {
         "fits": plan.fits,
-        **asdict(plan.layout),
+        "replicas": plan.engine.replicas,
+        "shards": plan.shards,
+        "sequence": plan.engine.sequence_parallel,
+        "tensor": plan.engine.tensor_parallel,
+        "pipeline": plan.engine.pipeline_parallel,
         "overrides": plan.overrides(),
         "bytes": plan.phases,
         "host_bytes": plan.host,
@@ -256,14 +260,17 @@ def _phases(plan: Plan) -> Iterator[str]:
 
 
 def _layout(plan: Plan) -> str:
-    layout, engine = plan.layout, plan.engine
-    copies = "1 copy" if layout.replicas == 1 else f"{layout.replicas} copies"
-    parts = [f"{copies} over {count_text(layout.shards, 'process')}"]
-    parts += [f"tokens shared by {layout.sequence}"] if layout.sequence > 1 else []
-    parts += [f"matrices by {layout.tensor}"] if layout.tensor > 1 else []
-    parts += [f"layers by {layout.pipeline}"] if layout.pipeline > 1 else []
-    parts += [f"{engine.virtual_stages} stages each"] if engine.virtual_stages > 1 else []
-    parts += [f"experts by {engine.expert_parallel}"] if engine.expert_parallel > 1 else []
+    engine = plan.engine
+    copies = "1 copy" if engine.replicas == 1 else f"{engine.replicas} copies"
+    degrees = {
+        "tokens shared by {}": engine.sequence_parallel,
+        "matrices by {}": engine.tensor_parallel,
+        "layers by {}": engine.pipeline_parallel,
+        "{} stages each": engine.virtual_stages,
+        "experts by {}": engine.expert_parallel,
+    }
+    parts = [f"{copies} over {count_text(plan.shards, 'process')}"]
+    parts += [text.format(degree) for text, degree in degrees.items() if degree > 1]
     parts += [f"checkpointing {engine.activation_checkpointing}"]
     parts += [] if engine.reshard_after_forward else ["weights kept gathered"]
     return ", ".join(parts)

@@ -16,8 +16,8 @@ from burnish.errors import BurnishError, UsageError
 from burnish.families import ModelShape, names_of
 from burnish.plan.devices import PER_MACHINE, Devices
 from burnish.plan.memory import Parts, needs_of, phases_of, total_of
-from burnish.plan.model import PlannedModel, product_bytes
-from burnish.plan.timing import Clock, Command, PlannedLayout, Workload
+from burnish.plan.model import PlannedModel, product_bytes, shards_of
+from burnish.plan.timing import Clock, Command, Workload
 
 _CHECKPOINTING = get_args(EngineConfig.model_fields["activation_checkpointing"].annotation)
 _VIRTUAL_STAGES = (1, 2, 4)
@@ -38,7 +38,6 @@ _DEGREES = {
 class Plan:
     """One way to run, and what it needs. A process has one device."""
 
-    layout: PlannedLayout
     engine: EngineConfig
     phases: dict[str, Parts]
     """Bytes by phase and part, on the process that needs most."""
@@ -51,6 +50,11 @@ class Plan:
     microbatches: int
     """Micro-batches of an optimizer step."""
     devices: Devices
+
+    @property
+    def shards(self) -> int:
+        """Processes that divide one copy by FSDP, or Megatron's data-parallel processes."""
+        return shards_of(self.engine, self.devices.count)
 
     @cached_property
     def fullest(self) -> str:
@@ -83,9 +87,7 @@ class Plan:
     @property
     def is_default(self) -> bool:
         """Whether no setting divides the work otherwise than the defaults do."""
-        engine = EngineConfig(kind=self.engine.kind)
-        layout = PlannedLayout.of(engine, self.layout.world)
-        return self.divides_like(replace(self, layout=layout, engine=engine))
+        return self.divides_like(replace(self, engine=EngineConfig(kind=self.engine.kind)))
 
     def overrides(self) -> list[str]:
         """Return the layout's settings, as the command line takes them."""
@@ -239,19 +241,18 @@ class Planner:
 
     def _plans(self, engine: EngineConfig, kinds: Sequence[str]) -> Iterator[Plan]:
         """Yield a plan for each kind of checkpointing."""
-        layout = PlannedLayout.of(engine, self._devices.count)
         config = self._config.model_copy(update={"engine": engine})
-        stages = needs_of(self.model, config, self.work, layout, self._devices.cpu, self._judges)
+        stages = needs_of(
+            self.model, config, self.work, self._devices.count, self._devices.cpu, self._judges
+        )
         for kind in kinds:
             found = engine.model_copy(update={"activation_checkpointing": kind})
             host = {} if self._devices.cpu else max((s.host(kind) for s in stages), key=total_of)
-            operations = self._clock.operations(layout, found)
+            operations = self._clock.operations(found)
             microbatches = stages[0].microbatches
-            seconds = self._clock.seconds(layout, found, microbatches, operations)
+            seconds = self._clock.seconds(found, microbatches, operations)
             phases = phases_of(stages, kind)
-            yield Plan(
-                layout, found, phases, host, operations, seconds, microbatches, self._devices
-            )
+            yield Plan(found, phases, host, operations, seconds, microbatches, self._devices)
 
 
 def why_not(plans: Sequence[Plan]) -> list[str]:

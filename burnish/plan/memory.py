@@ -22,9 +22,10 @@ from burnish.plan.model import (
     Weight,
     held,
     product_bytes,
+    shards_of,
     token_bytes,
 )
-from burnish.plan.timing import PlannedLayout, Workload
+from burnish.plan.timing import Workload
 
 Parts = dict[str, float]
 """Bytes by what they are for."""
@@ -55,23 +56,25 @@ class Needs:
         model: PlannedModel,
         config: RunConfig,
         work: Workload,
-        layout: PlannedLayout,
+        processes: int,
         cpu: bool = False,
         judges: Sequence[PlannedModel] = (),
         stage: int = 0,
     ) -> None:
         """Take the trained model, those of `reward.models`, and the number of the pipeline stage."""
-        self._model, self._config, self._work, self._layout = model, config, work, layout
-        self._engine, self._cpu, self._stage = config.engine, cpu, stage
+        self._model, self._config, self._work, self._world = model, config, work, processes
+        engine = self._engine = config.engine
+        self._tensor, self._cpu, self._stage = engine.tensor_parallel, cpu, stage
+        self._shards = shards_of(engine, processes)
         self._width = product_bytes(config.engine)
-        budget, ranks = config.batch.tokens_per_device, layout.token_ranks
-        longest = -(-work.length // layout.sequence)
+        budget, ranks = config.batch.tokens_per_device, engine.replicas * self._shards
+        longest = -(-work.length // engine.sequence_parallel)
         self._tokens = min(budget, max(longest, -(-work.tokens // (work.updates * ranks))))
         self.microbatches = max(1, -(-work.tokens // (budget * ranks * work.updates)))
         """Micro-batches of an optimizer step."""
         self._scored = self._tokens * work.trained / work.length
         self._hidden = float(model.shape.hidden * self._width)
-        self._regathers = self._engine.reshard_after_forward and layout.shards > 1
+        self._regathers = engine.reshard_after_forward and self._shards > 1
         self._critic = None
         if work.has_critic:
             self._critic = self._beside(PlannedModel(model.shape, scores_values=True))
@@ -79,7 +82,7 @@ class Needs:
 
     def _beside(self, model: PlannedModel) -> Needs:
         alone = self._work.alone
-        return type(self)(model, self._config, alone, self._layout, self._cpu, stage=self._stage)
+        return type(self)(model, self._config, alone, self._world, self._cpu, stage=self._stage)
 
     def phases(self, checkpointing: str) -> dict[str, Parts]:
         """Return the parts of the fullest moment of each phase, in the order of a step."""
@@ -113,7 +116,7 @@ class Needs:
     @cached_property
     def _frozen(self) -> float:
         """The whole model."""
-        root = held(self._model.root, self._layout.shards, self._layout.tensor)
+        root = held(self._model.root, self._shards, self._tensor)
         return root + self._sum(self._held(self._model.layers))
 
     @cached_property
@@ -137,9 +140,8 @@ class Needs:
         self, weights: Mapping[LayerShape, Sequence[Weight]], *, matrices: bool = False
     ) -> dict[LayerShape, int]:
         """Elements by kind of layer."""
-        layout = self._layout
         return {
-            kind: held((w for w in each if w.columns > matrices), layout.shards, layout.tensor)
+            kind: held((w for w in each if w.columns > matrices), self._shards, self._tensor)
             for kind, each in weights.items()
         }
 
@@ -155,13 +157,12 @@ class Needs:
         """Elements of each kind of layer and its adapter, gathered."""
         own = self._held(self._model.layers)
         adapter = self._held(self._model.trained) if self._model.lora else dict.fromkeys(own, 0)
-        return {kind: (own[kind] + adapter[kind]) * self._layout.shards for kind in own}
+        return {kind: (own[kind] + adapter[kind]) * self._shards for kind in own}
 
     @cached_property
     def _root(self) -> float:
         """Elements outside the layers, gathered."""
-        shards = self._layout.shards
-        return held(self._model.root, shards, self._layout.tensor) * shards
+        return held(self._model.root, self._shards, self._tensor) * self._shards
 
     # What is there between phases, in bytes.
 
@@ -266,7 +267,7 @@ class Needs:
     def _rollouts(self) -> Iterator[Parts]:
         """Generating, then each reward model."""
         model, work = self._model, self._work
-        mine = -(-work.sequences // self._layout.world)
+        mine = -(-work.sequences // self._world)
         slots = min(work.slots, mine)
         token = 2.0 * self._width * sum(each.key for each in model.shape.layers)
         prompts = -(-mine // work.samples) * work.prompt
@@ -298,13 +299,12 @@ class Needs:
         yield {"gathered": gathered, "activations": self._tokens * forward}
         chosen = self._scored * self._hidden
         yield {"gathered": gathered, "activations": state + chosen, "logits": self._logits[0]}
-        if self._layout.shards > 1:
+        if self._shards > 1:
             coming = self._coming + (self._critic._root if self._critic else 0)
             yield {"gathered": float(self._width * coming), "activations": state}
 
     def _publishing(self) -> Parts:
-        model, layout = self._model, self._layout
-        others = 1 - 1 / (layout.shards * layout.tensor)
+        model, others = self._model, 1 - 1 / (self._shards * self._tensor)
         if model.published_adapter:
             return _sent(self._width * model.published_adapter * others)
         parts = _sent(self._width * model.elements * others)
@@ -317,10 +317,10 @@ class Needs:
         """Blocks of the step's files, as `burnish.checkpoint.save` fills and exchanges them."""
         elements = self._model.adapter or self._model.elements
         elements += self._critic._model.elements if self._critic else 0
-        world = self._layout.world
+        world = self._world
         blocks = sum(-(-width * elements // _BLOCK) for width in _SAVED)
         buffers = 2.0 * min(_GROUP, -(-blocks // world) * _BLOCK)
-        if others := 1 - self._layout.replicas / world:
+        if others := 1 - self._engine.replicas / world:
             buffers += max(_BLOCK, 2 * others * min(_GROUP, sum(_SAVED) * elements / world))
         staging = self._staging if self._cpu else 0.0
         return {"buffers": buffers} | ({"staging": staging} if staging else {})
@@ -388,7 +388,7 @@ class Needs:
 
     def _update(self, checkpointing: str) -> Iterator[Parts]:
         """Moments of the update that can be the fullest."""
-        kept, shards, root = self._kept(checkpointing), self._layout.shards, self._root
+        kept, shards, root = self._kept(checkpointing), self._shards, self._root
         offloads, trained = self._engine.activation_offload, self._held(self._model.trained)
         reduces = self._engine.reduce_each_microbatch or shards == 1
         # fp32 gradients of earlier micro-batches: whole if they wait to be reduced.
@@ -406,7 +406,7 @@ class Needs:
             others = max(kept.values()) * (depth > 1) if offloads else self._sum(kept) - kept[kind]
             weights = self._model.trained[kind]
             mlp, every = (
-                self._width * held(some, 1, self._layout.tensor)
+                self._width * held(some, 1, self._tensor)
                 for some in ([w for w in weights if w.is_mlp], weights)
             )
             for peak, made in ((each.mlp_backward, mlp), (each.attention_backward, every)):
@@ -423,7 +423,7 @@ class Needs:
 
     def _reducing(self, layers: float, others: float, largest: float) -> Iterator[Parts]:
         """The end of the backward pass, when FSDP2 reduces fp32 copies of the last gradients."""
-        shards, root = self._layout.shards, 0.0 if self._model.lora else self._root
+        shards, root = self._shards, 0.0 if self._model.lora else self._root
         # A process alone divides into a third copy.
         copies = 3.0 if shards == 1 else 1 + self._cpu + 1 / shards
         own = FP32 * largest * shards * copies
@@ -441,7 +441,7 @@ class Needs:
             parts["optimizer step"] = min(slots, max(_OPTIMIZER_WAVE, 2 * FP32 * self._widest))
         if is_muon and not self._model.lora:
             # Directions in bf16, the whole matrices of this process, and what is on its way.
-            world, whole = self._layout.world, self._model.matrices
+            world, whole = self._world, self._model.matrices
             passing = _BF16 * self._matrices if world > 1 else 0
             parts["muon"] = _BF16 * (self._matrices + whole / world) + 2 * min(_MUON_WAVE, passing)
         return parts
@@ -451,7 +451,7 @@ class Needs:
         """Elements of the largest weight that this process steps."""
         weights = [w for each in self._model.trained.values() for w in each]
         weights += [] if self._model.lora else self._model.root
-        return max(w.held(self._layout.shards, self._layout.tensor) for w in weights)
+        return max(w.held(self._shards, self._tensor) for w in weights)
 
     def _moment(
         self, gathered: float, gradients: float, activations: float = 0.0, logits: float = 0.0
@@ -475,7 +475,7 @@ class MegatronNeeds(Needs):
     @cached_property
     def _chunks(self) -> list[Counter[LayerShape]]:
         """The stage's layers by virtual stage, as `burnish.engines.megatron.model` deals them."""
-        layers, stages = self._model.shape.layers, self._layout.pipeline
+        layers, stages = self._model.shape.layers, self._engine.pipeline_parallel
         runs = stages * self._engine.virtual_stages
         each, over = divmod(len(layers), runs)
         starts = [each * run + min(run, over) for run in range(runs + 1)]
@@ -490,13 +490,13 @@ class MegatronNeeds(Needs):
 
     @property
     def _is_last(self) -> bool:
-        return self._stage == self._layout.pipeline - 1
+        return self._stage == self._engine.pipeline_parallel - 1
 
     def _elements(self, weight: Weight) -> float:
         """Elements of a weight on this process."""
         if weight.experts:
             return weight.elements / self._engine.expert_sharing
-        return weight.held(1, self._layout.tensor)
+        return weight.held(1, self._tensor)
 
     @cached_property
     def _experts_and_others(self) -> tuple[float, float]:
@@ -524,9 +524,8 @@ class MegatronNeeds(Needs):
     @property
     def _stepped(self) -> float:
         experts, others = self._experts_and_others
-        layout = self._layout
-        alike = layout.world / layout.pipeline / self._engine.expert_sharing
-        return experts / alike + others / layout.shards
+        alike = self._world / self._engine.pipeline_parallel / self._engine.expert_sharing
+        return experts / alike + others / self._shards
 
     @property
     def _matrices(self) -> float:
@@ -549,7 +548,7 @@ class MegatronNeeds(Needs):
     @property
     def _gathered(self) -> float:
         """The buffer in which tensor ranks gather their tokens."""
-        scattered = self._engine.megatron_sequence_parallel and self._layout.tensor > 1
+        scattered = self._engine.megatron_sequence_parallel and self._tensor > 1
         return self._tokens * self._hidden * scattered
 
     def _scorings(self) -> Iterator[Parts]:
@@ -573,7 +572,7 @@ class MegatronNeeds(Needs):
     def _update(self, checkpointing: str) -> Iterator[Parts]:
         kept, shape = self._kept(checkpointing), self._model.shape
         waiting = self._waiting(kept)
-        tied = self._head_gradient if shape.tied and self._layout.pipeline == 1 else 0.0
+        tied = self._head_gradient if shape.tied and self._engine.pipeline_parallel == 1 else 0.0
         if self._is_last:
             last = (self._tokens + 4 * self._scored) * self._hidden
             yield self._at(waiting + last, 0.0, max(self._logits))
@@ -590,7 +589,7 @@ class MegatronNeeds(Needs):
 
     def _waiting(self, kept: Mapping[LayerShape, float]) -> float:
         """Bytes of all micro-batches in flight when the first backward pass begins (1F1B)."""
-        stages, virtual = self._layout.pipeline, self._engine.virtual_stages
+        stages, virtual = self._engine.pipeline_parallel, self._engine.virtual_stages
         begun = stages - self._stage
         if virtual > 1:  # chunks take turns of as many micro-batches as there are stages
             begun = 2 * begun - 1 + (virtual - 1) * stages
@@ -629,8 +628,8 @@ class MegatronNeeds(Needs):
         return {"optimizer step": wave + (single if self._cpu else together)}
 
     def _publishing(self) -> Parts:
-        layout = self._layout
-        ranks = layout.tensor * layout.pipeline * self._engine.expert_parallel
+        engine = self._engine
+        ranks = self._tensor * engine.pipeline_parallel * engine.expert_parallel
         return _sent(self._width * self._model.elements * (1 - 1 / ranks))
 
 
@@ -638,18 +637,20 @@ def needs_of(
     model: PlannedModel,
     config: RunConfig,
     work: Workload,
-    layout: PlannedLayout,
+    processes: int,
     cpu: bool,
     judges: Sequence[PlannedModel] = (),
 ) -> list[Needs]:
     """Return the needs of every pipeline stage that can be the fullest."""
     if config.engine.kind == "torch":
-        return [Needs(model, config, work, layout, cpu, judges)]
-    stages = {0, layout.pipeline - 1}
+        return [Needs(model, config, work, processes, cpu, judges)]
+    last = config.engine.pipeline_parallel - 1
+    stages = {0, last}
     if len(model.layers) > 1:
-        stages.add(layout.pipeline // 2)
+        stages.add((last + 1) // 2)
     return [
-        MegatronNeeds(model, config, work, layout, cpu, judges, stage) for stage in sorted(stages)
+        MegatronNeeds(model, config, work, processes, cpu, judges, stage)
+        for stage in sorted(stages)
     ]
 
 

@@ -28,6 +28,11 @@ def product_bytes(engine: EngineConfig) -> int:
     return _BF16 if engine.precision == "bf16" else FP32
 
 
+def shards_of(engine: EngineConfig, processes: int) -> int:
+    """Return the processes that divide one copy by FSDP, or Megatron's data-parallel processes."""
+    return processes // (engine.replicas * engine.tensor_parallel * engine.pipeline_parallel)
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A parameter. FSDP2 cuts it along its rows, its first dim."""

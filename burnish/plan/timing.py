@@ -14,7 +14,7 @@ from typing import Literal, Self
 from burnish.config.schema import EngineConfig, RunConfig
 from burnish.models.flops import Passed
 from burnish.plan.devices import NETWORK, PER_MACHINE, Devices
-from burnish.plan.model import FP32, PlannedModel
+from burnish.plan.model import FP32, PlannedModel, shards_of
 
 Command = Literal["sft", "rl"]
 _ASSUMED_PROMPT = 512
@@ -35,39 +35,6 @@ ASSUMPTIONS = (
     "what leaves the device for the host and comes back takes no time",
 )
 """What the times rest on, for people."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedLayout:
-    """How the processes of a run are arranged; all fields count processes."""
-
-    replicas: int
-    """Copies of the model."""
-    shards: int
-    """Processes that divide one copy by FSDP, or Megatron's data-parallel processes."""
-    sequence: int = 1
-    """Processes that share the tokens of a micro-batch."""
-    tensor: int = 1
-    """Processes that share the matrices of each layer."""
-    pipeline: int = 1
-    """Groups of processes that share the layers."""
-
-    @classmethod
-    def of(cls, engine: EngineConfig, processes: int) -> Self:
-        """Arrange so many processes as the settings say."""
-        tensor, pipeline = engine.tensor_parallel, engine.pipeline_parallel
-        shards = processes // (engine.replicas * tensor * pipeline)
-        return cls(engine.replicas, shards, engine.sequence_parallel, tensor, pipeline)
-
-    @property
-    def world(self) -> int:
-        """All processes."""
-        return self.replicas * self.shards * self.tensor * self.pipeline
-
-    @property
-    def token_ranks(self) -> int:
-        """Processes that divide the tokens of a step."""
-        return self.replicas * self.shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +120,12 @@ class Clock:
     judges: Sequence[PlannedModel] = ()
     """The models of `reward.models`."""
 
-    def operations(self, layout: PlannedLayout, engine: EngineConfig) -> dict[str, float]:
+    def operations(self, engine: EngineConfig) -> dict[str, float]:
         """Return floating-point operations by phase; publishing and saving compute nothing."""
-        work, forward = self.work, self._mine(layout) * self._sequence
+        work, forward = self.work, self._mine(engine) * self._sequence
         found = dict[str, float]()
         if work.slots:
-            found["rollout"] = self._generated(layout) + self._mine(layout) * self._judged
+            found["rollout"] = self._generated() + self._mine(engine) * self._judged
         if scorings := work.scorings + work.has_critic:
             found["log-probs"] = scorings * forward
         critic = self._passes(engine, critic=True) if work.has_critic else 0.0
@@ -167,7 +134,6 @@ class Clock:
 
     def seconds(
         self,
-        layout: PlannedLayout,
         engine: EngineConfig,
         microbatches: int,
         operations: Mapping[str, float],
@@ -176,18 +142,20 @@ class Clock:
         work = self.work
         found = {name: count / self._speed for name, count in operations.items()}
         if work.slots:
-            judging = self._mine(layout) * self._judged / self._speed
-            found["rollout"] = self._rollout(layout) + judging
+            judging = self._mine(engine) * self._judged / self._speed
+            found["rollout"] = self._rollout() + judging
         update = self._by_megatron if engine.kind == "megatron" else self._by_torch
         trained = [False, True] if work.has_critic else [False]
-        each = [update(layout, engine, microbatches, critic) for critic in trained]
+        each = [update(engine, microbatches, critic) for critic in trained]
         found["update"] = work.epochs * sum(each)
         if work.slots:
-            ranks = layout.shards if engine.kind == "torch" else layout.tensor * layout.pipeline
+            ranks = shards_of(engine, self.devices.count)
+            if engine.kind == "megatron":
+                ranks = engine.tensor_parallel * engine.pipeline_parallel
             published = self.model.published_adapter or self.model.elements
             found["publish"] = self._travel(self.width * published, ranks)
         saved = (self.model.adapter or self.model.elements) + self.model.elements * work.has_critic
-        found["save"] = 3 * FP32 * saved / (_DISK * -(-layout.world // PER_MACHINE))
+        found["save"] = 3 * FP32 * saved / (_DISK * -(-self.devices.count // PER_MACHINE))
         return found
 
     def _passes(self, engine: EngineConfig, *, critic: bool = False) -> float:
@@ -204,14 +172,13 @@ class Clock:
         """Forward passes that count the tokens of experts, for the load-balancing loss."""
         return int(engine.router_aux_loss > 0 and (critic or not self.work.is_replayed))
 
-    def _mine(self, layout: PlannedLayout) -> float:
+    def _mine(self, engine: EngineConfig) -> float:
         """Sequences of a device, as a share of those that several devices work on together."""
-        sharing = layout.sequence * layout.tensor * layout.pipeline
-        return -(-self.work.sequences // (layout.world // sharing)) / sharing
+        return -(-self.work.sequences // (self.devices.count // engine.sharing)) / engine.sharing
 
-    def _generated(self, layout: PlannedLayout) -> float:
+    def _generated(self) -> float:
         """Operations of completions, and of each prompt once."""
-        mine = -(-self.work.sequences // layout.world)
+        mine = -(-self.work.sequences // self.devices.count)
         prompt = self.model.flops.forward([self.work.prompt])
         return mine * (self._sequence - prompt) + -(-mine // self.work.samples) * prompt
 
@@ -227,56 +194,64 @@ class Clock:
     def _speed(self) -> float:
         return self.devices.flops * _EFFICIENCY
 
-    def _by_torch(
-        self, layout: PlannedLayout, engine: EngineConfig, microbatches: int, critic: bool
-    ) -> float:
+    def _by_torch(self, engine: EngineConfig, microbatches: int, critic: bool) -> float:
         """Seconds of an epoch: FSDP gathers weights and reduces gradients for each micro-batch."""
         updates, counts = self.work.updates, self._counts(engine, critic)
-        passes, elements = self._passes(engine, critic=critic), self.model.elements / layout.tensor
+        passes, elements = (
+            self._passes(engine, critic=critic),
+            self.model.elements / engine.tensor_parallel,
+        )
+        shards = shards_of(engine, self.devices.count)
         gathers = updates * microbatches * (1 + engine.reshard_after_forward + counts)
-        moved = gathers * self._travel(self.width * elements, layout.shards)
+        moved = gathers * self._travel(self.width * elements, shards)
         trained = (0 if critic else self.model.adapter) or elements
         reductions = updates * (microbatches if engine.reduce_each_microbatch else 1)
-        moved += reductions * self._travel(FP32 * trained, layout.shards)
-        if layout.replicas > 1:
-            moved += updates * self._travel(2 * FP32 * trained / layout.shards, layout.world)
-        arithmetic = passes * self._mine(layout) * self._sequence / self._speed
+        moved += reductions * self._travel(FP32 * trained, shards)
+        if engine.replicas > 1:
+            moved += updates * self._travel(2 * FP32 * trained / shards, self.devices.count)
+        arithmetic = passes * self._mine(engine) * self._sequence / self._speed
         again = _RECOMPUTED[engine.activation_checkpointing] + counts
-        return max(arithmetic, moved) + self._exchanged(layout, 3 + again)
+        return max(arithmetic, moved) + self._exchanged(engine, 3 + again)
 
-    def _by_megatron(
-        self, layout: PlannedLayout, engine: EngineConfig, microbatches: int, critic: bool
-    ) -> float:
+    def _by_megatron(self, engine: EngineConfig, microbatches: int, critic: bool) -> float:
         """Seconds of an epoch: weights move once a step, and stages wait for each other at its ends."""
-        passes, stages = self._passes(engine, critic=critic), layout.pipeline
+        passes, stages = self._passes(engine, critic=critic), engine.pipeline_parallel
         idle = (stages - 1) / (engine.virtual_stages * microbatches)
-        arithmetic = passes * self._mine(layout) * self._sequence / self._speed * (1 + idle)
-        elements = self.model.elements / (layout.tensor * stages)
-        moved = self.work.updates * self._travel((FP32 + self.width) * elements, layout.shards)
-        mine = self.work.tokens / layout.token_ranks * self.width
+        arithmetic = passes * self._mine(engine) * self._sequence / self._speed * (1 + idle)
+        elements = self.model.elements / (engine.tensor_parallel * stages)
+        shards = shards_of(engine, self.devices.count)
+        moved = self.work.updates * self._travel((FP32 + self.width) * elements, shards)
+        mine = self._numbers(engine)
         chosen = sum(each.experts_per_token for each in self.model.shape.layers)
         sent = 4 * chosen * self.model.shape.hidden * mine * passes / stages
         between = 2 * engine.virtual_stages * mine * self.model.shape.hidden
-        exchanged = self._exchanged(layout, passes) / stages
+        exchanged = self._exchanged(engine, passes) / stages
         exchanged += self._travel(sent, engine.expert_parallel) + self._travel(between, stages)
         return max(arithmetic, moved) + exchanged
 
-    def _exchanged(self, layout: PlannedLayout, passes: float) -> float:
+    def _exchanged(self, engine: EngineConfig, passes: float) -> float:
         """Seconds of exchanges inside layers, which nothing hides.
 
         Ulysses exchanges queries, keys, values and outputs; tensor parallelism gathers the hidden
         state twice and sums it twice.
         """
         shape = self.model.shape
-        mine = self.work.tokens / layout.token_ranks * self.width * passes
+        mine = self._numbers(engine) * passes
         heads = sum(2 * (each.query + each.key) for each in shape.layers)
-        exchanged = self._travel(heads * mine / layout.tensor, layout.sequence)
-        return exchanged + self._travel(4 * shape.hidden * shape.depth * mine, layout.tensor)
+        exchanged = self._travel(heads * mine / engine.tensor_parallel, engine.sequence_parallel)
+        return exchanged + self._travel(
+            4 * shape.hidden * shape.depth * mine, engine.tensor_parallel
+        )
 
-    def _rollout(self, layout: PlannedLayout) -> float:
+    def _numbers(self, engine: EngineConfig) -> float:
+        """Bytes of one number of each token of a data-parallel rank."""
+        ranks = engine.replicas * shards_of(engine, self.devices.count)
+        return self.work.tokens / ranks * self.width
+
+    def _rollout(self) -> float:
         """Seconds to read the prompts, then for a pass over weights and cache per token."""
         work, model, flops = self.work, self.model, self.model.flops.per_token
-        mine = -(-work.sequences // layout.world)
+        mine = -(-work.sequences // self.devices.count)
         slots = min(work.slots, mine)
         cache = 2 * self.width * sum(each.key for each in model.shape.layers)
         weights = self.width * (model.elements + model.published_adapter)

@@ -6,7 +6,7 @@ from burnish.config.schema import RunConfig
 from burnish.families import ModelShape
 from burnish.plan.memory import Needs
 from burnish.plan.model import PlannedModel
-from burnish.plan.timing import PlannedLayout, Workload
+from burnish.plan.timing import Workload
 
 WIDTH, WORDS = 64, 65536
 MODEL = {
@@ -24,7 +24,7 @@ ROOT = 2 * HEAD + WIDTH
 MIB = 1 << 20
 
 
-def needs(layout, *, cpu=True, tokens=8, command="rl", precision="fp32", **sections):
+def needs(replicas, shards, *, cpu=True, tokens=8, command="rl", precision="fp32", **sections):
     """Of a step of a few tokens, in which parameters are most."""
     batch = {"prompts": 8, "minibatches": 2} if command == "rl" else {"examples": 2}
     values = {
@@ -34,27 +34,27 @@ def needs(layout, *, cpu=True, tokens=8, command="rl", precision="fp32", **secti
         "data": {"max_prompt_length": 2, "max_length": tokens},
         "rollout": {"n": 2, "max_response_length": tokens - 2},
     } | sections
-    values["engine"] |= {"precision": precision, "replicas": layout.replicas}
+    values["engine"] |= {"precision": precision, "replicas": replicas}
     config = RunConfig.model_validate(values)
     model = PlannedModel(ModelShape.of(MODEL), config.model.adapter)
-    return Needs(model, config, Workload.of(config, command), layout, cpu)
+    return Needs(model, config, Workload.of(config, command), replicas * shards, cpu)
 
 
 @pytest.mark.parametrize(("shards", "cpu"), [(2, True), (2, False), (4, True)])
 def test_what_the_root_came_in_is_there_when_the_first_layer_comes(shards, cpu):
     """The root twice, and that layer, which gloo has twice."""
-    parts = needs(PlannedLayout(1, shards), cpu=cpu).phases("none")["log-probs"]
+    parts = needs(1, shards, cpu=cpu).phases("none")["log-probs"]
     assert parts["gathered"] == 4 * (2 * ROOT + (1 + cpu) * LAYER)
 
 
 def test_one_process_gathers_nothing_twice():
-    parts = needs(PlannedLayout(1, 1), cpu=True).phases("none")["log-probs"]
+    parts = needs(1, 1, cpu=True).phases("none")["log-probs"]
     assert parts["gathered"] == 4 * (ROOT + 2 * LAYER)
 
 
 def test_gloo_has_what_it_reduces_twice():
     """And half of it as what comes out, beside the gradient that FSDP2 keeps until then, of the output layer."""
-    parts = needs(PlannedLayout(1, 2), cpu=True, command="sft").phases("none")["update"]
+    parts = needs(1, 2, cpu=True, command="sft").phases("none")["update"]
     assert parts["gradients"] == 4 * (2 * LAYER / 2 + 2.5 * ROOT + HEAD)
 
 
@@ -62,10 +62,10 @@ def test_gloo_has_what_it_reduces_twice():
 def test_the_gradient_of_the_output_layer_is_added_up_some_rows_at_a_time(cpu, piece):
     logits, rows = 512 * WORDS, 2048 * WIDTH
     chunk = {"engine": {"logprob_chunk": 512}, "command": "sft", "cpu": cpu}
-    forward, backward = needs(PlannedLayout(1, 1), tokens=2048, **chunk)._logits
+    forward, backward = needs(1, 1, tokens=2048, **chunk)._logits
     assert forward == 4 * logits + 2 * piece
     assert backward == 4 * logits + 4 * HEAD + max(2 * piece, 4 * rows)
-    forward, backward = needs(PlannedLayout(1, 1), tokens=512, precision="bf16", **chunk)._logits
+    forward, backward = needs(1, 1, tokens=512, precision="bf16", **chunk)._logits
     assert forward == 2 * logits + 2 * piece
     assert backward == 2 * logits + max(2 * piece, 2 * HEAD)
 
@@ -74,12 +74,12 @@ def test_the_gradient_of_the_output_layer_is_added_up_some_rows_at_a_time(cpu, p
     ("layout", "sent"), [((1, 1), 0), ((2, 1), 0), ((1, 2), 8), ((2, 2), 8), ((1, 4), 12)]
 )
 def test_a_save_has_blocks_twice_and_what_others_have_of_them(layout, sent):
-    parts = needs(PlannedLayout(*layout), cpu=True).phases("none")["save"]
+    parts = needs(*layout, cpu=True).phases("none")["save"]
     assert parts["buffers"] == (2 * 16 + 2 * sent) * MIB
 
 
 def test_a_small_save_takes_whole_blocks():
     """One of each file."""
     lora = {"fresh": MODEL, "lora": {"rank": 4}}
-    alone = needs(PlannedLayout(1, 1), command="sft", model=lora)
+    alone = needs(1, 1, command="sft", model=lora)
     assert alone.phases("none")["save"]["buffers"] == 2 * 4 * 4 * MIB

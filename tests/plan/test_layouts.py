@@ -47,7 +47,7 @@ def test_plans_that_fit_come_first_and_the_quickest_of_them(values, command):
     assert fitting == plans[: len(fitting)]
     assert 0 < len(fitting) < len(plans)
     assert [p.step_seconds for p in fitting] == sorted(p.step_seconds for p in fitting)
-    assert all(plan.layout.world == 64 for plan in plans)
+    assert all(plan.devices.count == 64 for plan in plans)
     assert all(plan.need <= plan.devices.usable for plan in fitting)
 
 
@@ -164,7 +164,7 @@ def test_ranks_that_share_matrices_hold_their_part():
         configured(engine={"tensor_parallel": tensor, "activation_checkpointing": "full"})
         for tensor in (1, 2)
     )
-    assert (half.layout.shards, half.layout.tensor) == (32, 2)
+    assert (half.shards, half.engine.tensor_parallel) == (32, 2)
     assert half.phases["update"]["activations"] < whole.phases["update"]["activations"]
     assert half.phases["save"]["weights"] == pytest.approx(
         whole.phases["save"]["weights"], rel=0.01
@@ -173,7 +173,7 @@ def test_ranks_that_share_matrices_hold_their_part():
 
 def test_what_tensor_parallelism_does_not_know_is_not_planned_with_it():
     values = SFT | {"model": SFT["model"] | {"fresh": QWEN3_8B | {"model_type": "olmo2"}}}
-    assert {plan.layout.tensor for plan in planner(values).all_plans()} == {1}
+    assert {plan.engine.tensor_parallel for plan in planner(values).all_plans()} == {1}
 
 
 def test_an_adapter_needs_no_state_for_the_model():
@@ -363,7 +363,7 @@ def test_experts_are_not_cut_finer_than_grouped_products_take(width, most):
         "num_experts": 16, "num_experts_per_tok": 2, "vocab_size": 32000,
     }  # fmt: skip
     plans = planner(SFT | {"model": {"fresh": fresh, "tokenizer": "t"}}).all_plans()
-    assert max(plan.layout.tensor for plan in plans) == most
+    assert max(plan.engine.tensor_parallel for plan in plans) == most
 
 
 @pytest.mark.parametrize(

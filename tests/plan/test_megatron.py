@@ -14,7 +14,7 @@ from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner
 from burnish.plan.memory import MegatronNeeds
 from burnish.plan.model import PlannedModel
-from burnish.plan.timing import PlannedLayout, Workload
+from burnish.plan.timing import Workload
 
 MODEL = QWEN3_8B | {"tie_word_embeddings": False}
 MIXTURE = {
@@ -193,12 +193,12 @@ def test_what_is_recommended_is_a_good_configuration(model, devices, tmp_path):
     fitting = [plan for plan in plans if plan.fits]
     assert fitting == plans[: len(fitting)]
     assert 0 < len(fitting) < len(plans)
-    assert {plan.layout.pipeline for plan in plans} >= {1, 2, 4}
+    assert {plan.engine.pipeline_parallel for plan in plans} >= {1, 2, 4}
     path = tmp_path / "run.yaml"
     path.write_text(dump_yaml(RunConfig.model_validate(values_of(model))))
     for plan in plans[::10]:
         config = load_config(path, plan.overrides()).config
-        check(config, "sft", plan.layout.world)
+        check(config, "sft", plan.devices.count)
         assert config.engine == plan.engine
 
 
@@ -231,11 +231,12 @@ def test_waiting_micro_batches_are_those_of_a_simulated_schedule(
     virtual = virtual if ranks > 1 and depth >= ranks * virtual else 1
     count *= ranks if virtual > 1 else 1  # whole turns
     stage = data.draw(st.integers(0, ranks - 1))
-    values = values_of(MODEL | {"num_hidden_layers": depth}, virtual_stages=virtual)
+    values = values_of(
+        MODEL | {"num_hidden_layers": depth}, virtual_stages=virtual, pipeline_parallel=ranks
+    )
     values["batch"] = {"examples": 2 * count, "tokens_per_device": 8192}
     config, model = RunConfig.model_validate(values), planned(values["model"]["fresh"])
-    layout = PlannedLayout(1, 1, pipeline=ranks)
-    needs = MegatronNeeds(model, config, Workload.of(config, "sft"), layout, stage=stage)
+    needs = MegatronNeeds(model, config, Workload.of(config, "sft"), ranks, stage=stage)
     each, over = divmod(depth, ranks * virtual)
     layers = [each + (run < over) for run in range(stage, ranks * virtual, ranks)]
     ahead = ranks - stage - 1
