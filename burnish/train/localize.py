@@ -7,8 +7,7 @@ same copies.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,15 +16,11 @@ from burnish.config.schema import ModelConfig, RewardModelConfig, RunConfig
 from burnish.data.columns import is_data
 from burnish.distributed.environment import place_of
 from burnish.errors import MissingError
+from burnish.files.cache import Watch, local_files
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
-from burnish.functions import load_function
 from burnish.tracking.progress import Progress
 
-Watch = Callable[[str, float], AbstractContextManager[Any]]
-"""Shows a copy's name and megabytes while the block runs."""
-
-_COPY = "burnish.files.cache:local_files"  # only runs with URLs load it
 _WEIGHTS = ".safetensors"
 _MODEL_SUFFIXES = frozenset({".json", _WEIGHTS, ".model", ".txt", ".jinja", ".py"})
 
@@ -71,7 +66,9 @@ def _copy_large(values: Mapping[str, Any], watch: Watch, *, trains: bool) -> Non
     for setting in ("train", "validation") if trains else ("validation",):
         entries, data[setting] = data[setting], []
         for entry in entries:
-            data[setting] += map(str, _copies(entry, is_data, watch)) if is_url(entry) else [entry]
+            data[setting] += (
+                map(str, local_files(entry, is_data, watch)) if is_url(entry) else [entry]
+            )
     if trains and _is_url(critic["path"]):
         critic["path"] = str(local_directory(critic["path"], watch))
 
@@ -99,14 +96,8 @@ def _with_adapter(model: ModelConfig) -> ModelConfig:
 def local_directory(url: str, watch: Watch | None = None, *, weights: bool = True) -> Path:
     """Copy a Hugging Face directory, its own code included. Raises `MissingError` if it has no files."""
     suffixes = _MODEL_SUFFIXES if weights else _MODEL_SUFFIXES - {_WEIGHTS}
-    return _copies(url, lambda name: PurePosixPath(name).suffix in suffixes, watch)[0].parent
+    return local_files(url, lambda name: PurePosixPath(name).suffix in suffixes, watch)[0].parent
 
 
 def _file(url: str, watch: Watch) -> Path:
-    return _copies(url, lambda name: False, watch)[0]
-
-
-def _copies(url: str, wanted: Callable[[str], bool], watch: Watch | None) -> list[Path]:
-    """Copy the file at a URL, or the wanted files of a directory there."""
-    found: list[Path] = load_function(_COPY, url)(url, wanted, watch)
-    return found
+    return local_files(url, lambda name: False, watch)[0]
