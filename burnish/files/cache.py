@@ -20,7 +20,6 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -124,20 +123,6 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A range of one file."""
-
-    file: RemoteFile
-    offset: int
-    size: int
-
-
-def cache_directory() -> Path:
-    """Return the directory of copies."""
-    return Path(os.environ.get("BURNISH_CACHE") or "~/.cache/burnish").expanduser()
-
-
 def copied(selection: Selected, watch: Watch | None = None) -> Path:
     """Return a local directory with exactly the selected files under their names; copy them if needed.
 
@@ -148,12 +133,20 @@ def copied(selection: Selected, watch: Watch | None = None) -> Path:
     if url.scheme == "file":
         return Path("/", url.path)
     _check_names(selection)
-    copy = _Copy(selection, cache_directory())
+    root = Path(os.environ.get("BURNISH_CACHE") or "~/.cache/burnish").expanduser()
+    copy = _Copy(selection, root)
     if copy.is_whole():
         return copy.path
-    with _writing(copy.path.parent), copy.locked():
-        if not copy.is_whole():
-            copy.make(watch)
+    try:
+        with copy.locked():
+            if not copy.is_whole():
+                copy.make(watch)
+    except OSError as error:
+        raise BurnishError(
+            f"the cache {root} cannot be written",
+            have=error,
+            do="make room there, or set BURNISH_CACHE to a directory that can be written",
+        ) from error
     return copy.path
 
 
@@ -214,41 +207,40 @@ class _Copy:
 
     def _copy_pieces(self, done: Mapping[tuple[str, int], str], bar: Any | None) -> None:
         """Copy in several threads. When one fails, or this thread is interrupted, the others are abandoned."""
-        pieces = [
-            _Piece(file, offset, min(_PIECE, file.size - offset))
-            for file in self._files
-            for offset in range(0, file.size, _PIECE)
-        ]
+        pieces = [(f, offset) for f in self._files for offset in range(0, f.size, _PIECE)]
         stop = threading.Event()
 
-        def copy(piece: _Piece) -> tuple[_Piece, str]:
-            return piece, self._copy_piece(piece, done, stop)
+        def copy(piece: tuple[RemoteFile, int]) -> tuple[RemoteFile, int, str]:
+            return *piece, self._copy_piece(*piece, done, stop)
 
         # Its threads are daemons, and leaving the block does not wait for them.
         with ThreadPool(_THREADS) as pool, self._journal.open("a") as journal:
             try:
-                for piece, digest in pool.imap_unordered(copy, pieces):
-                    entry = json.dumps([piece.file.name, piece.offset, digest])
-                    print(entry, file=journal, flush=True)
+                for file, offset, digest in pool.imap_unordered(copy, pieces):
+                    print(json.dumps([file.name, offset, digest]), file=journal, flush=True)
                     if bar is not None:
-                        bar.advance(piece.size / _MEGA)
+                        bar.advance(min(_PIECE, file.size - offset) / _MEGA)
             finally:
                 stop.set()
 
     def _copy_piece(
-        self, piece: _Piece, done: Mapping[tuple[str, int], str], stop: threading.Event
+        self,
+        file: RemoteFile,
+        offset: int,
+        done: Mapping[tuple[str, int], str],
+        stop: threading.Event,
     ) -> str:
         """Fetch a piece unless it is there already; return its hash. Write nothing after `stop`: the file may be whole by then."""
-        buffer = bytearray(piece.size)
-        known = done.get((piece.file.name, piece.offset))
-        with _STORAGE.open(self._partial / piece.file.name, write=True) as file:
+        buffer = bytearray(min(_PIECE, file.size - offset))
+        known = done.get((file.name, offset))
+        with _STORAGE.open(self._partial / file.name, write=True) as copy:
             if known is not None:
-                file.pread_into(buffer, piece.offset)
+                copy.pread_into(buffer, offset)
                 if xxhash.xxh3_128_hexdigest(buffer) == known:
                     return known
-            self._remote.read_into(piece.file.name, buffer, piece.offset)
+            self._remote.read_into(file.name, buffer, offset)
             if not stop.is_set():
-                file.pwrite(buffer, piece.offset)
+                copy.pwrite(buffer, offset)
         return xxhash.xxh3_128_hexdigest(buffer)
 
     def _read_journal(self) -> dict[tuple[str, int], str]:
@@ -277,8 +269,8 @@ class _Copy:
 
     def _check_unchanged(self) -> None:
         """Refuse a copy whose pieces may come from different versions."""
-        with ThreadPoolExecutor(_THREADS) as pool:
-            now = pool.map(self._remote.stat, [file.name for file in self._files])
+        with ThreadPool(_THREADS) as pool:
+            now = pool.imap(self._remote.stat, [file.name for file in self._files])
             for file, found in zip(self._files, now, strict=True):
                 if found != file:
                     raise BurnishError(
@@ -312,15 +304,3 @@ def _allocate(path: Path, size: int) -> None:
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
-
-
-@contextmanager
-def _writing(root: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise BurnishError(
-            f"the cache {root} cannot be written",
-            have=error,
-            do="make room there, or set BURNISH_CACHE to a directory that can be written",
-        ) from error
