@@ -20,8 +20,6 @@ from burnish.errors import BurnishError
 
 _LIMIT = 4096
 _LOOK_SECONDS = 0.05
-_JOB = {"slurm_job": "SLURM_JOB_ID"}
-# By what a person finds the holder in a cluster's queue, where there is one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +72,13 @@ class Lease:
             before = _parse(os.pread(descriptor, _LIMIT, 0)).get("token")
             # The clock makes up for a number that was lost with the file.
             self._number = max(before + 1 if type(before) is int else 0, time.time_ns())
-            me = {"pid": os.getpid(), "host": socket.gethostname(), "token": self._number}
-            me |= {key: os.environ[name][:64] for key, name in _JOB.items() if name in os.environ}
+            me: dict[str, Any] = {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "token": self._number,
+            }
+            if job := os.environ.get("SLURM_JOB_ID"):
+                me["slurm_job"] = job[:64]
             text = json.dumps(me).encode()
             os.pwrite(descriptor, text, 0)
             os.ftruncate(descriptor, len(text))

@@ -253,9 +253,8 @@ def weight_files(directory: Path) -> list[Path]:
 
     Raises `MissingError` if there are none or one is missing, and `CorruptError` for a broken index.
     """
-    index = directory / INDEX
-    if index.is_file():
-        names = _indexed(index)
+    if (directory / INDEX).is_file():
+        names = sorted(set(weight_map(directory).values()))
     elif (directory / _SINGLE).is_file():
         names = [_SINGLE]
     else:
@@ -272,39 +271,27 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _indexed(index: Path) -> list[str]:
-    """The names that an index has for files beside it."""
-    names = sorted(set(_weight_map(index).values()))
-    for name in names:
-        if Path(name).name != name:
-            raise CorruptError(
-                f"{index} names files outside its directory",
-                have=shortened(name),
-                want="names of files beside it",
-                do="get the file again, from someone you trust",
-            )
-    return names
-
-
-def indexed_tensors(directory: Path) -> set[str]:
-    """Return the tensors of a model's index; none without one. Raises `CorruptError` for a broken index."""
+def weight_map(directory: Path) -> dict[str, str]:
+    """Return the file of each tensor of a model's index; {} without one. Raises `CorruptError` for a broken index."""
     index = directory / INDEX
-    return set(_weight_map(index)) if index.is_file() else set()
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor."""
+    if not index.is_file():
+        return {}
     try:
         if index.stat().st_size > _INDEX_LIMIT:
             raise ValueError(f"more than {_INDEX_LIMIT} bytes")
-        files = parse_json(index.read_bytes(), str(index))["weight_map"]
-        if not all(isinstance(name, str) for name in files.values()):
-            raise TypeError("names of files that are no text")
+        found: dict[str, str] = parse_json(index.read_bytes(), str(index))["weight_map"]
+        outside = [name for name in set(found.values()) if Path(name).name != name]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptError(
             f"{index} is not an index of weights", have=error, do="get the file again"
         ) from error
-    found: dict[str, str] = files
+    if outside:
+        raise CorruptError(
+            f"{index} names files outside its directory",
+            have=shortened(min(outside)),
+            want="names of files beside it",
+            do="get the file again, from someone you trust",
+        )
     return found
 
 

@@ -34,7 +34,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, few
 from burnish.files.durable import make_dirs_durably, naming_failures
 from burnish.files.lease import Lease
-from burnish.files.safetensors import indexed_tensors, read_header, weight_files
+from burnish.files.safetensors import read_header, weight_files, weight_map
 from burnish.files.storage import LocalStorage
 
 
@@ -61,7 +61,7 @@ def hugging_face(source: Path) -> Foreign:
     """
     assets, files = read_assets(source), weight_files(source)
     found = locate(source, [("", path.name, read_header(path)) for path in files])
-    if absent := sorted(indexed_tensors(source) - found.keys()):
+    if absent := sorted(weight_map(source).keys() - found.keys()):
         raise MissingError(
             f"{source} lacks tensors that its index names",
             have=f"no {few(absent)}",
