@@ -6,13 +6,16 @@ Names alone decide which columns are read. Imports neither `datasets` nor torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from burnish.config.schema import DataConfig
 from burnish.errors import UsageError
+
+if TYPE_CHECKING:
+    from burnish.data.sources import Rows
 
 Row = dict[str, Any]
 """One row: a value for every column, None where the row has none."""
@@ -29,10 +32,7 @@ ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "soluti
 """Usual names of the ground truth; a dot goes into a nested column."""
 TOOLS_COLUMN = "tools"
 """The functions that a row's conversation may call (TRL)."""
-_MESSAGES, _COMPLETION, _TEXT = "messages", "completion", "text"
-
-Has = Callable[[str], bool]
-"""Tells whether there is a column of that name; dots go into nested ones."""
+_MESSAGES = "messages"
 
 
 def is_data(name: str) -> bool:
@@ -45,32 +45,22 @@ class ExampleFormat:
     """How an example is read: messages, prompt and completion, or plain text."""
 
     kind: Literal["chat", "pair", "text"]
-    columns: tuple[str, ...]
+    columns: Mapping[str, str]
     """The column of the messages; of prompt and completion; of the text."""
 
 
-@dataclass(frozen=True, slots=True)
-class MissingColumn:
-    """A column that is needed and not there."""
-
-    names: tuple[str, ...]
-    """One of these would do."""
-    want: str
-    """The same in words."""
-    setting: str
-    """The setting that names another column."""
-
-
-def example_format(data: DataConfig, has: Has) -> ExampleFormat | MissingColumn:
+def example_format(data: DataConfig, rows: Rows) -> ExampleFormat:
     """Choose how examples are read: by the columns that settings name, else by the usual names.
 
-    A named column is never replaced by another. If settings name several kinds, the first that is
-    there counts.
+    A named column is never replaced by another. If settings name several kinds, the first that is there counts. Raises
+    `MissingError` for missing columns.
     """
-    prompt = data.prompt_column or _first(PROMPT_COLUMNS, has) or PROMPT_COLUMNS[0]
-    pair = ExampleFormat("pair", (prompt, data.completion_column or _COMPLETION))
-    chat = ExampleFormat("chat", (data.messages_column or _MESSAGES,))
-    text = ExampleFormat("text", (data.text_column or _TEXT,))
+    prompt = data.prompt_column or _first(PROMPT_COLUMNS, rows) or PROMPT_COLUMNS[0]
+    pair = ExampleFormat(
+        "pair", {"prompt": prompt, "completion": data.completion_column or "completion"}
+    )
+    chat = ExampleFormat("chat", {"messages": data.messages_column or _MESSAGES})
+    text = ExampleFormat("text", {"text": data.text_column or "text"})
     named = [
         (pair, data.prompt_column or data.completion_column),
         (chat, data.messages_column),
@@ -78,53 +68,46 @@ def example_format(data: DataConfig, has: Has) -> ExampleFormat | MissingColumn:
     ]
     chosen = [each for each, name in named if name is not None]
     for each in chosen or (chat, pair, text):
-        if all(map(has, each.columns)):
+        if all(map(rows.has, each.columns.values())):
             return each
-    if chosen or has(prompt):
-        return _missing_column(chosen[0] if chosen else pair, data, has)
-    return MissingColumn(
-        (_MESSAGES, *PROMPT_COLUMNS, _TEXT),
-        f"{_MESSAGES}, or a prompt and {_COMPLETION}, or {_TEXT}",
-        "data.messages_column, data.prompt_column or data.text_column",
-    )
+    if not chosen and not rows.has(prompt):
+        settings = "data.messages_column, data.prompt_column or data.text_column"
+        raise rows.missing((_MESSAGES, *PROMPT_COLUMNS, "text"), settings)
+    wanted = (chosen or [pair])[0].columns
+    kind, missing = next((kind, name) for kind, name in wanted.items() if not rows.has(name))
+    raise rows.missing((missing,), f"data.{kind}_column")
 
 
-def _missing_column(wanted: ExampleFormat, data: DataConfig, has: Has) -> MissingColumn:
-    missing = next(name for name in wanted.columns if not has(name))
-    if wanted.kind == "chat":
-        return MissingColumn((missing,), f"a conversation in {missing}", "data.messages_column")
-    if wanted.kind == "text":
-        return MissingColumn((missing,), f"a text in {missing}", "data.text_column")
-    if missing == wanted.columns[1]:
-        want = f"a completion in {missing} beside the prompt"
-        return MissingColumn((missing,), want, "data.completion_column")
-    names = (missing,) if data.prompt_column else PROMPT_COLUMNS
-    return MissingColumn(names, f"a prompt in {' or '.join(names)}", "data.prompt_column")
+def prompt_column(data: DataConfig, rows: Rows) -> str:
+    """Choose the column of prompts for RL: the one that a setting names, else the first usual one.
 
-
-def prompt_column(data: DataConfig, has: Has) -> str | MissingColumn:
-    """Choose the column of prompts for RL: the one that a setting names, else the first usual one."""
+    Raises `MissingError` if there is none.
+    """
     chosen = data.prompt_column or data.messages_column
-    setting = "data.prompt_column" if data.prompt_column or not chosen else "data.messages_column"
     names = (chosen,) if chosen else (PROMPT_COLUMNS[0], _MESSAGES, *PROMPT_COLUMNS[1:])
-    return _first(names, has) or MissingColumn(names, f"a prompt in {' or '.join(names)}", setting)
+    found = _first(names, rows)
+    if found is None:
+        is_chat = data.messages_column and not data.prompt_column
+        raise rows.missing(names, f"data.{'messages' if is_chat else 'prompt'}_column")
+    return found
 
 
 def holds_chats(data: DataConfig, column: str) -> bool:
-    """Tell whether a column holds whole chats, whose last assistant turn is not part of the prompt."""
+    """Return whether a column holds whole chats, whose last assistant turn is not part of the prompt."""
     return column == (data.messages_column or _MESSAGES)
 
 
-def answer_column(data: DataConfig, has: Has) -> str | MissingColumn | None:
-    """Choose the column of the ground truth as `prompt_column` does; None if there is none."""
-    chosen = data.answer_column
-    if chosen is None or has(chosen):
-        return chosen or _first(ANSWER_COLUMNS, has)
-    return MissingColumn((chosen,), f"the answer in {chosen}", "data.answer_column")
+def answer_column(data: DataConfig, rows: Rows) -> str | None:
+    """Choose the column of the ground truth as `prompt_column` does; return None if there is none."""
+    if data.answer_column is None:
+        return _first(ANSWER_COLUMNS, rows)
+    if not rows.has(data.answer_column):
+        raise rows.missing((data.answer_column,), "data.answer_column")
+    return data.answer_column
 
 
-def _first(names: tuple[str, ...], has: Has) -> str | None:
-    return next((name for name in names if has(name)), None)
+def _first(names: tuple[str, ...], rows: Rows) -> str | None:
+    return next((name for name in names if rows.has(name)), None)
 
 
 def value_at(row: Row, name: str) -> Any:

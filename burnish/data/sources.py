@@ -91,17 +91,16 @@ class Rows:
         """Name a row for an error message."""
         return f"row {index} (counted from 0) of {_listed(self.files)}"
 
-    def require(self, column: str, setting: str) -> None:
-        """Raise `MissingError` unless there is such a column; `setting` names it."""
-        if column in self.columns:
-            return
-        near = get_close_matches(column, self.columns, n=1)
-        raise MissingError(
-            f"no column {column!r} in {_listed(self.files)}",
+    def missing(self, names: Sequence[str], setting: str) -> MissingError:
+        """Return the error for rows without a column of any of these names; `setting` names it."""
+        near = [found for name in names for found in get_close_matches(name, self.columns, n=1)]
+        return MissingError(
+            f"no column {' or '.join(map(repr, names))} in {_listed(self.files)}",
             have="columns " + ", ".join(self.columns),
-            want=f"{setting}: a column that is there"
-            + (f"; did you mean {near[0]!r}?" if near else ""),
-            do=f"set {setting}={near[0] if near else 'COLUMN'}",
+            want=f"{setting}: a column that is there",
+            do=f"did you mean {near[0]!r}? Set {setting}={near[0]}"
+            if near
+            else f"name the column in {setting}",
         )
 
 

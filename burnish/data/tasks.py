@@ -21,7 +21,6 @@ from burnish.data.chat import ChatEncoder, Conversation, Encoded, Text
 from burnish.data.columns import (
     TOOLS_COLUMN,
     Message,
-    MissingColumn,
     Row,
     Tools,
     answer_column,
@@ -34,13 +33,12 @@ from burnish.data.columns import (
     value_at,
 )
 from burnish.data.sources import Rows
-from burnish.errors import MissingError, UsageError
+from burnish.errors import UsageError
 from burnish.records import Example, Prompt, TokenIds
 
 logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item", Prompt, Example)
-_T = TypeVar("_T")
 
 _SPAN = 512
 """Rows tokenized together."""
@@ -199,12 +197,10 @@ class PromptDataset(_Items[Prompt]):
     ) -> None:
         super().__init__(rows, tokenizer, data)
         self._notice_tools()
-        column = _found(prompt_column(data, rows.has), rows)
-        self._column = column
-        answer = answer_column(data, rows.has)
-        self._answer = None if answer is None else _found(answer, rows)
-        if isinstance(value_at(rows[0], column), str):
-            self._notice_raw(column)
+        self._column = prompt_column(data, rows)
+        self._answer = answer_column(data, rows)
+        if isinstance(value_at(rows[0], self._column), str):
+            self._notice_raw(self._column)
         most = dict(limits or {})
         if data.max_prompt_length is not None:
             most["data.max_prompt_length"] = data.max_prompt_length
@@ -288,14 +284,14 @@ class ExampleDataset(_Items[Example]):
         max_length: int | None = None,
     ) -> None:
         super().__init__(rows, tokenizer, data)
-        format_ = _found(example_format(data, rows.has), rows)
-        self._columns = format_.columns
+        format_ = example_format(data, rows)
+        self._columns = tuple(format_.columns.values())
         if format_.kind != "text":
             self._notice_tools()
         if format_.kind == "pair" and all(
-            isinstance(value_at(rows[0], name), str) for name in format_.columns
+            isinstance(value_at(rows[0], name), str) for name in self._columns
         ):
-            self._notice_raw(format_.columns[0])
+            self._notice_raw(self._columns[0])
         read = {"chat": self._chat, "pair": self._completion, "text": self._text}
         self._read: Callable[[int, Row], Conversation | Text] = read[format_.kind]
         self._scan(max_length, "data.max_length")
@@ -339,20 +335,6 @@ class ExampleDataset(_Items[Example]):
         )
         texts = iter(self._encoder.texts([x for x in shaped if isinstance(x, Text)]))
         return [next(chats) if isinstance(x, Conversation) else next(texts) for x in shaped]
-
-
-def _found(answer: _T | MissingColumn, rows: Rows) -> _T:
-    """What was found. Raises `MissingError` where it was not."""
-    if not isinstance(answer, MissingColumn):
-        return answer
-    if len(answer.names) == 1:
-        rows.require(answer.names[0], answer.setting)
-    raise MissingError(
-        f"no usable columns in {', '.join(rows.files[:2])}",
-        have="columns " + ", ".join(rows.columns),
-        want=answer.want,
-        do=f"name the column in {answer.setting}",
-    )
 
 
 def _as_messages(value: Any, role: str) -> Any:

@@ -218,10 +218,7 @@ def test_a_cache_that_cannot_be_written_is_named(write, monkeypatch):
 
 def test_a_missing_column_names_the_nearest(write):
     rows = load_rows([write("a.jsonl", '{"messages": [], "id": 1}\n')])
-    rows.require("messages", "data.messages_column")
-    with pytest.raises(MissingError, match="'mesages'") as caught:
-        rows.require("mesages", "data.messages_column")
-    assert "'messages'" in str(caught.value.want)
-    assert "messages, id" in str(caught.value.have)
-    with pytest.raises(MissingError) as caught:
-        rows.require("zzz", "data.text_column")
+    error = rows.missing(["mesages", "zzz"], "data.messages_column")
+    assert "messages, id" in str(error.have)
+    assert "data.messages_column=messages" in str(error.do)
+    assert "=" not in str(rows.missing(["zzz"], "data.text_column").do)

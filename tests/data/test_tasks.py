@@ -85,7 +85,7 @@ def test_chosen_columns_are_used(rows_of):
     [
         (
             {"prompt_column": "promt"},
-            r"(?s)no column 'promt'.*did you mean 'prompt'.*data\.prompt_column=prompt",
+            r"(?s)'promt'.*data\.prompt_column=prompt",
         ),
         (
             {"answer_column": "answr"},
