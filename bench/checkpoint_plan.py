@@ -14,8 +14,7 @@ import torch
 
 from burnish.boxes.pieces import PieceTable
 from burnish.boxes.table import BoxTable
-from burnish.checkpoint.disks import Disks
-from burnish.checkpoint.layout import MAIN, WritePlan
+from burnish.checkpoint.layout import MAIN, Disks, WritePlan
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
 from burnish.distributed.layout import Layout
 

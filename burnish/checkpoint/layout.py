@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -24,7 +25,6 @@ from burnish.boxes.plan import Cover
 from burnish.boxes.rounds import Group, schedule
 from burnish.boxes.table import BoxTable, Ints, flat_ranges, intersections, strides
 from burnish.boxes.tensor_reader import TORCH_DTYPES, dtype_name
-from burnish.checkpoint.disks import Disks
 from burnish.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
@@ -91,6 +91,40 @@ def roles_in(paths: Iterable[str]) -> list[str]:
     return sorted(
         s.removesuffix(MODEL).removesuffix("/") for s in sets if s.split("/")[-1] == MODEL
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Disks:
+    """The disk of each rank. The first is that of rank 0.
+
+    With several, a step's files are divided among them and meet on the mirror as partial checkpoints.
+    """
+
+    of_rank: tuple[int, ...]
+    """Which disk a rank writes to, by rank."""
+    leaders: tuple[int, ...]
+    """The rank that makes and names what is on a disk, by disk; it holds the lease there. Rank 0 leads the first."""
+
+    @classmethod
+    def one(cls, world: int) -> Self:
+        """One for so many ranks."""
+        return cls((0,) * world, (0,))
+
+    @property
+    def are_several(self) -> bool:
+        """Whether a step is divided."""
+        return len(self.leaders) > 1
+
+    def divide(self, sizes: Sequence[int]) -> list[int]:
+        """Assign a disk to each file of these sizes, so that ranks write about equally much. The same on all ranks."""
+        writers = [self.of_rank.count(disk) for disk in range(len(self.leaders))]
+        filled = [0] * len(writers)
+        found = [0] * len(sizes)
+        for file in sorted(range(len(sizes)), key=lambda file: (-sizes[file], file)):
+            after = [(each + sizes[file]) / n for each, n in zip(filled, writers, strict=True)]
+            found[file] = after.index(min(after))
+            filled[found[file]] += sizes[file]
+        return found
 
 
 @dataclass(frozen=True, slots=True)

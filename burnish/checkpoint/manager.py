@@ -2,19 +2,23 @@
 
 To resume, every rank opens the newest step on this disk or the mirror. If any rank finds it damaged, it is set aside for all, and
 the next older one on either side is tried. Of a step that both sides have, the disk's comes first.
+
+Leases tell which ranks see one disk. If all do, a step is one directory; otherwise the ranks' disks meet on the mirror.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Protocol, Self
 
 from burnish.checkpoint.background import BackgroundSaver, Finished
-from burnish.checkpoint.disks import Disks, find_disks
+from burnish.checkpoint.layout import Disks
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents, Saver
@@ -27,14 +31,10 @@ from burnish.checkpoint.steps import (
     step_paths,
 )
 from burnish.config.schema import RunConfig
-from burnish.distributed.collectives import (
-    agree,
-    from_main,
-    same_on_all_ranks,
-)
+from burnish.distributed.collectives import agree, from_main, gather_objects, same_on_all_ranks
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.errors import BurnishError, CorruptError
+from burnish.errors import BurnishError, CorruptError, UsageError
 from burnish.files.durable import Removals, make_dirs_durably, move_aside, naming_failures
 from burnish.files.lease import Lease, Token
 from burnish.files.storage import LocalStorage, Source
@@ -45,6 +45,11 @@ _OWN_LEVELS = 3
 # The run's directory, that of all runs, and the one that holds it: the run may have made the former.
 _PATIENCE_SECONDS = 30.0
 # For a save in flight when a run ends with an error.
+
+_PAUSES = (0.0, 0.1, 0.3, 1.0)
+# In seconds, before each look.
+_PAUSES_BETWEEN_MACHINES = (*_PAUSES, 3.0, 10.0, 20.0, 40.0)
+# An NFS client may take what it once found missing to be so for 60 seconds.
 
 _log = logging.getLogger(__name__)
 
@@ -185,7 +190,7 @@ class Checkpoints:
                 if layout.is_main:
                     token = self._take(lease)
             may_differ = self._retention.mirror is not None
-            disks = find_disks(
+            disks = _find_disks(
                 lease, token, lambda: self._take(lease), layout, may_differ=may_differ
             )
             self._saver = replace(self._saver, disks=disks)
@@ -323,6 +328,61 @@ class Checkpoints:
 def _log_left(error: BurnishError | None) -> None:
     if error is not None:
         _log.error("%s", error)
+
+
+def _find_disks(
+    lease: Path, held: Token | None, take: Callable[[], Token], layout: Layout, *, may_differ: bool
+) -> Disks:
+    """Find the disks on which `lease` lies. Collective.
+
+    Rank 0 has it `held`. A rank that does not see that holds its own with `take`, or finds that another such rank does. Raises
+    `UsageError` on every rank if there are several disks and they may not differ, `BurnishError` if another run holds one.
+    """
+    pauses = _PAUSES if layout.local_world == layout.world else _PAUSES_BETWEEN_MACHINES
+    main = gather_objects(held, layout)[0]
+    sees_main = main is None or _number(lease, {main.number}, pauses) is not None
+    everyone_sees = all(gather_objects(sees_main, layout))
+    if everyone_sees:
+        return Disks.one(layout.world)
+    with agree(layout):
+        if not (sees_main or may_differ):
+            raise _refusal(lease, layout)
+    own, refused = held, None
+    if not sees_main:
+        try:
+            own = take()
+        except BurnishError as error:
+            refused = error
+    numbers = [None if token is None else token.number for token in gather_objects(own, layout)]
+    leaders = [rank for rank, number in enumerate(numbers) if number is not None]
+    with agree(layout):
+        found = _number(lease, {numbers[leader] for leader in leaders}, pauses)
+        if found is None:
+            raise refused or _refusal(lease, layout)
+    of_rank = [numbers.index(number) for number in gather_objects(found, layout)]
+    return Disks(tuple(leaders.index(leader) for leader in of_rank), tuple(leaders))
+
+
+def _refusal(lease: Path, layout: Layout) -> UsageError:
+    return UsageError(
+        f"{lease.parent} is not one directory for all ranks",
+        have=f"rank {layout.rank} does not see there what rank 0 has written",
+        want="checkpoints that all ranks share, or a mirror where disks that they do not share can meet",
+        do="set output_dir to a directory that all ranks share, or checkpoint.mirror to a URL that all reach",
+    )
+
+
+def _number(lease: Path, wanted: Collection[int | None], pauses: Sequence[float]) -> int | None:
+    """Return which of these numbers the lease carries here; None if it shows none in time."""
+    for pause in pauses:
+        time.sleep(pause)
+        for directory in reversed(lease.parents[:3]):
+            with suppress(OSError):  # has a network mount look again at what names there are
+                os.listdir(directory)
+        number = Token(lease, 0).current()
+        if isinstance(number, int) and number in wanted:
+            return number
+    return None
 
 
 def _newest(sides: Sequence[Side], layout: Layout) -> tuple[int, PurePath] | None:

@@ -29,10 +29,10 @@ from burnish.boxes.plan import Move
 from burnish.boxes.rounds import Group
 from burnish.boxes.shards import Piece, Shard
 from burnish.boxes.transfer import Exchange, accelerator_of, meeting_place
-from burnish.checkpoint.disks import Disks
 from burnish.checkpoint.layout import (
     MODEL,
     RESIDUAL,
+    Disks,
     PlannedFile,
     Span,
     WritePlan,

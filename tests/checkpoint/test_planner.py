@@ -13,7 +13,7 @@ from burnish.boxes.box import Box, whole
 from burnish.boxes.pieces import PieceTable
 from burnish.boxes.shards import Piece
 from burnish.checkpoint import save
-from burnish.checkpoint.disks import Disks
+from burnish.checkpoint.layout import Disks
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Saver

@@ -17,8 +17,7 @@ from torch import Tensor
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.tensor_reader import locate
-from burnish.checkpoint.disks import Disks
-from burnish.checkpoint.layout import MAIN
+from burnish.checkpoint.layout import MAIN, Disks
 from burnish.checkpoint.manifest import IMPORTED
 from burnish.checkpoint.save import (
     Assets,

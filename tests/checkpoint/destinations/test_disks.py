@@ -28,8 +28,7 @@ from ranks import run_ranks
 
 from burnish.checkpoint.destinations.mirror import Sync, open_partial
 from burnish.checkpoint.destinations.run_mirror import RunMirror
-from burnish.checkpoint.disks import Disks
-from burnish.checkpoint.layout import owners_by_disk
+from burnish.checkpoint.layout import Disks, owners_by_disk
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.steps import PORTION, committed, portion_paths
 from burnish.checkpoint.tools.verify import verify
