@@ -341,8 +341,7 @@ def _find_disks(
     pauses = _PAUSES if layout.local_world == layout.world else _PAUSES_BETWEEN_MACHINES
     main = gather_objects(held, layout)[0]
     sees_main = main is None or _number(lease, {main.number}, pauses) is not None
-    everyone_sees = all(gather_objects(sees_main, layout))
-    if everyone_sees:
+    if all(gather_objects(sees_main, layout)):
         return Disks.one(layout.world)
     with agree(layout):
         if not (sees_main or may_differ):
