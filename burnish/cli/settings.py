@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from burnish.config.constraints import Command, check, notices
-from burnish.config.document import write_yaml
+from burnish.config.document import dump_yaml, write_yaml
 from burnish.config.keys import Key, known_keys, plain_name
-from burnish.config.load import DEFAULT, dump_yaml, load_config
+from burnish.config.load import DEFAULT, load_config
 from burnish.config.schema import RunConfig
 from burnish.config.suggestions import suggestion
 from burnish.errors import UsageError

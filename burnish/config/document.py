@@ -1,4 +1,4 @@
-"""YAML text to plain values and back, with the line of every key.
+"""Read YAML text as plain values, with the line of every key, and write it.
 
 Unlike PyYAML's `safe_load`, a duplicate key is refused, and scalars follow YAML 1.2's core schema: `1e-6` is a number, `no`, `on`,
 `1:30` and `2024-01-01` are texts. Numbers may have underscores.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
-from burnish.errors import UsageError
+from burnish.config.schema import RunConfig, Section
+from burnish.errors import CorruptError, UsageError
 
 _SCALARS = (
     ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
@@ -129,6 +132,46 @@ def write_yaml(value: Any) -> str:
         width=float("inf"),
     )
     return text
+
+
+def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:
+    """Return the whole configuration as YAML that `load_config` reads back equal.
+
+    `comments` maps dotted keys to a remark behind each setting, aligned.
+    """
+    rows, remarks = list(_rows(config, "", "")), comments or {}
+    commented = [len(text) for text, name in rows if name in remarks and len(text) <= 60]
+    width = max(commented, default=0)
+    lines = [
+        f"{text:<{width}}  # {remarks[name]}" if name in remarks else text for text, name in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(section: Section, prefix: str, indent: str) -> Iterator[tuple[str, str]]:
+    """Yield lines of YAML, each with the dotted key of the setting that starts on it, or ""."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield f"{indent}{name}:", ""
+            yield from _rows(value, f"{prefix}{name}.", indent + "  ")
+            continue
+        plain = section.model_dump(include={name})
+        for number, line in enumerate(write_yaml(plain).rstrip("\n").split("\n")):
+            yield indent + line, "" if number else prefix + name
+
+
+def recorded(path: Path) -> RunConfig:
+    """Read a configuration as `dump_yaml` wrote it. Raises `CorruptError` for a file that was changed since."""
+    try:
+        return RunConfig.model_validate(parse_document(path.read_text(), str(path)).values)
+    except (ValidationError, UsageError, UnicodeDecodeError) as error:
+        raise CorruptError(
+            f"{path} is not as the run wrote it",
+            have=" ".join(str(error).split())[:300],
+            want="the configuration that began the run",
+            do="restore the file, or give the run another name",
+        ) from error
 
 
 def _parse(text: str, source: str) -> tuple[Any, dict[str, int]]:

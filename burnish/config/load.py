@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +16,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from burnish.config.document import Document, parse_document, parse_value, write_yaml
+from burnish.config.document import Document, parse_document, parse_value
 from burnish.config.keys import Key, known_keys, plain_name
-from burnish.config.schema import RunConfig, Section
+from burnish.config.schema import RunConfig
 from burnish.config.suggestions import foreign_names, suggestion
 from burnish.errors import BurnishError, MissingError, UsageError, together
 
@@ -296,30 +296,3 @@ def read_document(path: str | os.PathLike[str]) -> Document:
             do="give the configuration file",
         ) from None
     return parse_document(text, str(path))
-
-
-def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:
-    """Return the whole configuration as YAML that `load_config` reads back equal.
-
-    `comments` maps dotted keys to a remark behind each setting, aligned.
-    """
-    rows, remarks = list(_rows(config, "", "")), comments or {}
-    commented = [len(text) for text, name in rows if name in remarks and len(text) <= 60]
-    width = max(commented, default=0)
-    lines = [
-        f"{text:<{width}}  # {remarks[name]}" if name in remarks else text for text, name in rows
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _rows(section: Section, prefix: str, indent: str) -> Iterator[tuple[str, str]]:
-    """Yield lines of YAML, each with the dotted key of the setting that starts on it, or ""."""
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield f"{indent}{name}:", ""
-            yield from _rows(value, f"{prefix}{name}.", indent + "  ")
-            continue
-        plain = section.model_dump(include={name})
-        for number, line in enumerate(write_yaml(plain).rstrip("\n").split("\n")):
-            yield indent + line, "" if number else prefix + name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from burnish.checkpoint.steps import step_paths
-from burnish.config.load import load_config
+from burnish.config.document import recorded
 from burnish.config.resume import require_may_resume, require_same_run, require_trainer
 from burnish.config.schema import RunConfig
 from burnish.errors import MissingError, UsageError
@@ -15,15 +15,15 @@ from burnish.tracking.rundir import CHECKPOINTS, TRAINER, RunDirectory
 
 def recorded_config(run_dir: Path) -> Path:
     """The configuration that a run's directory holds. Raises `MissingError` where it holds none."""
-    recorded = RunDirectory(run_dir).config
-    if not recorded.is_file():
+    path = RunDirectory(run_dir).config
+    if not path.is_file():
         raise MissingError(
             f"{run_dir} is not a run's directory",
-            have=f"a directory without {recorded.name}",
+            have=f"a directory without {path.name}",
             want="a directory that burnish sft or rl wrote, or a configuration file",
             do="give runs/NAME",
         )
-    return recorded
+    return path
 
 
 def require_own_directory(directory: RunDirectory, config: RunConfig, trainer: str) -> None:
@@ -36,7 +36,7 @@ def require_own_directory(directory: RunDirectory, config: RunConfig, trainer: s
         found = directory.read_environment().get(TRAINER, trainer)
         require_trainer(directory.root, found, trainer)
         if directory.config.exists():
-            require_same_run(directory.root, load_config(directory.config).config, config)
+            require_same_run(directory.root, recorded(directory.config), config)
     require_may_resume(directory.root, steps, config)
 
 

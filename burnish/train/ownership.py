@@ -17,7 +17,7 @@ import torch
 
 from burnish.checkpoint.manager import Checkpoints, Destination
 from burnish.checkpoint.retention import Retention
-from burnish.config.load import dump_yaml
+from burnish.config.document import dump_yaml
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree, same_on_all_ranks
 from burnish.distributed.device import (

@@ -13,7 +13,8 @@ from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
 
 import burnish.train
 from burnish.cli.main import main
-from burnish.config.load import dump_yaml, load_config
+from burnish.config.document import dump_yaml
+from burnish.config.load import load_config
 from burnish.errors import UsageError, install
 from burnish.files.remote import Remote
 from burnish.train.own_directory import committed_steps

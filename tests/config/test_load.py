@@ -6,7 +6,8 @@ import pytest
 from configurations import sections
 from hypothesis import given, settings
 
-from burnish.config.load import Resolved, dump_yaml, load_config
+from burnish.config.document import dump_yaml
+from burnish.config.load import Resolved, load_config
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError, MissingError, UsageError
 

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from model_shapes import QWEN3_8B
 
 from burnish.config.constraints import check
-from burnish.config.load import dump_yaml, load_config
+from burnish.config.document import dump_yaml
+from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError
 from burnish.families import ModelShape

@@ -29,7 +29,7 @@ from burnish.checkpoint.manager import Destination, OnDisk
 from burnish.checkpoint.retention import PINS, PINS_LIMIT, Retention
 from burnish.checkpoint.steps import step_paths
 from burnish.checkpoint.subprocess import Companion
-from burnish.config.load import load_config
+from burnish.config.document import recorded
 from burnish.config.resume import require_may_resume, require_same_run, require_trainer
 from burnish.config.schema import CheckpointConfig, RunConfig
 from burnish.distributed.collectives import agree, any_rank, from_main, gather_objects
@@ -274,9 +274,9 @@ class RunMirror:
 
     def _recorded_config(self) -> RunConfig:
         with tempfile.TemporaryDirectory() as name:
-            recorded = RunDirectory(Path(name)).config
-            recorded.write_bytes(self._mirror.remote.read(recorded.name, _CONFIG_LIMIT))
-            return load_config(recorded).config
+            path = RunDirectory(Path(name)).config
+            path.write_bytes(self._mirror.remote.read(path.name, _CONFIG_LIMIT))
+            return recorded(path)
 
     def claim(self, directory: RunDirectory) -> None:
         """See `Destination`."""
