@@ -397,6 +397,8 @@ class Needs:
         reduced = 0.0 if earlier else FP32 * (self._sum(trained) - largest)
         layer, depth = max(self._layers.values()), self._model.shape.depth
         between = layer if self._regathers else self._sum(self._layers)
+        if shards > 1:
+            yield self._moment(self._coming, gradients=earlier)
         ended = max(kept.values()) if offloads else self._sum(kept)
         last = self._tokens * self._hidden + 4 * self._scored * self._hidden
         yield self._moment(
@@ -430,6 +432,8 @@ class Needs:
         yield self._moment(self._root, gradients=self._head_gradient + others + own)
         kept = 0.0 if shards == 1 or self._model.shape.tied else self._head_gradient
         yield self._moment(0, gradients=layers + kept + FP32 * root * copies)
+        if shards > 1:
+            yield self._moment(0, gradients=layers + (FP32 + self._width) * root)
 
     @cached_property
     def _stepping(self) -> Parts:

@@ -1,8 +1,8 @@
 """The reward of rollouts: call every configured function, weight and add the values.
 
-An error in a function is recorded for its rollout and does not end the run. A thread that hangs cannot be stopped. So functions that
-may hang run in worker processes; one that misses its deadline is killed with all it started, and replaced. Workers are plain
-interpreters that stay: `multiprocessing` would import the main script and torch again, or fork a process with a GPU and threads.
+An error in a function is recorded for its rollout and does not end the run. Functions that may hang run in worker processes. A worker
+that misses a deadline is killed with all it started, and replaced. Workers are plain interpreters that stay: `multiprocessing` would
+import the main script and torch again, or fork a process with a GPU and threads.
 """
 
 from __future__ import annotations
@@ -93,8 +93,7 @@ class RewardPool:
         """Return the rollouts, in order, with `reward`, `reward_parts` and `reward_error`.
 
         A failure counts as `on_error`. A TRL function's None takes no part in the reward; None from all is a failure. Further numbers of a
-        verl function are parts named FUNCTION/NAME, shown and not added. `check` is called at least each second while functions run in
-        other processes; what it raises is raised here.
+        verl function are parts named FUNCTION/NAME, shown and not added.
         """
         calls = self._calls(rollouts)
         away = [each for each in calls if self._local(each.function) is None]
@@ -168,11 +167,10 @@ class Workers:
     def run(self, calls: Sequence[Call], check: Check) -> list[list[Answer]]:
         """Return the answers to the calls, in their order. One thread waits for each worker.
 
-        What `check` raises is raised here, after all workers are killed. A call that misses its deadline, or whose worker dies, is
-        answered with an error. A function that misses it `BORNE_TIMEOUTS` times more than there are workers, in a row, is not called again:
-        its other calls get an error at once. So a function that always hangs costs `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds.
-        One worker makes an async function's calls, `concurrency` at one time, each with its own deadline. A call that blocks the event
-        loop is killed with those beside it, and another worker makes the rest.
+        A call that misses its deadline, or whose worker dies, is answered with an error. A function that misses it `BORNE_TIMEOUTS` times
+        more than there are workers, in a row, is not called again, so it costs at most `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds.
+        One worker makes an async function's calls, `concurrency` at one time. A call that blocks the event loop is killed with those
+        beside it, and another worker makes the rest. An exception of `check` kills all workers and is raised here.
         """
         todo = _Todo(calls, self.signatures, self._config)
         count = min(self._config.workers, len(todo.waiting))

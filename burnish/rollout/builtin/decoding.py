@@ -1,9 +1,9 @@
 """One call of the built-in generator: schedule completions in slots until all have ended.
 
 Waiting completions enter free slots in order. Prompts are read ahead in packed chunks, each once. Running completions always
-fill the first n slots, so no step computes a completion that is known to have ended. On an accelerator Python learns that one
-step late: numbers are copied while the device computes the next step, so the device never waits. Nothing depends on time: the
-same call gives the same schedule. Left out: evicting a completion for lack of memory.
+fill the first n slots. On an accelerator tokens are copied to the host while the device computes the next step, so Python
+learns one step late that a completion has ended. Nothing depends on time: the same call gives the same schedule. Left out:
+evicting a completion for lack of memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The model's forward pass for generation: token ids in, last hidden states out.
 
-`FusedForward` runs the Llama-shaped families with one product for queries, keys and values, and one for gate and up: a
-decoding step of a small batch spends its time between the products. Every other family runs through `ModuleForward`, its
-own modules. An adapter's A are one product too, and it is never merged into W: y = W x + b + s B A x. Tests hold both
-forwards equal. Left out: CUDA graphs, compilation, and fused experts.
+`FusedForward` runs the Llama-shaped families with one product for queries, keys and values, and one for gate and up. Small
+batches spend their time between the products. Every other family runs through its own modules. An adapter is never merged
+into W: y = W x + b + s B A x. Left out: CUDA graphs, compilation, and fused experts.
 """
 
 from __future__ import annotations
@@ -207,8 +206,8 @@ def _ranges(sizes: Sequence[int]) -> list[slice]:
 class PackedLinear:
     """`x W.T + b` whose weight is kept in the order that the CPU's bf16 units read.
 
-    Without this, reordering takes as long as the product itself for small batches. Results are the same to the last bit; the
-    weight is in memory twice. Accelerators and fp32 read the weight as it is. Call `refresh` when the weight has changed.
+    Otherwise each product of a small batch takes twice as long. Results are the same to the last bit; the weight is in memory
+    twice. Accelerators and fp32 read the weight as it is. Call `refresh` when the weight has changed.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:

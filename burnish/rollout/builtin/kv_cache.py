@@ -6,8 +6,8 @@ matrix units:
 
     softmax([Q Kp', Q Ko']) = [Wp, Wo],   output = Wp Vp + Wo Vo
 
-Kp and Vp are the prompt's, and all its completions read them in one product. Ko and Vo are the completion's own. Decoding
-waits for memory, so reading a prompt once is what saves time. Rows grow together. Left out: pages, and prefixes that prompts share.
+Kp and Vp are the prompt's, and all its completions read them in one product. Ko and Vo are the completion's own. Rows grow
+together. Left out: pages, and prefixes that prompts share.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Every completion has a 64-bit key, derived from (run seed, step, prompt, sample)
 seeded with that key (Steele, Lea and Flood, OOPSLA 2014): z = key + (t + 1)·γ mod 2^64, then two rounds of xor-shift and
 multiply. So batching, order and ranks change nothing.
 
-Filters run in the order of transformers: temperature, top-k, top-p, min-p. Each keeps the tokens whose mass e^(z/T) reaches a
-threshold, so ties stay or go together. The draw inverts the distribution function over the kept tokens in the order of their
-ids. Masses are fp32, running sums fp64; a device without fp64 leaves the sums to the CPU. Left out: penalties and grammars.
+Filters run in the order of transformers: temperature, top-k, top-p, min-p. Ties stay or go together. The draw inverts the
+distribution function over the kept tokens in the order of their ids. Masses are fp32, running sums fp64; a device without fp64
+leaves the sums to the CPU. Left out: penalties and grammars.
 """
 
 from __future__ import annotations
