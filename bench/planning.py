@@ -44,6 +44,7 @@ from burnish.checkpoint.layout import MAIN
 from burnish.config.schema import DistributedConfig, LoraConfig, OptimConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.collectives import gather_objects
+from burnish.distributed.device import has_matrix_units
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.engines.base import Engine, Part
@@ -292,7 +293,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     worst = (0.0, "")
     for case, peaks in measure(cases, arguments.tracked):
-        planned = case.planned()
+        planned = case.planned(shared_cache=not has_matrix_units(CPU))
         for phase, measured in peaks.items():
             rows.append({"case": case.name, "phase": phase, "measured": measured})
             error = planned[phase] / measured - 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from burnish.config.schema import RunConfig
 from burnish.families import ModelShape
+from burnish.plan.devices import parse_devices
 from burnish.plan.memory import needs_of, phases_of
 from burnish.plan.model import PlannedModel
 from burnish.plan.timing import Command, Workload
@@ -143,17 +144,21 @@ class Case:
             inner[key] = value
         return values
 
-    def planned(self) -> dict[str, float]:
-        """Bytes by phase that the planner says, without those on the host."""
+    def planned(self, *, shared_cache: bool = True) -> dict[str, float]:
+        """Bytes by phase that the planner says, without those on the host.
+
+        `shared_cache`: the CPU has no matrix units, so keys and values are in fp32.
+        """
         config = RunConfig.model_validate(self.settings())
         fresh = config.model.fresh
         assert isinstance(fresh, dict)
+        name = "H100" if self.size else "CPU"
+        devices = parse_devices(f"{self.processes}x{name}")
         stages = needs_of(
             PlannedModel(ModelShape.of(fresh), config.model.adapter),
             config,
             Workload.of(config, self.command),
-            self.processes,
-            cpu=not self.size,
+            replace(devices, shared_cache=shared_cache and devices.cpu),
         )
         phases = phases_of(stages, self.checkpointing).items()
         return {phase: sum(parts.values()) - parts.get("host", 0.0) for phase, parts in phases}

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from burnish.distributed.accelerators import ACCELERATORS, Accelerator, accelerator_named
@@ -40,6 +40,8 @@ class Devices:
     """Bytes per second to its own memory."""
     link: float
     """Bytes per second to other devices of the machine."""
+    shared_cache: bool = False
+    """Whether the generator stores each prompt once and in fp32, as on this machine's CPU."""
 
     @property
     def cpu(self) -> bool:
@@ -71,7 +73,7 @@ def parse_devices(
             want="COUNTxNAME-MEMORY, as 64xH100-80G or 2xCPU-24G",
             do="correct --devices",
         )
-    name = match[2]
+    name = "CPU" if match[2].upper() == "CPU" else match[2]
     known = {_plain(key): value for key, value in ACCELERATORS.items()} | {"cpu": _CPU}
     device = known.get(_plain(name))
     if memory_gib is None and match[3]:
@@ -94,9 +96,9 @@ def parse_devices(
             )
         device = Accelerator(teraflops * 1e12, memory_gib, 2e12, 64e9)
     memory = device.memory_gib if memory_gib is None else memory_gib
-    flops = device.flops if teraflops is None else teraflops * 1e12
-    name = "CPU" if device is _CPU else name
-    return Devices(int(match[1]), name, memory * GIB, flops, device.bandwidth, device.link)
+    if teraflops is not None:
+        device = replace(device, flops=teraflops * 1e12)
+    return _devices(int(match[1]), name, memory * GIB, device)
 
 
 def devices_here(processes: int, local_processes: int) -> Devices | None:
@@ -109,11 +111,18 @@ def devices_here(processes: int, local_processes: int) -> Devices | None:
         known = accelerator_named(name)
         if known is None:
             return None
-        return Devices(processes, name, memory, known.flops, known.bandwidth, known.link)
+        return _devices(processes, name, memory, known)
     if any(Path(node).exists() for node in ("/dev/kfd", "/dev/davinci0", "/dev/accel/accel0")):
         return None
-    memory = _host_memory() / local_processes
-    return Devices(processes, "CPU", memory, _CPU.flops, _CPU.bandwidth, _CPU.link)
+    return _devices(processes, "CPU", _host_memory() / local_processes, _CPU)
+
+
+def _devices(count: int, name: str, memory: float, like: Accelerator) -> Devices:
+    cpuinfo = Path("/proc/cpuinfo")
+    # As `burnish.distributed.device.has_matrix_units`, without torch.
+    has_units = cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text(errors="replace").split()
+    shared = name == "CPU" and not has_units
+    return Devices(count, name, memory, like.flops, like.bandwidth, like.link, shared)
 
 
 def _plain(name: str) -> str:

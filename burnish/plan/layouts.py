@@ -16,7 +16,7 @@ from burnish.errors import BurnishError, UsageError
 from burnish.families import ModelShape, names_of
 from burnish.plan.devices import PER_MACHINE, Devices
 from burnish.plan.memory import Parts, needs_of, phases_of, total_of
-from burnish.plan.model import PlannedModel, product_bytes, shards_of
+from burnish.plan.model import PlannedModel, shards_of
 from burnish.plan.timing import Clock, Command, Workload
 
 _CHECKPOINTING = get_args(EngineConfig.model_fields["activation_checkpointing"].annotation)
@@ -129,8 +129,7 @@ class Planner:
         """The sequences of a step."""
         self._judges = [PlannedModel(judge, scores_values=True) for judge in judges]
         self._config, self._command, self._devices = config, command, devices
-        width = product_bytes(config.engine)
-        self._clock = Clock(self.model, self.work, devices, width, self._judges)
+        self._clock = Clock(self.model, self.work, devices, self._judges)
 
     def as_configured(self) -> tuple[Plan | None, BurnishError | None]:
         """Return the plan of the settings as they are, and why they cannot run or do not fit."""
@@ -242,12 +241,11 @@ class Planner:
     def _plans(self, engine: EngineConfig, kinds: Sequence[str]) -> Iterator[Plan]:
         """Yield a plan for each kind of checkpointing."""
         config = self._config.model_copy(update={"engine": engine})
-        stages = needs_of(
-            self.model, config, self.work, self._devices.count, self._devices.cpu, self._judges
-        )
+        devices = self._devices
+        stages = needs_of(self.model, config, self.work, devices, self._judges)
         for kind in kinds:
             found = engine.model_copy(update={"activation_checkpointing": kind})
-            host = {} if self._devices.cpu else max((s.host(kind) for s in stages), key=total_of)
+            host = {} if devices.cpu else max((s.host(kind) for s in stages), key=total_of)
             operations = self._clock.operations(found)
             microbatches = stages[0].microbatches
             seconds = self._clock.seconds(found, microbatches, operations)

@@ -3,8 +3,7 @@
 A phase needs as much as its fullest moment, and a moment is a sum of named parts. The formulas follow
 both engines, the generator and the checkpoints; `bench.planning` compares them with measured runs.
 Between processes on CPUs, parts that leave the device stay in the same memory, as part `host`. Left
-out: interpreter, libraries, drivers, tokens that fall on experts unevenly, and CPUs whose matrix
-units let the generator keep keys and values in bf16 (there the plan says more).
+out: interpreter, libraries, drivers, and tokens that fall on experts unevenly.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from functools import cached_property
 
 from burnish.config.schema import RunConfig
 from burnish.families import LayerShape
+from burnish.plan.devices import Devices
 from burnish.plan.model import (
     FP32,
     PlannedModel,
@@ -56,16 +56,15 @@ class Needs:
         model: PlannedModel,
         config: RunConfig,
         work: Workload,
-        processes: int,
-        cpu: bool = False,
+        devices: Devices,
         judges: Sequence[PlannedModel] = (),
         stage: int = 0,
     ) -> None:
         """Take the trained model, those of `reward.models`, and the number of the pipeline stage."""
-        self._model, self._config, self._work, self._world = model, config, work, processes
+        self._model, self._config, self._work, self._devices = model, config, work, devices
         engine = self._engine = config.engine
-        self._tensor, self._cpu, self._stage = engine.tensor_parallel, cpu, stage
-        self._shards = shards_of(engine, processes)
+        self._tensor, self._shards = engine.tensor_parallel, shards_of(engine, devices.count)
+        self._world, self._cpu, self._stage = devices.count, devices.cpu, stage
         self._width = product_bytes(config.engine)
         budget, ranks = config.batch.tokens_per_device, engine.replicas * self._shards
         longest = -(-work.length // engine.sequence_parallel)
@@ -82,7 +81,7 @@ class Needs:
 
     def _beside(self, model: PlannedModel) -> Needs:
         alone = self._work.alone
-        return type(self)(model, self._config, alone, self._world, self._cpu, stage=self._stage)
+        return type(self)(model, self._config, alone, self._devices, stage=self._stage)
 
     def phases(self, checkpointing: str) -> dict[str, Parts]:
         """Return the parts of the fullest moment of each phase, in the order of a step."""
@@ -275,7 +274,7 @@ class Needs:
         forward = max(each.forward for each in self._tokens_of.values())
         sorting = 0 if not work.is_nucleus else 2 if self._cpu else 4
         cached = slots * work.length * token
-        if self._cpu:  # in fp32, and a prompt once for all its completions
+        if self._devices.shared_cache:
             shared = min(-(-mine // work.samples), -(-(slots - 1) // work.samples) + 1, slots)
             cached = (slots * work.trained + shared * work.prompt) * token * FP32 / self._width
         yield {
@@ -641,21 +640,18 @@ def needs_of(
     model: PlannedModel,
     config: RunConfig,
     work: Workload,
-    processes: int,
-    cpu: bool,
+    devices: Devices,
     judges: Sequence[PlannedModel] = (),
 ) -> list[Needs]:
     """Return the needs of every pipeline stage that can be the fullest."""
+    given = (model, config, work, devices, judges)
     if config.engine.kind == "torch":
-        return [Needs(model, config, work, processes, cpu, judges)]
+        return [Needs(*given)]
     last = config.engine.pipeline_parallel - 1
     stages = {0, last}
     if len(model.layers) > 1:
         stages.add((last + 1) // 2)
-    return [
-        MegatronNeeds(model, config, work, processes, cpu, judges, stage)
-        for stage in sorted(stages)
-    ]
+    return [MegatronNeeds(*given, stage) for stage in sorted(stages)]
 
 
 def phases_of(stages: Sequence[Needs], checkpointing: str) -> dict[str, Parts]:

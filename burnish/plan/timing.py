@@ -14,7 +14,7 @@ from typing import Literal, Self
 from burnish.config.schema import EngineConfig, RunConfig
 from burnish.models.flops import Passed
 from burnish.plan.devices import NETWORK, PER_MACHINE, Devices
-from burnish.plan.model import FP32, PlannedModel, shards_of
+from burnish.plan.model import FP32, PlannedModel, product_bytes, shards_of
 
 Command = Literal["sft", "rl"]
 _ASSUMED_PROMPT = 512
@@ -115,8 +115,6 @@ class Clock:
     model: PlannedModel
     work: Workload
     devices: Devices
-    width: int
-    """Bytes of a number in matrix products."""
     judges: Sequence[PlannedModel] = ()
     """The models of `reward.models`."""
 
@@ -143,7 +141,7 @@ class Clock:
         found = {name: count / self._speed for name, count in operations.items()}
         if work.slots:
             judging = self._mine(engine) * self._judged / self._speed
-            found["rollout"] = self._rollout() + judging
+            found["rollout"] = self._rollout(engine) + judging
         update = self._by_megatron if engine.kind == "megatron" else self._by_torch
         trained = [False, True] if work.has_critic else [False]
         each = [update(engine, microbatches, critic) for critic in trained]
@@ -153,7 +151,7 @@ class Clock:
             if engine.kind == "megatron":
                 ranks = engine.tensor_parallel * engine.pipeline_parallel
             published = self.model.published_adapter or self.model.elements
-            found["publish"] = self._travel(self.width * published, ranks)
+            found["publish"] = self._travel(product_bytes(engine) * published, ranks)
         saved = (self.model.adapter or self.model.elements) + self.model.elements * work.has_critic
         found["save"] = 3 * FP32 * saved / (_DISK * -(-self.devices.count // PER_MACHINE))
         return found
@@ -203,7 +201,7 @@ class Clock:
         )
         shards = shards_of(engine, self.devices.count)
         gathers = updates * microbatches * (1 + engine.reshard_after_forward + counts)
-        moved = gathers * self._travel(self.width * elements, shards)
+        moved = gathers * self._travel(product_bytes(engine) * elements, shards)
         trained = (0 if critic else self.model.adapter) or elements
         reductions = updates * (microbatches if engine.reduce_each_microbatch else 1)
         moved += reductions * self._travel(FP32 * trained, shards)
@@ -220,7 +218,7 @@ class Clock:
         arithmetic = passes * self._mine(engine) * self._sequence / self._speed * (1 + idle)
         elements = self.model.elements / (engine.tensor_parallel * stages)
         shards = shards_of(engine, self.devices.count)
-        moved = self.work.updates * self._travel((FP32 + self.width) * elements, shards)
+        moved = self.work.updates * self._travel((FP32 + product_bytes(engine)) * elements, shards)
         mine = self._numbers(engine)
         chosen = sum(each.experts_per_token for each in self.model.shape.layers)
         sent = 4 * chosen * self.model.shape.hidden * mine * passes / stages
@@ -246,15 +244,15 @@ class Clock:
     def _numbers(self, engine: EngineConfig) -> float:
         """Bytes of one number of each token of a data-parallel rank."""
         ranks = engine.replicas * shards_of(engine, self.devices.count)
-        return self.work.tokens / ranks * self.width
+        return self.work.tokens / ranks * product_bytes(engine)
 
-    def _rollout(self) -> float:
+    def _rollout(self, engine: EngineConfig) -> float:
         """Seconds to read the prompts, then for a pass over weights and cache per token."""
         work, model, flops = self.work, self.model, self.model.flops.per_token
         mine = -(-work.sequences // self.devices.count)
         slots = min(work.slots, mine)
-        cache = 2 * self.width * sum(each.key for each in model.shape.layers)
-        weights = self.width * (model.elements + model.published_adapter)
+        cache = 2 * product_bytes(engine) * sum(each.key for each in model.shape.layers)
+        weights = product_bytes(engine) * (model.elements + model.published_adapter)
         read = weights + slots * cache * (work.prompt + work.trained / 2)
         token = max(read / (self.devices.bandwidth * _BANDWIDTH), slots * flops / self._speed)
         reading = -(-mine // work.samples) * flops * work.prompt / self._speed

@@ -4,6 +4,7 @@ import pytest
 
 from burnish.config.schema import RunConfig
 from burnish.families import ModelShape
+from burnish.plan.devices import parse_devices
 from burnish.plan.memory import Needs
 from burnish.plan.model import PlannedModel
 from burnish.plan.timing import Workload
@@ -37,7 +38,8 @@ def needs(replicas, shards, *, cpu=True, tokens=8, command="rl", precision="fp32
     values["engine"] |= {"precision": precision, "replicas": replicas}
     config = RunConfig.model_validate(values)
     model = PlannedModel(ModelShape.of(MODEL), config.model.adapter)
-    return Needs(model, config, Workload.of(config, command), replicas * shards, cpu)
+    devices = parse_devices(f"{replicas * shards}x{'CPU' if cpu else 'H100'}")
+    return Needs(model, config, Workload.of(config, command), devices)
 
 
 @pytest.mark.parametrize(("shards", "cpu"), [(2, True), (2, False), (4, True)])

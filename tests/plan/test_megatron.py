@@ -237,7 +237,8 @@ def test_waiting_micro_batches_are_those_of_a_simulated_schedule(
     )
     values["batch"] = {"examples": 2 * count, "tokens_per_device": 8192}
     config, model = RunConfig.model_validate(values), planned(values["model"]["fresh"])
-    needs = MegatronNeeds(model, config, Workload.of(config, "sft"), ranks, stage=stage)
+    devices = parse_devices(f"{ranks}xH100")
+    needs = MegatronNeeds(model, config, Workload.of(config, "sft"), devices, stage=stage)
     each, over = divmod(depth, ranks * virtual)
     layers = [each + (run < over) for run in range(stage, ranks * virtual, ranks)]
     ahead = ranks - stage - 1
