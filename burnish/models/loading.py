@@ -1,8 +1,7 @@
-"""From a configuration or a directory to a model in memory: the names that other packages use.
+"""Read a model's configuration and weights from a directory, draw fresh weights, and write the files beside weights.
 
 `read_model_config` → `build_on_meta` → (sharding) → `materialize` → `Source.fill(model_shards(model))`.
-No rank ever holds more than its own part and a buffer. `save_model_assets` writes what a directory
-needs beside the weights to be a Hugging Face model.
+No rank ever holds more than its own part and a buffer.
 """
 
 from __future__ import annotations
@@ -31,34 +30,19 @@ from burnish.boxes.shards import Shard, ShardSource, TensorSpec
 from burnish.boxes.tensor_reader import DirectoryReader
 from burnish.config.schema import ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few
-from burnish.models.meta_init import (
-    build_on_meta,
-    fill_buffers,
-    initialized_copy,
-    materialize,
-    owned_modules,
-)
-from burnish.models.names import Region, regions, tensor_specs, tied_names
+from burnish.models.meta_init import build_on_meta, initialized_copy, owned_modules
+from burnish.models.names import regions, tensor_specs, tied_names
 from burnish.models.value_head import has_value_head
 from burnish.records.seeds import derive_seed
 
-__all__ = [
-    "FreshSource",
-    "SafetensorsSource",
-    "build_on_meta",
-    "fill_buffers",
-    "generation_config",
-    "materialize",
-    "read_model_config",
-    "require_embeddings",
-    "save_model_assets",
-    "value_source",
-    "weights_source",
-]
+_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
+# Weights and buffers are read from these; all others are quantized.
+
+_log = logging.getLogger(__name__)
 
 
 def read_model_config(config: ModelConfig) -> PretrainedConfig:
-    """The configuration of the model directory `config.path`, or of the new model `config.fresh`.
+    """Return the configuration of the model directory `config.path`, or of the new model `config.fresh`.
 
     Raises `MissingError` for a directory or file that is not there and `UsageError` for a
     configuration that is not JSON or names no known `model_type`.
@@ -93,11 +77,9 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
 def weights_source(
     config: ModelConfig, hf_config: PretrainedConfig, seed: int
 ) -> FreshSource | SafetensorsSource:
-    """Where the model's first weights come from, checked against the model before any is read.
+    """Return the source of the model's first weights, checked against the model before any is read.
 
-    Raises `MissingError`, `IncompatibleError` or `CorruptError` for a directory whose weights are
-    not all there, not of this model's shapes, or not whole. Tensors that the model has no use for
-    are logged.
+    Raises `MissingError`, `IncompatibleError` or `CorruptError` for weights that are not all there, of other shapes, or damaged.
     """
     if config.path is None:
         return FreshSource(hf_config, seed)
@@ -120,10 +102,9 @@ def require_embeddings(hf_config: PretrainedConfig, tokenizer: PreTrainedTokeniz
 
 
 def value_source(config: ModelConfig, hf_config: PretrainedConfig, seed: int) -> ShardSource:
-    """Where the first weights of a model with a value head come from; `hf_config` is its configuration.
+    """Return the source of the first weights of a model with a value head, whose configuration is `hf_config`.
 
-    A directory of such a model gives all of them; one of a language model its backbone, beside a
-    fresh head. Raises as `weights_source` does.
+    A language model's directory gives the backbone, and the head is fresh. Raises as `weights_source` does.
     """
     if config.path is None or has_value_head(backbone := read_model_config(config)):
         return weights_source(config, hf_config, seed)
@@ -139,10 +120,8 @@ def _fresh_config(fresh: str | dict[str, Any]) -> PretrainedConfig:
         path = Path(fresh).expanduser()
         if not path.is_file():
             raise MissingError(f"there is no file {path}", do="set model.fresh to a config.json")
-        values = _json_object(path, "model.fresh")
-    else:
-        values = fresh
-    values = dict(values)
+        fresh = _json_object(path, "model.fresh")
+    values = dict(fresh)
     model_type = values.pop("model_type", None)
     if model_type is None:
         raise UsageError("model.fresh names no model_type", do="add one, such as qwen3 or llama")
@@ -157,9 +136,9 @@ def _fresh_config(fresh: str | dict[str, Any]) -> PretrainedConfig:
 
 
 def generation_config(hf_config: PretrainedConfig) -> GenerationConfig:
-    """How the model is meant to be sampled from: its directory's generation_config.json, or what its configuration implies."""
-    origin = Path(hf_config.name_or_path) if hf_config.name_or_path else None
-    if origin is not None and (origin / "generation_config.json").is_file():
+    """Return the model's settings for sampling: its directory's generation_config.json, or defaults from its configuration."""
+    origin = hf_config.name_or_path
+    if origin and (Path(origin) / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(origin)
     return GenerationConfig.from_model_config(hf_config)
 
@@ -172,29 +151,26 @@ def save_model_assets(
 ) -> None:
     """Write all that a Hugging Face directory needs beside its weights, which are in `dtype`.
 
-    config.json, generation_config.json (the original model's where there is one; none beside a value head), the tokenizer's
-    files, and the Python files of a model that brings its own code.
+    These are config.json, generation_config.json (not beside a value head), the tokenizer's files, and a model's own Python files.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
     if not has_value_head(config):
-        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-        if architecture is not None:
+        if architecture := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
             config.architectures = [architecture]
         generation_config(config).save_pretrained(directory)
     config.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     if hf_config.name_or_path and getattr(hf_config, "auto_map", None):
-        origin = Path(hf_config.name_or_path)
-        for source in sorted(origin.glob("*.py")):
+        for source in sorted(Path(hf_config.name_or_path).glob("*.py")):
             shutil.copyfile(source, directory / source.name)
 
 
 def _json_object(path: Path, setting: str) -> dict[str, Any]:
-    """What the JSON file holds, which the setting named; raises `UsageError` where that is no object."""
+    """Return the content of the JSON file that a setting names. Raises `UsageError` if it is no object."""
     try:
         values = json.loads(path.read_text())
     except ValueError as error:
@@ -211,24 +187,16 @@ def _json_object(path: Path, setting: str) -> dict[str, Any]:
     return values
 
 
-_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
-# What weights and buffers are read from: all others are quantized.
-
-_log = logging.getLogger(__name__)
-
-
 class SafetensorsSource:
-    """The weights of a Hugging Face model directory; a `ShardSource`.
+    """The weights of a Hugging Face model directory; a `ShardSource`. Opening reads headers only.
 
-    `tied` gives, for names that a checkpoint may also use, the canonical one (`tied_names(model)`),
-    so that a checkpoint may hold a tied weight under either name or both. Opening reads headers
-    only. Raises `MissingError` for a directory without safetensors or with one of them missing, and
-    `CorruptError` for a file that is not what it says.
+    Raises `MissingError` for absent files, and `CorruptError` for a file whose header is wrong.
     """
 
     def __init__(
         self, directory: str | os.PathLike[str], tied: Mapping[str, str] | None = None
     ) -> None:
+        """Open a directory, in which tensors may also have the names in `tied` (`tied_names(model)`)."""
         self.directory = Path(directory)
         self._tied = dict(tied or {})
         self._reader = DirectoryReader(self.directory)
@@ -236,21 +204,14 @@ class SafetensorsSource:
     def check(self, specs: Iterable[TensorSpec]) -> list[str]:
         """Compare with the whole list of a model's tensors, before any of them is read.
 
-        Returns the names that the model has no use for, and logs them. Raises as `fill` does.
+        Log and return the names that the model has no use for. Raises as `fill` does.
         """
         wanted = {spec.name for spec in map(self._checked, specs)}
-        extra = [
-            name
-            for name in self._reader.tensors
-            if name not in wanted and self._tied.get(name) not in wanted
-        ]
+        held = self._reader.tensors
+        extra = [n for n in held if n not in wanted and self._tied.get(n) not in wanted]
         if extra:
-            _log.warning(
-                "%s holds %d tensors that the model has no use for: %s",
-                self.directory,
-                len(extra),
-                few(extra),
-            )
+            unused = "%s holds %d tensors that the model has no use for: %s"
+            _log.warning(unused, self.directory, len(extra), few(extra))
         return extra
 
     def fill(self, shards: Iterable[Shard]) -> None:
@@ -261,11 +222,10 @@ class SafetensorsSource:
                 self._reader.read(self._find(shard.spec.name), shard.box, shard.tensor)
 
     def _find(self, name: str) -> str:
-        """The name that the directory has for a tensor."""
+        """Return the name that the directory has for a tensor."""
         names = [name, *(alias for alias, kept in self._tied.items() if kept == name)]
-        for candidate in names:
-            if candidate in self._reader.tensors:
-                return candidate
+        if found := next((each for each in names if each in self._reader.tensors), None):
+            return found
         raise MissingError(
             f"{self.directory} has no tensor {name}",
             have=few(list(self._reader.tensors)),
@@ -296,8 +256,7 @@ class SafetensorsSource:
 class FreshSource:
     """Random first weights, as the model family itself draws them; a `ShardSource`.
 
-    Each module's values come from a generator of its own, seeded with the run's seed and the
-    module's name, so they do not depend on the number of ranks. One module is held at a time.
+    Each module has its own generator, seeded with the run's seed and the module's name, so the number of ranks does not matter.
     """
 
     def __init__(self, hf_config: PretrainedConfig, seed: int) -> None:
@@ -309,31 +268,26 @@ class FreshSource:
         }
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Draw each shard's values; see `ShardSource.fill`. Shards of one module should come together."""
+        """Draw each shard's values; see `ShardSource.fill`. Holds one module; its shards should come together."""
         current: str | None = None
         values: dict[str, Tensor] = {}
         for shard in shards:
-            region = self._region(shard.spec)
+            spec, region = shard.spec, self._regions.get(shard.spec.name)
+            if region is None:
+                known = few(list(self._regions))
+                raise MissingError(f"the model has no tensor {spec.name}", have=known)
+            if region.shape != spec.shape:
+                raise IncompatibleError(
+                    f"tensor {spec.name} has another shape than the model's",
+                    have=region.shape,
+                    want=spec.shape,
+                )
             module_name = region.parameter.rpartition(".")[0]
             if module_name != current:
                 values.clear()
                 current, values = module_name, self._draw(module_name)
             whole = values[region.parameter][region.box.slices].view(region.shape)
             shard.tensor.detach().copy_(whole[shard.box.slices])
-
-    def _region(self, spec: TensorSpec) -> Region:
-        region = self._regions.get(spec.name)
-        if region is None:
-            raise MissingError(
-                f"the model has no tensor {spec.name}", have=few(list(self._regions))
-            )
-        if region.shape != spec.shape:
-            raise IncompatibleError(
-                f"tensor {spec.name} has another shape than the model's",
-                have=region.shape,
-                want=spec.shape,
-            )
-        return region
 
     def _draw(self, module_name: str) -> dict[str, Tensor]:
         module, owner = self._modules[module_name]
@@ -355,17 +309,15 @@ class FreshSource:
 
 @dataclass(frozen=True, slots=True)
 class PartlyFresh:
-    """A `ShardSource` of weights that are there, and of others that are drawn."""
+    """A `ShardSource` of weights that are read, and of others that are drawn."""
 
-    there: ShardSource
-    """Gives all but the following."""
+    read: ShardSource
     fresh: FreshSource
-    """Draws them."""
     names: frozenset[str]
-    """Which tensors are drawn."""
+    """The tensors that are drawn."""
 
     def fill(self, shards: Iterable[Shard]) -> None:
         """See `ShardSource.fill`."""
         shards = list(shards)
-        self.there.fill(shard for shard in shards if shard.spec.name not in self.names)
+        self.read.fill(shard for shard in shards if shard.spec.name not in self.names)
         self.fresh.fill(shard for shard in shards if shard.spec.name in self.names)

@@ -16,7 +16,6 @@ part, and log p and H come from all of these, brought to one m.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -112,15 +111,14 @@ class _TokenLogprobs(torch.autograd.Function):
             return None, None, None, None, None
         rows = torch.stack([gradient != 0 for gradient in given]).any(dim=0).nonzero()[:, 0]
         factor = ctx.options.transform.scale / ctx.options.temperature
+        of_logprobs, of_entropy = (None if g is None else g[rows] * factor for g in gradients)
         few = _Rows(
             hidden[rows],
             columns[rows],
             normalizer[rows],
             entropy[rows],
-            normalizer.new_zeros(len(rows))
-            if gradients[0] is None
-            else gradients[0][rows] * factor,
-            None if gradients[1] is None else gradients[1][rows] * factor,
+            normalizer.new_zeros(len(rows)) if of_logprobs is None else of_logprobs,
+            of_entropy,
         )
         if len(rows) < len(hidden):
             ctx.last.clear()
@@ -144,23 +142,23 @@ def _softmax_sums(
     for rows in _slices(len(hidden), options.chunk):
         del logits  # before the next are made
         logits = hidden[rows] @ weight.T
-        for piece in _pieces(rows, logits):
-            sums[:, piece.rows] = _sums_of(logits[piece.local], columns[piece.rows], options, exact)
+        for local, some in _pieces(rows, logits):
+            sums[:, some] = _sums_of(logits[local], columns[some], options, exact)
     return sums, logits
 
 
 def _sums_of(
     logits: Tensor, columns: Tensor, options: LogprobOptions, exact: torch.dtype
 ) -> Tensor:
-    """`_softmax_sums` of some rows [n, V], as [4, n]. What it takes in fp32 is gone before the next rows."""
-    z, unit = _transformed(logits, options, exact)[0], _exponent_unit(logits, exact)
-    top, column = z.amax(dim=-1, keepdim=True), columns[:, None]
-    exponents = _exponents(z, top, unit)
+    """Return `_softmax_sums` of some rows [n, V], as [4, n]. Its fp32 memory is gone before the next rows."""
+    z, column = _transformed(logits, options, exact)[0], columns[:, None]
+    top = z.amax(dim=-1, keepdim=True)
+    exponents = z.sub_(top)
     chosen = exponents.gather(1, column.clamp(min=0)).masked_fill(column < 0, -torch.inf)
-    exponentials = _power(exponents, unit)
+    exponentials = exponents.exp()
     total = exponentials.sum(dim=-1)
     dot = exponentials.mul_(exponents).sum(dim=-1)
-    return torch.stack([top[:, 0], total, dot / unit, chosen[:, 0] / unit])
+    return torch.stack([top[:, 0], total, dot, chosen[:, 0]])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,9 +190,9 @@ def _gradients(
     alone: Tensor | None = None
     for rows in reversed(chunks):
         logits = last.pop() if last else few.hidden[rows] @ weight.T
-        for piece in _pieces(rows, logits):
+        for local, own in _pieces(rows, logits):
             # Without a name for either: one would outlive the loop.
-            logits[piece.local] = _logit_gradient(logits[piece.local], few, piece.rows, options)
+            logits[local] = _logit_gradient(logits[local], few, own, options)
         torch.mm(logits, weight, out=hidden_gradient[rows])
         if total is not None:
             for some in _slices(len(total), _SUMMED_ROWS):
@@ -209,13 +207,12 @@ def _logit_gradient(logits: Tensor, few: _Rows, rows: slice, options: LogprobOpt
     """Gradient of the raw logits [n, V] of some rows, in fp32."""
     exact = few.normalizer.dtype
     z, slope = _transformed(logits, options, exact)
-    unit, chosen = _exponent_unit(logits, exact), few.logprob_gradient[rows, None]
-    exponents = _exponents(z, few.normalizer[rows, None], unit)
+    chosen = few.logprob_gradient[rows, None]
+    log_p = z.sub_(few.normalizer[rows, None])
     if few.entropy_gradient is None:
-        gradient = _power(exponents, unit, out=exponents).mul_(-chosen)
+        gradient = log_p.exp_().mul_(-chosen)
     else:
-        p, outer = _power(exponents, unit), few.entropy_gradient[rows, None]
-        log_p = exponents.div_(unit)
+        p, outer = log_p.exp(), few.entropy_gradient[rows, None]
         gradient = log_p.add_(few.entropy[rows, None]).mul_(outer).add_(chosen).mul_(p).neg_()
     column = few.columns[rows, None]
     gradient.scatter_add_(1, column.clamp(min=0), chosen.masked_fill(column < 0, 0))
@@ -234,40 +231,16 @@ def _transformed(
     return bounded * (transform.softcap / options.temperature), 1 - bounded.square()
 
 
-def _exponent_unit(logits: Tensor, exact: torch.dtype) -> float:
-    """log2 e where powers of what is made of `logits` are those of 2, else 1.
+def _pieces(rows: slice, logits: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Cut a chunk so that a piece in fp32 stays in a CPU's cache; elsewhere one piece.
 
-    On a CPU torch leaves e^x to MKL, which takes three times as long on AMD's as 2^x does. The product with log2 e
-    makes an error of |x| roundings of fp32, which is nothing beside those of bf16.
+    Yield the rows of a piece in the chunk, and the same among all rows.
     """
-    return math.log2(math.e) if logits.device.type == "cpu" and logits.dtype != exact else 1.0
-
-
-def _exponents(z: Tensor, top: Tensor, unit: float) -> Tensor:
-    """(z - top) in these units, in the place of z."""
-    return torch.add(top * -unit, z, alpha=unit, out=z)
-
-
-def _power(exponents: Tensor, unit: float, out: Tensor | None = None) -> Tensor:
-    """e^x of x in these units."""
-    return (torch.exp if unit == 1 else torch.exp2)(exponents, out=out)
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Some rows of a chunk: where they are in the chunk, and among all rows."""
-
-    local: slice
-    rows: slice
-
-
-def _pieces(rows: slice, logits: Tensor) -> Iterator[_Piece]:
-    """Cut a chunk so that a piece in fp32 stays in a CPU's cache; elsewhere one piece."""
     size = len(logits)
     if logits.device.type == "cpu":
-        size = max(1, _CPU_BLOCK_BYTES // (4 * logits.shape[1]))
+        size = _CPU_BLOCK_BYTES // (4 * logits.shape[1])
     for local in _slices(len(logits), max(1, size)):
-        yield _Piece(local, slice(rows.start + local.start, rows.start + local.stop))
+        yield local, slice(rows.start + local.start, rows.start + local.stop)
 
 
 def _slices(count: int, size: int) -> Iterator[slice]:

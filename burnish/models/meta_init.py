@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import cast
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from transformers import (
 from transformers.initialization import guard_torch_init_functions
 
 from burnish.errors import IncompatibleError
-from burnish.families import SIZE_FIELDS, ModelSizes, family_of
+from burnish.families import EXPERT_COUNTS, SIZE_FIELDS, ModelSizes, family_of
 from burnish.models.flops import AttentionCost, ModelFlops
 from burnish.models.kernels.attention import IMPLEMENTATION
 from burnish.models.kernels.fused import fuse
@@ -36,46 +35,41 @@ _REFUSED_FIELDS = ("attn_logit_softcapping", "attention_chunk_size")
 
 
 def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
-    """The model in fp32 on the meta device, with packed attention and without dropout or noise.
+    """Return the model in fp32 on the meta device, with packed attention and without dropout or noise.
 
     `hf_config` is left as it is. Raises `IncompatibleError` for a model in which packed sequences
     would see each other or attention would be computed wrongly.
     """
     config = copy.deepcopy(hf_config)
-    if why := family_of(config.model_type).refused:
+    found = {field: getattr(config, field, None) for field in _REFUSED_FIELDS}
+    refused = [f"{field}: {value}" for field, value in found.items() if value is not None]
+    if why := family_of(config.model_type).refused or ", ".join(refused):
         raise IncompatibleError(
             f"models of type {config.model_type} are not supported",
             have=why,
-            want="a model whose outputs depend on nothing but its tokens",
+            want="a model whose outputs depend on nothing but its tokens, and plain attention",
             do="train a model of another family",
         )
-    for field in _REFUSED_FIELDS:
-        if (value := getattr(config, field, None)) is not None:
-            raise IncompatibleError(
-                f"models of type {config.model_type} with {field} are not supported",
-                have=f"{field}: {value}",
-                want="null",
-                do="train a model of another family",
-            )
     config.use_cache = False
     for each in (config, config.get_text_config()):
-        _silence(each)
+        for name, value in vars(each).items():  # some families read these at every call
+            if isinstance(value, float) and ("drop" in name or name == "router_jitter_noise"):
+                setattr(each, name, 0.0)
     with torch.device("meta"):
         model = plain_model(config)
-    _require_packable(model)
+    if reason := _unpackable(model):
+        raise IncompatibleError(
+            f"{type(model).__name__} cannot run on packed sequences",
+            have=reason,
+            want="one causal attention layer per layer, through the attention interface",
+            do="use a decoder without recurrent layers that is written for transformers 5",
+        )
     model.config._attn_implementation = IMPLEMENTATION  # read by every layer at every call
     fuse(model)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
-
-
-def _silence(config: PretrainedConfig) -> None:
-    """Set the probabilities of dropout, and noise, to 0; some families read them at every call."""
-    for name, value in vars(config).items():
-        if isinstance(value, float) and ("drop" in name or name == "router_jitter_noise"):
-            setattr(config, name, 0.0)
 
 
 def model_sizes(config: PretrainedConfig) -> ModelSizes:
@@ -86,10 +80,9 @@ def model_sizes(config: PretrainedConfig) -> ModelSizes:
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
-    """Most tokens that a sequence may have to be computed alike whatever is beside it; None where that is no question.
+    """Return the most tokens of a sequence that others in its pass do not change; None without a limit.
 
-    Rotary frequencies of the kinds "longrope" and "dynamic" are chosen by the longest sequence of a pass, once that
-    is longer than those of the pretraining, and for all of its sequences.
+    Rotary frequencies of the kinds "longrope" and "dynamic" change once the longest sequence of a pass is longer than in pretraining.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -103,14 +96,14 @@ def position_limit(config: PretrainedConfig) -> int | None:
 
 
 def kept_in_fp32(config: PretrainedConfig, names: Iterable[str]) -> frozenset[str]:
-    """The weights among `names` that transformers keeps in fp32 whatever dtype the model is loaded in, such as the biases of DeepSeek-V3's routers."""
+    """Return the weights that transformers keeps in fp32 in any dtype of the model, such as the biases of DeepSeek-V3's routers."""
     kind = None if has_value_head(config) else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     modules = getattr(kind, "_keep_in_fp32_modules_strict", None) or ()
     return frozenset(n for n in names if any(f".{module}." in f".{n}." for module in modules))
 
 
 def plain_model(config: PretrainedConfig) -> PreTrainedModel:
-    """transformers' own model in fp32, with a value head or a vocabulary, on torch's default device."""
+    """Return transformers' own model in fp32, with a value head or a vocabulary, on torch's default device."""
     if has_value_head(config):
         made: PreTrainedModel = value_class(config)._from_config(config, dtype=torch.float32)
         return made
@@ -123,18 +116,8 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
     return language
 
 
-def _require_packable(model: PreTrainedModel) -> None:
-    """Only attention may mix tokens, and all of it has to go through transformers' attention interface."""
-    if why := _unpackable(model):
-        raise IncompatibleError(
-            f"{type(model).__name__} cannot run on packed sequences",
-            have=why,
-            want="one causal attention layer per layer, through the attention interface",
-            do="use a decoder without recurrent layers that is written for transformers 5",
-        )
-
-
 def _unpackable(model: PreTrainedModel) -> str | None:
+    """Return why packed sequences would mix: only attention may mix tokens, through transformers' attention interface."""
     layers = model.config.get_text_config().num_hidden_layers
     causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
     if len(causal) != layers:
@@ -150,39 +133,32 @@ def _unpackable(model: PreTrainedModel) -> str | None:
 
 def materialize(root: nn.Module, device: torch.device) -> None:
     """Give a meta model (or a sharded one that contains it) memory: undefined weights, right buffers, ties kept."""
-    names = [name for name, _ in root.named_parameters(remove_duplicate=False)]
-    ties: dict[int, list[str]] = {}
-    for name in names:
-        ties.setdefault(id(root.get_parameter(name)), []).append(name)
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        if (kept := first.setdefault(id(parameter), name)) != name:
+            ties[name] = kept
     root.to_empty(device=device)
-    for first, *others in ties.values():
-        for name in others:
-            owner, _, attribute = name.rpartition(".")
-            setattr(root.get_submodule(owner), attribute, root.get_parameter(first))
-    for module in root.modules():
-        if isinstance(module, PreTrainedModel):
-            fill_buffers(module, device)
-            break
+    for name, kept in ties.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(root.get_submodule(owner), attribute, root.get_parameter(kept))
+    fill_buffers(next(m for m in root.modules() if isinstance(m, PreTrainedModel)), device)
 
 
 @torch.no_grad()
 def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Compute the buffers that no checkpoint holds (rotary frequencies, embedding scales).
 
-    They are made by the model's own `_init_weights`, which transformers requires to know them,
-    on the CPU, so that every device has the same ones. Raises `IncompatibleError`, naming the
-    buffer, for a model that does not know how to make one.
+    The model's own `_init_weights` makes them on the CPU, so that every device has the same ones. Raises `IncompatibleError`, naming
+    the buffer, for a model that does not know how to make one.
     """
     for name, module, owner in owned_modules(model):
-        buffers = {
-            key: buffer
-            for key, buffer in module.named_buffers(recurse=False)
-            if key in module._non_persistent_buffers_set
-        }
-        if not buffers:
+        own = [key for key, _ in module.named_buffers(recurse=False)]
+        keys = [key for key in own if key in module._non_persistent_buffers_set]
+        if not keys:
             continue
         made = initialized_copy(module, owner, weights="meta")
-        for key in buffers:
+        for key in keys:
             value = made.get_buffer(key)
             if value.is_floating_point() and bool(value.isnan().any()):
                 raise IncompatibleError(
@@ -194,7 +170,7 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def owned_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, PreTrainedModel]]:
-    """Every module with its name and the innermost `PreTrainedModel` around it, whose initialization it follows."""
+    """Return every module with its name and the innermost `PreTrainedModel` around it, whose initialization it follows."""
     found: list[tuple[str, nn.Module, PreTrainedModel]] = []
 
     def walk(name: str, module: nn.Module, owner: PreTrainedModel) -> None:
@@ -209,7 +185,7 @@ def owned_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, PreTrain
 
 @torch.no_grad()
 def initialized_copy(module: nn.Module, owner: PreTrainedModel, weights: str = "cpu") -> nn.Module:
-    """A copy of one module (not of its children) on the CPU, as `owner._init_weights` initializes it.
+    """Return a copy of one module (not of its children) on the CPU, as `owner._init_weights` initializes it.
 
     Values that it does not set are NaN. Draws come from torch's global generator. With `weights`
     "meta" the parameters take no memory and only the buffers have values.
@@ -252,6 +228,7 @@ def count_flops(hf_config: PretrainedConfig) -> ModelFlops:
 def _active_weights(model: nn.Module, config: PretrainedConfig) -> Iterator[float]:
     """Elements of each weight matrix that one token is multiplied with (a tied head counts, embeddings do not)."""
     chosen = getattr(config, "num_experts_per_tok", None)
+    counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             continue
@@ -260,16 +237,9 @@ def _active_weights(model: nn.Module, config: PretrainedConfig) -> Iterator[floa
                 continue
             share = 1.0
             if chosen is not None and _EXPERT.search(name):
-                share = chosen / _experts(config, parameter.shape)
+                fused = parameter.shape[0] if parameter.ndim == 3 else None
+                share = chosen / (fused or next(filter(None, counts), 1))
             yield parameter.numel() * share
-
-
-def _experts(config: PretrainedConfig, shape: tuple[int, ...]) -> int:
-    """How many experts there are: the first dim of a fused weight, the configuration's number otherwise."""
-    if len(shape) == 3:
-        return shape[0]
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((n for n in (getattr(config, name, None) for name in names) if n), 1)
 
 
 def _attention_costs(model: nn.Module, config: PretrainedConfig) -> Iterator[AttentionCost]:
@@ -286,10 +256,9 @@ def _attention_costs(model: nn.Module, config: PretrainedConfig) -> Iterator[Att
 
 
 def _window(module: nn.Module, config: PretrainedConfig, index: int) -> int | None:
-    """The layer's own window; where layers do not say (Mistral), the configuration's."""
-    if hasattr(module, "sliding_window"):
-        return cast("int | None", module.sliding_window)
+    """Return the layer's own window; where layers do not say (Mistral), the configuration's."""
     kinds = getattr(config, "layer_types", None)
-    if kinds and kinds[index] != "sliding_attention":
-        return None
-    return cast("int | None", getattr(config, "sliding_window", None))
+    is_full = kinds and kinds[index] != "sliding_attention"
+    of_config = None if is_full else getattr(config, "sliding_window", None)
+    window: int | None = getattr(module, "sliding_window", of_config)
+    return window

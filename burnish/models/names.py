@@ -70,7 +70,7 @@ class Region:
 
 
 def regions(model: PreTrainedModel) -> tuple[Region, ...]:
-    """Every tensor of the model's checkpoint, as `save_pretrained` would write it, in a fixed order.
+    """Return every tensor of the model's checkpoint, as `save_pretrained` would write it, in a fixed order.
 
     Works on meta, plain and FSDP2-sharded models. Tied weights appear once. Raises
     `IncompatibleError` for a checkpoint tensor that is not a box of a parameter.
@@ -86,18 +86,10 @@ def regions(model: PreTrainedModel) -> tuple[Region, ...]:
     )
 
 
-def tensor_specs(model: PreTrainedModel, dtype: torch.dtype | None = None) -> list[TensorSpec]:
-    """The whole canonical list of a model, in the order of `regions`.
-
-    Floating-point tensors get `dtype` where it is given; others keep their own.
-    """
+def tensor_specs(model: PreTrainedModel) -> list[TensorSpec]:
+    """Return all tensors of a model's checkpoint, in the order of `regions`."""
     held = _held(model)
-    specs = []
-    for region in regions(model):
-        own = held[region.parameter].dtype
-        wanted = dtype if dtype is not None and own.is_floating_point else own
-        specs.append(TensorSpec(region.name, region.shape, wanted))
-    return specs
+    return [TensorSpec(r.name, r.shape, held[r.parameter].dtype) for r in regions(model)]
 
 
 def model_shards(
@@ -106,9 +98,9 @@ def model_shards(
     prefix: str = "",
     parts: Iterable[Region] | None = None,
 ) -> Iterator[Shard]:
-    """This rank's pieces as views of local memory; pieces without elements are skipped.
+    """Yield this rank's pieces as views of local memory; pieces without elements are skipped.
 
-    `tensors` are described instead of the parameters when given (optimizer slots): by parameter
+    If given, `tensors` (optimizer slots) are described instead of the parameters: by parameter
     name, each with the (local) shape of its parameter; names without an entry are skipped.
     `prefix` goes before every canonical name. `parts` saves working out `regions(model)` again.
     """
@@ -125,19 +117,15 @@ def model_shards(
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Names a checkpoint may also use for a tied weight, each with the canonical name (`lm_head.weight` → embeddings)."""
-    keep = _held(model)
-    state = model.state_dict(keep_vars=True)
-    by_identity = {id(tensor): name for name, tensor in keep.items()}
-    return {
-        name: by_identity[id(tensor)]
-        for name, tensor in state.items()
-        if name not in keep and id(tensor) in by_identity
-    }
+    """Return the names a checkpoint may also use for a tied weight, each with the canonical name (`lm_head.weight` → embeddings)."""
+    kept = _held(model)
+    canonical = {id(tensor): name for name, tensor in kept.items()}
+    state = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    return {n: canonical[key] for n, key in state.items() if n not in kept and key in canonical}
 
 
 def local_box(parameter: Tensor) -> Box:
-    """Which part of a parameter this process holds: all of a plain one, some rows under FSDP2.
+    """Return the part of a parameter that this process holds: all of a plain one, some rows under FSDP2.
 
     FSDP2 cuts dim 0 as `torch.chunk` does: into pieces of ceil(rows / ranks), the last ones
     shorter or empty. Raises `IncompatibleError` for any other sharding.
@@ -172,17 +160,15 @@ class _CopiesAreViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _held(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, tied ones once, under the name that saving keeps."""
+    """Return parameters and persistent buffers by name, tied ones once, under the name that saving keeps."""
     aliases = set(getattr(model, "all_tied_weights_keys", None) or ())
     ignored = set(model._keys_to_ignore_on_save or ())
-    names: dict[int, list[str]] = {}
     state = model.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        names.setdefault(id(tensor), []).append(name)
-    kept = {
-        next((name for name in same if name not in aliases), same[0]) for same in names.values()
-    }
-    return {name: state[name] for name in state if name in kept and name not in ignored}
+    kept: dict[int, str] = {}
+    for name in sorted(state, key=aliases.__contains__):  # those that saving keeps come first
+        kept.setdefault(id(state[name]), name)
+    names = set(kept.values()) - ignored
+    return {name: tensor for name, tensor in state.items() if name in names}
 
 
 def _storage(tensor: Tensor) -> int:
@@ -200,10 +186,10 @@ def _region(name: str, view: Tensor, parameter: str | None, sizes: Mapping[str, 
     if parameter is None:
         raise problem
     strides, shape = sizes[parameter].stride(), sizes[parameter].shape
-    offsets, rest = [], view.storage_offset()
+    offsets, rest = [], int(view.storage_offset())
     for stride in strides:
-        offsets.append(rest // stride)
-        rest %= stride
+        offset, rest = divmod(rest, stride)
+        offsets.append(offset)
     extents, dims, dim = [1] * len(shape), [], 0
     for extent, stride in zip(view.shape, view.stride(), strict=True):
         while dim < len(shape) and (strides[dim] != stride or shape[dim] < extent):
@@ -243,14 +229,12 @@ class Cut:
 
 
 def cut_regions(regions: Iterable[Region], cuts: Mapping[str, Cut]) -> tuple[Region, ...]:
-    """What the checkpoint tensors are of the cut parameters; those of which this rank holds nothing are left out."""
-    return tuple(
-        part
-        for region in regions
-        for part in (
-            _parts(region, cuts[region.parameter]) if region.parameter in cuts else [region]
-        )
-    )
+    """Return the checkpoint tensors as boxes of the cut parameters; those of which this rank holds nothing are left out."""
+    found: list[Region] = []
+    for region in regions:
+        cut = cuts.get(region.parameter)
+        found.extend([region] if cut is None else _parts(region, cut))
+    return tuple(found)
 
 
 def _parts(region: Region, cut: Cut) -> Iterator[Region]:

@@ -48,19 +48,7 @@ class PrefixTree:
 
     @classmethod
     def of(cls, token_ids: Indices, lengths: Sequence[int]) -> PrefixTree:
-        """Build the tree of sequences that lie end to end in `token_ids` [T]; `trivial` if it saves little."""
-        tree = cls._merged(token_ids, lengths)
-        saved = len(token_ids) - len(tree.computed)
-        return tree if saved * _WORTHWHILE >= len(token_ids) else cls.trivial(lengths)
-
-    @classmethod
-    def trivial(cls, lengths: Sequence[int]) -> PrefixTree:
-        """Compute every token on its own."""
-        everything = np.arange(sum(lengths))
-        return cls(everything, everything, tuple(range(len(lengths))))
-
-    @classmethod
-    def _merged(cls, token_ids: Indices, lengths: Sequence[int]) -> PrefixTree:
+        """Build the tree of sequences that lie end to end in `token_ids` [T]; every token on its own if it saves little."""
         ends = np.cumsum(lengths)
         sequences = np.split(token_ids, ends[:-1])
         keys = [sequence.astype(">i8").tobytes() for sequence in sequences]
@@ -74,7 +62,10 @@ class PrefixTree:
             if common == lengths[earlier]:
                 leaves.discard(earlier)
         computed, rows = np.unique(same, return_inverse=True)
-        return cls(computed, rows, tuple(sorted(leaves)))
+        if (len(token_ids) - len(computed)) * _WORTHWHILE >= len(token_ids):
+            return cls(computed, rows, tuple(sorted(leaves)))
+        everything = np.arange(len(token_ids))
+        return cls(everything, everything, tuple(range(len(lengths))))
 
 
 def _common(one: Indices, other: Indices) -> int:

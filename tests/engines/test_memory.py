@@ -27,8 +27,9 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
 from burnish.engines.factory import make_engine
 from burnish.engines.optim.optimizer import local
-from burnish.models.loading import FreshSource, SafetensorsSource, build_on_meta
+from burnish.models.loading import FreshSource, SafetensorsSource
 from burnish.models.lora.adapter import FreshAdapter
+from burnish.models.meta_init import build_on_meta
 from burnish.models.names import tensor_specs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

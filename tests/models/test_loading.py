@@ -197,7 +197,8 @@ class MineForCausalLM(LlamaForCausalLM):
 USE_CUSTOM = """
 import sys, torch
 from burnish.config.schema import ModelConfig
-from burnish.models.loading import *
+from burnish.models.loading import read_model_config, save_model_assets, weights_source
+from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import model_shards
 
 source, target = sys.argv[1:]

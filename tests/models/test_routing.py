@@ -162,7 +162,7 @@ def test_rows_have_the_experts_of_a_token_that_they_are(
     sequences: list[list[int]], ranks: int
 ) -> None:
     lengths = [len(each) for each in sequences]
-    tree = PrefixTree._merged(np.concatenate(sequences), lengths)
+    tree = PrefixTree.of(np.concatenate(sequences), lengths)
     count = len(tree.computed)
     deals = [Deal(rank, ranks, count, -(-count // ranks)) for rank in range(ranks)]
     tokens = torch.arange(sum(lengths))[:, None]

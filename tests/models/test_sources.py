@@ -262,7 +262,8 @@ class TestFresh:
 MEASURE = """
 import resource, sys, torch
 from burnish.config.schema import ModelConfig
-from burnish.models.loading import build_on_meta, materialize, read_model_config, weights_source
+from burnish.models.loading import read_model_config, weights_source
+from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import model_shards
 
 def peak():
