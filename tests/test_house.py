@@ -25,6 +25,7 @@ OPTIONAL = (
     "burnish.tracking.report",
     "burnish.checkpoint.tools",
     "burnish.models.lora",
+    "burnish.models.kernels.liger",
     "burnish.checkpoint.destinations",
 )
 """What `import burnish.train.rl` must not reach."""

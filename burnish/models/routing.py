@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.distributed.tensor_collectives import join, uncompiled
@@ -226,8 +225,6 @@ class TokenRows:
     """Tokens of each sequence."""
     deal: Deal
     """Which of the computed ones are this rank's."""
-    group: ProcessGroup | None
-    """The ranks that share them."""
 
     @cached_property
     def _sources(self) -> Indices:
@@ -248,7 +245,9 @@ class TokenRows:
 
     def tokens_of(self, values: Tensor) -> Tensor:
         """Integers of all tokens [T, ...] from those of this rank's rows, `values` [R, ...]. Collective where ranks share the tokens."""
-        if self.group is not None:  # as bytes, since not every backend sends int16
-            values = join(values.view(torch.uint8), self.deal.rows, self.group).view(values.dtype)
+        if self.deal.group is not None:  # as bytes, since not every backend sends int16
+            values = join(values.view(torch.uint8), self.deal.rows, self.deal.group).view(
+                values.dtype
+            )
         rows = self.deal.owner(self.tree.rows) * self.deal.rows + self.deal.place(self.tree.rows)
         return values.index_select(0, on_device(rows, values.device))

@@ -160,21 +160,21 @@ class ScoringPlan:
             tree.rows[scored], return_index=True, return_inverse=True
         )
         predictors = tree.rows[scored[first] - 1]
-        joined = Joined.of(predictors, deal, division.group)
+        joined = Joined.of(predictors, deal)
         starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
         positions = (np.arange(len(ids)) - starts)[tree.computed]
         targets = ids[tree.computed[predicted]]
         return cls(
             input_ids=on_device(deal.mine(ids[tree.computed]), device),
             positions=on_device(deal.mine(positions), device),
-            packing=division.attention(packing, deal),
+            packing=deal.attention(packing),
             predictors=RowMap.of(deal.place(predictors[joined.mine]), device),
             targets=on_device(targets[joined.mine], device),
             joined=joined,
             results=RowMap.of(joined.places[result], device),
             scored=on_device(scored, device),
             total=len(ids),
-            rows=TokenRows(tree, tuple(lengths), deal, division.group),
+            rows=TokenRows(tree, tuple(lengths), deal),
             passed=Passed(len(tree.computed), len(predicted), packing.lengths),
         )
 

@@ -12,7 +12,7 @@ from tiny import VOCAB, save_tiny
 from transformers import AutoModelForCausalLM
 
 from burnish.distributed.layout import Layout
-from burnish.models.kernels.liger import liger_kernels
+from burnish.engines.torch.torch_engine import has_liger
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 3e-2)])
@@ -27,7 +27,7 @@ def test_it_trains_as_plain_transformers_does(
     precision: str,
     tolerance: float,
 ) -> None:
-    if liger_kernels(device) is None:
+    if not has_liger(device):
         pytest.skip(f"no Liger kernels for {device.type}")
     path = save_tiny(tmp_path / "m", family, torch.float32)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

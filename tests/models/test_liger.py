@@ -24,6 +24,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from burnish.distributed.processes import process_group
+from burnish.engines.torch import torch_engine
 from burnish.errors import UsageError, install
 from burnish.models.kernels import liger
 from burnish.models.kernels.fused import FusedAttention, rotate_both
@@ -126,7 +127,8 @@ def test_gates_that_it_has_no_kernel_for_stay(changes: dict[str, str]) -> None:
 def test_engines_train_as_plain_transformers_with_kernels_that_write_over_their_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, settings: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("burnish.engines.torch.torch_engine.liger_kernels", lambda device: KERNELS)
+    monkeypatch.setattr(torch_engine, "has_liger", lambda device: True)
+    monkeypatch.setattr(liger, "liger_kernels", lambda: KERNELS)
     path = save_tiny(tmp_path / "m", family, torch.float32)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     wanted = train_by_hand(plain, make_examples(VOCAB))
@@ -137,7 +139,8 @@ def test_engines_train_as_plain_transformers_with_kernels_that_write_over_their_
 
 
 def test_an_adapter_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("burnish.engines.torch.torch_engine.liger_kernels", lambda device: KERNELS)
+    monkeypatch.setattr(torch_engine, "has_liger", lambda device: True)
+    monkeypatch.setattr(liger, "liger_kernels", lambda: KERNELS)
     path = save_tiny(tmp_path / "m", "llama", torch.float32)
     wanted = train_by_hand(plain_adapted(path), make_examples(VOCAB))
     with process_group(CPU, 60) as layout:
@@ -146,19 +149,21 @@ def test_an_adapter_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_compiled_engines_do_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("burnish.engines.torch.torch_engine.liger_kernels", pytest.fail)
+    monkeypatch.setattr(torch_engine, "has_liger", lambda device: True)
+    monkeypatch.setattr(liger, "liger_kernels", pytest.fail)
     path = save_tiny(tmp_path / "m", "llama", torch.float32)
     with process_group(CPU, 60) as layout:
         make_engine(layout, path, compile=True)
 
 
 def test_they_are_for_cuda_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert liger_kernels(CPU) is None
-    monkeypatch.setattr(liger, "find_spec", lambda name: None)
-    assert liger_kernels(torch.device("cuda")) is None
-    monkeypatch.setattr(liger, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr(torch_engine, "find_spec", lambda name: None)
+    assert not torch_engine.has_liger(torch.device("cuda"))
+    monkeypatch.setattr(torch_engine, "find_spec", lambda name: ModuleSpec(name, None))
+    assert torch_engine.has_liger(torch.device("cuda"))
+    assert not torch_engine.has_liger(CPU)
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", None)
     with pytest.raises(UsageError) as caught:
-        liger_kernels(torch.device("cuda"))
+        liger_kernels()
     assert install("liger") in str(caught.value)

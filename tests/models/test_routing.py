@@ -166,7 +166,7 @@ def test_rows_have_the_experts_of_a_token_that_they_are(
     count = len(tree.computed)
     deals = [Deal(rank, ranks, count, -(-count // ranks)) for rank in range(ranks)]
     tokens = torch.arange(sum(lengths))[:, None]
-    found = [TokenRows(tree, tuple(lengths), deal, None) for deal in deals]
+    found = [TokenRows(tree, tuple(lengths), deal) for deal in deals]
     weights = torch.stack([rows.weights(CPU) for rows in found], dim=1).flatten()
     last = set((np.cumsum(lengths) - 1).tolist())
     for rank, rows in enumerate(found):

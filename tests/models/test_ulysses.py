@@ -39,7 +39,7 @@ def test_every_token_is_dealt_once(count: int, ranks: int, multiple: int) -> Non
 
 @given(st.lists(st.integers(0, 30), max_size=25), st.integers(1, 4))
 def test_numbers_of_tokens_come_together_in_their_order(tokens: list[int], ranks: int) -> None:
-    each = [Joined.of(np.array(tokens, dtype=np.int64), deal, None) for deal in deals(31, ranks, 1)]
+    each = [Joined.of(np.array(tokens, dtype=np.int64), deal) for deal in deals(31, ranks, 1)]
     gathered = np.full(ranks * each[0].most, -1)
     for rank, joined in enumerate(each):
         start = rank * joined.most
@@ -52,7 +52,7 @@ def test_alone_nothing_is_divided() -> None:
     deal = Division().deal(7)
     assert (deal.rank, deal.ranks, deal.rows) == (0, 1, 7)
     packing = PackedLayout.of(LENGTHS, CPU)
-    assert Division().attention(packing, deal) is packing
+    assert deal.attention(packing) is packing
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def attend_rank(layout: Layout, cases: list[tuple[int, int, int | None]]) -> lis
     found = []
     for heads, key_heads, window in cases:
         deal = Division(group).deal(sum(LENGTHS))
-        packing = Division(group).attention(PackedLayout.of(LENGTHS, CPU), deal)
+        packing = deal.attention(PackedLayout.of(LENGTHS, CPU))
         assert isinstance(packing, Ulysses)
         rows = torch.from_numpy(deal.mine(np.arange(sum(LENGTHS))))
         *parts, upstream = (part[:, :, rows] for part in inputs(heads, key_heads))

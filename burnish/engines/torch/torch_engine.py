@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from typing import cast
 
 import torch
@@ -26,13 +27,17 @@ from burnish.engines.offload import parked
 from burnish.engines.optim.optimizer import ShardedOptimizer, local
 from burnish.engines.sharded_engine import ShardedEngine, routing_of, trained
 from burnish.engines.torch.parallelize import global_norm, parallelize, require_fitting, sum_over
-from burnish.models.kernels.liger import liger_kernels, use_kernels
 from burnish.models.kernels.ulysses import Division
 from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import cut_regions, model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
+
+
+def has_liger(device: torch.device) -> bool:
+    """Return whether Liger's kernels are used: on CUDA, where liger-kernel is installed."""
+    return device.type == "cuda" and find_spec("liger_kernel") is not None
 
 
 class TorchEngine(ShardedEngine):
@@ -63,8 +68,9 @@ class TorchEngine(ShardedEngine):
         if optim is None and lora is None:
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(compute_dtype(config))
-        if not config.compile and (kernels := liger_kernels(device)):
-            use_kernels(model, kernels)
+        if not config.compile and has_liger(device):
+            liger = import_module("burnish.models.kernels.liger")
+            liger.use_kernels(model, liger.liger_kernels())
         self._adapter = None
         if lora is not None:
             adapter = import_module("burnish.models.lora.adapter")

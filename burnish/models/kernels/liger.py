@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -48,10 +46,8 @@ class Kernels:
     """RMSNorm [..., n] in fp32 from its input, weight [n], ε and offset of the weight, for families with `norm_in_fp32`."""
 
 
-def liger_kernels(device: torch.device) -> Kernels | None:
-    """Return Liger's kernels; None without CUDA or liger-kernel. Raises `UsageError` if it is installed and does not load."""
-    if device.type != "cuda" or find_spec("liger_kernel") is None:
-        return None
+def liger_kernels() -> Kernels:
+    """Return Liger's kernels. Raises `UsageError` if liger-kernel does not load."""
     try:
         from liger_kernel.ops import (
             LigerGELUMulFunction,

@@ -35,19 +35,14 @@ class Division:
         """Divide `count` tokens."""
         rank, ranks = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
         rows = -(-count // (ranks * self.multiple)) * self.multiple
-        return Deal(rank, ranks, count, rows)
-
-    def attention(self, packing: Attends, deal: Deal) -> Attends:
-        """Return attention for the tokens of this rank, where `packing` is attention for all tokens."""
-        whole = self.group is None and deal.rows == deal.count
-        return packing if whole else Ulysses(packing, deal, self.group)
+        return Deal(rank, ranks, count, rows, self.group)
 
 
 ALL_TOKENS = Division()
 """Every rank has all tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Deal:
     """Which rank has which of `count` tokens."""
 
@@ -59,6 +54,13 @@ class Deal:
     """Tokens of all ranks."""
     rows: int
     """Tokens of each rank, padding included."""
+    group: ProcessGroup | None = None
+    """The ranks; None: this rank has all tokens."""
+
+    def attention(self, packing: Attends) -> Attends:
+        """Return attention for the tokens of this rank, where `packing` is attention for all tokens."""
+        whole = self.group is None and self.rows == self.count
+        return packing if whole else Ulysses(packing, self)
 
     def mine(self, values: Indices) -> Indices:
         """Return this rank's part [rows] of one value per token [count]; 0 for padding."""
@@ -81,8 +83,6 @@ class Ulysses:
     packing: Attends
     """Attention for all tokens."""
     deal: Deal
-    group: ProcessGroup | None
-    """None: this rank has all tokens, and padding."""
 
     def attend(
         self,
@@ -120,7 +120,7 @@ class Ulysses:
         return received.transpose(0, 1).flatten(1, 2)[None]
 
     def _swap(self, parts: Tensor) -> Tensor:
-        return parts if self.group is None else swap(parts, self.group)
+        return parts if self.deal.group is None else swap(parts, self.deal.group)
 
 
 def _repeats(heads: int, key_heads: int, ranks: int) -> int:
@@ -147,7 +147,7 @@ class Joined:
     """The most numbers of a rank, at least 1, because nothing cannot be gathered."""
 
     @classmethod
-    def of(cls, tokens: Indices, deal: Deal, group: ProcessGroup | None) -> Joined:
+    def of(cls, tokens: Indices, deal: Deal) -> Joined:
         """Plan for one number per token."""
         owner = deal.owner(tokens)
         counts = np.bincount(owner, minlength=deal.ranks)
@@ -155,7 +155,7 @@ class Joined:
         turn = np.empty_like(order)
         turn[order] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
         most = max(1, int(counts.max()))
-        return cls(group, np.flatnonzero(owner == deal.rank), owner * most + turn, most)
+        return cls(deal.group, np.flatnonzero(owner == deal.rank), owner * most + turn, most)
 
     def on_all_ranks(self, values: Tensor) -> Tensor:
         """Return the numbers of all ranks. Every rank computes the same from them, so gradients are not summed."""
