@@ -1,17 +1,13 @@
-"""The table of model families, and the shape of a model as its config.json gives it.
+"""The table of model families, and the shape of a model as its config.json gives it, without torch or transformers.
 
-This is the only place that names model types of transformers. `FAMILIES` says how a type differs from
-Llama where config.json does not say so. Other code asks for a capability (`has_router`,
-`norm_offset`), never for a name. A type that is not in the table can be trained if transformers
-describes it well enough; the planner and the Megatron engine refuse it.
-
-Nothing here needs torch or transformers.
+This is the only place that names model types of transformers. Other code asks for a capability (`has_router`, `norm_offset`). A type
+that is not in the table can be trained if transformers describes it well enough; the planner and the Megatron engine refuse it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -60,17 +56,11 @@ class Family:
     """Where layer_types is missing, every so many layers one has no window; 0: max_window_layers decides."""
 
     @property
-    def norms_first(self) -> bool:
-        """Attention and MLP begin with a norm (pre-norm)."""
-        return "input_layernorm" in self.norms
-
-    @property
     def has_llama_layers(self) -> bool:
         """Layers compute what Llama's do, except for biases, norms per head, windows and experts."""
         return (
             self.tested
-            and len(self.norms) == 2
-            and self.norms_first
+            and self.norms == ("input_layernorm", "post_attention_layernorm")
             and not self.norm_in_fp32
             and self.query_norms != "full"
         )
@@ -345,67 +335,47 @@ def _size(fields: Mapping[str, Any], *names: str) -> int:
 
 
 def _layer(family: Family, sizes: ModelSizes, fields: Mapping[str, Any], index: int) -> LayerShape:
-    has_experts = family.has_router and index in layers_with_experts(fields)
-    if has_experts:
-        experts, chosen = (
-            _positive(fields, *EXPERT_COUNTS),
-            _positive(fields, "num_experts_per_tok"),
-        )
-        intermediate = _positive(fields, "moe_intermediate_size", "intermediate_size")
-        mlp = _experts(sizes.hidden, intermediate, experts)
+    hidden, head_dim = sizes.hidden, sizes.head_dim
+    query, key = sizes.heads * head_dim, sizes.key_heads * head_dim
+    attention_bias, mlp_bias = (
+        name in family.optional_biases and bool(fields.get(name))
+        for name in ("attention_bias", "mlp_bias")
+    )
+    qkv_bias = family.qkv_bias or attention_bias
+    linear = {
+        "self_attn.q_proj": (query, hidden, qkv_bias),
+        "self_attn.k_proj": (key, hidden, qkv_bias),
+        "self_attn.v_proj": (key, hidden, qkv_bias),
+        "self_attn.o_proj": (hidden, query, attention_bias),
+    }
+    parameters: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in family.norms}
+    if family.query_norms != "none":
+        each_head = family.query_norms == "head"
+        parameters["self_attn.q_norm.weight"] = (head_dim if each_head else query,)
+        parameters["self_attn.k_norm.weight"] = (head_dim if each_head else key,)
+    experts = chosen = 0
+    if family.has_router and index in layers_with_experts(fields):
+        experts = _positive(fields, *EXPERT_COUNTS)
+        chosen = _positive(fields, "num_experts_per_tok")
+        width = _positive(fields, "moe_intermediate_size", "intermediate_size")
+        parameters["mlp.gate.weight"] = (experts, hidden)
+        parameters["mlp.experts.gate_up_proj"] = (experts, 2 * width, hidden)
+        parameters["mlp.experts.down_proj"] = (experts, hidden, width)
     else:
-        experts, chosen, intermediate = 0, 0, _positive(fields, "intermediate_size")
-        mlp = _mlp(_has_bias(family, fields, "mlp_bias"), sizes.hidden, intermediate)
-    attention = _attention(family, sizes, _has_bias(family, fields, "attention_bias"))
-    norms = ((f"{name}.weight", (sizes.hidden,)) for name in family.norms)
+        width = _positive(fields, "intermediate_size")
+        linear |= {f"mlp.{each}_proj": (width, hidden, mlp_bias) for each in ("gate", "up")}
+        linear["mlp.down_proj"] = (hidden, width, mlp_bias)
+    for name, (rows, columns, has_bias) in linear.items():
+        parameters[f"{name}.weight"] = (rows, columns)
+        if has_bias:
+            parameters[f"{name}.bias"] = (rows,)
     return LayerShape(
         sizes.heads,
         sizes.key_heads,
-        sizes.head_dim,
-        intermediate,
+        head_dim,
+        width,
         experts,
         chosen,
         window_of(family, fields, index),
-        (*attention, *mlp, *norms),
+        tuple(parameters.items()),
     )
-
-
-def _has_bias(family: Family, fields: Mapping[str, Any], name: str) -> bool:
-    return name in family.optional_biases and bool(fields.get(name))
-
-
-Parameters = Iterator[tuple[str, tuple[int, ...]]]
-
-
-def _attention(family: Family, sizes: ModelSizes, has_bias: bool) -> Parameters:
-    hidden, head_dim = sizes.hidden, sizes.head_dim
-    query, key = sizes.heads * head_dim, sizes.key_heads * head_dim
-    for letter, rows in (("q", query), ("k", key), ("v", key)):
-        yield f"self_attn.{letter}_proj.weight", (rows, hidden)
-        if has_bias or family.qkv_bias:
-            yield f"self_attn.{letter}_proj.bias", (rows,)
-    yield "self_attn.o_proj.weight", (hidden, query)
-    if has_bias:
-        yield "self_attn.o_proj.bias", (hidden,)
-    if family.query_norms != "none":
-        each_head = family.query_norms == "head"
-        yield "self_attn.q_norm.weight", (head_dim if each_head else query,)
-        yield "self_attn.k_norm.weight", (head_dim if each_head else key,)
-
-
-def _mlp(has_bias: bool, hidden: int, intermediate: int) -> Parameters:
-    shapes = {
-        "gate": (intermediate, hidden),
-        "up": (intermediate, hidden),
-        "down": (hidden, intermediate),
-    }
-    for name, shape in shapes.items():
-        yield f"mlp.{name}_proj.weight", shape
-        if has_bias:
-            yield f"mlp.{name}_proj.bias", shape[:1]
-
-
-def _experts(hidden: int, intermediate: int, experts: int) -> Parameters:
-    yield "mlp.gate.weight", (experts, hidden)
-    yield "mlp.experts.gate_up_proj", (experts, 2 * intermediate, hidden)
-    yield "mlp.experts.down_proj", (experts, hidden, intermediate)

@@ -1,14 +1,11 @@
-"""Floating-point operations that a model needs, given what its matrices and its attention cost.
+"""Floating-point operations that a model needs, given what its matrices and its attention cost, without torch.
 
 A matrix product of [m, k] and [k, n] counts 2 m k n. Per token every weight matrix costs two
-operations per element (of the experts, the share that is active); attention costs 4 · heads ·
-head_dim per pair of a query and a key it sees, half of all pairs under a causal mask, fewer under a
-sliding window. Training costs three forward passes: the backward pass computes two products for
-each one of the forward. Recomputation is not counted: these are the operations of the model, not of
-an implementation (PaLM, arXiv 2204.02311, appendix B). What is not computed is not counted either: beginnings that
-sequences share, but for the first, and the output layer's for tokens that nobody scores. Norms, activations, softmax
-and embedding look-ups are left out. So is where the numbers come from: `burnish.models.meta_init` reads them off a model,
-`burnish.plan.shape` off a config.json, without torch.
+operations per element (of the experts, the share that is active). Attention costs 4 · heads ·
+head_dim per pair of a query and a key it sees. Training costs three forward passes: the backward
+pass computes two products for each one of the forward. Recomputation is not counted (PaLM, arXiv
+2204.02311, appendix B). Nor are beginnings that sequences share, but for the first, the output
+layer's products for tokens that nobody scores, norms, activations, softmax and embedding look-ups.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The model as the training engine sees it: packed tokens in, a log-prob and an entropy per token out, or a value.
 
-Keeping the head inside one forward means that whoever shards this module gathers the head's weight
-for it, tied or not. What the routers of a mixture of experts do is in `burnish.models.routing`.
+The head is inside this one forward, so whoever shards this module gathers the head's weight for it, tied or not.
 """
 
 from __future__ import annotations
@@ -64,12 +63,22 @@ class Scorer(nn.Module):
         Entry t of the outputs [T] concerns the prediction of token t from the tokens before it;
         entries that the plan does not name hold 0.
         """
-        part = self.vocabulary
-        self._check_lengths(plan.passed.attended)
+        part, longest = self.vocabulary, max(plan.passed.attended, default=0)
+        if self._position_limit is not None and longest > self._position_limit:
+            raise IncompatibleError(
+                "a sequence is longer than those that the model's rotary positions are the same for",
+                have=f"{longest} tokens",
+                want=f"at most {self._position_limit}; beyond, rope_type longrope and dynamic let a sequence change those beside it",
+                do="lower data.max_length, or data.max_prompt_length and rollout.max_response_length",
+            )
         if routing is not None:
             self.routers.listen()
+        inputs = {"input_ids": plan.input_ids[None]}
+        if part is not None:
+            embedding = self.model.get_input_embeddings()
+            inputs = {"inputs_embeds": part.embed(embedding, plan.input_ids)[None]}
         hidden = self.model.base_model(
-            **self._inputs(plan),
+            **inputs,
             position_ids=plan.positions[None],
             use_cache=False,
             packing=plan.packing,
@@ -85,23 +94,6 @@ class Scorer(nn.Module):
         found = token_logprobs(states, head, plan.targets, options, part)
         logprobs, entropy = (plan.spread(values) for values in found)
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
-
-    def _check_lengths(self, lengths: tuple[int, ...]) -> None:
-        if self._position_limit is None:
-            return
-        if (longest := max(lengths, default=0)) > self._position_limit:
-            raise IncompatibleError(
-                "a sequence is longer than those that the model's rotary positions are the same for",
-                have=f"{longest} tokens",
-                want=f"at most {self._position_limit}; beyond, rope_type longrope and dynamic let a sequence change those beside it",
-                do="lower data.max_length, or data.max_prompt_length and rollout.max_response_length",
-            )
-
-    def _inputs(self, plan: ScoringPlan) -> dict[str, Tensor]:
-        if self.vocabulary is None:
-            return {"input_ids": plan.input_ids[None]}
-        embedding = self.model.get_input_embeddings()
-        return {"inputs_embeds": self.vocabulary.embed(embedding, plan.input_ids)[None]}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,18 +171,18 @@ class ScoringPlan:
         )
 
     def spread(self, values: Tensor) -> Tensor:
-        """The values [N] of this rank's predictions as one per token [T], 0 where a token is not scored.
+        """Return the values [N] of this rank's predictions as one per token [T], 0 where a token is not scored; equal on all ranks.
 
-        Collective where ranks share the tokens; the result is the same on all of them.
+        Collective where ranks share the tokens.
         """
         taken = self.results.take(self.joined.on_all_ranks(values))
         return values.new_zeros(self.total).index_copy(0, self.scored, taken)
 
 
 def scored_tokens(cu_seqlens: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-    """Indices [N] int64 of the tokens that have a prediction and, where a mask [T] is given, are in it.
+    """Return the tokens [N] int64 that have a prediction (all but the first of a sequence) and, if a mask [T] is given, are in it.
 
-    The first token of every sequence has none. Call it on the host, so that no device waits.
+    Call it on the host, so that no device waits.
     """
     starts, total = cu_seqlens[:-1].long(), int(cu_seqlens[-1])
     wanted = torch.ones(total, dtype=torch.bool) if loss_mask is None else loss_mask.clone()
