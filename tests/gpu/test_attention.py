@@ -84,7 +84,7 @@ def test_half_precision_equals_blocks_in_fp32(
             .requires_grad_()
             for heads in (4, kv_heads, kv_heads)
         ]
-        output = layout.attend(Layer(), *parts, 0.2, window)
+        output = layout.attend(0, parts, 0.2, window)
         upstream = torch.randn(output.shape, generator=draws).bfloat16().to(device, dtype)
         (output * upstream).sum().backward()
         results.append([output, *(part.grad for part in parts)])

@@ -30,9 +30,9 @@ def test_another_object_may_answer():
     calls = []
 
     class Cache:
-        def attend(self, module, query, key, value, scaling, sliding_window):
-            calls.append((module.layer_idx, tuple(query.shape), tuple(key.shape), sliding_window))
-            return torch.zeros_like(query.transpose(1, 2))
+        def attend(self, layer, parts, scaling, window):
+            calls.append((layer, tuple(parts[0].shape), tuple(parts[1].shape), window))
+            return torch.zeros_like(parts[0].transpose(1, 2))
 
     model = tiny_model("mistral", attention=IMPLEMENTATION)
     model.base_model(torch.arange(6)[None] % VOCAB, packing=Cache(), use_cache=False)

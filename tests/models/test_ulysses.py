@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
-from torch import Tensor, nn
+from torch import Tensor
 
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import Mesh
@@ -96,7 +96,7 @@ def attend_rank(layout: Layout, cases: list[tuple[int, int, int | None]]) -> lis
         *parts, upstream = (part[:, :, rows] for part in inputs(heads, key_heads))
         for part in parts:
             part.requires_grad_()
-        output = packing.attend(nn.Identity(), *parts, 0.3, window)
+        output = packing.attend(0, parts, 0.3, window)
         own = len(range(deal.rank, deal.count, deal.ranks))
         output[:, :own].backward(upstream.transpose(1, 2)[:, :own])
         tensors = [output.detach().transpose(1, 2), *(part.grad for part in parts)]
@@ -113,7 +113,7 @@ def test_attention_of_shared_tokens_is_that_of_one_rank(world: int) -> None:
         for part in parts:
             part.requires_grad_()
         packing = PackedLayout.of(LENGTHS, CPU)
-        output = packing.attend(nn.Identity(), *parts, 0.3, window)
+        output = packing.attend(0, parts, 0.3, window)
         output.backward(upstream.transpose(1, 2))
         wanted = [output.detach().transpose(1, 2), *(part.grad for part in parts)]
         for kind, tensor in enumerate(wanted):

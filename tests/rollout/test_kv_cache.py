@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -93,8 +91,7 @@ class World:
         for layer in range(LAYERS):
             query = self.draw(1, self.kv_heads * self.shared, running, WIDTH)
             given = [self.draw(1, self.kv_heads, running, WIDTH) for _ in range(2)]
-            module: Any = SimpleNamespace(layer_idx=layer)
-            output = step.attend(module, query, *given, SCALING, self.window)
+            output = step.attend(layer, (query, *given), SCALING, self.window)
             for number, row in enumerate(rows):
                 held = row.layers[layer]
                 for part in range(2):

@@ -84,7 +84,8 @@ class PackedAttention(nn.Module):
         assert rotation is not None
         rows = [rotate(query[:, 0], rotation), rotate(key[:, 0], rotation), value[:, 0]]
         query, key, value = (part.transpose(0, 1)[None] for part in rows)
-        output = packing.attend(self, query, key, value, self.scaling, self.sliding_window)
+        heads, window = (query, key, value), self.sliding_window
+        output = packing.attend(self.layer_number - 1, heads, self.scaling, window)
         return output[0].flatten(1)[:, None]
 
 

@@ -40,23 +40,17 @@ _VARLEN_OPTIONS = {"scale", "window_size", "enable_gqa"}
 _HAS_VARLEN = inspect.signature(varlen_attn).parameters.keys() >= _VARLEN_OPTIONS
 
 
-class Attends(Protocol):
-    """What a model's forward takes as `packing`: it decides which keys each query sees."""
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries `[1, heads, T, head_dim]`, and keys and values `[1, key heads, T, head_dim]`, after positions are applied."""
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> Tensor:
+
+class Attends(Protocol):
+    """The argument `packing` of a model's forward: it decides which keys each query sees."""
+
+    def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
         """Return the attention output `[1, T, heads, head_dim]`, contiguous.
 
-        `query` is `[1, heads, T, head_dim]`, `key` and `value` `[1, key heads, T, head_dim]`, after
-        positions are applied. `module.layer_idx` is the layer. With a `sliding_window` of W a token
-        sees itself and the W - 1 tokens before it.
+        With a `window` of W a token sees itself and the W - 1 tokens before it.
         """
 
 
@@ -88,9 +82,10 @@ def attention_forward(
             want="layers that pass their keywords on, as those of transformers 5 do",
             do="train a model of another family",
         )
-    scaling, window = options.get("scaling"), options.get("sliding_window")
+    scaling, layer = options.get("scaling"), getattr(module, "layer_idx", None)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return packing.attend(module, query, key, value, scaling, window), None
+    window = options.get("sliding_window")
+    return packing.attend(layer, (query, key, value), scaling, window), None  # type: ignore[arg-type]
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_forward)
@@ -160,21 +155,13 @@ class PackedLayout:
         """The blocks of the dense path, planned at their first use."""
         return BlockPlan.of(self.lengths, self.cu_seqlens.device)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> Tensor:
+    def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
         """See `Attends.attend`. Every token sees its own sequence up to itself."""
-        window = sliding_window if sliding_window and sliding_window < self.max_seqlen else None
-        rows = [part.transpose(1, 2).squeeze(0) for part in (query, key, value)]
+        window = window if window and window < self.max_seqlen else None
+        rows = [part.transpose(1, 2).squeeze(0) for part in parts]
         if self.shared is not None:
             rows = self.shared.spread(*rows)
-        if _has_varlen_kernel(query, value):
+        if _has_varlen_kernel(parts[0], parts[2]):
             output = self._varlen(rows, scaling, window)
         else:
             output = self.blocks.attend(rows, scaling, window)

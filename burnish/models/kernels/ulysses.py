@@ -13,12 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from burnish.distributed.tensor_collectives import join, swap
-from burnish.models.kernels.attention import Attends
+from burnish.models.kernels.attention import Attends, Heads
 from burnish.models.packing import Indices
 
 
@@ -84,25 +84,17 @@ class Ulysses:
     """Attention for all tokens."""
     deal: Deal
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> Tensor:
+    def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
         """See `Attends.attend`. The number of heads is a multiple of the ranks.
 
         If key heads are fewer than ranks, they are repeated, so that each rank has those of its queries.
         """
+        query, key, value = parts
         times = _repeats(query.shape[1], key.shape[1], self.deal.ranks)
         if times > 1:
             key, value = (part.repeat_interleave(times, dim=1) for part in (key, value))
-        query, key, value = (self._all_tokens(part) for part in (query, key, value))
-        output = self.packing.attend(module, query, key, value, scaling, sliding_window)
-        return self._all_heads(output)
+        whole = self._all_tokens(query), self._all_tokens(key), self._all_tokens(value)
+        return self._all_heads(self.packing.attend(layer, whole, scaling, window))
 
     def _all_tokens(self, heads: Tensor) -> Tensor:
         """Turn [1, heads, own tokens, d] into [1, own heads, all tokens, d]."""

@@ -138,10 +138,9 @@ class _Block:
         rotating = self._rotated(rotating, rotation)
         parts = (rotating[:, : self._heads], rotating[:, self._heads :], value)
         query, key, value = (part.transpose(0, 1)[None] for part in parts)
-        attention = self._attention
-        output = packing.attend(
-            attention, query, key, value, attention.scaling, attention.sliding_window
-        )
+        layer, scaling = self._attention.layer_idx, self._attention.scaling
+        window = self._attention.sliding_window
+        output = packing.attend(layer, (query, key, value), scaling, window)
         return output[0].flatten(1)
 
     def _rotated(self, heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

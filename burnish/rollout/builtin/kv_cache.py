@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from burnish.errors import IncompatibleError
-from burnish.models.kernels.attention import PackedLayout
+from burnish.models.kernels.attention import Heads, PackedLayout
 
 _GRAIN = 128
 """Rows grow by at least this many tokens."""
@@ -39,27 +39,18 @@ class PromptCache:
         """Keys and values of each layer, each [kv_heads, T, head_dim]."""
         self._layout = PackedLayout.of(lengths, device)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> Tensor:
+    def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
         """Attend causally within each prompt and keep its keys and values; see `Attends.attend`."""
-        index = int(module.layer_idx)  # type: ignore[arg-type]
-        if index in self.layers:
+        if layer in self.layers:
             raise IncompatibleError(
-                f"{type(module).__name__} attends twice in one layer",
-                have=f"a second call in layer {index}",
+                "the model attends twice in one layer",
+                have=f"a second call in layer {layer}",
                 want="keys and values once for each layer",
                 do="train a model of another family",
             )
         # Copies: views would keep the queries beside them alive.
-        self.layers[index] = key[0].contiguous(), value[0].contiguous()
-        return self._layout.attend(module, query, key, value, scaling, sliding_window)
+        self.layers[layer] = parts[1][0].contiguous(), parts[2][0].contiguous()
+        return self._layout.attend(layer, parts, scaling, window)
 
     def rows(self, prompts: Sequence[int]) -> Tensor:
         """Return the packed positions [n, longest] of these prompts; shorter ones repeat their last token."""
@@ -155,22 +146,14 @@ class DecodeStep:
         self._rows = torch.arange(len(positions), device=positions.device)
         self._biases: dict[int | None, Tensor] = {}
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> Tensor:
+    def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
         """Append token i to row i and attend to that row; see `Attends.attend`."""
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        query, key, value = parts
         self._store.append(layer, self._rows, self._positions, key, value)
         keys, values = (
             part[: len(self._rows), :, : self._span] for part in self._store.layers[layer]
         )
-        bias = self._bias(sliding_window, keys.dtype)
+        bias = self._bias(window, keys.dtype)
         output = _attend_one(query[0].transpose(0, 1), keys, values, bias, scaling)
         return output.flatten(1, 2)[None]
 
@@ -329,17 +312,9 @@ class SharedStep:
         self._span = span
         self._biases: dict[int | None, Tensor] = {}
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> Tensor:
+    def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
         """Append token i to row i and attend to its prompt and that row; see `Attends.attend`."""
-        layer, groups = int(module.layer_idx), self._groups  # type: ignore[arg-type]
+        (query, key, value), groups = parts, self._groups
         self._own.append(layer, self._rows, self._positions, key, value)
         shared = [
             part[: groups.prompts, :, : groups.longest].flatten(0, 1)
@@ -354,7 +329,7 @@ class SharedStep:
         heads = heads.reshape(len(heads), kv_heads, -1, query.shape[-1])
         of_prompt = groups.apart(torch.bmm(groups.together(heads), shared[0].mT), heads)
         of_own = torch.bmm(heads.flatten(0, 1), own[0].mT).view(*heads.shape[:3], -1)
-        scores = torch.cat((of_prompt, of_own), dim=-1).add_(self._bias(sliding_window))
+        scores = torch.cat((of_prompt, of_own), dim=-1).add_(self._bias(window))
         weights = scores.softmax(dim=-1)
         on_prompt, on_own = weights.tensor_split([groups.longest], dim=-1)
         output = groups.apart(torch.bmm(groups.together(on_prompt), shared[1]), heads)
