@@ -21,7 +21,7 @@ from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.models.flops import Passed
-from burnish.models.routing import Balance, Routing, TokenRows
+from burnish.models.routing import Routing, TokenRows
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Mean, Stats, Sum
 
@@ -74,7 +74,7 @@ class ShardedEngine(ABC):
     def _balanced(
         self, batch: Batch, routers: int, experts: int, chosen: int
     ) -> tuple[Batch, Tensor | None, Stats]:
-        """Return the batch with its tokens' experts, `Balance.factors`, and `moe/load_imbalance`.
+        """Return the batch with its tokens' experts, the factors of `Routing.balance`, and `moe/load_imbalance`.
 
         `routers` choose `chosen` of so many `experts`. Imbalance is a router's busiest expert over the mean of its experts, averaged over
         routers; 1 is even. Without a router loss return the batch alone.
@@ -135,7 +135,7 @@ def expert_counts(
 
 
 def balance_factors(counts: Tensor, coefficient: float, chosen: int) -> Tensor:
-    """[E] fp32: c E f_e / (N L), with `chosen` experts per token (`Balance.factors`), from counts [L, E]."""
+    """[E] fp32: c E f_e / (N L), with `chosen` experts per token (`Routing.balance`), from counts [L, E]."""
     choices = counts.sum(dim=0)
     rows = (choices.sum() / chosen).clamp(min=1)
     return coefficient * len(choices) * choices / rows.square()
@@ -162,5 +162,5 @@ def routing_of(
     if micro.experts is not None:
         routing.prescribed = rows.rows_of(micro.experts)[part].to(device, non_blocking=True)
     if factors is not None:
-        routing.balance = Balance(factors, rows.weights(device)[part] / copies)
+        routing.balance = factors, rows.weights(device)[part] / copies
     return routing

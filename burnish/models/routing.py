@@ -1,14 +1,13 @@
-"""Which experts each token goes to: written down, prescribed, and evened out, by hooks on a model's routers.
+"""The experts of each token: recorded, prescribed, and balanced, by hooks on a model's routers.
 
-A mixture of experts that is trained by reinforcement learning may send a token to other experts when it is updated
-than when it was sampled or scored; the ratio then compares two networks. Routing replay prescribes the
-experts that were chosen before (arXiv 2507.18071, section 5.3; arXiv 2510.11370). With p = softmax(router logits) and
-the prescribed experts c_1 ... c_k, expert c_i has the weight
+In reinforcement learning a mixture of experts may send a token to other experts when it is updated than when it was sampled;
+the ratio then compares two networks. Routing replay prescribes the experts that were chosen before (arXiv 2507.18071,
+section 5.3; arXiv 2510.11370). With p = softmax(router logits) and the prescribed experts c_1 ... c_k, expert c_i has the weight
 
     p_{c_i},  or p_{c_i} / Σ_j p_{c_j} where the family normalizes,
 
-so that the router keeps its gradient. What a forward pass is to do travels as the keyword argument `routing` beside
-`packing`, so that a layer which is computed again in the backward pass does the same again.
+so that the router keeps its gradient. Instructions travel as the keyword argument `routing` beside `packing`, so a layer that is
+computed again in the backward pass does the same.
 
 The load-balancing loss is the families' own (arXiv 2101.03961, equations 4 to 6): of E experts, N tokens and L routers,
 
@@ -40,7 +39,7 @@ _LEAST = 1e-30
 
 
 def has_routers(hf_config: PretrainedConfig) -> bool:
-    """Whether at least one layer of the model has a router that is known."""
+    """Return whether at least one layer of the model has a router that is known."""
     text = hf_config.get_text_config()
     if not family_of(text.model_type).has_router or not text.num_experts:
         return False
@@ -60,36 +59,40 @@ def require_routers(hf_config: PretrainedConfig, setting: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Balance:
-    """What the load-balancing loss needs of a forward pass over R rows."""
-
-    factors: Tensor
-    """[E] fp32: what a probability of each expert costs, c E f_e / (N L) with the loss's weight c."""
-    weights: Tensor
-    """[R] fp32: how many tokens of the batch each row stands for, over the number of ranks that compute the row."""
-
-    def loss(self, logits: Tensor) -> Tensor:
-        """One router's part of the loss, scalar fp32, from its logits [R, E]."""
-        probabilities = logits.softmax(dim=-1, dtype=torch.float32)
-        return torch.dot(torch.mv(probabilities, self.factors), self.weights)
-
-
 @dataclass(slots=True, eq=False)
 class Routing:
-    """What the routers of one forward pass are to do, and what they have done. R rows, L routers, k experts each."""
+    """Instructions to the routers of one forward pass, and a record of their choices. R rows, L routers, k of E experts each."""
 
     prescribed: Tensor | None = None
     """[R, L, k] integers: the experts that rows go to; None: those that the routers choose."""
-    balance: Balance | None = None
-    """Adds the load-balancing loss to the gradients; None: it is not computed."""
+    balance: tuple[Tensor, Tensor] | None = None
+    """Adds the load-balancing loss to the gradients; None: it is not computed.
+
+    [E] fp32: the cost c E f_e / (N L) of a probability of each expert, with the loss's weight c. [R] fp32: the tokens of the batch that
+    each row stands for, over the number of ranks that compute the row.
+    """
     chosen: dict[int, Tensor] = field(default_factory=dict)
     """By router: the experts [R, k] that rows have gone to."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     """By router: its part of the load-balancing loss, a scalar without gradient."""
 
+    def settle(self, router: int, logits: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Write down the `experts` [R, k] of a router with these `logits` [R, E].
+
+        Return their `weights`, through which the router's part of the load-balancing loss gets its gradient.
+        """
+        self.chosen[router] = experts.to(index_dtype(logits.shape[-1]))
+        if self.balance is None:
+            return weights
+        costs, tokens = self.balance
+        probabilities = logits.softmax(dim=-1, dtype=torch.float32)
+        loss = torch.dot(torch.mv(probabilities, costs), tokens)
+        self.losses[router] = loss.detach()
+        result: Tensor = _WithLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
+        return result
+
     def record(self) -> Tensor:
-        """The experts of all routers [R, L, k], uint8 where that is wide enough, int16 elsewhere. Raises `IncompatibleError` where no router is known."""
+        """Return the experts of all routers [R, L, k], in `index_dtype`. Raises `IncompatibleError` if no router is known."""
         if not self.chosen:
             raise IncompatibleError(
                 "the experts of a model were asked for, which has no known routers",
@@ -104,9 +107,9 @@ class Routing:
 
 
 class Routers:
-    """The routers of a model, which do what the `routing` of a forward pass says; without one, what they always do.
+    """The routers of a model, which follow the `routing` of a forward pass, if any.
 
-    The hooks are put in place when they are first needed, so that other runs, and what is compiled of them, know none.
+    Hooks are added when they are first needed, so compiled layers of other runs have none.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -139,9 +142,9 @@ class Routers:
 
 
 def require_recorded(recorded: Tensor, want: tuple[int, int, int], count: int) -> None:
-    """Raise `IncompatibleError` where the experts that tokens are to go to are not `want`: so many tokens × routers × chosen of `count`, none missing.
+    """Raise `IncompatibleError` unless prescribed experts have the shape `want`, tokens × routers × chosen, and are below `count`.
 
-    Those that lie on a device were recorded there; a look at them would wait for it.
+    Values on a device were recorded there; a look at them would wait for it.
     """
     outside = recorded.device.type == "cpu" and recorded.numel() > 0
     least, largest = (int(each) for each in recorded.aminmax()) if outside else (0, 0)
@@ -178,12 +181,7 @@ class _Router:
         if routing.prescribed is not None:
             experts = routing.prescribed[:, self._number].long()
             weights = self._weights(logits, experts).to(weights.dtype)
-        routing.chosen[self._number] = experts.to(index_dtype(logits.shape[-1]))
-        if routing.balance is not None:
-            loss = routing.balance.loss(logits)
-            routing.losses[self._number] = loss.detach()
-            weights = with_loss(weights, loss)
-        return logits, weights, experts
+        return logits, routing.settle(self._number, logits, experts, weights), experts
 
     def _weights(self, logits: Tensor, experts: Tensor) -> Tensor:
         weights = logits.softmax(dim=-1, dtype=torch.float32).gather(1, experts)
@@ -197,14 +195,8 @@ def index_dtype(experts: int) -> torch.dtype:
     return torch.uint8 if experts <= 256 else torch.int16
 
 
-def with_loss(values: Tensor, loss: Tensor) -> Tensor:
-    """`values`, which have to reach the loss of a step; then `loss`, a scalar, is a term of that."""
-    result: Tensor = _WithLoss.apply(values, loss)  # type: ignore[no-untyped-call]
-    return result
-
-
 class _WithLoss(torch.autograd.Function):
-    """Its first input; the second is a loss of its own, whose gradient is that of a term of the loss."""
+    """Return the first input; the second, a scalar, becomes a term of the loss that the first reaches."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
@@ -228,7 +220,7 @@ class TokenRows:
 
     @cached_property
     def _sources(self) -> Indices:
-        """[C], for each computed row a token that it is. Not the last of a sequence if it can be helped: generators do not compute that."""
+        """Return for each computed row [C] one of its tokens. Avoid the last of a sequence, which generators do not compute."""
         last = np.cumsum(self.lengths) - 1
         others = np.delete(np.arange(len(self.tree.rows)), last)
         sources = self.tree.computed.copy()
@@ -236,15 +228,15 @@ class TokenRows:
         return sources
 
     def rows_of(self, values: Tensor) -> Tensor:
-        """This rank's rows [R, ...] of `values` [T, ...]; filler has those of some token."""
+        """Return this rank's rows [R, ...] of `values` [T, ...]; filler has those of some token."""
         return values.index_select(0, on_device(self.deal.mine(self._sources), values.device))
 
     def weights(self, device: torch.device) -> Tensor:
-        """[R] fp32, for how many tokens each row stands; 0 for filler."""
+        """Return the number of tokens of each row, [R] fp32; 0 for filler."""
         return on_device(self.deal.mine(np.bincount(self.tree.rows)), device).float()
 
     def tokens_of(self, values: Tensor) -> Tensor:
-        """Integers of all tokens [T, ...] from those of this rank's rows, `values` [R, ...]. Collective where ranks share the tokens."""
+        """Return integers of all tokens [T, ...] from those of this rank's rows [R, ...]. Collective where ranks share the tokens."""
         if self.deal.group is not None:  # as bytes, since not every backend sends int16
             values = join(values.view(torch.uint8), self.deal.rows, self.deal.group).view(
                 values.dtype

@@ -22,7 +22,6 @@ from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import model_shards
 from burnish.models.packing import PrefixTree
 from burnish.models.routing import (
-    Balance,
     Routers,
     Routing,
     TokenRows,
@@ -131,7 +130,7 @@ def test_the_load_balancing_loss_is_that_of_transformers(kind: str) -> None:
         ]
     )
     factors = balance_factors(counts, 0.5, scorer.routers.chosen)
-    routing = Routing(None, Balance(factors, plan.rows.weights(CPU)))
+    routing = Routing(None, (factors, plan.rows.weights(CPU)))
     scorer.zero_grad()
     scorer(plan, 1.0, routing).logprobs.sum().backward()
 

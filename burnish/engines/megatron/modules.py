@@ -33,7 +33,7 @@ from burnish.config.schema import EngineConfig
 from burnish.errors import UsageError
 from burnish.models.kernels.attention import Attends
 from burnish.models.kernels.fused import rms_norm, rotate
-from burnish.models.routing import Routing, index_dtype, with_loss
+from burnish.models.routing import Routing
 
 _ALIGNED_BYTES = 16
 """Grouped products want rows and columns to begin at multiples of it."""
@@ -163,11 +163,7 @@ class PlainRouter(TopKRouter):
         if not softmax_first:
             weights = weights.softmax(dim=-1, dtype=torch.float32).type_as(logits)
         if routing is not None:
-            routing.chosen[self.number] = chosen.to(index_dtype(logits.shape[-1]))
-            if routing.balance is not None:
-                loss = routing.balance.loss(logits)
-                routing.losses[self.number] = loss.detach()
-                weights = with_loss(weights, loss)
+            weights = routing.settle(self.number, logits, chosen, weights)
         places = torch.zeros_like(logits)
         return places.scatter(1, chosen, weights), places.bool().scatter(1, chosen, True)
 
