@@ -18,7 +18,7 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
-    """What pairs of tokens cost in one layer."""
+    """The cost of pairs of tokens in one layer."""
 
     per_pair: int
     """Operations per pair of query and key: 2 · heads · (query width + value width)."""
@@ -28,7 +28,7 @@ class AttentionCost:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """What went through a model."""
+    """Counts of tokens that went through a model."""
 
     tokens: int = 0
     """Through the matrices of its layers: a token once, where sequences begin alike (`burnish.models.packing`)."""
@@ -61,27 +61,27 @@ class ModelFlops:
     attention: tuple[AttentionCost, ...]
     """One entry per attention layer."""
     head: float = 0.0
-    """Of `per_token` what is the output layer's, and is spared where a token is not scored."""
+    """The output layer's share of `per_token`, spared where a token is not scored."""
 
     def each(self, lengths: Iterable[int]) -> list[float]:
-        """Operations over each sequence, by its length in tokens: of one forward pass, if the coefficients are."""
+        """Return the operations over each sequence of these lengths, in tokens."""
         every = [int(length) for length in lengths]
         cost = {n: self.per_token * n + self._attention(n) for n in set(every)}
         return [cost[length] for length in every]
 
     def forward(self, lengths: Iterable[int]) -> float:
-        """Operations of one forward pass over sequences of these lengths, in tokens."""
+        """Return the operations of one forward pass over sequences of these lengths, in tokens."""
         return sum(self.each(lengths))
 
     def training(self, passed: Passed, *, frozen: bool = False) -> float:
-        """Operations of forward and backward; with `frozen`, of a model whose weights get no gradients (an adapter's)."""
+        """Return the operations of forward and backward; with `frozen`, of a model whose weights get no gradients (an adapter's)."""
         costs = self.of_training(frozen=frozen)
         products = costs.per_token * passed.tokens
         products -= costs.head * (passed.tokens - passed.predictions)
         return products + sum(costs._attention(length) for length in passed.attended)
 
     def of_training(self, *, frozen: bool = False) -> Self:
-        """The coefficients of forward and backward together; with `frozen`, of weights that get no gradients."""
+        """Return the coefficients of forward and backward together; with `frozen`, of weights that get no gradients."""
         products = 2.0 if frozen else 3.0
         attention = tuple(replace(cost, per_pair=3 * cost.per_pair) for cost in self.attention)
         return replace(
@@ -105,6 +105,6 @@ class ModelFlops:
 
 
 def pairs(length: int, window: int | None) -> int:
-    """Pairs of a token and one it sees: itself and those before it, at most `window` in all."""
+    """Count pairs of a token and one it sees: itself and those before it, at most `window` in all."""
     within = length if window is None else min(length, window)
     return within * (within + 1) // 2 + (length - within) * within

@@ -34,7 +34,7 @@ _SUMMED_ROWS = 2048
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """What a family does to `W h` before the softmax: `softcap · tanh(scale · W h / softcap)`."""
+    """A family's transform of `W h` before the softmax: `softcap · tanh(scale · W h / softcap)`."""
 
     scale: float = 1.0
     """Factor on the raw logits (Cohere's `logit_scale`, 1 / Granite's `logits_scaling`)."""
@@ -50,7 +50,7 @@ class LogitTransform:
 
 @dataclass(frozen=True, slots=True)
 class LogprobOptions:
-    """How log-probs are computed from hidden states."""
+    """Settings of the computation of log-probs from hidden states."""
 
     chunk: int
     """Rows whose logits exist at one time."""
@@ -67,7 +67,7 @@ def token_logprobs(
     options: LogprobOptions,
     part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of `targets` [N] and entropy [N] in nats, both fp32, given `hidden` [N, H] and `weight` [V, H].
+    """Return log-probs of `targets` [N] and entropies [N] in nats, fp32, of `hidden` [N, H] and `weight` [V, H].
 
     Differentiable in `hidden` and `weight`. Rows whose outputs receive no gradient cost nothing in
     the backward pass. Gradients of `weight` are summed in fp32 over chunks. With `part`, `weight` has
@@ -132,7 +132,7 @@ class _TokenLogprobs(torch.autograd.Function):
 def _softmax_sums(
     hidden: Tensor, weight: Tensor, columns: Tensor, options: LogprobOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Of each row of `hidden` [N, H] over the rows of `weight`: m, S, D and z_y - m, as [4, N]; and the last chunk's logits.
+    """Return m, S, D and z_y - m of each row of `hidden` [N, H] over the rows of `weight`, as [4, N]; and the last chunk's logits.
 
     z_y - m is -∞ where y is not among them (`columns` is -1).
     """
@@ -167,7 +167,7 @@ class _Rows:
 
     hidden: Tensor
     columns: Tensor
-    """Which row of the weight each one's token is, -1 where it is another rank's."""
+    """The row of the weight for each one's token, -1 if it is another rank's."""
     normalizer: Tensor
     entropy: Tensor
     logprob_gradient: Tensor
@@ -179,7 +179,7 @@ class _Rows:
 def _gradients(
     few: _Rows, weight: Tensor, options: LogprobOptions, wants_weight: bool, last: list[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradient of the rows' hidden states, and of the weight where it is wanted.
+    """Return the gradient of the rows' hidden states, and of the weight if it is wanted.
 
     `last` has the last chunk's logits, where they are still there; they are taken out and written over.
     """
@@ -204,7 +204,7 @@ def _gradients(
 
 
 def _logit_gradient(logits: Tensor, few: _Rows, rows: slice, options: LogprobOptions) -> Tensor:
-    """Gradient of the raw logits [n, V] of some rows, in fp32."""
+    """Return the gradient of the raw logits [n, V] of some rows, in fp32."""
     exact = few.normalizer.dtype
     z, slope = _transformed(logits, options, exact)
     chosen = few.logprob_gradient[rows, None]
@@ -222,7 +222,7 @@ def _logit_gradient(logits: Tensor, few: _Rows, rows: slice, options: LogprobOpt
 def _transformed(
     logits: Tensor, options: LogprobOptions, exact: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """z in fp32 in memory of its own, and ∂softcap where there is one."""
+    """Return z in fp32 in memory of its own, and ∂softcap if there is one."""
     transform, factor = options.transform, options.transform.scale / options.temperature
     if transform.softcap is None:
         z = logits.to(exact, copy=True)
@@ -262,18 +262,18 @@ class VocabularyPart:
     """The ranks that share the vocabulary."""
 
     def columns(self, token_ids: Tensor) -> Tensor:
-        """Which of this rank's rows each token [N] is, -1 where it is another rank's."""
+        """Return this rank's row of each token [N], -1 if it is another rank's."""
         columns = token_ids - self.tokens.start
         return torch.where((columns >= 0) & (columns < len(self.tokens)), columns, -1)
 
     def embed(self, embedding: nn.Module, token_ids: Tensor) -> Tensor:
-        """Embeddings [C / ranks, H] of this rank's part of tokens [C], where `embedding` has this rank's rows. Collective."""
+        """Return embeddings [C / ranks, H] of this rank's part of tokens [C]; `embedding` has this rank's rows. Collective."""
         columns = self.columns(token_ids)
         rows = embedding(columns.clamp(min=0))
         return scatter_sums(torch.where(columns[:, None] >= 0, rows, 0), self.group)
 
     def merged(self, sums: Tensor) -> Tensor:
-        """m, S, D and z_y - m [4, N] of the whole vocabulary from those of this rank's part (`burnish.models.logprobs`). Collective."""
+        """Return m, S, D and z_y - m [4, N] of the whole vocabulary from those of this rank's part. Collective."""
         ranks = gather_rows(sums[None], self.group)
         top, total, dot, chosen = ranks.unbind(dim=1)
         highest = top.amax(dim=0)
@@ -289,9 +289,9 @@ class VocabularyPart:
         )
 
     def all_rows(self, rows: Tensor) -> Tensor:
-        """The hidden states of all ranks' tokens from those of this rank's; the ranks' gradients add up. Collective."""
+        """Return the hidden states of all ranks' tokens; gradients of the ranks add up. Collective."""
         return gather_rows(rows, self.group)
 
     def all_values(self, values: Tensor) -> Tensor:
-        """A number of each of all ranks' tokens from those of this rank's, in which every rank goes on alike. Collective."""
+        """Return a number of each of all ranks' tokens. Every rank computes the same from them. Collective."""
         return join(values, len(values), self.group)

@@ -214,7 +214,7 @@ _EXPERT = re.compile(r"(^|\.)experts(\.|$)")
 
 
 def count_flops(hf_config: PretrainedConfig) -> ModelFlops:
-    """The operations of a model of this configuration, counted from one built without memory."""
+    """Count the operations of a model of this configuration, from one built without memory."""
     model = build_on_meta(hf_config)
     text = hf_config.get_text_config()
     head = model.get_output_embeddings()

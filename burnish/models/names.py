@@ -29,7 +29,7 @@ from burnish.errors import IncompatibleError
 
 
 def is_matrix(name: str, dims: int) -> bool:
-    """Whether a weight of this name and so many dims is multiplied with: norms per head (Cohere's) and biases per expert have two dims too."""
+    """Return whether a weight is multiplied with; norms per head (Cohere's) and biases per expert have two dims too."""
     owner, _, kind = name.rpartition(".")
     return (
         dims >= 2 and "norm" not in owner.rpartition(".")[2].lower() and not kind.endswith("bias")
@@ -47,7 +47,7 @@ class Region:
     parameter: str
     """Name in the model's `state_dict`."""
     box: Box
-    """Which part of the parameter it is."""
+    """The part of the parameter."""
     dims: tuple[int, ...]
     """The parameter's dims that the checkpoint tensor has, in order; the others have size 1 in the box."""
     start: tuple[int, ...] = ()
@@ -60,7 +60,7 @@ class Region:
         return kept.shift(self.start) if self.start else kept
 
     def shard_of(self, held: Tensor, box: Box, prefix: str = "") -> Shard | None:
-        """What `held`, the parameter's elements in `box`, has of this tensor, as a view; None for nothing. `prefix` goes before the name."""
+        """Return this tensor's elements in `held`, the parameter's elements in `box`, as a view; None if there are none. `prefix` goes before the name."""
         common = intersect(self.box, box)
         if common is None:
             return None
@@ -216,13 +216,13 @@ class Cut:
 
     @classmethod
     def of(cls, size: int, dim: int, rank: int, ranks: int, joined: int = 1) -> Cut:
-        """The part of `rank` among `ranks` of a parameter with `size` indices that joins so many tensors of one size."""
+        """Return a rank's part of a parameter with `size` indices that joins so many tensors of one size."""
         each = size // joined
         start, stop = each * rank // ranks, each * (rank + 1) // ranks
         return cls(dim, tuple(range(n * each + start, n * each + stop) for n in range(joined)))
 
     def of_tensor(self, parameter: Tensor) -> Tensor:
-        """The part of the whole parameter."""
+        """Return the part of the whole parameter."""
         return torch.cat(
             [parameter.narrow(self.dim, s.start, len(s)) for s in self.spans], self.dim
         )
@@ -238,7 +238,7 @@ def cut_regions(regions: Iterable[Region], cuts: Mapping[str, Cut]) -> tuple[Reg
 
 
 def _parts(region: Region, cut: Cut) -> Iterator[Region]:
-    """The parts of one checkpoint tensor that lie in a cut parameter, one per span."""
+    """Yield the parts of one checkpoint tensor that lie in a cut parameter, one per span."""
     first, size = region.box.offsets[cut.dim], region.box.sizes[cut.dim]
     held = 0  # where the span begins in the cut parameter
     for span in cut.spans:

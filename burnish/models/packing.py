@@ -37,7 +37,7 @@ def on_device(values: Indices, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixTree:
-    """Which of T packed tokens are computed, C in all, and which computed one each token is."""
+    """The C of T packed tokens that are computed, and the computed one that each token equals."""
 
     computed: Indices
     """[C], the packed tokens that are computed, ascending."""
@@ -77,7 +77,7 @@ def _common(one: Indices, other: Indices) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMap:
-    """Which row of a source each row of a result is."""
+    """The row of a source for each row of a result."""
 
     index: Tensor
     """[N] int64: result row i is source row `index[i]`."""

@@ -102,7 +102,7 @@ class Routing:
         return torch.stack([self.chosen[number] for number in sorted(self.chosen)], dim=1)
 
     def loss(self) -> Tensor:
-        """The load-balancing loss of this rank's rows, times its weight, without gradient."""
+        """Return the load-balancing loss of this rank's rows, times its weight, without gradient."""
         return torch.stack(list(self.losses.values())).sum()
 
 
@@ -191,7 +191,7 @@ class _Router:
 
 
 def index_dtype(experts: int) -> torch.dtype:
-    """A type that holds the number of each of so many experts."""
+    """Return a type that holds the numbers of so many experts."""
     return torch.uint8 if experts <= 256 else torch.int16
 
 
@@ -209,14 +209,14 @@ class _WithLoss(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Which of this rank's R rows each of T tokens is computed in."""
+    """The one of this rank's R rows in which each of T tokens is computed."""
 
     tree: PrefixTree
-    """Which tokens are computed together."""
+    """Tokens that are computed together."""
     lengths: tuple[int, ...]
     """Tokens of each sequence."""
     deal: Deal
-    """Which of the computed ones are this rank's."""
+    """The computed ones of this rank."""
 
     @cached_property
     def _sources(self) -> Indices:

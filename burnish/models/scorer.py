@@ -38,9 +38,9 @@ class Scorer(nn.Module):
         self.chunk = chunk
         self._position_limit = position_limit(model.config)
         self.vocabulary: VocabularyPart | None = None
-        """Which tokens' rows embedding and output layer have, where they have not all."""
+        """The tokens whose rows embedding and output layer have, if not all."""
         self.routers = Routers(model)
-        """Which experts its tokens go to, and what is asked of that."""
+        """They choose experts for its tokens."""
         self.scores_values = has_value_head(model.config)
         if self.scores_values:
             return
@@ -98,7 +98,7 @@ class Scorer(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoringPlan:
-    """What one forward pass over packed sequences computes on this rank, with its tensors where the model is.
+    """The work of one forward pass over packed sequences on this rank, with its tensors where the model is.
 
     Of T tokens some are computed (see `burnish.models.packing`), C of them on this rank, and some
     predictions are scored, N of them on this rank.
@@ -109,13 +109,13 @@ class ScoringPlan:
     positions: Tensor
     """[C] int64, from 0 in every sequence."""
     packing: Attends
-    """Which computed tokens see each other."""
+    """Attention between computed tokens."""
     predictors: RowMap
     """[N], the computed token that each prediction is made from."""
     targets: Tensor
     """[N] int64, the token that is predicted."""
     joined: Joined
-    """How the predictions of all ranks come together."""
+    """Gathers the predictions of all ranks."""
     results: RowMap
     """[M], for each token that is scored the prediction that it shares, among those of all ranks."""
     scored: Tensor
@@ -123,9 +123,9 @@ class ScoringPlan:
     total: int
     """T."""
     rows: TokenRows
-    """Which of this rank's computed tokens each of the T is."""
+    """The computed token of this rank for each of the T."""
     passed: Passed
-    """What is computed of all of it, on all ranks together that share these tokens."""
+    """Counts for all ranks together that share these tokens."""
 
     @classmethod
     def of(

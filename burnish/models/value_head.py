@@ -27,12 +27,12 @@ _OF_SEQUENCES = "ForSequenceClassification"
 
 
 def has_value_head(config: PretrainedConfig) -> bool:
-    """Whether this is the configuration of a model with a head that classifies, tokens or sequences."""
+    """Return whether the model has a head that classifies, tokens or sequences."""
     return any(name.endswith((_SUFFIX, _OF_SEQUENCES)) for name in config.architectures or ())
 
 
 def value_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The same backbone with a scalar head. Raises `IncompatibleError` where it has another head already, or can have none."""
+    """Return the same backbone with a scalar head. Raises `IncompatibleError` if it has another head, or can have none."""
     if has_value_head(config) and config.num_labels != 1:
         raise IncompatibleError(
             f"{config.name_or_path or config.model_type} says several things of a token, which is no value",
@@ -47,9 +47,9 @@ def value_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The family's token classification model; made the way transformers makes them where it has none.
+    """Return the family's token classification model, made as transformers makes them if it has none.
 
-    That of sequences where the configuration says so and transformers has one. Raises
+    If the configuration says so and transformers has one, it classifies sequences. Raises
     `IncompatibleError` for a model that is not one of transformers' language models.
     """
     of_sequences = any(name.endswith(_OF_SEQUENCES) for name in config.architectures or ())
@@ -73,16 +73,16 @@ def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def head_has_bias(config: PretrainedConfig) -> bool:
-    """Whether the head of a model that has one has a bias: transformers gives one to those that classify tokens."""
+    """Return whether a value head has a bias: transformers gives one to those that classify tokens."""
     return issubclass(value_class(config), GenericForTokenClassification)
 
 
 def value_head(model: PreTrainedModel) -> nn.Linear:
-    """The output layer of a model with a scalar head."""
+    """Return the output layer of a model with a scalar head."""
     return next(child for child in model.children() if isinstance(child, nn.Linear))
 
 
 def state_values(hidden: Tensor, head: nn.Linear) -> Tensor:
-    """The values [N], fp32, of states [N, H] in any dtype."""
+    """Return the values [N], fp32, of states [N, H] in any dtype."""
     bias = None if head.bias is None else head.bias.float()
     return nn.functional.linear(hidden.float(), head.weight.float(), bias)[:, 0]

@@ -93,7 +93,7 @@ AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedRows:
-    """How C computed rows become A rows of whole sequences, some of them several times, and back."""
+    """Maps C computed rows to A rows of whole sequences, some of them several times, and back."""
 
     sources: RowMap
     """[A], the computed row that each row of a sequence is."""
@@ -130,7 +130,7 @@ class PackedLayout:
     max_seqlen: int
     """Length of the longest sequence."""
     shared: SharedRows | None = None
-    """Which sequence rows are the same computed row; None: each is its own."""
+    """Sequence rows that are the same computed row; None: each is its own."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
@@ -152,7 +152,7 @@ class PackedLayout:
 
     @cached_property
     def blocks(self) -> BlockPlan:
-        """The blocks of the dense path, planned at their first use."""
+        """Plan the blocks of the dense path at their first use."""
         return BlockPlan.of(self.lengths, self.cu_seqlens.device)
 
     def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
@@ -201,7 +201,7 @@ def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockPlan:
-    """How T packed rows become R rows of blocks, and back. Padding repeats a sequence's last row."""
+    """Maps T packed rows to R rows of blocks, and back. Padding repeats a sequence's last row."""
 
     blocks: tuple[tuple[int, int], ...]
     """Number of sequences and rows per sequence of each dense call, in the order of their rows."""

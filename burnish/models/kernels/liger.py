@@ -36,7 +36,7 @@ _ACTIVATIONS: Mapping[str, Literal["silu", "gelu_tanh"]] = {
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What Liger computes. Every kernel may write over its inputs."""
+    """Liger's functions. Each may write over its inputs."""
 
     gated: Mapping[Literal["silu", "gelu_tanh"], Callable[[Tensor, Tensor], Tensor]]
     """activation(gate) * up, of tensors of one shape."""

@@ -44,7 +44,7 @@ ALL_TOKENS = Division()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deal:
-    """Which rank has which of `count` tokens."""
+    """The tokens of each rank, of `count` in all."""
 
     rank: int
     """This rank, among those that share the tokens."""
@@ -127,7 +127,7 @@ def _repeats(heads: int, key_heads: int, ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined:
-    """How numbers that each rank computes for its own tokens reach all ranks."""
+    """Sends numbers that each rank computes for its own tokens to all ranks."""
 
     group: ProcessGroup | None
     """None: this rank computes all of them."""
