@@ -14,6 +14,7 @@ where swap exchanges the two halves of a head and `sin` carries the sign.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def fuse(model: PreTrainedModel) -> None:
     """
     if not family_of(model.config.model_type).has_llama_layers or not is_of_transformers(model):
         return
-    replace_layers(model, "RMSNorm", FusedRMSNorm)
+    replace_layers(model, "RMSNorm", partial(FusedRMSNorm, norm=rms_norm))
     base: Any = model.base_model
     if 2 * base.rotary_emb.inv_freq.numel() == base.layers[0].self_attn.head_dim:  # whole heads
         replace_layers(model, "Attention", FusedAttention)
@@ -57,14 +58,16 @@ def is_of_transformers(model: PreTrainedModel) -> bool:
 class FusedRMSNorm(nn.Module):
     """RMSNorm with the parameter of the module it replaces."""
 
-    def __init__(self, replaced: Any) -> None:
+    def __init__(self, replaced: Any, norm: Callable[[Tensor, Tensor, float], Tensor]) -> None:
+        """`norm` takes the input, the weight and ε, like `rms_norm`."""
         super().__init__()
         self.weight = replaced.weight
-        self.variance_epsilon: float = replaced.variance_epsilon
+        self.variance_epsilon: float = getattr(replaced, "eps", None) or replaced.variance_epsilon
+        self.norm = norm
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Take any shape [..., n]."""
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return self.norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 Pair = tuple[Tensor, Tensor]

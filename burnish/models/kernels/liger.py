@@ -42,7 +42,7 @@ class Kernels:
     """activation(gate) * up, of tensors of one shape."""
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], Pair]
     """Rotates queries [1, heads, T, d] and keys [1, key heads, T, d] by cosines and sines [1, T, d] fp32."""
-    norm: Callable[[Tensor, Tensor, float, float], Tensor]
+    norm: Callable[..., Tensor]
     """RMSNorm [..., n] in fp32 from its input, weight [n], ε and offset of the weight, for families with `norm_in_fp32`."""
 
 
@@ -90,8 +90,8 @@ def use_kernels(model: PreTrainedModel, kernels: Kernels) -> None:
     if family.tested and (kind := _ACTIVATIONS.get(activation)):
         replace_layers(model, "MLP", partial(GatedMLP, gated=kernels.gated[kind]))
     if family.norm_in_fp32:
-        norm = partial(LigerRMSNorm, norm=kernels.norm, offset=family.norm_offset)
-        replace_layers(model, "RMSNorm", norm)
+        norm = partial(kernels.norm, offset=family.norm_offset)
+        replace_layers(model, "RMSNorm", partial(FusedRMSNorm, norm=norm))
 
 
 class GatedMLP(nn.Module):
@@ -107,22 +107,6 @@ class GatedMLP(nn.Module):
         """Take any shape [..., H]."""
         result: Tensor = self.down_proj(self._gated(self.gate_proj(x), self.up_proj(x)))
         return result
-
-
-class LigerRMSNorm(nn.Module):
-    """RMSNorm with the parameter of the module it replaces."""
-
-    def __init__(
-        self, replaced: Any, norm: Callable[[Tensor, Tensor, float, float], Tensor], offset: float
-    ) -> None:
-        super().__init__()
-        self.weight = replaced.weight
-        self._epsilon: float = getattr(replaced, "eps", None) or replaced.variance_epsilon
-        self._norm, self._offset = norm, offset
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Take any shape [..., n]."""
-        return self._norm(hidden_states, self.weight, self._epsilon, self._offset)
 
 
 def _rotate_both(
