@@ -82,10 +82,10 @@ def attention_forward(
             want="layers that pass their keywords on, as those of transformers 5 do",
             do="train a model of another family",
         )
-    scaling, layer = options.get("scaling"), getattr(module, "layer_idx", None)
+    scaling, layer = options.get("scaling"), int(getattr(module, "layer_idx", -1))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = options.get("sliding_window")
-    return packing.attend(layer, (query, key, value), scaling, window), None  # type: ignore[arg-type]
+    return packing.attend(layer, (query, key, value), scaling, window), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_forward)
