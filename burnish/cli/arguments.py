@@ -72,7 +72,7 @@ _COMMANDS = {
     "ckpt show": ("ckpt:show_step", "STEP --json --tensors", "Say what is in a step."),
     "ckpt verify": (
         "ckpt:verify_steps",
-        "STEP --json --full|--fast",
+        "STEP --json --fast|--full",
         "Check a step, or every step of a run, against their hashes.",
     ),
     "ckpt diff": (
@@ -155,7 +155,7 @@ _OPTIONS = {
         type=int,
     ),
     "--tensors": _flag("list every tensor"),
-    "--full": _flag("read every byte (the default)"),
+    "--full": _argument("read every byte (the default)", action="store_false", dest="fast"),
     "--fast": _flag("names, sizes, small files and headers only"),
     "--dtype": _argument("of the weights", choices=("bf16", "fp16", "fp32"), default="bf16"),
     "--shard-gb": _argument("size of a file", type=float, default=5.0, metavar="GB"),

@@ -60,6 +60,8 @@ Say = Callable[[str], None]
 P = TypeVar("P", bound=PurePath)
 
 _LOCAL = LocalStorage()
+_OF_PARSER = ("command", "subcommand", "function", "json")
+# What the parser says beside a command's own arguments.
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +76,12 @@ class Outcome:
 
 def run_ckpt(arguments: Namespace) -> int:
     """Run the command that was parsed; returns the exit code. Raises `BurnishError`s for all that is wrong."""
-    options = vars(arguments)
-    as_json = options.pop("json")
     function = function_of(arguments)
-    options = {n: v for n, v in options.items() if n not in ("command", "subcommand", "function")}
+    options = {name: value for name, value in vars(arguments).items() if name not in _OF_PARSER}
     path = next(value for value in options.values() if isinstance(value, PurePath))
 
     def say(line: str) -> None:
-        if not as_json:
+        if not arguments.json:
             print_text(line)
 
     try:
@@ -92,7 +92,7 @@ def run_ckpt(arguments: Namespace) -> int:
     report, failure = outcome.report, outcome.error
     if failure is not None:
         report = report | {"error": failure.parts() | {"exit_code": failure.exit_code}}
-    if as_json:
+    if arguments.json:
         print_text(json.dumps(report, ensure_ascii=False, indent=1))
     if failure is not None:
         raise failure
@@ -306,7 +306,7 @@ def _size(entries: list[TensorEntry]) -> int:
     return sum(entry.end - entry.begin for entry in entries)
 
 
-def verify_steps(say: Say, path: PurePath, *, fast: bool, full: bool = False) -> Outcome:
+def verify_steps(say: Say, path: PurePath, *, fast: bool) -> Outcome:
     """Check a step, or every step of a run, and report each problem as it is found.
 
     Steps that retention removes meanwhile are passed over. Raises `MissingError` if all are gone.
