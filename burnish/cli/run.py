@@ -16,7 +16,7 @@ from burnish.cli.summary import summary
 from burnish.config.constraints import Command
 from burnish.config.load import load_config
 from burnish.distributed.environment import place_of
-from burnish.errors import MissingError, UsageError
+from burnish.errors import MissingError, UsageError, table
 from burnish.plan.devices import PER_MACHINE
 from burnish.tracking.trackers import json_numbers
 from burnish.train.own_directory import recorded_config
@@ -40,8 +40,7 @@ def run(given: Namespace) -> None:
     if not given.dry_run:
         numbers = run_command(command, config, run_dir=run_dir)
         if numbers and layout.is_main:
-            width = max(map(len, numbers))
-            lines = (f"{name:<{width}}  {value:.6g}" for name, value in sorted(numbers.items()))
+            lines = table([(name, f"{value:.6g}") for name, value in sorted(numbers.items())])
             print_text(json.dumps(json_numbers(numbers)) if as_json else "\n".join(lines))
         return
     target = devices_of(devices)

@@ -21,6 +21,7 @@ from burnish.config.schema import (
     RunConfig,
     SamplingConfig,
 )
+from burnish.errors import table
 from burnish.train.own_directory import committed_steps
 from burnish.train.preflight import data_sizes
 
@@ -65,8 +66,7 @@ def summary(
         ]
         rows += _output_rows(config.checkpoint, config.directory, config.mirror_url)
     rows += [("memory", memory)] if memory else []
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+    return "\n".join(f"  {line}" for line in table(rows))
 
 
 def _layout(engine: EngineConfig, world: int) -> str:
