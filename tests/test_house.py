@@ -27,6 +27,9 @@ OPTIONAL = (
     "burnish.models.lora",
     "burnish.models.kernels.liger",
     "burnish.checkpoint.destinations",
+    "burnish.files.remote",
+    "burnish.files.cache",
+    "burnish.files.backends",
 )
 """What `import burnish.train.rl` must not reach."""
 OTHER_MEANINGS = {"git", "gemma"}

@@ -230,15 +230,15 @@ class RunMirror:
         mine = directory.read_environment().get(RUN)
         names = [path.name for path in step_paths(self.root, self.source).values()]
         theirs = self._identity()
-        if theirs is None and names:
+        if theirs is None:
+            if not names:
+                return {START: self._mirror.start}
             raise IncompatibleError(
                 f"{self.url} holds checkpoints, and does not say of which run",
                 have=f"{names[-1]} and no {ENVIRONMENT}",
                 want="an empty directory, or the mirror of this run",
                 do="give this run a name of its own with name=NAME, or another mirror",
             )
-        if theirs is None:
-            return {START: self._mirror.start}
         if names or theirs.get(RUN) != mine:
             require_trainer(self.url, theirs.get(TRAINER), trainer)
             require_same_run(self.root.parent, self._recorded_config(), config)
@@ -254,23 +254,20 @@ class RunMirror:
 
     def _identity(self) -> dict[str, object] | None:
         """Return what the mirror says of its run; None if it says nothing."""
-        have: object
         try:
             found = json.loads(self._mirror.remote.read(ENVIRONMENT, ENVIRONMENT_LIMIT))
+            if not isinstance(found, dict):
+                raise ValueError(f"a {type(found).__name__}")
         except MissingError:
             return None
         except ValueError as error:
-            have = error
-        else:
-            if isinstance(found, dict):
-                return found
-            have = f"a {type(found).__name__}"
-        raise CorruptError(
-            f"{self.url}/{ENVIRONMENT} does not say whose mirror this is",
-            have=have,
-            want=f'a JSON object with "{RUN}", "{START}" and "{TRAINER}"',
-            do="put that of the run's directory there, or give this run a mirror of its own",
-        )
+            raise CorruptError(
+                f"{self.url}/{ENVIRONMENT} does not say whose mirror this is",
+                have=error,
+                want=f'a JSON object with "{RUN}", "{START}" and "{TRAINER}"',
+                do="put that of the run's directory there, or give this run a mirror of its own",
+            ) from error
+        return found
 
     def _recorded_config(self) -> RunConfig:
         with tempfile.TemporaryDirectory() as name:

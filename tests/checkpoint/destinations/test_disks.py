@@ -87,19 +87,26 @@ def test_a_block_is_a_ranks_that_has_its_disk():
         assert share.max() <= -(-(disk_of_block == disk).sum() // (disk_of_rank == disk).sum())
 
 
-def found_disks(layout, where):
-    with where.open(layout) as checkpoints:
-        return checkpoints._saver.disks, checkpoints.meets_on_mirror
+def found_disks(layout, places):
+    found = []
+    for disks in places:
+        with disks.open(layout) as checkpoints:
+            found.append((checkpoints._saver.disks, checkpoints.meets_on_mirror))
+    return found
 
 
-@pytest.mark.parametrize(("of_rank", "found"), [("00", "00"), ("abba", "0110"), ("abca", "0120")])
-def test_who_has_a_disk_with_whom(tmp_path, of_rank, found):
-    told = run_ranks(found_disks, len(of_rank), where(tmp_path, *of_rank))
-    disks, meets = told[0]
-    assert told == [(disks, meets)] * len(of_rank)
-    assert "".join(map(str, disks.of_rank)) == found
-    assert [disks.of_rank[leader] for leader in disks.leaders] == sorted(set(disks.of_rank))
-    assert meets == disks.are_several == (len(set(found)) > 1)
+def test_who_has_a_disk_with_whom(tmp_path):
+    expected = {"0000": "0000", "abba": "0110", "abca": "0120"}
+    places = []
+    for of_rank in expected:
+        (tmp_path / of_rank).mkdir()
+        places.append(where(tmp_path / of_rank, *of_rank))
+    told = run_ranks(found_disks, 4, places)
+    assert told == [told[0]] * 4
+    for (disks, meets), found in zip(told[0], expected.values(), strict=True):
+        assert "".join(map(str, disks.of_rank)) == found
+        assert [disks.of_rank[leader] for leader in disks.leaders] == sorted(set(disks.of_rank))
+        assert meets == disks.are_several == (len(set(found)) > 1)
 
 
 def files_of(path):
