@@ -136,7 +136,7 @@ class Job:
 
     step: int
     contents: Contents
-    """What `stage` returned."""
+    """Staged: `stage` returned them."""
     number: int
     """Counts the jobs of a run, the same on all ranks."""
     meeting: tuple[str, int] | None
@@ -144,7 +144,7 @@ class Job:
 
 
 Answer = Saved | BurnishError
-"""What comes of a job."""
+"""A writer's answer to a job."""
 
 
 def serve(pipe: int, parent: int, memory: int) -> None:
@@ -209,13 +209,13 @@ def _meeting(job: Job, layout: Layout, patience: timedelta) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a save in the background went."""
+    """The outcome of a save in the background."""
 
     step: int
     error: BurnishError | None
     """None when it is committed."""
     warning: BurnishError | None = None
-    """What went wrong although it is committed."""
+    """A lesser failure of a committed step."""
 
 
 class BackgroundSaver:

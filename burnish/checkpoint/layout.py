@@ -1,4 +1,4 @@
-"""How tensors are named, lie in files, and files in blocks.
+"""The names of tensors, and their places in files and blocks.
 
 A step holds one or more trained models, told apart by role. A model's tensors come in sets: weights ("model"), what bf16 lacks
 ("residual"), and one per optimizer slot ("exp_avg"). The role `MAIN` has no prefix; other sets begin with their role
@@ -74,7 +74,7 @@ def key_parts(key: str, roles: Iterable[str]) -> tuple[str, str]:
 
 
 def path_of(tensor_set: str) -> str:
-    """Where a set's files lie below a step, without number and suffix: "critic/training/exp_avg"."""
+    """Return the path of a set's files below a step, without number and suffix: "critic/training/exp_avg"."""
     role, slash, kind = tensor_set.rpartition("/")
     return f"{role}{slash}{MODEL if kind == MODEL else TRAINING}/{kind}"
 
@@ -271,7 +271,7 @@ _FAVOURITES = 8  # ranks that are considered for a block before any that has roo
 
 @dataclass(frozen=True, slots=True)
 class PartPlace:
-    """Where a part lies."""
+    """The place of a part."""
 
     slot: int
     """Index of the span among those that its rank puts together at one time."""
@@ -405,7 +405,7 @@ class WritePlan:
     share: Sequence[Sequence[Span]]
     """The spans that this rank writes, by group: put together at one time."""
     places: dict[int, PartPlace]
-    """Where in its group's spans a move's elements go, by `Move.want`."""
+    """The place of a move's elements in its group's spans, by `Move.want`."""
     moves: Sequence[Group]
     """The moves for each group of all ranks."""
     digest: str

@@ -59,7 +59,7 @@ Load = Callable[[Committed, CheckpointSource], None]
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a run continues from."""
+    """The step that a run continues from."""
 
     step: Committed
     skipped: tuple[str, ...]
@@ -78,7 +78,7 @@ class Destination(Protocol):
         """Reads what is below."""
 
     sharing: str
-    """What to do where a rank does not see what rank 0 does."""
+    """Advice for a rank that does not see the steps that rank 0 sees."""
     url: str
     """Of the copy of the run's directory."""
 
@@ -103,7 +103,7 @@ class Destination(Protocol):
         """Take a step out of sight, for people to look into; says where it is."""
 
     def aside(self) -> list[str]:
-        """What was set aside, now or earlier."""
+        """Return the steps that were set aside, now or earlier."""
 
     def meet(self, here: OnDisk, *, leads: bool) -> None:
         """Before resuming on several disks: refuse steps that only one disk has, and clear what no disk committed. Collective."""

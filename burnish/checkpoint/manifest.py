@@ -1,4 +1,4 @@
-"""What a committed step says of itself: the manifest of its files, and the COMMIT that seals it.
+"""The manifest of a step's files, and the COMMIT that seals it.
 
 Both are canonical JSON, and COMMIT has digests of itself and the manifest, so any changed byte is found. A manifest may be long.
 It is read file by file and refused at the first unexpected byte, so a hostile one cannot fill memory. No torch here.
@@ -38,7 +38,7 @@ COMMIT_LIMIT, MANIFEST_LIMIT, STATE_LIMIT = 64 << 10, 32 << 20, 1 << 20
 MAX_FILES = 1 << 16
 """Most files of a step."""
 ANOTHER_STEP = "use another step, or a copy of this one, and check the disk"
-"""What to do about a step whose bytes are not those that were written."""
+"""Advice for a step whose bytes are not those that were written."""
 
 _HASH = 32
 # Letters of a block's hash.
@@ -229,7 +229,7 @@ def _hashes(lines: bytes) -> tuple[str, ...]:
 
 
 def _unlike_ours(data: bytes, at: int, what: str, want: str | None = None) -> CorruptError:
-    """What to say of a text that Burnish does not write, from a byte on."""
+    """Return the error for a text that Burnish does not write, from a byte on."""
     return CorruptError(
         f"{what} is not written the way Burnish writes it",
         have=f"{shortened(data[at : at + 100])} at byte {at}",

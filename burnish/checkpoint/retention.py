@@ -93,7 +93,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What retention knows of a committed step."""
+    """The facts by which retention judges a committed step."""
 
     step: int
     healthy: bool = True
@@ -144,12 +144,12 @@ class Retention:
 
     @classmethod
     def of(cls, config: CheckpointConfig, mirror: str | None = None) -> Self:
-        """What a run's configuration says; `mirror` is the URL of its copy."""
+        """Return the retention of a run; `mirror` is the URL of its copy."""
         return cls(config.keep_last, config.keep_every, config.keep_best, mirror)
 
     @classmethod
     def of_mirror(cls, config: CheckpointConfig) -> Self | None:
-        """What the configuration says of the mirror's own steps; None: all of them stay."""
+        """Return the retention of the mirror's own steps; None: all of them stay."""
         count = config.mirror_keep_last
         return replace(cls.of(config), keep_last=count) if count else None
 

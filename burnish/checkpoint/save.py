@@ -103,7 +103,7 @@ class ModelContents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """What goes into a step."""
+    """The contents of a step."""
 
     models: Mapping[str, ModelContents]
     """By role; `MAIN` is the run's own. The same roles on every rank."""
@@ -150,7 +150,7 @@ class Assets:
 
     @classmethod
     def written_by(cls, write_assets: Callable[[Path], None]) -> Assets:
-        """What the function writes into a directory."""
+        """Return the files that the function writes into a directory."""
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             write_assets(directory)
@@ -183,7 +183,7 @@ class StoredShard:
 
     @property
     def piece(self) -> Piece:
-        """What the planner sees of it."""
+        """The shard without its memory, for the planner."""
         return Piece(self.key, self.shard.spec.shape, self.shard.box, self.dtype)
 
 
@@ -298,14 +298,14 @@ class Saved:
     """A step that is committed."""
 
     path: Path
-    """Its directory, or that of this rank's portion of it."""
+    """Its directory, or that of this rank's partial checkpoint."""
     warning: NotRemovedError | None
     """Rank 0: what could not be removed beside it; None where all could."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What ranks tell each other before a save."""
+    """Told by each rank to all before a save."""
 
     step: int
     uuid: str
@@ -316,19 +316,19 @@ class _Told:
 
 @dataclass(slots=True, eq=False)
 class Saver:
-    """Where steps are saved, by whom, and which of them stay. It keeps the plan from save to save."""
+    """Saves steps of one run below `root`, and keeps the plan from save to save."""
 
     root: Path
     """The run's `checkpoints/`."""
     layout: Layout
     """This process among those that save together."""
     disks: Disks
-    """Where these write to."""
+    """The disks that they write to."""
     storage: LocalStorage
     retention: Retention | None = None
     """Which steps stay; None: all."""
     reserve_bytes: int = 0
-    """What stays free on the disk."""
+    """Bytes of the disk that stay free."""
     token: Token | None = None
     """The leader of a disk: the right to commit below `root`."""
     _pieces: str = field(default="", init=False)
@@ -353,7 +353,13 @@ class Saver:
         healthy, device = contents.healthy and finite, accelerator_of(contents.shards)
         mine = _Told(step, uuid.uuid4().hex, healthy, device, self.digest(pieces))
         told = gather_objects(mine, layout)
-        _check_same_step(told)
+        if len(steps := sorted({theirs.step for theirs in told})) > 1:
+            raise BurnishError(
+                "ranks are saving different steps",
+                have=", ".join(map(str, steps)),
+                want="one step",
+                do="start all ranks again, with one configuration, from one checkpoint",
+            )
         plan = self.plan(pieces, contents.models, [theirs.plan for theirs in told])
         writer = BlockWriter(
             plan,
@@ -458,7 +464,7 @@ class Saver:
         )
 
     def holds(self, step: int) -> bool:
-        """Whether this rank's disk has the step, or its portion, sealed."""
+        """Whether this rank's disk has the step, or its part of it, sealed."""
         if self.disks.are_several:
             return step in portion_paths(self.root, self.storage).values()
         with suppress(CorruptError):
@@ -505,17 +511,6 @@ def _stored(contents: Contents) -> Iterator[StoredShard]:
             if not name or slot in taken or not slot.isidentifier():
                 raise ValueError(f"{shard.spec.name!r} is not the name of a slot and a weight")
             yield StoredShard(shard, f"{prefix}{slot}/{name}", shard.tensor.dtype)
-
-
-def _check_same_step(told: Sequence[_Told]) -> None:
-    steps = sorted({theirs.step for theirs in told})
-    if len(steps) > 1:
-        raise BurnishError(
-            "ranks are saving different steps",
-            have=", ".join(map(str, steps)),
-            want="one step",
-            do="start all ranks again, with one configuration, from one checkpoint",
-        )
 
 
 def _small_files(contents: Contents) -> dict[str, bytes]:

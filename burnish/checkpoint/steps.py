@@ -42,7 +42,7 @@ INFLIGHT, PORTION = ".inflight-", ".portion-"
 SEAL = "SEAL"
 """A partial checkpoint's copy of the COMMIT that the step will have, under a name that makes no step of it."""
 TRASH, QUARANTINE = "trash", "quarantine"
-"""Where directories go by rename before they are removed, and where steps go that could not be resumed from."""
+"""The directory of what is being removed, and that of steps that could not be resumed from."""
 
 READ_BYTES = 4 << 20
 """Small blocks that follow each other are read so many bytes at a time."""
@@ -63,7 +63,7 @@ class Committed:
     commit: Commit
     manifest: Manifest
     state: Mapping[str, Any]
-    """What the trainer wrote of its position: the content of state.json."""
+    """The trainer's position: the content of state.json."""
 
     @property
     def step(self) -> int:

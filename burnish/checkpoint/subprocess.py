@@ -25,7 +25,7 @@ _KILL_SECONDS = 10.0
 _CODE = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve{arguments!r}"
 _PR_SET_PDEATHSIG = 1
 _LEFT_TO_THE_RUN = (signal.SIGINT, signal.SIGTERM)
-"""What ends a run; whoever sends it to all of its processes wants them to do what the run says."""
+"""They end a run. A companion ignores them and ends with its run."""
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Companion:
         return None
 
     def died(self) -> BurnishError:
-        """What to say of one that has ended."""
+        """Return the error for a process that has ended."""
         return BurnishError(
             f"{self._what} died",
             have=f"exit status {self._status()}",
