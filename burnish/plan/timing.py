@@ -185,6 +185,10 @@ class Clock:
         return self.model.flops.forward([self.work.length])
 
     @cached_property
+    def _heads(self) -> int:
+        return sum(2 * (each.query + each.key) for each in self.model.shape.layers)
+
+    @cached_property
     def _judged(self) -> float:
         return sum(judge.flops.forward([self.work.length]) for judge in self.judges)
 
@@ -235,8 +239,9 @@ class Clock:
         """
         shape = self.model.shape
         mine = self._numbers(engine) * passes
-        heads = sum(2 * (each.query + each.key) for each in shape.layers)
-        exchanged = self._travel(heads * mine / engine.tensor_parallel, engine.sequence_parallel)
+        exchanged = self._travel(
+            self._heads * mine / engine.tensor_parallel, engine.sequence_parallel
+        )
         return exchanged + self._travel(
             4 * shape.hidden * shape.depth * mine, engine.tensor_parallel
         )
