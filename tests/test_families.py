@@ -1,3 +1,5 @@
+from collections import Counter
+
 import pytest
 from tiny import FAMILIES as TINY
 from tiny import tiny_config
@@ -32,7 +34,7 @@ def test_every_parameter_has_the_shape_that_transformers_gives_it(family, change
 @pytest.mark.parametrize("switched_on", [False, True])
 def test_windows_are_those_of_the_built_layers(family, switched_on):
     config = tiny_config(family, use_sliding_window=switched_on, max_window_layers=1)
-    shape = ModelShape.of(config.to_dict())
-    assert [layer.window for layer in shape.layers] == [
-        each.window for each in count_flops(config).attention
-    ]
+    costs: Counter[int | None] = Counter()
+    for layer in ModelShape.of(config.to_dict()).layers:
+        costs[layer.window] += 4 * layer.query
+    assert costs == count_flops(config).attention

@@ -10,20 +10,9 @@ layer's products for tokens that nobody scores, norms, activations, softmax and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Self
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionCost:
-    """The cost of pairs of tokens in one layer."""
-
-    per_pair: int
-    """Operations per pair of query and key: 2 · heads · (query width + value width)."""
-    window: int | None
-    """Most keys a query sees, itself included; None: all before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +47,11 @@ class ModelFlops:
 
     per_token: float
     """Operations of all weight matrices, output layer included, for one token, forward."""
-    attention: tuple[AttentionCost, ...]
-    """One entry per attention layer."""
+    attention: Mapping[int | None, int]
+    """Operations per pair of query and key in all layers, 2 · heads · (query width + value width) in one, by the layers' window.
+
+    A query sees as many keys as the window, itself included; None: all before it.
+    """
     head: float = 0.0
     """The output layer's share of `per_token`, spared where a token is not scored."""
 
@@ -83,7 +75,7 @@ class ModelFlops:
     def of_training(self, *, frozen: bool = False) -> Self:
         """Return the coefficients of forward and backward together; with `frozen`, of weights that get no gradients."""
         products = 2.0 if frozen else 3.0
-        attention = tuple(replace(cost, per_pair=3 * cost.per_pair) for cost in self.attention)
+        attention = {window: 3 * cost for window, cost in self.attention.items()}
         return replace(
             self,
             per_token=products * self.per_token,
@@ -93,15 +85,7 @@ class ModelFlops:
 
     def _attention(self, length: int) -> float:
         """Operations of one forward pass between the tokens of a sequence."""
-        return float(sum(each * pairs(length, window) for window, each in self._per_pair.items()))
-
-    @cached_property
-    def _per_pair(self) -> dict[int | None, int]:
-        """Operations per pair, over all layers with the same window."""
-        total: dict[int | None, int] = {}
-        for cost in self.attention:
-            total[cost.window] = total.get(cost.window, 0) + cost.per_pair
-        return total
+        return float(sum(each * pairs(length, window) for window, each in self.attention.items()))
 
 
 def pairs(length: int, window: int | None) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -24,7 +25,7 @@ from transformers.initialization import guard_torch_init_functions
 
 from burnish.errors import IncompatibleError
 from burnish.families import EXPERT_COUNTS, SIZE_FIELDS, ModelSizes, family_of
-from burnish.models.flops import AttentionCost, ModelFlops
+from burnish.models.flops import ModelFlops
 from burnish.models.kernels.attention import IMPLEMENTATION
 from burnish.models.kernels.fused import fuse
 from burnish.models.names import is_matrix
@@ -218,9 +219,12 @@ def count_flops(hf_config: PretrainedConfig) -> ModelFlops:
     model = build_on_meta(hf_config)
     text = hf_config.get_text_config()
     head = model.get_output_embeddings()
+    attention: Counter[int | None] = Counter()
+    for window, per_pair in _attention_costs(model, text):
+        attention[window] += per_pair
     return ModelFlops(
         per_token=2.0 * sum(_active_weights(model, text)),
-        attention=tuple(_attention_costs(model, text)),
+        attention=attention,
         head=2.0 * head.weight.numel() if isinstance(head, nn.Linear) else 0.0,
     )
 
@@ -242,7 +246,10 @@ def _active_weights(model: nn.Module, config: PretrainedConfig) -> Iterator[floa
             yield parameter.numel() * share
 
 
-def _attention_costs(model: nn.Module, config: PretrainedConfig) -> Iterator[AttentionCost]:
+def _attention_costs(
+    model: nn.Module, config: PretrainedConfig
+) -> Iterator[tuple[int | None, int]]:
+    """Yield the window of each attention layer, and its operations per pair of query and key."""
     heads: int = config.num_attention_heads
     attentions = [module for module in model.modules() if hasattr(module, "is_causal")]
     for position, module in enumerate(attentions):
@@ -252,7 +259,7 @@ def _attention_costs(model: nn.Module, config: PretrainedConfig) -> Iterator[Att
         query = next((width for width in widths if width), config.hidden_size // heads)
         value = getattr(module, "v_head_dim", None) or query
         window = _window(module, config, getattr(module, "layer_idx", position))
-        yield AttentionCost(2 * heads * (query + value), window)
+        yield window, 2 * heads * (query + value)
 
 
 def _window(module: nn.Module, config: PretrainedConfig, index: int) -> int | None:

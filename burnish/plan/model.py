@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from burnish.config.schema import EngineConfig, LoraConfig
 from burnish.families import LayerShape, ModelShape
-from burnish.models.flops import AttentionCost, ModelFlops
+from burnish.models.flops import ModelFlops
 from burnish.models.lora.adapter_config import are_parameters, require_targets
 
 FP32 = 4
@@ -169,7 +170,9 @@ class PlannedModel:
         active = head + sum(
             _active(kind, self.layers[kind]) * n for kind, n in self.shape.counts.items()
         )
-        attention = tuple(AttentionCost(4 * each.query, each.window) for each in self.shape.layers)
+        attention: Counter[int | None] = Counter()
+        for each in self.shape.layers:
+            attention[each.window] += 4 * each.query
         return ModelFlops(2.0 * active, attention, 2.0 * head)
 
 

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from burnish.data.balance import Items, divide, share_evenly, share_out
 from burnish.errors import UsageError
-from burnish.models.flops import AttentionCost, ModelFlops
+from burnish.models.flops import ModelFlops
 
-FLOPS = ModelFlops(24.0 * 2048**2, (AttentionCost(4 * 2048, None),))
+FLOPS = ModelFlops(24.0 * 2048**2, {None: 4 * 2048})
 
 
 def fewest_bins(lengths, budget):

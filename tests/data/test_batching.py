@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from burnish.data.batching import make_batch
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
-from burnish.models.flops import AttentionCost, ModelFlops
+from burnish.models.flops import ModelFlops
 from burnish.records import Example
 
-FLOPS = ModelFlops(per_token=1.0, attention=())
+FLOPS = ModelFlops(per_token=1.0, attention={})
 
 
 def example(length, trained=None, start=0, **more):
@@ -164,8 +164,7 @@ def test_a_group_is_parted_where_ranks_would_wait():
 def test_the_model_decides_what_is_even():
     """Where attention is nearly all there is, one long example weighs as much as many short ones."""
     examples = [example(80), *(example(20, start=1000 * i) for i in range(1, 17))]
-    attention = (AttentionCost(per_pair=1000, window=None),)
-    long = ModelFlops(per_token=1.0, attention=attention)
+    long = ModelFlops(per_token=1.0, attention={None: 1000})
     for flops, least in ((FLOPS, 7), (long, 1)):
         parts = [make_batch(examples, Layout(rank, 2), 1000, flops) for rank in range(2)]
         assert min(len(part.examples[0]) for part in parts) == least

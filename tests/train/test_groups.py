@@ -24,7 +24,7 @@ from burnish.train.policy_update import PolicyUpdate
 
 LIMIT = 8
 """Tokens of the longest completion."""
-COSTS = ModelFlops(per_token=1.0, attention=())
+COSTS = ModelFlops(per_token=1.0, attention={})
 
 
 def configured(**sections: Any) -> RunConfig:
