@@ -52,13 +52,13 @@ def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     If the configuration says so and transformers has one, it classifies sequences. Raises
     `IncompatibleError` for a model that is not one of transformers' language models.
     """
-    of_sequences = any(name.endswith(_OF_SEQUENCES) for name in config.architectures or ())
-    if of_sequences and type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        judge: type[PreTrainedModel] = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-        return judge
-    if type(config) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
-        found: type[PreTrainedModel] = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(config)]
-        return found
+    mappings = [MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING]
+    if any(name.endswith(_OF_SEQUENCES) for name in config.architectures or ()):
+        mappings.insert(0, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
+    for mapping in mappings:
+        if type(config) in mapping:
+            found: type[PreTrainedModel] = mapping[type(config)]
+            return found
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise IncompatibleError(
             f"models of type {config.model_type} cannot be critics",

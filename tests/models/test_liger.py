@@ -82,7 +82,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
 KERNELS = Kernels(
     {
         "silu": lambda gate, up: InPlace.apply(gate, up, functional.silu),
-        "gelu_tanh": lambda g, u: InPlace.apply(
+        "gelu_pytorch_tanh": lambda g, u: InPlace.apply(
             g, u, lambda x: functional.gelu(x, approximate="tanh")
         ),
     },

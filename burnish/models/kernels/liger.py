@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -26,20 +26,13 @@ from burnish.models.kernels.fused import (
     replace_layers,
 )
 
-_ACTIVATIONS: Mapping[str, Literal["silu", "gelu_tanh"]] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-# The kernel for each name of an activation in a model's configuration.
-
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """Liger's functions. Each may write over its inputs."""
 
-    gated: Mapping[Literal["silu", "gelu_tanh"], Callable[[Tensor, Tensor], Tensor]]
-    """activation(gate) * up, of tensors of one shape."""
+    gated: Mapping[str, Callable[[Tensor, Tensor], Tensor]]
+    """By the activation's name in config.json: activation(gate) * up, of tensors of one shape."""
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], Pair]
     """Rotates queries [1, heads, T, d] and keys [1, key heads, T, d] by cosines and sines [1, T, d] fp32."""
     norm: Callable[..., Tensor]
@@ -68,7 +61,11 @@ def liger_kernels() -> Kernels:
         return result
 
     return Kernels(
-        {"silu": LigerSiLUMulFunction.apply, "gelu_tanh": LigerGELUMulFunction.apply},
+        {
+            "silu": LigerSiLUMulFunction.apply,
+            "swish": LigerSiLUMulFunction.apply,
+            "gelu_pytorch_tanh": LigerGELUMulFunction.apply,
+        },
         LigerRopeFunction.apply,
         norm,
     )
@@ -87,8 +84,8 @@ def use_kernels(model: PreTrainedModel, kernels: Kernels) -> None:
         if isinstance(module, FusedAttention):
             module.position = partial(_rotate_both, kernels)
     activation = str(getattr(config, "hidden_activation", None) or config.hidden_act)
-    if family.tested and (kind := _ACTIVATIONS.get(activation)):
-        replace_layers(model, "MLP", partial(GatedMLP, gated=kernels.gated[kind]))
+    if family.tested and (gated := kernels.gated.get(activation)):
+        replace_layers(model, "MLP", partial(GatedMLP, gated=gated))
     if family.norm_in_fp32:
         norm = partial(kernels.norm, offset=family.norm_offset)
         replace_layers(model, "RMSNorm", partial(FusedRMSNorm, norm=norm))
