@@ -5,13 +5,13 @@ soft-caps the logits as some families do:
 
     m = max z,  S = Σ exp(z - m),  log p_y = z_y - m - log S,  H = log S - Σ p (z - m)
 
-in fp32 from logits in the compute dtype. The logits exist for `chunk` rows at a time and are made
-again in the backward pass, where
+in fp32 from logits in the compute dtype. Logits exist for `chunk` rows at a time. The backward pass
+makes them again:
 
     ∂ log p_y / ∂z_j = [j = y] - p_j,    ∂H / ∂z_j = -p_j (log p_j + H).
 
-Where several ranks share the vocabulary, each computes m, S, D = Σ exp(z - m) (z - m) and z_y of its own
-part, and log p and H come from all of these, brought to one m.
+Ranks that share the vocabulary compute m, S, D = Σ exp(z - m) (z - m) and z_y of their own parts;
+log p and H come from all of these, brought to one m.
 """
 
 from __future__ import annotations
@@ -69,10 +69,9 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of `targets` [N] and entropies [N] in nats, fp32, of `hidden` [N, H] and `weight` [V, H].
 
-    Differentiable in `hidden` and `weight`. Rows whose outputs receive no gradient cost nothing in
-    the backward pass. Gradients of `weight` are summed in fp32 over chunks. With `part`, `weight` has
-    the rows of that part; the results are of the whole vocabulary, and the gradient of `hidden` is
-    the part's share, to be added up over the ranks. Collective then.
+    Differentiable in `hidden` and `weight`. Rows whose outputs get no gradient cost nothing in the
+    backward pass. With `part`, `weight` has the rows of that part; the results are of the whole
+    vocabulary, and the gradient of `hidden` is the part's share. Collective then.
     """
     columns = targets if part is None else part.columns(targets)
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, columns, options, part)  # type: ignore[no-untyped-call]

@@ -1,9 +1,8 @@
 """A model as shapes, and how it gets memory.
 
-A model is built on the meta device, cut by whoever cuts it, and given undefined memory; its weights
-come from a source afterwards. What no checkpoint holds (rotary frequencies, embedding scales) is
-computed here. Left out: quantized models, and all that are neither `AutoModelForCausalLM` nor such
-a backbone with a value head.
+A model is built on the meta device, sharded, given undefined memory, and filled from a source. Buffers
+that no checkpoint holds (rotary frequencies, embedding scales) are computed here. Left out: quantized
+models, and all that are neither `AutoModelForCausalLM` nor such a backbone with a value head.
 """
 
 from __future__ import annotations

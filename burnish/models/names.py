@@ -1,12 +1,10 @@
-"""Canonical names: which tensors of a Hugging Face checkpoint a module model's parameters are.
+"""Canonical names: the tensors of a Hugging Face checkpoint in a model's parameters.
 
-For most parameters the answer is "the tensor of the same name". transformers fuses some on loading
-(all experts of a layer into one 3-D parameter) and undoes that on saving. The undoing is made of
-views only, so it is run once on shapes without data, and where each checkpoint tensor starts in
-which parameter, with which strides, is read off: a `Region`. No table of families is kept here.
+Most parameters are the tensor of the same name. transformers fuses some on loading (all experts of
+a layer into one 3-D parameter) and undoes that on saving, by views only. So saving runs once on
+shapes without data, and the place of each checkpoint tensor in a parameter is read off: a `Region`.
 
-Left out: conversions that move elements about (rotary permutations, transposed experts), which are
-refused by name.
+Conversions that move elements about (rotary permutations, transposed experts) are refused by name.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class Region:
     name: str
     """Canonical name."""
     shape: tuple[int, ...]
-    """Shape in the checkpoint: the box's sizes without the squeezed dims, where the box is all of it."""
+    """Shape in the checkpoint."""
     parameter: str
     """Name in the model's `state_dict`."""
     box: Box

@@ -1,14 +1,12 @@
 """Packed sequences: taking rows of tensors, and computing common beginnings of sequences once.
 
-In a causal model a token's hidden state depends on the tokens up to it and nothing else. Packed
-sequences therefore form a tree of prefixes (a trie), and each node is one row of the forward and
-backward pass. The samples of a prompt share the prompt, and conversations share a system message.
-Only attention still goes through every sequence from root to leaf. Results and gradients equal those
-of the sequences one by one, up to rounding. Prefixes are not shared across micro-batches.
+In a causal model a token's hidden state depends on the tokens up to it only. So packed sequences
+form a tree of prefixes (a trie), and each node is one row of the forward and backward pass: samples
+of a prompt share the prompt. Only attention goes through every sequence from root to leaf. Results
+equal those of the sequences one by one, up to rounding. Micro-batches share no prefixes.
 
-Rows are taken several times then. `index_select` of torch adds up their gradients with atomic
-operations on an accelerator, in any order and in the dtype of the rows. `RowMap` adds every row at
-most once per round, in fp32, so the sum is always the same.
+Rows are then taken several times. torch's `index_select` adds up their gradients in any order on an
+accelerator. `RowMap` adds every row at most once per round, in fp32, so the sum is always the same.
 """
 
 from __future__ import annotations

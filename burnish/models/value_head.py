@@ -1,10 +1,9 @@
-"""A scalar head on a language model's backbone: what a critic is, and a reward model.
+"""A scalar head on a language model's backbone: critics and reward models.
 
-A critic is transformers' token classification model with one label, of whichever family, so that its
-directory loads with `AutoModelForTokenClassification` as it lies on disk. A sequence classification
-model has the same head, of which it is asked at the last token only. Whether a model has a head
-or a vocabulary is what its configuration says in `architectures`, in memory as on disk. Left
-out: heads on several layers, on pooled states, and models that bring their own code.
+A critic is transformers' token classification model with one label, so its directory loads with
+`AutoModelForTokenClassification`. A sequence classification model has the same head. The field
+`architectures` of the configuration says whether a model has a head or a vocabulary. Left out:
+heads on several layers, on pooled states, and models that bring their own code.
 """
 
 from __future__ import annotations

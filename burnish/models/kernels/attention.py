@@ -2,12 +2,11 @@
 
 A model runs on one row of tokens `[1, T]`, in which sequences lie end to end. Every attention layer
 calls the object in the keyword argument `packing`: a `PackedLayout` when training and scoring, a
-key-value cache when generating. transformers builds no mask for this implementation. Attention is
-never compiled, because it depends on the lengths of the sequences.
+key-value cache when generating. Attention is never compiled, because it depends on the lengths.
 
-`PackedLayout` has two paths. On CUDA, one call of flash attention takes all sequences. Elsewhere,
-sequences of similar length share a block [n, L], and each block is one call of a dense kernel.
-Shorter sequences are padded at their end, where causal attention does not look.
+On CUDA, one call of flash attention takes all sequences. Elsewhere, sequences of similar length
+share a block [n, L], and each block is one call of a dense kernel. Shorter ones are padded at their
+end, where causal attention does not look.
 """
 
 from __future__ import annotations

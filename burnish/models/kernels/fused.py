@@ -1,9 +1,8 @@
 """RMSNorm and rotary positions, each as one step of autograd, and the layers that use them.
 
-As chains of tensor operations they read and write every activation a dozen times and keep most
-intermediate ones for the backward pass. Here one function keeps its input only, computes in fp32 for
-any dtype and rounds once at the end. On a CPU it works in blocks of rows that stay in the core's
-cache; elsewhere the norm is torch's own kernel.
+Chains of tensor operations read and write every activation a dozen times and keep most of them for
+the backward pass. Here one function keeps its input only, computes in fp32 and rounds once. On a CPU
+it works in blocks of rows that stay in the core's cache; elsewhere the norm is torch's own kernel.
 
     RMSNorm(x) = x r w,  r = (mean x² + ε)^(-1/2)          Zhang & Sennrich, arXiv 1910.07467
     rotate(x)  = x cos + swap(x) sin                       Su et al., arXiv 2104.09864

@@ -1,9 +1,9 @@
 """Low-rank adapters on fused experts: PEFT's parameters, computed by grouped products.
 
-transformers keeps a layer's experts as one parameter [E, out, in]. PEFT's ParamWrapper gives it A [E r, in], expert after expert, and
-B [out, r E], in which experts alternate, and computes all of W + s B A in every forward pass. That takes the experts' memory twice,
-and replaces the tensor that FSDP2 gathers. Here tokens go through A and B by grouped products, so W is only read. Names, shapes and
-files are PEFT's. Left out: experts with biases, without a gate, or laid out [E, in, out]; dropout.
+transformers keeps a layer's experts as one parameter [E, out, in]. PEFT gives it A [E r, in], expert after expert, and B [out, r E],
+in which experts alternate, and computes all of W + s B A in every forward pass. That takes the experts' memory twice, and replaces
+the tensor that FSDP2 gathers. Here tokens go through A and B, and W is only read. Names, shapes and files are PEFT's. Left out:
+experts with biases, without a gate, or laid out [E, in, out]; dropout.
 """
 
 from __future__ import annotations
