@@ -20,7 +20,7 @@ class BurnishError(Exception):
 
     exit_code = 1
     told_elsewhere = False
-    """Whether another rank raises the same and says so: then only the main rank says it too."""
+    """Whether every rank raises it: then only the main rank prints it."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class BurnishError(Exception):
         super().__init__("\n".join(lines))
 
     def parts(self) -> dict[str, str | None]:
-        """What it says, by name, as text."""
+        """Return the parts as text, by name."""
         have, want = (None if part is None else str(part) for part in (self.have, self.want))
         return {"problem": self.problem, "have": have, "want": want, "do": self.do}
 
@@ -114,13 +114,13 @@ def install(extra: str) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-    """Return the first names and the number of the others, for a message."""
+    """Return the first names and the number of the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
 def table(rows: Sequence[Sequence[str]], right: int = 0) -> Iterator[str]:
-    """Yield lines with the columns of `rows` under each other, the first `right` of them to the right."""
+    """Yield aligned lines of `rows`; the first `right` columns are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

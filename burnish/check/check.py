@@ -42,9 +42,9 @@ from burnish.train.localize import with_local_inputs
 from burnish.train.setup import Foundation, example_dataset, lay_foundation, prompt_dataset
 
 SEQUENCES, LONGEST, LR = 12, 64, 1e-3
-"""How many sequences are run, their longest in tokens, and the learning rate of the step."""
+"""Number of sequences, their most tokens, and the step's learning rate."""
 TOLERANCE = 3e-5
-"""Relative difference (2-norm) that fp32 arithmetic in another order may make; 1e-5 is seen in the first layer's gradients."""
+"""Relative difference (2-norm) that another order of fp32 sums may make; 1e-5 was seen."""
 _ADAPTER_SCALE = 0.1
 _BALANCE, _COPIES = "load-balancing loss", "copies"
 _OF_PARAMETERS = ("gradient of ", "weight ")
@@ -55,7 +55,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """A small model of a family, and the settings and sequences that it is checked with."""
+    """A small model, and the settings and sequences that it is checked with."""
 
     hf_config: PretrainedConfig
     """The model."""
@@ -87,32 +87,32 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The distance of one tensor of the layout from the plain one, or from its copy on another rank."""
+    """The distance of a tensor from the plain one, or from its copy on another rank."""
 
     what: str
     """As "gradient of model.norm.weight"."""
     error: float
-    """2-norm of the difference over the 2-norm of the plain tensor, or of the copy."""
+    """2-norm of the difference over that of the plain tensor or copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOutcome:
-    """What was computed of one batch."""
+    """The results of one batch."""
 
     logprobs: Tensors
-    """Of each sequence, by its number; of a critic its values."""
+    """Log-probs, or a critic's values, by sequence."""
     balance: float
-    """The load-balancing loss of experts, without its weight; 0 where none is asked for."""
+    """The unweighted load-balancing loss of experts, or 0."""
     loss: float
     """The loss, that of experts included."""
     norm: float
-    """2-norm of all gradients before clipping, which would hide a wrong scale."""
+    """2-norm of all gradients before clipping."""
     gradients: Tensors
     """By canonical name; at the layout after clipping."""
     weights: Tensors
     """Before the optimizer step in the plain process, after it at the layout."""
     copies: Sequence[Difference] = ()
-    """How far apart the copies of each tensor are that several ranks hold."""
+    """Distances between the copies of a tensor on several ranks."""
 
 
 def check_layout(config: RunConfig) -> None:
@@ -163,7 +163,7 @@ class RandomAdapter:
 
 
 def compared(engine: Engine, given: Material) -> list[Difference]:
-    """Compare one step of an engine, from fresh weights, with plain PyTorch, at the worst rank. Collective; the same on every rank."""
+    """Compare one step of an engine, from fresh weights, with plain PyTorch, at the worst rank. Collective."""
     weights = FreshSource(given.hf_config, given.seed)
     engine.load(weights, Part.FROZEN)
     engine.load(RandomAdapter(given.seed) if given.lora else weights, Part.WEIGHTS)
@@ -204,7 +204,7 @@ def material(foundation: Foundation) -> Material:
 
 
 def critic_material(foundation: Foundation) -> Material:
-    """Return the same for the critic, all of which is trained: its loss, and a small model of its family."""
+    """Return the same for the critic, which is trained without an adapter."""
     config, given = foundation.config, material(foundation)
     hf_config = shrunk(critic_foundation(foundation).hf_config, config.engine)
     return replace(
@@ -218,7 +218,7 @@ def critic_material(foundation: Foundation) -> Material:
 
 
 def _random_examples(foundation: Foundation, hf_config: PretrainedConfig) -> list[Example]:
-    """Completions of the first prompts, of tokens that the model knows."""
+    """Return random completions of the first prompts."""
     config = foundation.config
     prompts = prompt_dataset(foundation, config.data.train, "data.train")
     samples = min(config.rollout.n, 4)
@@ -258,7 +258,7 @@ def _random_example(prompt: Any, vocabulary: int, seed: int) -> Example:
 
 
 def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfig) -> BatchOutcome:
-    """Run one step at the engine's layout and put its pieces together. Collective; the same on every rank.
+    """Run one step at the engine's layout and put its pieces together. Collective.
 
     After one step AdamW's first moment is the clipped gradient times 1 - β₁.
     """
@@ -313,7 +313,7 @@ def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Differen
 
 
 def plain_step(given: Material, tokens: int) -> BatchOutcome:
-    """Compute the loss of all `tokens` by transformers (and PEFT), in this process, one sequence at a time."""
+    """Compute the loss of all `tokens` by transformers (and PEFT), one sequence at a time."""
     model = plain_model(given.hf_config).eval()
     FreshSource(given.hf_config, given.seed).fill(model_shards(model))
     parts = regions(model)
@@ -345,7 +345,7 @@ def plain_step(given: Material, tokens: int) -> BatchOutcome:
 
 
 def _router_logits(model: PreTrainedModel) -> list[list[Tensor]]:
-    """Return, by router, the logits [T, E] of every sequence that the model is given from now on."""
+    """Return, by router, the logits [T, E] of every sequence to come."""
     found: list[list[Tensor]] = []
     for name, module in model.named_modules():
         if name.endswith(".mlp.gate"):
@@ -356,7 +356,7 @@ def _router_logits(model: PreTrainedModel) -> list[list[Tensor]]:
 
 
 def _balance(hf_config: PretrainedConfig, routed: Sequence[Sequence[Tensor]]) -> Tensor:
-    """transformers' own load-balancing loss, of all tokens and routers at once."""
+    """Return transformers' own load-balancing loss of all tokens and routers."""
     text, of_routers = hf_config.get_text_config(), tuple(torch.cat(list(each)) for each in routed)
     found: Tensor = load_balancing_loss_func(of_routers, text.num_experts, text.num_experts_per_tok)
     return found

@@ -56,7 +56,7 @@ from burnish.files.urls import Url, is_url
 from burnish.tracking.rundir import CHECKPOINTS
 
 Say = Callable[[str], None]
-"""Prints a line for people; does nothing where JSON was asked for."""
+"""Prints a line for people, unless JSON was asked for."""
 P = TypeVar("P", bound=PurePath)
 
 _LOCAL = LocalStorage()
@@ -75,7 +75,7 @@ class Outcome:
 
 
 def run_ckpt(arguments: Namespace) -> int:
-    """Run the command that was parsed; returns the exit code. Raises `BurnishError`s for all that is wrong."""
+    """Run the command that was parsed; return the exit code. Raises `BurnishError`."""
     function = function_of(arguments)
     options = {name: value for name, value in vars(arguments).items() if name not in _OF_PARSER}
     path = next(value for value in options.values() if isinstance(value, PurePath))
@@ -105,14 +105,14 @@ def place(text: str) -> PurePath:
 
 
 def source_of(directory: PurePath) -> Source:
-    """Return what reads a directory of steps."""
+    """Return the reader of a directory of steps."""
     if isinstance(directory, RemotePath):
         return RemoteSteps(Remote(str(directory)))
     return _LOCAL
 
 
 def is_step(path: PurePath) -> bool:
-    """Whether this is the directory of a step, whole or not, by its name."""
+    """Whether this is a step by its name, whole or not."""
     if step_number(path.name) is None or (isinstance(path, Path) and not path.is_dir()):
         return False
     return path in step_paths(path.parent, source_of(path.parent)).values()
@@ -133,7 +133,7 @@ def one_step(path: PurePath) -> Committed:
 
 
 def _steps_at(path: PurePath) -> list[PurePath]:
-    """Return the step at `path`, or every step of a run, oldest first. Raises `MissingError` if there is none."""
+    """Return the step at `path`, or every step of a run, oldest first. Raises `MissingError`."""
     if is_step(path):
         return [path]
     directory = _steps_directory(path)
@@ -180,7 +180,7 @@ def _empty(path: PurePath) -> MissingError:
 
 
 def list_steps(say: Say, path: PurePath) -> Outcome:
-    """List a run's steps: size, time, health, pin, and what else is there. Reports damaged pins after listing all."""
+    """List a run's steps: size, time, health, pin, and what else is there."""
     root = _steps_directory(path)
     source, pins, error = source_of(root), {}, None
     try:
@@ -220,7 +220,7 @@ def _row(step: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _beside(root: PurePath, source: Source) -> dict[str, list[str]]:
-    """What lies beside the steps."""
+    """Return the names of what lies beside the steps."""
     if isinstance(source, RemoteSteps):
         return {"unfinished": source.unfinished(), QUARANTINE: source.damaged(), TRASH: []}
     names = {
@@ -269,14 +269,13 @@ def _say_section(say: Say, title: str, rows: Sequence[Sequence[str]], right: int
 
 
 def _word(value: object) -> str:
-    """A fact as people read it."""
     if value is None or isinstance(value, bool):
         return "yes" if value else "no"
     return str(value)
 
 
 def _saved(path: PurePath) -> str:
-    """Return when a step was committed, by its file; "" on a mirror, which got it later."""
+    """Return when a step was committed; "" on a mirror, which got it later."""
     if not isinstance(path, Path):
         return ""
     seconds = (path / COMMIT).stat().st_mtime
@@ -323,7 +322,6 @@ def verify_steps(say: Say, path: PurePath, *, fast: bool) -> Outcome:
 
 
 def _verdict(results: list[dict[str, Any]]) -> BurnishError | None:
-    """Damage before steps of another format; None where all are whole."""
     others = [each["path"] for each in results if each["other_format"]]
     damaged = [each for each in results if not each["ok"] and not each["other_format"]]
     if damaged:
@@ -345,7 +343,7 @@ def _verdict(results: list[dict[str, Any]]) -> BurnishError | None:
 
 
 def _verified(path: PurePath, say: Say, fast: bool) -> dict[str, Any] | None:
-    """What is reported of a step; None where it is gone."""
+    """Return the report of a step; None where it is gone."""
     begun = time.perf_counter()
     errors: list[BurnishError] = []
     source = source_of(path.parent)
@@ -374,7 +372,6 @@ def _verified(path: PurePath, say: Say, fast: bool) -> dict[str, Any] | None:
 
 
 def _bytes(path: PurePath, source: Source) -> int:
-    """Of all files below a directory."""
     return sum(
         _bytes(path / entry.name, source) if entry.kind == "directory" else entry.size
         for entry in source.entries(path)
@@ -389,7 +386,6 @@ def _problems(path: PurePath, source: Source, fast: bool) -> Iterator[BurnishErr
 
 
 def _problem(path: PurePath, error: BurnishError) -> dict[str, Any]:
-    """A problem as JSON."""
     found: dict[str, Any] = error.parts()
     if isinstance(error, DamagedBlock):
         found["file"] = error.file.relative_to(path).as_posix()
@@ -398,7 +394,7 @@ def _problem(path: PurePath, error: BurnishError) -> dict[str, Any]:
 
 
 def pin(say: Say, path: Path, *, reason: str) -> Outcome:
-    """Keep a step whatever retention says. Raises `MissingError` when it is not there (any more)."""
+    """Keep a step whatever retention says. Raises `MissingError` for an absent one."""
     step = _local_step(path)
     with naming_failures(f"{path} cannot be pinned"), holding_pins(path.parent, _LOCAL) as pins:
         if not is_step(path):

@@ -49,7 +49,7 @@ def diff(say: Say, path: PurePath, other: PurePath) -> Outcome:
 
 
 def _open(path: PurePath) -> TensorReader:
-    """A step, a run's newest one, or a Hugging Face directory."""
+    """Open a step, a run's newest one, or a Hugging Face directory."""
     if isinstance(path, Path) and not is_step(path) and any(path.glob(f"*{SUFFIX}")):
         return DirectoryReader(path, f"{MODEL}/")
     step = one_step(path)

@@ -17,7 +17,7 @@ from torch import Tensor
 from burnish.boxes.tensor_reader import TensorInfo, TensorReader, chunks
 
 Verdict = Literal["equal", "differs", "only in A", "only in B", "another shape", "another kind"]
-"""What is said of a tensor; "another kind": numbers of the one are none of the other, as integers and floats."""
+"""The result for one tensor. Integers and floats are of another kind."""
 
 _CHUNK = 1 << 14  # elements: temporaries that stay in a processor's cache, and in malloc's
 _TINIEST = 5e-324
@@ -37,10 +37,10 @@ class Distance:
     max_absolute: float = 0.0
     """Largest |a - b| of two finite elements."""
     nonfinite: int = 0
-    """Different elements of which one or both are NaN or infinite; they count in no maximum."""
+    """Different elements with a NaN or an infinity; they count in no maximum."""
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        """Take in more elements, one-dimensional and equally many."""
+        """Add elements, one-dimensional and equally many."""
         if a.dtype.is_complex and b.dtype.is_complex:
             a, b = torch.view_as_real(a).flatten(), torch.view_as_real(b).flatten()
         differing = _differing(a, b)
@@ -67,12 +67,12 @@ class Distance:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A tensor of A beside the one of the same key of B."""
+    """A tensor of A and the one with its key in B."""
 
     key: str
     """Its set and name, as `model/lm_head.weight` or `exp_avg/lm_head.weight`."""
     verdict: Verdict
-    """What was found."""
+    """The result."""
     a: TensorInfo | None
     """Its dtype and shape in A."""
     b: TensorInfo | None
@@ -81,7 +81,7 @@ class Compared:
     """How far apart, where the verdict is "equal" or "differs"."""
 
     def as_json(self) -> dict[str, Any]:
-        """As plain values; infinite distances as null."""
+        """Return plain values; infinite distances are null."""
         sides = {
             name: side and {"dtype": str(side.dtype).partition(".")[2], "shape": list(side.shape)}
             for name, side in (("a", self.a), ("b", self.b))
@@ -92,7 +92,7 @@ class Compared:
 
 
 def compare(a: TensorReader, b: TensorReader) -> Iterator[Compared]:
-    """Yield every tensor of A and B, in the order of A's files, then those only in B. Raises as reading does."""
+    """Yield every tensor of A in the order of its files, then those only in B. Raises as reading does."""
     for key, mine in a.tensors.items():
         theirs = b.tensors.get(key)
         if theirs is None:
@@ -113,12 +113,12 @@ def compare(a: TensorReader, b: TensorReader) -> Iterator[Compared]:
 
 
 def _kind(dtype: torch.dtype) -> object:
-    """Return what must agree for a comparison: any two floating-point dtypes do, others only with themselves."""
+    """Return what must agree for a comparison: all floating-point dtypes do."""
     return "float" if dtype.is_floating_point else dtype
 
 
 def _differing(a: Tensor, b: Tensor) -> Tensor:
-    """Return which elements differ: in their bits, or in value where the dtypes differ (NaN is NaN)."""
+    """Mark elements that differ in bits, or in value where the dtypes differ (NaN is NaN)."""
     if a.dtype == b.dtype:
         kind = _BITS[a.dtype.itemsize]
         return a.view(kind) != b.view(kind)

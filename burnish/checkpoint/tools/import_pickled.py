@@ -55,14 +55,14 @@ except Exception as error:
 
 
 def pickled_kind(source: Path) -> str | None:
-    """ "dcp", "torch_dist" (Megatron's) or "verl" where `source` is such a directory, None for any other."""
+    """Return "dcp", "torch_dist" (Megatron's) or "verl", or None for any other directory."""
     if (source / _DCP_METADATA).is_file():
         return "torch_dist" if is_torch_dist(source) else "dcp"
     return "verl" if any(_VERL.fullmatch(path.name) for path in source.glob("*.pt")) else None
 
 
 def guarded_by(version: int) -> str:
-    """Say in a sentence what a Landlock of this version, 0 for none, forbids to the unpickling process."""
+    """Say what a Landlock of this version, 0 for none, forbids to the child."""
     if version:
         network = ", and from TCP" if version >= 4 else ""
         return f"unpickled by a process that Landlock {version} kept from writing elsewhere, from starting programs{network}"
@@ -77,7 +77,7 @@ def pickled(
     without_sandbox: bool = False,
     landlock: int | None = None,
 ) -> Foreign:
-    """The model of a directory of this `pickled_kind`, which is unpickled when its weights are asked for.
+    """Return the model of a directory of this `pickled_kind`; its weights are unpickled when asked for.
 
     `assets` is a Hugging Face directory with the model's config.json. `landlock` is the kernel's version, asked if None. Raises
     `UsageError` without Landlock, unless `without_sandbox`, and `MissingError` for missing files.
@@ -125,7 +125,7 @@ def pickled(
 def _of_module(
     pieces: Sequence[Shard], model: PreTrainedModel, parts: Iterable[Region]
 ) -> Iterator[Shard]:
-    """Yield the parts of checkpoint tensors in pieces of the module's parameters, or of such tensors themselves."""
+    """Yield parts of checkpoint tensors from pieces of the module's parameters or of such tensors."""
     by_parameter: dict[str, list[Region]] = {}
     for region in parts:
         by_parameter.setdefault(region.parameter, []).append(region)
@@ -152,7 +152,7 @@ def _of_module(
 
 
 def _below_one_prefix(pieces: Sequence[Shard], names: Collection[str]) -> list[Shard]:
-    """Return the pieces below the prefix that most of the known names have, without the prefix."""
+    """Return the pieces below the commonest prefix of known names, without it."""
     known = {piece.spec.name: known_part(piece.spec.name, names) for piece in pieces}
     counts = Counter(key.removesuffix(part) for key, part in known.items())
     prefix = min(counts, key=lambda each: (-counts[each], len(each)), default="")
@@ -164,7 +164,6 @@ def _below_one_prefix(pieces: Sequence[Shard], names: Collection[str]) -> list[S
 
 
 def _verl_files(source: Path) -> list[str]:
-    """The ranks' files, by rank."""
     found = {path.name: _VERL.fullmatch(path.name) for path in source.glob("*.pt")}
     worlds = sorted({int(match[1]) for match in found.values() if match})
     if len(worlds) > 1:
@@ -204,7 +203,7 @@ def _unpickle(
     *,
     sandboxed: bool,
 ) -> None:
-    """Run the child, with an empty environment; raises `CorruptError` where it fails."""
+    """Run the child with an empty environment. Raises `CorruptError` if it fails."""
     task = {
         "path": sys.path,
         "kind": kind,

@@ -39,7 +39,7 @@ from burnish.files.storage import LocalStorage
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """Weights of another program. All their files are there, and no tensor has been read."""
+    """Weights of another program, of which no tensor has been read."""
 
     kind: str
     """What wrote them: "huggingface", "dcp", "torch_dist" (Megatron), "verl"."""
@@ -48,13 +48,13 @@ class Foreign:
     assets: Mapping[str, bytes]
     """config.json and what else belongs to the model, by name."""
     weights: Callable[[Path], list[Shard]]
-    """Returns pieces by canonical name that together are the model. Its argument is an empty directory to work in."""
+    """Returns the model's pieces by canonical name. Its argument is an empty directory to work in."""
     guard: str | None = None
     """What protects this machine from code in the source, for people."""
 
 
 def hugging_face(source: Path) -> Foreign:
-    """The model of a Hugging Face directory.
+    """Return the model of a Hugging Face directory.
 
     Raises `MissingError` for missing files, `CorruptError` for a broken one, `IncompatibleError` for an unknown dtype.
     """

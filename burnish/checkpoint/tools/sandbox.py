@@ -38,7 +38,7 @@ class _PathBeneath(ctypes.Structure):
 
 
 def landlock_version() -> int:
-    """The version of Landlock that this kernel has; 0 for none."""
+    """Return the kernel's version of Landlock; 0 for none."""
     libc = ctypes.CDLL(None, use_errno=True)
     return max(0, int(libc.syscall(_CREATE, None, ctypes.c_size_t(0), _VERSION_FLAG)))
 
@@ -73,7 +73,7 @@ def keep_writes_to(directory: Path, version: int | None = None) -> None:
 
 
 def limit_files(most_bytes: int) -> None:
-    """From here on this process writes no file longer than this, and leaves no core behind."""
+    """Limit this process to files of so many bytes, and no core dump."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

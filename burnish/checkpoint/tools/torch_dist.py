@@ -41,7 +41,7 @@ def is_torch_dist(source: Path) -> bool:
 
 
 def tensor_names() -> frozenset[str]:
-    """The names that tensors may have, without the numbers of layers and experts."""
+    """Return the possible names of tensors, without the numbers of layers and experts."""
     parts = [*IN_LAYER, *_OF_EXPERTS]
     both = [part for part in parts if "fc1.weight" in part]
     parts += [part.replace(".weight", f".{half}") for part in both for half in _HALVES]
@@ -51,7 +51,7 @@ def tensor_names() -> frozenset[str]:
 def shards_of(
     pieces: Iterable[Shard], sizes: ModelSizes, canonical: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Shard]:
-    """Yield the parts of checkpoint tensors in pieces; `canonical` says which tensors there are, and their shapes.
+    """Yield the parts of checkpoint tensors in pieces; `canonical` has these tensors' shapes.
 
     Raises `IncompatibleError` where a piece is of another model.
     """
@@ -69,7 +69,7 @@ def shards_of(
 
 
 def _unstacked(piece: Shard) -> Iterator[Shard]:
-    """A piece as those of single parameters, by the names of `regions_of`."""
+    """Yield pieces of single parameters, by the names of `regions_of`."""
     layer = _LAYER.fullmatch(piece.spec.name)
     if layer is None:
         yield piece
@@ -85,7 +85,7 @@ def _unstacked(piece: Shard) -> Iterator[Shard]:
 
 
 def _along(piece: Shard, number: str | None) -> Iterator[tuple[int, Shard]]:
-    """The numbers that the piece has, each with what belongs to it: the one in its name, or those along its first dim."""
+    """Yield each number of a layer or expert in a piece, with its part: from the name, or along the first dim."""
     if number is not None:
         yield int(number), piece
     elif piece.spec.shape:
@@ -96,7 +96,7 @@ def _along(piece: Shard, number: str | None) -> Iterator[tuple[int, Shard]]:
 
 
 def _renamed(piece: Shard, name: str) -> Shard:
-    """The piece under this name; gate or up that are apart as a part of the parameter that has both."""
+    """Return the piece under this name; a separate gate or up is part of the parameter that has both."""
     stem, _, kind = name.rpartition(".")
     shape, box = piece.spec.shape, piece.box
     if kind in _HALVES and shape:
@@ -109,7 +109,7 @@ def _renamed(piece: Shard, name: str) -> Shard:
 def _is_whole(
     spec: TensorSpec, sizes: ModelSizes, canonical: Mapping[str, tuple[int, ...]]
 ) -> bool:
-    """Whether the parameter has the dims of its kind and is made of whole tensors of the model, and of padding at most."""
+    """Whether the parameter is made of whole tensors of the model, and padding."""
     name, shape = spec.name, spec.shape
     is_vector = "norm" in name or name.endswith(".bias")
     if len(shape) != (1 if is_vector else 2):

@@ -61,19 +61,19 @@ def convert(
 
 
 def without_numbers(name: str) -> str:
-    """A tensor's name without the numbers of layers and experts."""
+    """Return a tensor's name without the numbers of layers and experts."""
     return _NUMBER.sub("", name)
 
 
 def known_part(key: str, names: Collection[str]) -> str:
-    """The longest end of a key, from a dot on, that is one of the names but for numbers; "" where there is none."""
+    """Return the longest end of a key that is one of the names but for numbers; "" if none is."""
     while key and without_numbers(key) not in names:
         key = key.partition(".")[2]
     return key
 
 
 def _verl(source: Path, files: list[str], names: Collection[str]) -> Iterator[list[Piece]]:
-    """Each rank's file: plain tensors, and DTensors with the rank's place in their mesh."""
+    """Yield the tensors of each rank's file."""
     for rank, name in enumerate(files):
         state = torch.load(source / name, map_location="cpu", mmap=True, weights_only=True)
         yield [
@@ -84,7 +84,7 @@ def _verl(source: Path, files: list[str], names: Collection[str]) -> Iterator[li
 
 
 def _place(key: str, value: Tensor, rank: int) -> tuple[list[int], list[int], Tensor]:
-    """Global shape, offsets and elements of a rank's tensor."""
+    """Return global shape, offsets and elements of a rank's tensor."""
     shape = list(value.shape)
     if not isinstance(value, DTensor):
         return shape, [0] * len(shape), value.detach()
@@ -102,7 +102,7 @@ def _place(key: str, value: Tensor, rank: int) -> tuple[list[int], list[int], Te
 
 
 def _dcp(source: Path, files: list[str], names: Collection[str]) -> Iterator[list[Piece]]:
-    """Each chunk of each tensor that the metadata tells of."""
+    """Yield each chunk of each wanted tensor in the metadata."""
     with (source / ".metadata").open("rb") as opened:
         metadata = _MetadataUnpickler(opened).load()
     places = {(each.fqn, each.offset): info for each, info in metadata.storage_data.items()}
@@ -132,7 +132,6 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _write(path: Path, pieces: list[Piece]) -> None:
-    """Write a safetensors file of these tensors, in chunks."""
     header, _ = build_header(
         [
             (json.dumps([name, shape, offsets]), dtype_name(value.dtype, name), tuple(value.shape))
