@@ -57,8 +57,16 @@ def lines() -> dict[str, int]:
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """Names of our modules that a module imports, inside functions as well."""
+    """Names of our modules that a module imports, inside functions as well, but for types alone."""
+    typed = {
+        id(each)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for each in node.body
+    }
     for node in ast.walk(tree):
+        if id(node) in typed:
+            continue
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("burnish"):
             yield str(node.module)
             yield from (f"{node.module}.{alias.name}" for alias in node.names)

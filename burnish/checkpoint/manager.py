@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path, PurePath
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
-from burnish.checkpoint.background import BackgroundSaver, Finished
 from burnish.checkpoint.layout import Disks
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.retention import Retention
@@ -39,6 +39,9 @@ from burnish.files.durable import Removals, make_dirs_durably, move_aside, namin
 from burnish.files.lease import Lease, Token
 from burnish.files.storage import LocalStorage, Source
 from burnish.tracking.rundir import RunDirectory
+
+if TYPE_CHECKING:
+    from burnish.checkpoint.background import BackgroundSaver, Finished
 
 _LEASE = ".lease"
 _OWN_LEVELS = 3
@@ -197,7 +200,10 @@ class Checkpoints:
             with agree(layout), naming_failures(f"{self._root} cannot be used"):
                 if self._background_timeout is not None:
                     held = (self._lease.fileno(),) if self._lease is not None else ()
-                    self._background = BackgroundSaver(self._saver, self._background_timeout, held)
+                    module = import_module("burnish.checkpoint.background")
+                    self._background = module.BackgroundSaver(
+                        self._saver, self._background_timeout, held
+                    )
         except BaseException:
             self._close()
             raise
