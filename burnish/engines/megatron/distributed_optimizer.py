@@ -241,9 +241,10 @@ class MegatronShards:
         self._chunks = list(chunks)
         self._parameters: dict[str, nn.Parameter] = {}
         self._regions: dict[str, tuple[Region, ...]] = {}
-        for chunk in map(_unwrapped, self._chunks):
-            for local, parameter in chunk.named_parameters():
-                name, regions = _described(local, tuple(parameter.shape), chunk, sizes)
+        for chunk in self._chunks:
+            model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+            for local, parameter in model.named_parameters():
+                name, regions = _described(local, tuple(parameter.shape), model, sizes)
                 self._parameters[name], self._regions[name] = parameter, regions
         self._optimizers = list(optimizers)
         self._ranges = list(self._stepped())
@@ -315,10 +316,6 @@ def _main_weights(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Paramete
     ):
         for model_group, main_group in zip(models, mains, strict=True):
             yield from zip(model_group, main_group, strict=True)
-
-
-def _unwrapped(chunk: nn.Module) -> Any:
-    return get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
 
 
 def _seat(group: torch.distributed.ProcessGroup) -> Seat:
