@@ -37,21 +37,17 @@ class Collector:
     """What it takes to turn prompts into scored rollouts on this rank."""
 
     generator: Generator
-    """Where completions come from."""
     decode: Callable[[Sequence[int]], str]
     """Token ids to text, special tokens removed."""
     score: Score
-    """The rewards."""
     layout: Layout
-    """Which share of the prompts is this rank's."""
     stopper: Stopper
     """Asked whether to stop between decoding steps, and while rewards are waited for."""
     progress: Progress
-    """Shows how many completions are done."""
     complaints: Complaints
     """Hears of what reward functions fail at."""
     judge: Judge = list
-    """Adds what reward models say, of which there are none otherwise."""
+    """Adds what reward models say."""
     parks: Sequence[Engine] = ()
     """Engines that leave the device while completions are generated (`engine.park`)."""
 
@@ -124,13 +120,9 @@ class GroupSampler:
     """Takes the groups of a step from the data."""
 
     config: RunConfig
-    """The run."""
     collector: Collector
-    """Makes and scores completions."""
     dataset: PromptDataset
-    """What is trained on."""
     loader: Loader
-    """Which prompts come next."""
 
     def sample(self, step: int) -> tuple[Groups, Groups]:
         """Return the scored groups of a step, and those left out. Collective; the same on every rank.

@@ -52,9 +52,7 @@ class Critic:
     """The critic on this rank."""
 
     learner: Learner
-    """Its engine, and what that started from."""
     total_steps: int
-    """Steps of the run, for the schedule of the learning rate."""
 
     @classmethod
     def make(

@@ -44,25 +44,16 @@ class Session:
     """A run's directory while this process, with all others of the run, owns it."""
 
     config: RunConfig
-    """The run."""
     trainer: Trainer
-    """Its command."""
     layout: Layout
-    """Where this process stands."""
     device: torch.device
-    """What it computes on."""
     directory: RunDirectory
-    """The run's directory."""
     checkpoints: Checkpoints
-    """Its steps."""
     mirror: Destination | None
     """Where the directory is copied to."""
     stopper: Stopper
-    """Whether a signal asked for an end."""
     spans: Spans
-    """Seconds and memory of each part of a step."""
     progress: Progress
-    """Bars on the main rank's terminal."""
     intact: Intact
     """Checks models in steps of other runs before they are loaded."""
 

@@ -75,15 +75,12 @@ class PolicyUpdate:
     """Turns the scored groups of a step into the batches of its updates."""
 
     engine: Engine
-    """The model that learns."""
     reference: Forward | None
     """Scores by the model that training started from; None where no KL term wants it."""
     critic: Critic | None
-    """PPO's critic."""
     costs: ModelFlops
     """What sequences cost in an update, by which batches are balanced."""
     config: RunConfig
-    """The run's settings."""
 
     def assign_credit(self, groups: Groups, kl_coef: float | None = None) -> Credit:
         """Return the advantages of every completion token, and the critic's targets where there is one. Collective.

@@ -44,13 +44,9 @@ class RewardModel:
     part: str
     """Its name in `Rollout.reward_parts`."""
     weight: float
-    """Factor on what it says."""
     engine: Engine
-    """Its weights."""
     encoder: ChatEncoder
-    """Its tokenizer."""
     flops: ModelFlops
-    """What its sequences cost."""
     positions: int
     """Places for tokens that it has. The longest text takes one less: the token after it (`_examples`) is computed as well."""
 

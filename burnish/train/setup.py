@@ -50,11 +50,9 @@ class Foundation:
     """The model that a run starts from, before any weight is read."""
 
     config: RunConfig
-    """The run."""
     hf_config: PretrainedConfig
-    """The model's Hugging Face configuration."""
     tokenizer: PreTrainedTokenizerBase
-    """Its tokenizer, pad and eos repaired."""
+    """Pad and eos are repaired."""
     source: ShardSource
     """First values of what is trained: the model's weights, or its adapter's."""
     base: ShardSource
@@ -95,9 +93,7 @@ class Learner:
     """A model that is trained."""
 
     engine: Engine
-    """Its weights and its optimizer."""
     foundation: Foundation
-    """What it started from."""
 
     def take_flops(self) -> float:
         """Operations of this rank's forward and backward passes since this was last asked."""
