@@ -102,10 +102,10 @@ class Ours:
         clock: Clock,
     ) -> None:
         self.config, self.clock = config, clock
-        foundation = lay_foundation(config)
+        foundation = lay_foundation(config, layout, device)
         self.flops = foundation.flops
         self.dataset = prompt_dataset(foundation, config.data.train, "data.train")
-        self.engine = make_engine(foundation, config.optim, layout, device)
+        self.engine = make_engine(foundation, config.optim)
         self.engine.load(foundation.source, Part.WEIGHTS)
         generator = GivenLengths(
             InferenceModel(foundation.hf_config, device=device, dtype=torch.bfloat16),

@@ -30,10 +30,10 @@ class Sft:
 
     def __init__(self, config: RunConfig, layout: Layout, device: torch.device) -> None:
         self._config, self._layout, self._device = config, layout, device
-        foundation = lay_foundation(config)
+        foundation = lay_foundation(config, layout, device)
         self._flops = foundation.flops
         self._dataset = example_dataset(foundation, config.data.train, "data.train")
-        self._engine = make_engine(foundation, config.optim, layout, device)
+        self._engine = make_engine(foundation, config.optim)
         self._engine.load(foundation.source, Part.WEIGHTS)
         self._loader = Loader(len(self._dataset), config.seed, shuffle=False)
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from burnish.algorithms.loss import value_loss_fn
 from burnish.algorithms.schedule import learning_rate
-from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.engines.factory import settings_beside
 from burnish.models.loading import read_model_config, require_embeddings, value_source
@@ -55,19 +52,12 @@ class Critic:
     total_steps: int
 
     @classmethod
-    def make(
-        cls,
-        policy: Foundation,
-        total_steps: int,
-        layout: Layout,
-        device: torch.device,
-        beside: Engine | None = None,
-    ) -> Critic:
+    def make(cls, policy: Foundation, total_steps: int, beside: Engine) -> Critic:
         """Make a critic without weights; `beside` is the policy's engine."""
         foundation = critic_foundation(policy)
         config = foundation.config
         optim = config.optim.model_copy(update={"lr": config.critic.lr})
-        engine = make_engine(foundation, optim, layout, device, beside)
+        engine = make_engine(foundation, optim, beside)
         return cls(Learner(engine, foundation), total_steps)
 
     def update(self, batch: Batch, step: int) -> Stats:

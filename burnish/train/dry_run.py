@@ -64,7 +64,7 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
                 if not is_url(judge.path):
                     read_judge(judge, config.seed)
         with _noting(errors):
-            foundation = lay_foundation(local, config)
+            foundation = lay_foundation(local, given=config)
             if command == "rl" and config.algorithm.advantage == "gae":
                 with _noting(errors):
                     if config.critic.path is None or not is_url(config.critic.path):

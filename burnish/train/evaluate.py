@@ -112,13 +112,13 @@ def _numbers(
 
 
 def example_validation(
-    foundation: Foundation, engine: Engine, device: torch.device, check: Callable[[], None]
+    foundation: Foundation, engine: Engine, check: Callable[[], None]
 ) -> Validation:
     """Return a function that measures `val/loss`, the mean loss per token of held-out examples.
 
     `check` is called on every rank between batches. An exception that it raises ends the validation.
     """
-    config, layout = foundation.config, engine.layout
+    config, layout, device = foundation.config, foundation.layout, foundation.device
     dataset = example_dataset(foundation, config.data.validation, "data.validation")
     count = min(len(dataset), config.evaluation.prompts or len(dataset))
     size, budget = config.batch.examples, config.microbatch_tokens
@@ -160,7 +160,7 @@ def _evaluate(
 ) -> dict[str, float]:
     with catch_signals(silent=not layout.is_main) as stopper:
         try:
-            foundation = lay_foundation(config)
+            foundation = lay_foundation(config, layout, device)
             progress = Progress(config.tracking.progress and layout.is_main)
             Intact(layout, progress).require(*foundation.places(fresh=step is None))
             if step is not None:
@@ -169,29 +169,26 @@ def _evaluate(
                 foundation = replace(foundation, source=CheckpointSource(step, layout))
                 if layout.is_main:
                     log.info("evaluating %s", step.path)
-            return _measured(foundation, layout, device, stopper)
+            return _measured(foundation, stopper, progress)
         except StopRequested as request:
             raise StoppedError(
                 f"{request}; nothing was written", signal_number=request.signal_number
             ) from None
 
 
-def _measured(
-    foundation: Foundation, layout: Layout, device: torch.device, stopper: Stopper
-) -> dict[str, float]:
+def _measured(foundation: Foundation, stopper: Stopper, progress: Progress) -> dict[str, float]:
     config = foundation.config
     paths, setting = config.data.validation, "data.validation"
-    progress = Progress(config.tracking.progress and layout.is_main)
     with progress.phase("evaluate"):
         if not config.reward.given:
-            engine = load_frozen(foundation, layout, device)
-            check = partial(check_stop, stopper, layout)
-            return example_validation(foundation, engine, device, check)()[0]
+            engine = load_frozen(foundation)
+            check = partial(check_stop, stopper, foundation.layout)
+            return example_validation(foundation, engine, check)()[0]
         with RewardPool(config.reward) as pool:
             held_out = prompt_dataset(foundation, paths, setting, pool=pool)
-            engine = load_frozen(foundation, layout, device)
-            judge = load_judge(foundation, layout, device, engine)
-            collector = make_collector(foundation, pool, layout, device, stopper, progress, judge)
+            engine = load_frozen(foundation)
+            judge = load_judge(foundation, engine)
+            collector = make_collector(foundation, pool, stopper, progress, judge)
             collector.generator.load_weights(engine.published(), version=0)
             return prompt_validation(foundation, collector, held_out)()[0]
 

@@ -15,7 +15,6 @@ from functools import partial
 from itertools import groupby
 
 import numpy as np
-import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource
@@ -24,7 +23,6 @@ from burnish.data.batching import make_batch
 from burnish.data.chat import ChatEncoder, shared_beginning
 from burnish.data.tokenizer import load_tokenizer
 from burnish.distributed.collectives import gather_objects
-from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, Part
 from burnish.engines.factory import make_engine
 from burnish.errors import IncompatibleError
@@ -68,14 +66,12 @@ class RewardModel:
         return found
 
 
-def load_judge(
-    foundation: Foundation, layout: Layout, device: torch.device, policy: Engine | None
-) -> Judge:
+def load_judge(foundation: Foundation, policy: Engine | None) -> Judge:
     """Load the models of `reward.models`, in the policy's process groups. Collective.
 
     Raises `IncompatibleError` for a model that is no classifier with one label.
     """
-    config = foundation.config
+    config, layout, device = foundation.config, foundation.layout, foundation.device
     names = config.reward.part_names[len(config.reward.functions) :]
     models, beside = [], policy
     for settings, name in zip(config.reward.models, names, strict=True):

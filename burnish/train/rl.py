@@ -54,7 +54,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
     with open_run(config, "rl", layout, device) as session, RewardPool(local.reward) as pool:
         spans, progress = session.spans, session.progress
         with progress.phase("setup", 4) as bar:
-            foundation = lay_foundation(local, config)
+            foundation = lay_foundation(local, layout, device, given=config)
             bar.advance()
             dataset = prompt_dataset(foundation, local.data.train, "data.train", pool=pool)
             held_out = local.data.validation and prompt_dataset(
@@ -68,9 +68,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             run, update, judge, engines = _models(foundation, session, inputs, total)
             loader.cursor = run.position.cursor
             bar.advance()
-            collector = make_collector(
-                foundation, pool, layout, device, session.stopper, progress, judge
-            )
+            collector = make_collector(foundation, pool, session.stopper, progress, judge)
             if config.engine.park:
                 collector = replace(collector, parks=engines)
             waiting = config.critic.warmup_steps
@@ -130,17 +128,17 @@ def _models(
     foundation: Foundation, session: Session, inputs: Inputs, total_steps: int
 ) -> tuple[Run, PolicyUpdate, Judge, Sequence[Engine]]:
     """Return the run, its update, its reward models, and the engines of policy, critic and reference; weights are loaded."""
-    config, layout, device = foundation.config, session.layout, session.device
-    engine = make_engine(foundation, config.optim, layout, device)
+    config = foundation.config
+    engine = make_engine(foundation, config.optim)
     learners, critic = {MAIN: Learner(engine, foundation)}, None
     if config.algorithm.advantage == "gae":
-        critic = Critic.make(foundation, total_steps, layout, device, engine)
+        critic = Critic.make(foundation, total_steps, engine)
         learners[CRITIC] = critic.learner
     run = Run(session, learners, inputs, total_steps)
     judge: Judge = list
     if config.reward.models:
         reward_models = import_module("burnish.train.reward_models")
-        judge = reward_models.load_judge(foundation, layout, device, engine)
+        judge = reward_models.load_judge(foundation, engine)
     engines = [each.engine for each in learners.values()]
     reference = None
     if config.algorithm.kl.coef > 0:
@@ -157,4 +155,4 @@ def _reference(foundation: Foundation, engine: Engine, session: Session) -> Engi
     if adapter and adapter.path is None:
         return engine
     session.intact.require(*foundation.places(fresh=True))
-    return load_frozen(foundation, session.layout, session.device, engine)
+    return load_frozen(foundation, engine)

@@ -63,6 +63,8 @@ class Foundation:
     """All ids that end a completion."""
     flops: ModelFlops
     """What its sequences cost, forward."""
+    layout: Layout
+    device: torch.device
 
     @property
     def costs(self) -> ModelFlops:
@@ -123,10 +125,16 @@ def local_inputs(config: RunConfig, *, trains: bool = True) -> RunConfig:
     return local
 
 
-def lay_foundation(config: RunConfig, given: RunConfig | None = None) -> Foundation:
+def lay_foundation(
+    config: RunConfig,
+    layout: Layout | None = None,
+    device: torch.device | None = None,
+    *,
+    given: RunConfig | None = None,
+) -> Foundation:
     """Read configuration, tokenizer and weight headers. Raises if they do not fit each other.
 
-    `given` is the configuration before copies replaced its URLs.
+    `given` is the configuration before copies replaced its URLs. Without a layout and a device it is for one process and a CPU.
     """
     hf_config = read_model_config(config.model)
     if has_value_head(hf_config):
@@ -163,6 +171,8 @@ def lay_foundation(config: RunConfig, given: RunConfig | None = None) -> Foundat
         adapter,
         eos_token_ids(tokenizer, hf_config, generation_config(hf_config)),
         count_flops(hf_config),
+        layout or Layout(),
+        device or torch.device("cpu"),
     )
 
 
@@ -208,18 +218,14 @@ def example_dataset(
 
 
 def make_engine(
-    foundation: Foundation,
-    optim: OptimConfig | None,
-    layout: Layout,
-    device: torch.device,
-    beside: Engine | None = None,
+    foundation: Foundation, optim: OptimConfig | None, beside: Engine | None = None
 ) -> Engine:
     """Make the configured engine without weights; frozen if `optim` is None.
 
     `beside` is an engine whose process groups it shares. Warns if the device is slow at the configured precision.
     """
     in_bf16 = foundation.config.engine.precision == "bf16"
-    if beside is None and in_bf16 and not has_bf16_products(device):
+    if beside is None and in_bf16 and not has_bf16_products(foundation.device):
         _log.warning(
             "this processor has no matrix products in bf16, and can take a hundred times as long for them as in fp32: "
             "set engine.precision=fp32"
@@ -228,18 +234,16 @@ def make_engine(
         foundation.hf_config,
         foundation.config.engine,
         optim,
-        layout=layout,
-        device=device,
+        layout=foundation.layout,
+        device=foundation.device,
         lora=foundation.config.model.adapter if foundation.adapter else None,
         beside=beside,
     )
 
 
-def load_frozen(
-    foundation: Foundation, layout: Layout, device: torch.device, beside: Engine | None = None
-) -> Engine:
+def load_frozen(foundation: Foundation, beside: Engine | None = None) -> Engine:
     """Return an engine for inference alone with the foundation's weights. Collective."""
-    engine = make_engine(foundation, None, layout, device, beside)
+    engine = make_engine(foundation, None, beside)
     engine.load(foundation.base, Part.FROZEN)
     engine.load(foundation.source, Part.WEIGHTS)
     return engine
@@ -248,8 +252,6 @@ def load_frozen(
 def make_collector(
     foundation: Foundation,
     pool: RewardPool,
-    layout: Layout,
-    device: torch.device,
     stopper: Stopper,
     progress: Progress,
     judge: Judge,
@@ -258,13 +260,13 @@ def make_collector(
     config, tokenizer = foundation.config, foundation.tokenizer
     model = InferenceModel(
         foundation.hf_config,
-        device=device,
+        device=foundation.device,
         dtype=compute_dtype(config.engine),
         lora=config.model.adapter_beside,
     )
     generator = BuiltinGenerator(
         model,
-        layout=layout,
+        layout=foundation.layout,
         slots=config.rollout.slots,
         eos_token_ids=foundation.eos_token_ids,
         decode=tokenizer.decode,
@@ -274,4 +276,5 @@ def make_collector(
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
     complaints = Complaints(config.reward.max_failed_rounds)
+    layout = foundation.layout
     return Collector(generator, decode, pool.score, layout, stopper, progress, complaints, judge)

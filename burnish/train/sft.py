@@ -36,23 +36,21 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
     size = config.batch.examples
     with open_run(config, "sft", layout, device) as session:
         with session.progress.phase("setup", 3) as bar:
-            foundation = lay_foundation(local, config)
+            foundation = lay_foundation(local, layout, device, given=config)
             bar.advance()
             dataset = example_dataset(foundation, local.data.train, "data.train")
             bar.advance()
             by_epoch = config.steps is None
             loader = Loader(len(dataset), config.seed, config.data.shuffle, by_epoch=by_epoch)
             total = config.steps or loader.takes(size, config.epochs)
-            engine = make_engine(foundation, config.optim, layout, device)
+            engine = make_engine(foundation, config.optim)
             inputs = Inputs.of(foundation.tokenizer, dataset, local.model.path)
             run = Run(session, {MAIN: Learner(engine, foundation)}, inputs, total)
             loader.cursor = run.position.cursor
             validate: Validation | None = None
             if local.data.validation:
                 evaluation = import_module("burnish.train.evaluate")
-                validate = evaluation.example_validation(
-                    foundation, engine, device, session.check_stop
-                )
+                validate = evaluation.example_validation(foundation, engine, session.check_stop)
             bar.advance()
         costs, spans = foundation.costs, session.spans
         with run.training(validate):

@@ -98,7 +98,8 @@ def judged_rank(
             {**settings, "engine": {"precision": "fp32", **engine}, "name": "n"}
         )
 
-        judge = load_judge(SimpleNamespace(config=config), layout, CPU, None)
+        foundation = SimpleNamespace(config=config, layout=layout, device=CPU)
+        judge = load_judge(foundation, None)
         found.append(judge(rollouts()))
     return found
 
