@@ -11,7 +11,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,7 +48,7 @@ from burnish.train.setup import (
     make_collector,
     prompt_dataset,
 )
-from burnish.train.signals import Stopper, StopRequested, catch_signals, check_stop
+from burnish.train.signals import Stopper, StopRequested, catch_signals
 from burnish.train.trainer_state import require_same_adapter
 
 _LENGTHS = ("response_length/mean", "response_length/clip_ratio")
@@ -158,7 +157,7 @@ def evaluated(config: RunConfig, run_directory: Path) -> tuple[RunConfig, Commit
 def _evaluate(
     config: RunConfig, step: Committed | None, layout: Layout, device: torch.device
 ) -> dict[str, float]:
-    with catch_signals(silent=not layout.is_main) as stopper:
+    with catch_signals(layout) as stopper:
         try:
             foundation = lay_foundation(config, layout, device)
             progress = Progress(config.tracking.progress and layout.is_main)
@@ -182,8 +181,7 @@ def _measured(foundation: Foundation, stopper: Stopper, progress: Progress) -> d
     with progress.phase("evaluate"):
         if not config.reward.given:
             engine = load_frozen(foundation)
-            check = partial(check_stop, stopper, foundation.layout)
-            return example_validation(foundation, engine, check)()[0]
+            return example_validation(foundation, engine, stopper.check_all)()[0]
         with RewardPool(config.reward) as pool:
             held_out = prompt_dataset(foundation, paths, setting, pool=pool)
             engine = load_frozen(foundation)

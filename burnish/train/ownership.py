@@ -33,7 +33,7 @@ from burnish.tracking.rundir import RUN, TRAINER, RunDirectory, environment, wri
 from burnish.tracking.spans import Spans
 from burnish.train.intact import Intact
 from burnish.train.own_directory import require_own_directory
-from burnish.train.signals import Stopper, catch_signals, check_stop
+from burnish.train.signals import Stopper, catch_signals
 
 Trainer = Literal["sft", "rl"]
 """The command that a run belongs to."""
@@ -56,10 +56,6 @@ class Session:
     progress: Progress
     intact: Intact
     """Checks models in steps of other runs before they are loaded."""
-
-    def check_stop(self) -> None:
-        """Raise `StopRequested` on every rank if a signal has reached any. Collective."""
-        check_stop(self.stopper, self.layout)
 
 
 @contextmanager
@@ -85,7 +81,7 @@ def open_run(
         reserve_bytes=int(settings.reserve_gb * 1e9),
         background_timeout=config.distributed.timeout_seconds if settings.background else None,
     )
-    with catch_signals(silent=not layout.is_main) as stopper, ExitStack() as stack:
+    with catch_signals(layout) as stopper, ExitStack() as stack:
         same_on_all_ranks(dump_yaml(config), "the configuration", layout)
         stack.enter_context(checkpoints)
         mirror: Destination | None = None

@@ -94,7 +94,7 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
                     batches = update.minibatches(groups, credit)
                     if learning:
                         batches = update.with_logprobs(batches, step)
-                session.check_stop()
+                session.stopper.check_all()
                 stats, updates = credit.stats, update.in_epochs(batches, step)
                 with spans("update"), progress.phase("update", len(updates)) as bar:
                     for batch in updates:

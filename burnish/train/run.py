@@ -116,7 +116,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, 0-based. A signal on any rank ends them. Collective."""
         for step in range(self.position.step, self._total_steps):
-            self._session.check_stop()
+            self._session.stopper.check_all()
             yield step
 
     def finish(
@@ -190,7 +190,7 @@ class Run:
         self.position = replace(self.position, unlogged=json_numbers(values))
         if validate and self._validate is not None:
             self.position = replace(self.position, unvalidated=True)
-            self._session.check_stop()
+            self._session.stopper.check_all()
             with spans("validate"):
                 measured, rollouts = self._validate()
                 if rollouts is not None:
@@ -307,7 +307,7 @@ class Run:
     def _complete(self) -> None:
         """Save after the last step, and say where everything is."""
         session = self._session
-        session.check_stop()
+        session.stopper.check_all()
         self._save()
         self._tell(lambda each: each.step_committed("finished"))
         left = self._settle_mirror(self._config.checkpoint.mirror_patience_seconds)

@@ -50,7 +50,9 @@ def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.de
             validate: Validation | None = None
             if local.data.validation:
                 evaluation = import_module("burnish.train.evaluate")
-                validate = evaluation.example_validation(foundation, engine, session.check_stop)
+                validate = evaluation.example_validation(
+                    foundation, engine, session.stopper.check_all
+                )
             bar.advance()
         costs, spans = foundation.costs, session.spans
         with run.training(validate):

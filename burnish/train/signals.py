@@ -28,16 +28,22 @@ class StopRequested(Exception):
 
 
 class Stopper:
-    """Remembers the first signal and, unless `silent`, confirms it on standard error."""
+    """Remembers the first signal; the main rank's confirms it on standard error."""
 
-    def __init__(self, *, silent: bool = False) -> None:
+    def __init__(self, layout: Layout | None = None) -> None:
         self.received: int | None = None
-        self._silent = silent
+        self._layout = layout or Layout()
 
     def check(self) -> None:
         """Raise `StopRequested` when a signal has arrived at this process."""
         if self.received is not None:
             raise StopRequested(self.received)
+
+    def check_all(self) -> None:
+        """Raise `StopRequested` on every rank if a signal has reached any. Collective."""
+        if any_rank(self.received is not None, self._layout):
+            heard = gather_objects(self.received, self._layout)
+            raise StopRequested(next(number for number in heard if number is not None))
 
     def changed(self) -> Callable[[], bool]:
         """Tells whether a first signal has arrived since this call."""
@@ -49,23 +55,16 @@ class Stopper:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.received = number
-        if not self._silent:
+        if self._layout.is_main:
             # Not by `print` or a logger: the signal may have come while one of them was writing.
             with suppress(OSError):  # the terminal may be gone
                 os.write(2, _HEARD.format(name=signal.Signals(number).name).encode())
 
 
-def check_stop(stopper: Stopper, layout: Layout) -> None:
-    """Raise `StopRequested` on every rank if a signal has reached any. Collective."""
-    if any_rank(stopper.received is not None, layout):
-        heard = gather_objects(stopper.received, layout)
-        raise StopRequested(next(number for number in heard if number is not None))
-
-
 @contextmanager
-def catch_signals(*, silent: bool = False) -> Iterator[Stopper]:
-    """Let SIGINT and SIGTERM set the yielded flag inside the block; unless `silent`, answer the first with a line."""
-    stopper = Stopper(silent=silent)
+def catch_signals(layout: Layout | None = None) -> Iterator[Stopper]:
+    """Let SIGINT and SIGTERM set the yielded flag inside the block."""
+    stopper = Stopper(layout)
     former = {number: signal.signal(number, stopper._handle) for number in _SIGNALS}
     try:
         yield stopper

@@ -9,18 +9,18 @@ import pytest
 from ranks import run_ranks
 
 from burnish.distributed.layout import Layout
-from burnish.train.signals import StopRequested, catch_signals, check_stop
+from burnish.train.signals import StopRequested, catch_signals
 
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_the_first_signal_is_answered_where_that_is_wanted(
     silent: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with catch_signals(silent=silent) as stopper:
-        check_stop(stopper, Layout())
+    with catch_signals(Layout(rank=1, world=2) if silent else None) as stopper:
+        stopper.check()
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(StopRequested, match="SIGINT"):
-            check_stop(stopper, Layout())
+            stopper.check()
     said = capfd.readouterr().err
     assert said.startswith("SIGINT: ") != silent
     assert ("a second signal stops at once" in said) != silent
@@ -37,11 +37,11 @@ def test_a_terminal_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def stopped_by(layout: Layout) -> int:
-    with catch_signals(silent=True) as stopper:
+    with catch_signals(layout) as stopper:
         if layout.rank == 1:
             os.kill(os.getpid(), signal.SIGINT)
         try:
-            check_stop(stopper, layout)
+            stopper.check_all()
         except StopRequested as request:
             return request.signal_number
     return 0
