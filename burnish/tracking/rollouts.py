@@ -30,20 +30,17 @@ def rollouts_path(directory: Path, step: int, kind: Kind = "step") -> Path:
 
 
 def write_rollouts(
-    directory: Path,
-    step: int,
-    rollouts: Sequence[Rollout],
-    advantages: Sequence[float | None],
-    kind: Kind = "step",
+    directory: Path, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float] | None
 ) -> Path:
     """Write a step's rollouts atomically, one JSON object a line, by prompt index and sample.
 
-    `advantages` has one number per rollout, the mean over tokens, or None. Numbers that are not finite become strings (see
-    `burnish.tracking.trackers`).
+    `advantages` has the mean over tokens of each; None for the rollouts of a validation. Numbers that are not finite become
+    strings (see `burnish.tracking.trackers`).
     """
-    rows = [_row(step, *pair) for pair in zip(rollouts, advantages, strict=True)]
+    known = [None] * len(rollouts) if advantages is None else advantages
+    rows = [_row(step, *pair) for pair in zip(rollouts, known, strict=True)]
     rows.sort(key=lambda row: (row["prompt_index"], row["sample"]))
-    path = rollouts_path(directory, step, kind)
+    path = rollouts_path(directory, step, "validation" if advantages is None else "step")
     write_atomically(path, "".join(json_line(row) for row in rows))
     return path
 

@@ -76,12 +76,7 @@ class Observers:
     ) -> None:
         """Write a step's rollouts if they are due, as those of the first and the last step are; without `advantages`, a validation's."""
         every = self._settings.rollouts_every
-        if advantages is None and every:
-            nothing = [None] * len(rollouts)
-            self._rollouts.write_rollouts(
-                self._directory.rollouts, step, rollouts, nothing, "validation"
-            )
-        elif every and (step % every == 0 or step in (1, self._total_steps)):
+        if every and (advantages is None or step % every == 0 or step in (1, self._total_steps)):
             self._rollouts.write_rollouts(self._directory.rollouts, step, rollouts, advantages)
 
     def step_finished(self, step: int, values: Mapping[str, float]) -> None:

@@ -82,7 +82,7 @@ def test_every_rollout_needs_its_advantage(tmp_path: Path) -> None:
 def test_files_of_later_steps_are_discarded(tmp_path: Path) -> None:
     for step in (5, 10, 100_000_000):
         write_rollouts(tmp_path, step, [], [])
-        write_rollouts(tmp_path, step, [made_rollout()], [None], "validation")
+        write_rollouts(tmp_path, step, [made_rollout()], None)
     (tmp_path / "step-notes.jsonl").write_text("mine")
     assert [step for step, _ in rollout_files(tmp_path)] == [5, 10, 100_000_000]
     discard_rollouts_after(tmp_path, 5)
