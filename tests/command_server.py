@@ -32,6 +32,9 @@ PRELOAD = (
     "burnish.train.rl",
     "burnish.train.sft",
     "burnish.train.evaluate",
+    "burnish.tracking.console",
+    "burnish.tracking.report",
+    "burnish.tracking.rollouts",
     "warmed",
 )
 
