@@ -117,7 +117,7 @@ def example_validation(
 
     `check` is called on every rank between batches. An exception that it raises ends the validation.
     """
-    config, layout, device = foundation.config, foundation.layout, foundation.device
+    config, layout, device = foundation.config, engine.layout, foundation.device
     dataset = example_dataset(foundation, config.data.validation, "data.validation")
     count = min(len(dataset), config.evaluation.prompts or len(dataset))
     size, budget = config.batch.examples, config.microbatch_tokens
