@@ -64,6 +64,7 @@ class Foundation:
     flops: ModelFlops
     """What its sequences cost, forward."""
     layout: Layout
+    """The processes; how a model is cut among them is in its engine's layout."""
     device: torch.device
 
     @property
