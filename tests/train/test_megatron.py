@@ -137,7 +137,7 @@ def test_a_signal_in_a_pipeline_leaves_a_checkpoint(work):
 def test_what_the_engine_does_not_have_is_refused_at_once(work):
     code, output = burnish(work, *RL, MEGATRON, "engine.compile=true", "--dry-run")
     assert code == 2
-    assert "engine.compile is a setting of the torch engine" in output
+    assert "engine.compile" in output
 
 
 def test_it_is_evaluated(work, of_torch):
