@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
@@ -358,8 +359,14 @@ class _Worker:
 
     def receive(self, patience: float) -> Any:
         """Return the next message. Raises `TimeoutError` after `patience` seconds, and `EOFError` or `OSError` if it has died."""
-        if not self.connection.poll(patience):
-            raise TimeoutError
+        deadline = time.monotonic() + patience
+        while not self.connection.poll(min(patience, _CHECK_SECONDS)):
+            patience = deadline - time.monotonic()
+            if patience <= 0:
+                raise TimeoutError
+            # What it started may hold its end of the connection open.
+            if self._process.poll() is not None and not self.connection.poll():
+                raise EOFError
         return self.connection.recv()
 
     def end(self, patience: float) -> int:

@@ -113,6 +113,12 @@ def process(completions):
 def torch_is_imported(completions):
     return [float("torch" in sys.modules or "transformers" in sys.modules)] * len(completions)
 
+def dies_and_leaves_a_child(solution_str):
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(20)
+    os._exit(7)
+
 def child_hangs(solution_str, pid_file):
     child = subprocess.Popen(["sleep", "1000"])
     with open(pid_file, "w") as file:
@@ -235,6 +241,12 @@ def wait_until_gone(pid: int) -> None:
             return
         time.sleep(0.05)
     pytest.fail(f"process {pid} still runs")
+
+
+def test_a_child_of_a_dead_worker_is_not_waited_for(make_pool, texts) -> None:
+    """It has a copy of the connection, which therefore stays open."""
+    (rollout,) = make_pool("dies_and_leaves_a_child", timeout_seconds=15.0).score(texts("x"))
+    assert rollout.reward_error.endswith("its process ended (exit status 7)")
 
 
 def test_a_pattern_that_backtracks_for_ever_meets_its_deadline(make_pool, texts) -> None:
