@@ -77,7 +77,7 @@ def test_mistakes_end_the_run(work, command, overrides, code, facts):
     assert not list((work / "runs/mistake").glob("checkpoints/step-*"))
 
 
-@pytest.mark.parametrize(("command", "module"), [("rl", "rl"), ("eval", "evaluate")])
+@pytest.mark.parametrize(("command", "module"), [("rl", "rl"), ("eval", "setup")])
 def test_held_out_data_without_a_column_are_refused_before_the_model_is_loaded(
     work, command, module
 ):
