@@ -12,8 +12,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from burnish.errors import UsageError
-
 _LOGITS_AT_ONCE = 1 << 28
 """Logits that exist at one time if `engine.logprob_chunk` is not given."""
 
@@ -600,27 +598,6 @@ class RunConfig(Section):
     def longest_completed(self) -> int:
         """Tokens of the longest prompt and completion that the settings allow; a prompt without limit counts 1."""
         return self.rollout.max_response_length + (self.data.max_prompt_length or 1)
-
-    def prompt_limits(self, positions: int | None) -> dict[str, int]:
-        """Return the most tokens of a prompt, by what limits them: the micro-batch, or the model's `positions`.
-
-        Raises `UsageError` if a completion leaves no room.
-        """
-        response = self.rollout.max_response_length
-        budgets = {"batch.tokens_per_device": self.microbatch_tokens}
-        if positions is not None:
-            budgets["the model's max_position_embeddings"] = positions
-        for name, most in budgets.items():
-            if response >= most:
-                raise UsageError(
-                    "rollout.max_response_length leaves no room for a prompt",
-                    have=f"{response} of {name}: {most}",
-                    want=f"less than {most}",
-                    do=f"lower rollout.max_response_length, or have more of {name}",
-                )
-        return {
-            f"{name} - rollout.max_response_length": n - response for name, n in budgets.items()
-        }
 
 
 def is_remote(place: str) -> bool:

@@ -6,17 +6,17 @@ headers of weights behind URLs; what only several processes find.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from burnish.algorithms.advantages import load_advantage
 from burnish.algorithms.policy_loss import load_policy_loss
 from burnish.config.constraints import Command
-from burnish.config.schema import RewardConfig, RunConfig
+from burnish.config.schema import RunConfig
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.errors import BurnishError, UsageError, together
 from burnish.files.urls import is_url
@@ -31,8 +31,6 @@ from burnish.train.setup import Foundation, example_dataset, lay_foundation, pro
 
 _ROWS = 512
 """Rows of each data set that are tokenized."""
-
-Dataset = TypeVar("Dataset", ExampleDataset, PromptDataset)
 
 
 def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> None:
@@ -49,7 +47,8 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
         pool = None
         if command != "sft" and config.reward.given:
             with _noting(errors):
-                pool = stack.enter_context(RewardPool(_with_one_worker(local.reward)))
+                reward = local.reward.model_copy(update={"workers": 1})
+                pool = stack.enter_context(RewardPool(reward))
         if command == "rl":
             with _noting(errors):
                 if config.algorithm.advantage != "gae":  # whose advantages come from the critic
@@ -85,36 +84,23 @@ def _noting(errors: list[BurnishError]) -> Iterator[None]:
         errors.append(error)
 
 
-def _with_one_worker(reward: RewardConfig) -> RewardConfig:
-    return reward.model_copy(update={"workers": 1})
-
-
 def _read_data(
     foundation: Foundation, name: str, pool: RewardPool | None, *, prompts: bool
 ) -> None:
-    """Read the columns and first rows of a data set, and score a made-up completion of its first prompt."""
+    """Read the first rows of a data set, and score a made-up completion of its first prompt."""
     setting = f"data.{name}"
-    entries = getattr(foundation.config.data, name)
-    paths = [entry for entry in entries if not is_url(entry)]
+    paths = [path for path in getattr(foundation.config.data, name) if not is_url(path)]
     if not paths:
         return
-    if not prompts:
-        _first_rows(example_dataset, foundation, paths, setting)
-        return
-    dataset = _first_rows(prompt_dataset, foundation, paths, setting)
-    if pool is not None:
-        pool.check_columns(dataset.rows.columns, setting)
-        _require_reward(pool, dataset, setting)
-
-
-def _first_rows(
-    make: Callable[..., Dataset], foundation: Foundation, paths: Sequence[str], setting: str
-) -> Dataset:
-    """Return a data set of the first rows; of all rows if none of the first can be used."""
+    make: Callable[..., PromptDataset | ExampleDataset] = (
+        partial(prompt_dataset, pool=pool) if prompts else example_dataset
+    )
     try:
-        return make(foundation, paths, setting, first=_ROWS)
-    except UsageError:
-        return make(foundation, paths, setting)
+        dataset = make(foundation, paths, setting, first=_ROWS)
+    except UsageError:  # perhaps only later rows can be used
+        dataset = make(foundation, paths, setting)
+    if pool is not None and isinstance(dataset, PromptDataset):
+        _require_reward(pool, dataset, setting)
 
 
 def _require_reward(pool: RewardPool, dataset: PromptDataset, setting: str) -> None:

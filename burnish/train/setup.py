@@ -202,11 +202,30 @@ def prompt_dataset(
     """
     config = foundation.config
     positions = getattr(foundation.hf_config, "max_position_embeddings", None)
-    limits = config.prompt_limits(positions)
+    limits = _prompt_limits(config.rollout.max_response_length, config.microbatch_tokens, positions)
     rows = load_rows(paths, setting).first(first)
     if pool is not None:
         pool.check_columns(rows.columns, setting)
     return PromptDataset(rows, foundation.tokenizer, config.data, limits=limits)
+
+
+def _prompt_limits(response: int, budget: int, positions: int | None) -> dict[str, int]:
+    """Return the most tokens of a prompt beside a completion of `response` tokens, by what limits them.
+
+    `budget` is that of a micro-batch, `positions` the model's. Raises `UsageError` if a completion leaves no room.
+    """
+    budgets = {"batch.tokens_per_device": budget}
+    if positions is not None:
+        budgets["the model's max_position_embeddings"] = positions
+    for name, most in budgets.items():
+        if response >= most:
+            raise UsageError(
+                "rollout.max_response_length leaves no room for a prompt",
+                have=f"{response} of {name}: {most}",
+                want=f"less than {most}",
+                do=f"lower rollout.max_response_length, or have more of {name}",
+            )
+    return {f"{name} - rollout.max_response_length": n - response for name, n in budgets.items()}
 
 
 def example_dataset(
