@@ -37,7 +37,7 @@ class Resolved:
     config: RunConfig
     """Every setting."""
     origins: Mapping[str, str]
-    """"FILE:LINE", "command line" or "argument" for every path that something set (`reward.functions[0].weight`)."""
+    """What set a path (`reward.functions[0].weight`): FILE:LINE, "command line" or "argument"."""
 
     @cached_property
     def origin(self) -> Mapping[str, str]:
