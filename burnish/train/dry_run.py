@@ -49,15 +49,9 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
             with _noting(errors):
                 reward = local.reward.model_copy(update={"workers": 1})
                 pool = stack.enter_context(RewardPool(reward))
-        if command == "rl":
+        for load in _functions(config, command):
             with _noting(errors):
-                if config.algorithm.advantage != "gae":  # whose advantages come from the critic
-                    load_advantage(config.algorithm.advantage)
-            with _noting(errors):
-                load_policy_loss(config.algorithm)
-        for tracker in config.tracking.trackers if trains else ():
-            with _noting(errors):
-                load_function(tracker, "tracking.trackers")
+                load()
         for judge in config.reward.models if command != "sft" else ():
             with _noting(errors):
                 if not is_url(judge.path):
@@ -68,12 +62,25 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
                 with _noting(errors):
                     if config.critic.path is None or not is_url(config.critic.path):
                         critic_foundation(foundation)
-            prompts = command == "rl" or (command == "eval" and config.reward.given)
-            for name in ("train", "validation") if trains else ("validation",):
+            names = ["train", "validation"] if trains else ["validation"]
+            for name in names:
                 with _noting(errors):
-                    _read_data(foundation, name, pool, prompts=prompts)
+                    dataset = _first_rows(foundation, name, command, pool)
+                    if name == names[0] and pool is not None and isinstance(dataset, PromptDataset):
+                        _require_reward(pool, dataset, f"data.{name}")
     if errors:
         raise together(errors, "the setup of this run")
+
+
+def _functions(config: RunConfig, command: Command) -> Iterator[Callable[[], object]]:
+    """Yield what loads the functions that settings name, those of rewards aside."""
+    algorithm = config.algorithm
+    if command == "rl":
+        yield partial(load_policy_loss, algorithm)
+    if command == "rl" and algorithm.advantage != "gae":  # whose advantages come from the critic
+        yield partial(load_advantage, algorithm.advantage)
+    for tracker in config.tracking.trackers if command != "eval" else ():
+        yield partial(load_function, tracker, "tracking.trackers")
 
 
 @contextmanager
@@ -84,23 +91,22 @@ def _noting(errors: list[BurnishError]) -> Iterator[None]:
         errors.append(error)
 
 
-def _read_data(
-    foundation: Foundation, name: str, pool: RewardPool | None, *, prompts: bool
-) -> None:
-    """Read the first rows of a data set, and score a made-up completion of its first prompt."""
-    setting = f"data.{name}"
-    paths = [path for path in getattr(foundation.config.data, name) if not is_url(path)]
+def _first_rows(
+    foundation: Foundation, name: str, command: Command, pool: RewardPool | None
+) -> PromptDataset | ExampleDataset | None:
+    """Read the first rows of `data.train` or `data.validation`, as far as they are not behind URLs."""
+    config, setting = foundation.config, f"data.{name}"
+    paths = [path for path in getattr(config.data, name) if not is_url(path)]
     if not paths:
-        return
+        return None
+    prompts = command == "rl" or (command == "eval" and config.reward.given)
     make: Callable[..., PromptDataset | ExampleDataset] = (
         partial(prompt_dataset, pool=pool) if prompts else example_dataset
     )
     try:
-        dataset = make(foundation, paths, setting, first=_ROWS)
+        return make(foundation, paths, setting, first=_ROWS)
     except UsageError:  # perhaps only later rows can be used
-        dataset = make(foundation, paths, setting)
-    if pool is not None and isinstance(dataset, PromptDataset):
-        _require_reward(pool, dataset, setting)
+        return make(foundation, paths, setting)
 
 
 def _require_reward(pool: RewardPool, dataset: PromptDataset, setting: str) -> None:
