@@ -219,7 +219,6 @@ def _answers(result: Any, style: Style, count: int) -> list[Answer]:
 
     Other finite numbers and booleans in the mapping come along; everything else is left out.
     """
-    values = _plain(result)
     if style == "verl" and isinstance(result, Mapping):
         if "score" not in result:
             return [Answer(None, f"returned a mapping without 'score': {sorted(map(str, result))}")]
@@ -229,6 +228,7 @@ def _answers(result: Any, style: Style, count: int) -> list[Answer]:
         return [answer if answer.error else replace(answer, extras=extras)]
     if style == "verl":
         return [_number(result)]
+    values = _plain(result)
     if not isinstance(values, list | tuple):
         return [Answer(None, f"returned {type(result).__name__}, not a list of numbers")] * count
     if len(values) != count:
