@@ -30,6 +30,12 @@ OPTIONAL = (
     "burnish.files.remote",
     "burnish.files.cache",
     "burnish.files.backends",
+    "burnish.tracking.console",
+    "burnish.tracking.rollouts",
+    "burnish.train.evaluate",
+    "burnish.train.localize",
+    "burnish.train.out_of_memory",
+    "burnish.train.reward_models",
 )
 """What `import burnish.train.rl` must not reach."""
 OTHER_MEANINGS = {"git", "gemma"}
