@@ -143,16 +143,9 @@ def _peak_from_rusage() -> int:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of matrix products in this dtype: from the table, or measured."""
-    return known_peak(device_name(device), dtype) or measured_matmul_peak(device, dtype)
-
-
-def known_peak(name: str, dtype: torch.dtype) -> float | None:
-    """Return the FLOP/s of dense 16-bit matrix products by the device's name, if known."""
-    if dtype not in {torch.bfloat16, torch.float16}:
-        return None
-    known = accelerator_named(name)
-    return None if known is None else known.flops
+    """Return the FLOP/s of matrix products in this dtype: from the table in 16 bits, else measured."""
+    known = accelerator_named(device_name(device)) if dtype.itemsize == 2 else None
+    return measured_matmul_peak(device, dtype) if known is None else known.flops
 
 
 @torch.no_grad()

@@ -31,6 +31,8 @@ T = TypeVar("T")
 class _CountsSteps(Protocol):
     steps: int
 
+    def set_steps(self, steps: int) -> None: ...
+
 
 def trained(optimizer: T | None) -> T:
     """Return the optimizer of an engine that is asked to train. Raises `BurnishError` for one that has none."""
@@ -63,7 +65,7 @@ class ShardedEngine(ABC):
 
     @steps.setter
     def steps(self, value: int) -> None:
-        trained(self._optimizer).steps = value
+        trained(self._optimizer).set_steps(value)
 
     @abstractmethod
     def forward(
@@ -124,8 +126,8 @@ def expert_counts(
     """Count how often each router chose each expert on all ranks, filler left out: [L, E] int64. Collective."""
     counts = torch.zeros(routers * experts, dtype=torch.int64, device=device)
     starts = torch.arange(routers, device=device)[:, None] * experts
-    for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
-        if micro.experts is not None and numbers != (-1,):
+    for micro, is_filler in zip(batch.microbatches, batch.is_filler, strict=True):
+        if micro.experts is not None and not is_filler:
             places = micro.experts.to(device).long() + starts
             counts += torch.bincount(places.flatten(), minlength=len(counts))
     if layout.world > 1:

@@ -126,6 +126,11 @@ class Batch:
             )
         return all(said)
 
+    @property
+    def is_filler(self) -> list[bool]:
+        """For each micro-batch, whether it is filler, which adds nothing to the step."""
+        return [numbers == (-1,) for numbers in self.examples]
+
     def by_example(self, arrays: Sequence[Floats]) -> dict[int, Floats]:
         """Split per-token arrays of the micro-batches by index in the global example list."""
         found: dict[int, Floats] = {}

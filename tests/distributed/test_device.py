@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from burnish.distributed.accelerators import accelerator_named
 from burnish.distributed.device import (
     device_name,
     has_bf16_products,
     has_fp64,
-    known_peak,
     measured_matmul_peak,
     peak_flops,
     peak_memory,
@@ -114,9 +114,8 @@ def test_the_peak_can_be_reset():
     ],
 )
 def test_known_peaks(name, tflops):
-    peak = known_peak(name, torch.bfloat16)
-    assert peak == (None if tflops is None else tflops * 1e12)
-    assert known_peak(name, torch.float32) is None
+    known = accelerator_named(name)
+    assert (known and known.flops) == (tflops and tflops * 1e12)
 
 
 @pytest.mark.parametrize("speed", [1e9, 1e11, 1e13])
@@ -136,7 +135,9 @@ def test_a_peak_is_measured_where_it_is_not_known(monkeypatch, speed):
 
 def test_a_known_peak_is_not_measured(monkeypatch):
     monkeypatch.setattr("burnish.distributed.device.device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("burnish.distributed.device.measured_matmul_peak", lambda *_: 7.0)
     assert peak_flops(CPU, torch.bfloat16) == 989e12
+    assert peak_flops(CPU, torch.float32) == 7.0
 
 
 @pytest.mark.parametrize(("local_world", "threads"), [(1, 7), (2, 4), (3, 2), (100, 1)])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,27 @@ CPU = torch.device("cpu")
 KINDS = ("none", "full", "selective")
 
 
-def train_rank(layout: Layout, path: Path, kind: str) -> dict[str, Any]:
-    engine = make_engine(layout, path, activation_checkpointing=kind)
-    return train(engine, make_examples(VOCAB), 3)
+def train_rank(layout: Layout, paths: Mapping[str, Path]) -> dict[str, list[dict[str, Any]]]:
+    """By family, what training leaves with each kind of checkpointing."""
+    return {
+        family: [
+            train(make_engine(layout, path, activation_checkpointing=kind), make_examples(VOCAB), 3)
+            for kind in KINDS
+        ]
+        for family, path in paths.items()
+    }
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe"])
-def test_computing_again_changes_nothing(tmp_path: Path, family: str) -> None:
-    path = save_tiny(tmp_path / "m", family, torch.float32)
-    for world in (1, 2):
-        plain, *others = (run_ranks(train_rank, world, path, kind) for kind in KINDS)
-        for ranks in others:
-            for found, wanted in zip(ranks, plain, strict=True):
-                assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
+@pytest.mark.parametrize("world", [1, 2])
+def test_computing_again_changes_nothing(tmp_path: Path, world: int) -> None:
+    families = ("qwen3", "gemma3_text", "qwen3_moe")
+    paths = {family: save_tiny(tmp_path / family, family, torch.float32) for family in families}
+    for rank in run_ranks(train_rank, world, paths):
+        for family, (wanted, *others) in rank.items():
+            for found in others:
+                assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6), family
                 for ours, theirs in zip(found["weights"], wanted["weights"], strict=True):
-                    assert_relative(ours[2], theirs[2], 1e-6, ours[0])
+                    assert_relative(ours[2], theirs[2], 1e-6, f"{family} {ours[0]}")
 
 
 class CountProducts(TorchDispatchMode):
@@ -48,9 +55,14 @@ class CountProducts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count(
-    layout: Layout, path: Path, kind: str, precision: str = "fp32"
-) -> tuple[dict[str, int], int]:
+def counted(
+    layout: Layout, path: Path, precision: str = "fp32"
+) -> dict[str, tuple[dict[str, int], int]]:
+    """By kind of checkpointing: how often each operator ran, and the bytes that were kept."""
+    return {kind: count(layout, path, kind, precision) for kind in KINDS}
+
+
+def count(layout: Layout, path: Path, kind: str, precision: str) -> tuple[dict[str, int], int]:
     engine = make_engine(layout, path, activation_checkpointing=kind, precision=precision)
     batch = cut(make_examples(VOCAB), layout, 6)
     kept = 0
@@ -73,7 +85,7 @@ def test_what_is_computed_twice(tmp_path: Path, precision: str, attention: str) 
     """In full all of a layer but its last product, whose result the backward pass does not need; in selective the activation."""
     path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
     layers = AutoConfig.from_pretrained(path).num_hidden_layers
-    ranks = {kind: run_ranks(count, 1, path, kind, precision)[0] for kind in KINDS}
+    (ranks,) = run_ranks(counted, 1, path, precision)
     found = {kind: counts for kind, (counts, _) in ranks.items()}
     calls = found["none"][attention]
     assert found["selective"][attention] == calls
@@ -87,5 +99,6 @@ def test_what_is_computed_twice(tmp_path: Path, precision: str, attention: str) 
 
 def test_products_of_experts_are_kept_in_selective(tmp_path: Path) -> None:
     path = save_tiny(tmp_path / "m", "mixtral", torch.float32)
-    products = {kind: run_ranks(count, 1, path, kind)[0][0]["_grouped_mm"] for kind in KINDS}
+    (found,) = run_ranks(counted, 1, path)
+    products = {kind: counts["_grouped_mm"] for kind, (counts, _) in found.items()}
     assert products["selective"] == products["none"] < products["full"]

@@ -104,7 +104,8 @@ def experts(tmp_path_factory):
     ],
 )
 def test_initialising_and_loading_take_the_shard_and_a_budget(model, world, parts, settings, fresh):
-    for shard, beyond in run_ranks(peak_beyond_shard, world, str(model), fresh, settings):
+    told = settings | {"precision": "fp32"}
+    for shard, beyond in run_ranks(peak_beyond_shard, world, str(model), fresh, told):
         assert shard > 160e6 / parts
         assert beyond < BUDGET + LARGEST_MODULE * fresh
 
@@ -120,7 +121,8 @@ def test_initialising_and_loading_take_the_shard_and_a_budget(model, world, part
 )
 @pytest.mark.contract
 def test_mixtures_and_mixed_layouts_take_the_shard_and_a_budget(experts, world, settings):
-    for shard, beyond in run_ranks(peak_beyond_shard, world, str(experts), False, settings):
+    told = settings | {"precision": "fp32"}
+    for shard, beyond in run_ranks(peak_beyond_shard, world, str(experts), False, told):
         assert shard > 160e6 / world
         assert beyond < BUDGET
 

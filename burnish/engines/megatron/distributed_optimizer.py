@@ -75,19 +75,15 @@ class MegatronOptimizer:
             for part in self.parts:
                 prepare_slots(part.optimizer, arena, dtype)
         self._rests = config.optimizer_offload or dtype is not torch.float32
-        self._steps = 0
+        self.steps = 0
+        """Steps taken; `set_steps` sets it."""
         self.zero_grad()
 
-    @property
-    def steps(self) -> int:
-        """Steps taken; Adam's bias correction runs on it."""
-        return self._steps
-
-    @steps.setter
-    def steps(self, value: int) -> None:
-        self._steps = value
+    def set_steps(self, steps: int) -> None:
+        """Set how many steps were taken; Adam's bias correction runs on it."""
+        self.steps = steps
         for part in self.parts:
-            set_steps(part.optimizer, value)
+            _set_steps(part.optimizer, steps)
 
     def reduce(self) -> float:
         """Add the gradients up over all ranks, once a step; their global 2-norm. Collective."""
@@ -107,9 +103,9 @@ class MegatronOptimizer:
                 group["weight_decay"] = self._optim.weight_decay * group["wd_mult"]
             if self._rests:
                 for part in self.parts:
-                    step_offloaded(part.optimizer, self._steps)
+                    step_offloaded(part.optimizer, self.steps)
             self._chained.step_with_ready_grads()  # and brings the weights to the model
-            self._steps += 1
+            self.steps += 1
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -177,7 +173,7 @@ def prepare_slots(optimizer: Any, arena: Arena | None, dtype: torch.dtype) -> No
     """
     for weight in _weights_of(optimizer):
         optimizer.state[weight] |= {slot: zero_slot(weight.data, arena, dtype) for slot in SLOTS}
-    set_steps(optimizer, 0)
+    _set_steps(optimizer, 0)
 
 
 def step_offloaded(optimizer: Any, steps: int) -> None:
@@ -189,11 +185,8 @@ def step_offloaded(optimizer: Any, steps: int) -> None:
     step_in_waves(optimizer, gradients, SLOTS, steps)
 
 
-def set_steps(optimizer: Any, steps: int) -> None:
-    """Set how many steps were taken; Adam's bias correction runs on it.
-
-    torch's AdamW counts steps per weight, the fused ones per group.
-    """
+def _set_steps(optimizer: Any, steps: int) -> None:
+    """Set the count of an inner optimizer: torch's AdamW has one per weight, the fused ones one per group."""
     for group in optimizer.param_groups:
         if not isinstance(optimizer, torch.optim.AdamW):
             group["step"] = steps

@@ -114,8 +114,8 @@ class MegatronEngine(ShardedEngine):
         routings: list[Routing] = []
 
         def planned() -> Iterator[_Planned]:
-            for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
-                made = self._planned(micro, factors=None if numbers == (-1,) else factors)
+            for micro, is_filler in zip(batch.microbatches, batch.is_filler, strict=True):
+                made = self._planned(micro, factors=None if is_filler else factors)
                 self.passed += made.plan.passed
                 routings.extend([made.routing] if made.routing else [])
                 yield made

@@ -60,7 +60,9 @@ class ShardedOptimizer:
             make = import_module("burnish.engines.optim.muon").muon_of
             self._muon = muon = make(model, regions, weights, config, layout, arena)
             weights = {n: t for n, t in weights.items() if n not in muon.weights}
-        self._weights, self._steps, dtype = weights, 0, moments_dtype(config)
+        self._weights, dtype = weights, moments_dtype(config)
+        self.steps = 0
+        """Steps taken; `set_steps` sets it."""
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, tensor in weights.items():
             if tensor.numel() > 0:
@@ -83,16 +85,11 @@ class ShardedOptimizer:
                     **{slot: zero_slot(tensor, arena, dtype) for slot in SLOTS},
                 }
 
-    @property
-    def steps(self) -> int:
-        """Steps taken; Adam's bias correction runs on it."""
-        return self._steps
-
-    @steps.setter
-    def steps(self, value: int) -> None:
-        self._steps = value
+    def set_steps(self, steps: int) -> None:
+        """Set how many steps were taken; Adam's bias correction runs on it."""
+        self.steps = steps
         for state in self._adamw.state.values():
-            state["step"].fill_(float(value))
+            state["step"].fill_(float(steps))
 
     def slots(self) -> dict[str, dict[str, Tensor]]:
         """For each slot, its local tensors by weight name; zero-size for a weight this rank holds nothing of."""
@@ -126,14 +123,14 @@ class ShardedOptimizer:
             if name in gradients and tensor.numel() > 0
         ]
         if self._rests:
-            step_in_waves(self._adamw, pairs, SLOTS, self._steps)
+            step_in_waves(self._adamw, pairs, SLOTS, self.steps)
         else:
             for tensor, gradient in pairs:
                 tensor.grad = gradient
             self._adamw.step()
             for tensor, _ in pairs:
                 tensor.grad = None
-        self._steps += 1
+        self.steps += 1
         if self._muon is not None:
             self._muon.step(lr, gradients)
 

@@ -104,14 +104,16 @@ class TorchEngine(ShardedEngine):
         batch, factors, of_experts = self._balanced(
             batch, routers.count, routers.experts, routers.chosen
         )
-        pairs = list(zip(batch.microbatches, batch.examples, strict=True))
         self._scorer.train()
         stats, (total, aux) = Stats(), torch.zeros(2, dtype=torch.float32, device=self._device)
-        for index, (micro, numbers) in enumerate(pairs):
-            self._reduce_in_next_backward(last=index == len(pairs) - 1)
+        last = len(batch.microbatches) - 1
+        for index, (micro, is_filler) in enumerate(
+            zip(batch.microbatches, batch.is_filler, strict=True)
+        ):
+            self._reduce_in_next_backward(last=index == last)
             with self._moving():
                 plan = self._planned(micro)
-                outputs = self._score(micro, plan, factors=None if numbers == (-1,) else factors)
+                outputs = self._score(micro, plan, factors=None if is_filler else factors)
                 value, of_micro = loss(outputs, micro.to(self._device))
                 value.backward()  # type: ignore[no-untyped-call]
             total += value.detach()
