@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.errors import IncompatibleError
 from burnish.families import family_of, names_of
 from burnish.models.flops import Passed
 from burnish.models.kernels.attention import Attends, PackedLayout
-from burnish.models.kernels.ulysses import ALL_TOKENS, Division, Joined
+from burnish.models.kernels.ulysses import Deal, Joined
 from burnish.models.logprobs import LogitTransform, LogprobOptions, VocabularyPart, token_logprobs
 from burnish.models.meta_init import position_limit
 from burnish.models.packing import PrefixTree, RowMap, on_device
@@ -134,18 +135,19 @@ class ScoringPlan:
         cu_seqlens: Tensor,
         loss_mask: Tensor | None = None,
         device: torch.device | None = None,
-        division: Division = ALL_TOKENS,
+        group: ProcessGroup | None = None,
+        multiple: int = 1,
     ) -> ScoringPlan:
         """Plan on the host, where `input_ids` [T] and `cu_seqlens` [S + 1] lie, for a model on `device`.
 
         Tokens in `loss_mask` [T] are scored, all where there is none; the first token of a sequence
-        has no prediction. `division` says which part of the work is this rank's.
+        has no prediction. The ranks of `group` share the tokens; each gets a multiple of `multiple`.
         """
         device = device or input_ids.device
         lengths = cu_seqlens.diff().tolist()
         ids = input_ids.numpy()
         tree = PrefixTree.of(ids, lengths)
-        deal = division.deal(len(tree.computed))
+        deal = Deal.of(len(tree.computed), group, multiple)
         packing = PackedLayout.of_tree(tree, lengths, device)
         scored = scored_tokens(cu_seqlens, loss_mask).numpy()
         predicted, first, result = np.unique(

@@ -11,7 +11,7 @@ from torch import Tensor
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import Mesh
 from burnish.models.kernels.attention import PackedLayout
-from burnish.models.kernels.ulysses import Deal, Division, Joined, Ulysses, _repeats
+from burnish.models.kernels.ulysses import Deal, Joined, Ulysses, _repeats
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 1, 9, 2)
@@ -49,7 +49,7 @@ def test_numbers_of_tokens_come_together_in_their_order(tokens: list[int], ranks
 
 
 def test_alone_nothing_is_divided() -> None:
-    deal = Division().deal(7)
+    deal = Deal.of(7)
     assert (deal.rank, deal.ranks, deal.rows) == (0, 1, 7)
     packing = PackedLayout.of(LENGTHS, CPU)
     assert deal.attention(packing) is packing
@@ -89,7 +89,7 @@ def attend_rank(layout: Layout, cases: list[tuple[int, int, int | None]]) -> lis
     group = Mesh.of(Layout(layout.rank, layout.world, sequence=layout.world), 1, CPU).sequence
     found = []
     for heads, key_heads, window in cases:
-        deal = Division(group).deal(sum(LENGTHS))
+        deal = Deal.of(sum(LENGTHS), group)
         packing = deal.attention(PackedLayout.of(LENGTHS, CPU))
         assert isinstance(packing, Ulysses)
         rows = torch.from_numpy(deal.mine(np.arange(sum(LENGTHS))))

@@ -35,7 +35,6 @@ from burnish.engines.megatron.model import build_stages
 from burnish.engines.offload import parked
 from burnish.engines.sharded_engine import ShardedEngine, routing_of, trained
 from burnish.errors import IncompatibleError
-from burnish.models.kernels.ulysses import Division
 from burnish.models.routing import Routing, TokenRows, index_dtype, require_recorded
 from burnish.models.scorer import ScoringPlan
 from burnish.models.value_head import has_value_head
@@ -100,10 +99,9 @@ class MegatronEngine(ShardedEngine):
         self._said = ("values",) if has_value_head(hf_config) else ("logprobs", "entropy")
         """What the model says of each token."""
         scatters = config.megatron_sequence_parallel and config.tensor_parallel > 1
-        self._division = Division(
-            self.mesh.groups.cp if config.sequence_parallel > 1 else None,
-            config.tensor_parallel if scatters else 1,
-        )
+        group = self.mesh.groups.cp if config.sequence_parallel > 1 else None
+        self._sharing = group, config.tensor_parallel if scatters else 1
+        """The ranks that share the tokens of a micro-batch, and the number of which each gets a multiple."""
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """Run every micro-batch and add up gradients, which `optim_step` reduces; see `Engine.forward_backward`."""
@@ -245,9 +243,8 @@ class MegatronEngine(ShardedEngine):
     def _planned(
         self, micro: MicroBatch, *, record: bool = False, factors: Tensor | None = None
     ) -> _Planned:
-        plan = ScoringPlan.of(
-            micro.input_ids, micro.cu_seqlens, micro.loss_mask, self._device, self._division
-        )
+        ids, ends, mask = micro.input_ids, micro.cu_seqlens, micro.loss_mask
+        plan = ScoringPlan.of(ids, ends, mask, self._device, *self._sharing)
         tensor, own = self.mesh.groups.tp.rank(), plan.rows.deal.rows // self.mesh.groups.tp.size()
         routing = routing_of(
             micro,
@@ -261,7 +258,7 @@ class MegatronEngine(ShardedEngine):
 
     def _filler(self) -> _Planned:
         ids, ends = torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1], dtype=torch.int32)
-        plan = ScoringPlan.of(ids, ends, None, self._device, self._division)
+        plan = ScoringPlan.of(ids, ends, None, self._device, *self._sharing)
         return _Planned(plan, 1.0, None, None)
 
     def _require_routers(self, micros: Iterable[MicroBatch], *, record: bool = False) -> None:

@@ -27,7 +27,6 @@ from burnish.engines.offload import parked
 from burnish.engines.optim.optimizer import ShardedOptimizer, local
 from burnish.engines.sharded_engine import ShardedEngine, routing_of, trained
 from burnish.engines.torch.parallelize import global_norm, parallelize, require_fitting, sum_over
-from burnish.models.kernels.ulysses import Division
 from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import cut_regions, model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
@@ -85,7 +84,6 @@ class TorchEngine(ShardedEngine):
             activations = import_module("burnish.engines.torch.activation_offload")
             offload = activations.ActivationOffload(self.arena, device)
             self._moving, around = offload.forward_and_backward, offload.around
-        self._division = Division(self.mesh.sequence, layout.tensor)
         whole = () if self._adapter else regions(model)
         self._cuts = parallelize(self._scorer, config, self.mesh, around)
         materialize(self._scorer, device)
@@ -194,9 +192,9 @@ class TorchEngine(ShardedEngine):
 
     def _planned(self, micro: MicroBatch) -> ScoringPlan:
         """Return the scoring plan of a micro-batch that is on the host, where planning needs no wait."""
-        return ScoringPlan.of(
-            micro.input_ids, micro.cu_seqlens, micro.loss_mask, self._device, self._division
-        )
+        ids, ends, mask = micro.input_ids, micro.cu_seqlens, micro.loss_mask
+        group, multiple = self.mesh.sequence, self.layout.tensor
+        return ScoringPlan.of(ids, ends, mask, self._device, group, multiple)
 
     def _score(
         self,

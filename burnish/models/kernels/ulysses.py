@@ -23,26 +23,6 @@ from burnish.models.packing import Indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Division:
-    """The ranks that share the tokens of a micro-batch."""
-
-    group: ProcessGroup | None = None
-    """None: this rank has all tokens."""
-    multiple: int = 1
-    """Each rank gets a multiple of this number of tokens."""
-
-    def deal(self, count: int) -> Deal:
-        """Divide `count` tokens."""
-        rank, ranks = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
-        rows = -(-count // (ranks * self.multiple)) * self.multiple
-        return Deal(rank, ranks, count, rows, self.group)
-
-
-ALL_TOKENS = Division()
-"""Every rank has all tokens."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Deal:
     """The tokens of each rank, of `count` in all."""
 
@@ -56,6 +36,13 @@ class Deal:
     """Tokens of each rank, padding included."""
     group: ProcessGroup | None = None
     """The ranks; None: this rank has all tokens."""
+
+    @classmethod
+    def of(cls, count: int, group: ProcessGroup | None = None, multiple: int = 1) -> Deal:
+        """Divide `count` tokens among the ranks of `group`, None for this rank alone; each gets a multiple of `multiple`."""
+        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+        rows = -(-count // (ranks * multiple)) * multiple
+        return cls(rank, ranks, count, rows, group)
 
     def attention(self, packing: Attends) -> Attends:
         """Return attention for the tokens of this rank, where `packing` is attention for all tokens."""
