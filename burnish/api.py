@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from burnish.checkpoint.steps import newest
 from burnish.config.constraints import Command, check, notices
 from burnish.config.load import load_settings
+from burnish.config.resume import RunIdentity
 from burnish.config.schema import RunConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import UsageError
@@ -133,7 +134,7 @@ def prepare(
     if command != "eval":
         if config.mirror_url is not None:
             Remote(config.mirror_url).connect(write=True)
-        require_own_directory(RunDirectory(config.directory), config, command)
+        require_own_directory(RunDirectory(config.directory), RunIdentity(command, config))
     return list(notices(config, command))
 
 

@@ -30,7 +30,7 @@ from burnish.checkpoint.steps import (
     require_healthy,
     step_paths,
 )
-from burnish.config.schema import RunConfig
+from burnish.config.resume import RunIdentity
 from burnish.distributed.collectives import agree, from_main, gather_objects, same_on_all_ranks
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
@@ -111,9 +111,7 @@ class Destination(Protocol):
     def meet(self, here: OnDisk, *, leads: bool) -> None:
         """Before resuming on several disks: refuse steps that only one disk has, and clear what no disk committed. Collective."""
 
-    def require_own(
-        self, directory: RunDirectory, config: RunConfig, trainer: str
-    ) -> dict[str, str]:
+    def require_own(self, directory: RunDirectory, run: RunIdentity) -> dict[str, str]:
         """Return what the copy adds to the directory's environment.json. Raises if it is another run's, and changes nothing."""
 
     def claim(self, directory: RunDirectory) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -31,43 +32,49 @@ def difference(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]
     }
 
 
-def require_same_run(run_dir: PurePath, recorded: RunConfig, config: RunConfig) -> None:
-    """Raise `IncompatibleError`, with a table, if a directory's recorded configuration describes another run."""
-    found = difference(recorded, config)
-    if not found:
-        return
-    rows = [("setting", "have", "want")]
-    rows += [(key, _cell(before), _cell(after)) for key, (before, after) in found.items()]
-    lines = [f"{run_dir} belongs to another configuration", *table(rows)]
-    raise IncompatibleError(
-        "\n  ".join(lines),
-        have=f"a run that differs in {', '.join(found)}",
-        want="the configuration that began this run",
-        do="restore the settings above, or give this run a name of its own with name=NAME; "
-        "model.path=RUN_DIR/checkpoints/STEP/model lets it begin with what the other learned",
-    )
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """The trainer and the configuration of a run, compared with what a directory or a mirror records."""
 
+    trainer: str
+    """The command: sft or rl."""
+    config: RunConfig
 
-def require_trainer(place: object, found: object, wanted: str) -> None:
-    """Refuse a place whose run another command trains. Raises `IncompatibleError`."""
-    if found != wanted:
+    def require_trainer(self, place: object, found: object) -> None:
+        """Raise `IncompatibleError` if another command trains the run at `place`."""
+        if found != self.trainer:
+            raise IncompatibleError(
+                f"{place} holds a run of another kind",
+                have=f"burnish {found}",
+                want=f"burnish {self.trainer}",
+                do="set name=NAME to begin another run",
+            )
+
+    def require_same(self, run_dir: PurePath, recorded: RunConfig) -> None:
+        """Raise `IncompatibleError`, with a table, if the configuration recorded in a directory describes another run."""
+        found = difference(recorded, self.config)
+        if not found:
+            return
+        rows = [("setting", "have", "want")]
+        rows += [(key, _cell(before), _cell(after)) for key, (before, after) in found.items()]
+        lines = [f"{run_dir} belongs to another configuration", *table(rows)]
         raise IncompatibleError(
-            f"{place} holds a run of another kind",
-            have=f"burnish {found}",
-            want=f"burnish {wanted}",
-            do="set name=NAME to begin another run",
+            "\n  ".join(lines),
+            have=f"a run that differs in {', '.join(found)}",
+            want="the configuration that began this run",
+            do="restore the settings above, or give this run a name of its own with name=NAME; "
+            "model.path=RUN_DIR/checkpoints/STEP/model lets it begin with what the other learned",
         )
 
-
-def require_may_resume(run_dir: PurePath, steps: Sequence[str], config: RunConfig) -> None:
-    """Raise `UsageError` if a directory holds `steps` (names, oldest first) and `resume` is never."""
-    if steps and config.resume == "never":
-        raise UsageError(
-            f"{run_dir} holds checkpoints, and resume is never",
-            have=f"{len(steps)}, the newest {steps[-1]}",
-            want="a directory without checkpoints",
-            do="set resume=auto to continue, or name=NAME to begin another run",
-        )
+    def require_may_resume(self, run_dir: PurePath, steps: Sequence[str]) -> None:
+        """Raise `UsageError` if a directory holds `steps` (names, oldest first) and `resume` is never."""
+        if steps and self.config.resume == "never":
+            raise UsageError(
+                f"{run_dir} holds checkpoints, and resume is never",
+                have=f"{len(steps)}, the newest {steps[-1]}",
+                want="a directory without checkpoints",
+                do="set resume=auto to continue, or name=NAME to begin another run",
+            )
 
 
 def _cell(value: Any, limit: int = 40) -> str:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from burnish.checkpoint.steps import step_paths
 from burnish.config.document import recorded
-from burnish.config.resume import require_may_resume, require_same_run, require_trainer
-from burnish.config.schema import RunConfig
+from burnish.config.resume import RunIdentity
 from burnish.errors import MissingError, UsageError
 from burnish.files.storage import LocalStorage
 from burnish.tracking.rundir import CHECKPOINTS, TRAINER, RunDirectory
@@ -26,18 +25,18 @@ def recorded_config(run_dir: Path) -> Path:
     return path
 
 
-def require_own_directory(directory: RunDirectory, config: RunConfig, trainer: str) -> None:
+def require_own_directory(directory: RunDirectory, run: RunIdentity) -> None:
     """Refuse the directory of another command or configuration, or one with steps if `resume` is never.
 
     A start that failed before it did anything leaves a directory that another configuration may take.
     """
     steps = [path.name for path in committed_steps(directory.root)]
     if steps or directory.begun:
-        found = directory.read_environment().get(TRAINER, trainer)
-        require_trainer(directory.root, found, trainer)
+        found = directory.read_environment().get(TRAINER, run.trainer)
+        run.require_trainer(directory.root, found)
         if directory.config.exists():
-            require_same_run(directory.root, recorded(directory.config), config)
-    require_may_resume(directory.root, steps, config)
+            run.require_same(directory.root, recorded(directory.config))
+    run.require_may_resume(directory.root, steps)
 
 
 def committed_steps(directory: Path) -> list[Path]:

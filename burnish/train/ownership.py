@@ -18,6 +18,7 @@ import torch
 from burnish.checkpoint.manager import Checkpoints, Destination
 from burnish.checkpoint.retention import Retention
 from burnish.config.document import dump_yaml
+from burnish.config.resume import RunIdentity
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree, same_on_all_ranks
 from burnish.distributed.device import (
@@ -103,7 +104,7 @@ def open_run(
             Intact(layout, progress),
         )
         with agree(layout):
-            require_own_directory(directory, config, trainer)
+            require_own_directory(directory, RunIdentity(trainer, config))
             if layout.is_main:
                 _claim(session)
         if config.tracking.allocations:
@@ -126,7 +127,7 @@ def _claim(session: Session) -> None:
     directory, mirror = session.directory, session.mirror
     identity = {RUN: directory.read_environment().get(RUN) or uuid.uuid4().hex}
     if mirror is not None:
-        identity |= mirror.require_own(directory, session.config, session.trainer)
+        identity |= mirror.require_own(directory, RunIdentity(session.trainer, session.config))
     found = environment(device_name(session.device), session.layout.world)
     write_atomically(directory.config, dump_yaml(session.config))
     directory.write_environment({**identity, TRAINER: session.trainer, **found})

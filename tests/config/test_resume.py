@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from burnish.config.keys import known_keys
 from burnish.config.load import load_config
 from burnish.config.resume import (
+    RunIdentity,
     difference,
     digest,
-    require_same_run,
 )
 from burnish.config.schema import RunConfig
 from burnish.errors import IncompatibleError
@@ -94,9 +94,11 @@ def test_a_digest_is_64_hex_digits_and_lasting() -> None:
 
 
 def test_another_runs_directory_is_refused_with_both_values() -> None:
-    require_same_run(Path("runs/x"), RunConfig(), with_("steps=3"))
+    RunIdentity("rl", with_("steps=3")).require_same(Path("runs/x"), RunConfig())
     with pytest.raises(IncompatibleError) as caught:
-        require_same_run(Path("runs/x"), with_("seed=1"), with_("optim.lr=0.5", "steps=3"))
+        RunIdentity("rl", with_("optim.lr=0.5", "steps=3")).require_same(
+            Path("runs/x"), with_("seed=1")
+        )
     message = str(caught.value)
     assert caught.value.exit_code == 4
     rows = [line.split() for line in message.splitlines()]

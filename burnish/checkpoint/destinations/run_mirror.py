@@ -30,7 +30,7 @@ from burnish.checkpoint.retention import PINS, PINS_LIMIT, Retention
 from burnish.checkpoint.steps import step_paths
 from burnish.checkpoint.subprocess import Companion
 from burnish.config.document import recorded
-from burnish.config.resume import require_may_resume, require_same_run, require_trainer
+from burnish.config.resume import RunIdentity
 from burnish.config.schema import CheckpointConfig, RunConfig
 from burnish.distributed.collectives import agree, any_rank, from_main, gather_objects
 from burnish.distributed.layout import Layout
@@ -223,9 +223,7 @@ class RunMirror:
         )
         return next((error for _, error in told if error is not None), left)
 
-    def require_own(
-        self, directory: RunDirectory, config: RunConfig, trainer: str
-    ) -> dict[str, str]:
+    def require_own(self, directory: RunDirectory, run: RunIdentity) -> dict[str, str]:
         """See `Destination`. Raises `IncompatibleError` for another run's mirror, `UsageError` if it holds steps and `resume` is never."""
         mine = directory.read_environment().get(RUN)
         names = [path.name for path in step_paths(self.root, self.source).values()]
@@ -240,8 +238,8 @@ class RunMirror:
                 do="give this run a name of its own with name=NAME, or another mirror",
             )
         if names or theirs.get(RUN) != mine:
-            require_trainer(self.url, theirs.get(TRAINER), trainer)
-            require_same_run(self.root.parent, self._recorded_config(), config)
+            run.require_trainer(self.url, theirs.get(TRAINER))
+            run.require_same(self.root.parent, self._recorded_config())
         if directory.config.exists() and theirs.get(RUN) != mine:
             raise IncompatibleError(
                 f"{self.url} is the mirror of another run than {directory.root} is",
@@ -249,7 +247,7 @@ class RunMirror:
                 want=f"run {mine or 'without a mirror'}",
                 do=f"set name=NAME to mirror this run beside it, or move {directory.root} away to continue that one",
             )
-        require_may_resume(self.root.parent, names, config)
+        run.require_may_resume(self.root.parent, names)
         return {RUN: str(theirs.get(RUN)), START: self._mirror.start}
 
     def _identity(self) -> dict[str, object] | None:
