@@ -140,8 +140,8 @@ def example_validation(
 def evaluate(config: RunConfig, run_directory: Path | None = None) -> dict[str, float]:
     """Validate the model of `config`, or the newest committed model of a run, and return the numbers.
 
-    A run's model is evaluated in fp32, from `model/` and its residual. With reward functions the held-out data are prompts,
-    without them examples. Raises `MissingError` if the run has no committed step.
+    With reward functions the held-out data are prompts, without them examples. Raises `MissingError` if the run has no
+    committed step.
     """
     config, step = (config, None) if run_directory is None else evaluated(config, run_directory)
     local = local_inputs(config, trains=False)

@@ -182,13 +182,13 @@ def test_nothing_in_nothing_out(kind: str) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e31])
 def test_a_reward_that_is_not_finite_is_refused(bad: float) -> None:
-    with pytest.raises(BurnishError, match="rollout 1 "):
+    with pytest.raises(BurnishError, match="rollout 1"):
         advantages("grpo", [0.0, bad], [0, 0], [1, 1])
 
 
 def test_a_penalty_that_is_not_finite_is_refused() -> None:
     penalties = [np.zeros(1, np.float32), np.array([np.nan], np.float32)]
-    with pytest.raises(BurnishError, match="rollout 1 "):
+    with pytest.raises(BurnishError, match="rollout 1"):
         advantages("reinforce_plus_plus", [0.0, 1.0], [0, 0], [1, 1], penalties)
 
 

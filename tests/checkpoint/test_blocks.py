@@ -199,5 +199,5 @@ def test_dtypes_have_the_widths_of_the_format(name):
 
 
 def test_a_dtype_without_a_name_is_refused():
-    with pytest.raises(IncompatibleError, match="tensor w has a dtype"):
+    with pytest.raises(IncompatibleError):
         dtype_name(torch.complex128, "w")

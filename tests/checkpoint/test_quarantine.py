@@ -181,7 +181,7 @@ def test_a_disk_that_cannot_be_read_now_condemns_no_step(tmp_path):
 
     save_once(tmp_path, 1)
     with Checkpoints(tmp_path, Layout(), storage=Unreadable()) as checkpoints:
-        with pytest.raises(BurnishError, match="cannot be read") as caught:
+        with pytest.raises(BurnishError) as caught:
             checkpoints.resume(lambda step, source: None)
         assert caught.value.exit_code == 1
     assert resume_step(tmp_path) == 1

@@ -357,5 +357,5 @@ def test_each_command_starts_its_trainer(
 @pytest.mark.parametrize("directory", ["file", "file/run"])
 def test_a_file_where_a_runs_directory_should_be_is_named(tmp_path: Path, directory: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"(?s)file, which is a file.*set output_dir and name"):
+    with pytest.raises(UsageError, match="output_dir"):
         committed_steps(tmp_path / directory)

@@ -221,13 +221,13 @@ class GeneratorContract:
         assert {c.weights_version for group in groups for c in group} == {17}
 
     def test_refuses_an_empty_prompt(self) -> None:
-        with pytest.raises(UsageError, match="prompt 9 "):
+        with pytest.raises(UsageError, match="prompt 9"):
             self.make(tiny_model()).generate(
                 [Request(9, np.array([], dtype=np.int64))], Sampling(4)
             )
 
     def test_refuses_more_tokens_than_the_model_has_positions(self) -> None:
-        with pytest.raises(UsageError, match=r"40 .* 89 "):
+        with pytest.raises(UsageError, match=r"(?s)40.*89"):
             self.make(tiny_model()).generate(make_requests(), Sampling(89))
 
     @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_examples_are_written_with_the_same_settings(rows_of, row):
     ],
 )
 def test_settings_of_conversations_are_not_passed_over_for_plain_text(rows_of, make, row):
-    with pytest.raises(UsageError, match=r"(?s)row 0 .*data\.system_prompt.*data\.string_prompts"):
+    with pytest.raises(UsageError, match=r"(?s)row 0.*data\.system_prompt.*data\.string_prompts"):
         make(rows_of([row]), system_prompt="be brief")
 
 
@@ -205,7 +205,7 @@ def test_tools_of_a_row_reach_a_template_that_reads_them(rows_of, caplog, tools)
 def test_what_does_not_describe_tools_is_named(rows_of, tools):
     reading = char_tokenizer("{{ tools }}" + CHATML_MARKED)
     rows = rows_of([{"messages": [user("a"), bot("b")], "tools": tools}])
-    with pytest.raises(UsageError, match="'tools' of row 0 "):
+    with pytest.raises(UsageError, match=r"(?s)'tools'.*row 0"):
         ExampleDataset(rows, reading, DataConfig())
 
 
@@ -220,7 +220,7 @@ def test_long_prompts_are_dropped_and_counted(rows_of, caplog):
 
 def test_a_long_prompt_is_an_error_on_request(rows_of):
     rows = rows_of([{"prompt": "a" * n} for n in (3, 9, 5, 6)])
-    with pytest.raises(UsageError, match=r"(?s)row 1 .*9 tokens; 2 of 4") as caught:
+    with pytest.raises(UsageError, match=r"(?s)row 1.*9.*2.*4") as caught:
         prompts(rows, max_prompt_length=5, overlong="error")
     assert "data.jsonl" in str(caught.value)
     assert len(prompts(rows, max_prompt_length=9, overlong="error")) == 4
@@ -349,7 +349,7 @@ def test_long_examples_are_dropped_and_counted(rows_of, caplog):
     assert (len(data), data.dropped_overlong, data.dropped_untrained) == (2, 1, 0)
     assert data.lengths.tolist() == [4, 5]
     assert "longer than data.max_length=5" in caplog.text
-    with pytest.raises(UsageError, match=r"(?s)row 1 .*11 tokens.*data\.max_length"):
+    with pytest.raises(UsageError, match=r"(?s)row 1.*11.*data\.max_length"):
         examples(rows, max_length=5, overlong="error")
 
 

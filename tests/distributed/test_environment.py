@@ -130,7 +130,7 @@ def test_first_host(nodelist, host):
 
 
 def test_first_host_of_nothing():
-    with pytest.raises(UsageError, match="names no machine"):
+    with pytest.raises(UsageError):
         first_host("")
 
 

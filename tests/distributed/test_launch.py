@@ -59,7 +59,7 @@ def test_one_process_is_a_run_of_one_rank(alone):
 
 def test_a_half_set_environment_stops_before_the_work(alone):
     alone.setenv("RANK", "0")
-    with pytest.raises(UsageError, match="WORLD_SIZE is missing"):
+    with pytest.raises(UsageError, match="WORLD_SIZE"):
         launch(lambda layout, device: pytest.fail("started"), DistributedConfig())
 
 

@@ -43,7 +43,7 @@ def test_backends_reduce_tensors_of_the_device_and_of_the_cpu():
     assert backend_of(CPU) == "gloo"
     assert backend_of(torch.device("cuda", 3)) == "cpu:gloo,cuda:nccl"
     assert backend_of(torch.device("xpu")) == "cpu:gloo,xpu:xccl"
-    with pytest.raises(UsageError, match="devices of type mps"):
+    with pytest.raises(UsageError):
         backend_of(torch.device("mps"))
 
 

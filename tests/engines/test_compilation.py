@@ -59,7 +59,7 @@ def test_no_compiler_is_an_error_that_says_so() -> None:
     model = build_on_meta(tiny_config())
     with (
         torch._inductor.config.patch("cpp.cxx", ("no-such-compiler",)),
-        pytest.raises(UsageError, match=r"engine\.compile needs a C\+\+ compiler") as refused,
+        pytest.raises(UsageError, match=r"engine\.compile") as refused,
     ):
         compile_layers(model, decoder_layers(model))
     assert "engine.compile=false" in str(refused.value)

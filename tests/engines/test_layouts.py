@@ -286,7 +286,7 @@ def test_a_bias_behind_a_sum_over_ranks_is_refused() -> None:
 def test_a_family_without_a_plan_is_refused() -> None:
     config = tiny_config("llama")
     config.base_model_tp_plan = None
-    with pytest.raises(UsageError, match="no plan in transformers"):
+    with pytest.raises(UsageError):
         require_fitting(config, EngineConfig(tensor_parallel=2))
 
 

@@ -135,7 +135,7 @@ def test_errors_of_the_disk_at_every_operation(tmp_path, operations, lasting, ca
 def test_a_failed_save_leaves_no_litter_and_the_run_can_save_again(tmp_path):
     storage = FaultyStorage(fail_at=9)
     with Checkpoints(tmp_path, Layout(), storage=storage) as checkpoints:
-        with pytest.raises(BurnishError, match="step 1 "):
+        with pytest.raises(BurnishError, match="step 1"):
             checkpoints.save(1, contents_of(*make_state(1)))
         storage.healed = True
         checkpoints.save(1, contents_of(*make_state(1)))

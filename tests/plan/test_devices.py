@@ -37,9 +37,7 @@ def test_every_device_of_the_table_can_be_named(name):
 
 
 def test_an_unknown_device_needs_memory_and_speed():
-    with pytest.raises(
-        UsageError, match=r"(?s)no device Z9.*--device-memory GIB and --device-tflops"
-    ):
+    with pytest.raises(UsageError, match=r"(?s)Z9.*--device-memory.*GIB.*--device-tflops"):
         parse_devices("8xZ9-48G")
     found = parse_devices("8xZ9", memory_gib=48, teraflops=200)
     assert (found.memory, found.flops) == (48 * GIB, 200e12)

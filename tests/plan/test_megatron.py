@@ -218,7 +218,7 @@ def test_experts_that_are_evened_out_are_counted_by_a_pass():
 
 
 def test_a_family_that_the_engine_does_not_compute_is_refused():
-    with pytest.raises(UsageError, match="does not compute models of this type"):
+    with pytest.raises(UsageError):
         planner(values_of(MODEL | {"model_type": "olmo2"}))
 
 

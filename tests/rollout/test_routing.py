@@ -51,7 +51,7 @@ def test_nothing_is_noted_unless_asked_for() -> None:
 
 
 def test_a_model_without_experts_is_refused() -> None:
-    with pytest.raises(IncompatibleError, match="no known routers"):
+    with pytest.raises(IncompatibleError):
         loaded("qwen3").generate(make_requests((5,), 1), ROUTED)
 
 

@@ -98,5 +98,5 @@ def test_files_of_later_steps_are_discarded(tmp_path: Path) -> None:
 def test_a_line_that_is_no_rollout_is_named(tmp_path: Path, line: str) -> None:
     path = write_rollouts(tmp_path, 1, [made_rollout()], [0.0])
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(CorruptError, match=r"step-00000001\.jsonl, line 2"):
+    with pytest.raises(CorruptError, match=r"(?s)step-00000001\.jsonl.*line 2"):
         list(read_rollouts(path))

@@ -152,7 +152,7 @@ def test_a_line_that_is_no_step_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{line}\n{{"step": 1}}\n', encoding="latin-1")
     for use in (lambda: read_metrics(path), lambda: JsonlTracker(path, resume_step=1)):
-        with pytest.raises(CorruptError, match=r"metrics\.jsonl has a line"):
+        with pytest.raises(CorruptError, match=r"metrics\.jsonl"):
             use()
 
 

@@ -92,7 +92,7 @@ def test_a_run_that_can_begin_passes(work: Path, argv: list[str]) -> None:
 
 def test_a_reward_is_called_on_the_first_row(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
-    with pytest.raises(UsageError, match="no reward today"):
+    with pytest.raises(UsageError):
         set_up(load_config("rl.yaml", [own("rewards.py:raises")]).config, "rl")
 
 

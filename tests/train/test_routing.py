@@ -85,13 +85,13 @@ def test_a_generator_that_does_not_say_is_refused(
 ) -> None:
     monkeypatch.chdir(work)
     monkeypatch.setattr("burnish.train.setup.BuiltinGenerator", Silent)
-    with pytest.raises(BurnishError, match=r"(?s)not said which experts.*router_replay=recompute"):
+    with pytest.raises(BurnishError, match="router_replay=recompute"):
         rl.train(config_of("silent", "rollout"))
 
 
 def test_a_model_without_routers_is_refused(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
-    with pytest.raises(UsageError, match=r"algorithm\.router_replay is for mixtures of experts"):
+    with pytest.raises(UsageError, match=r"algorithm\.router_replay"):
         rl.train(config_of("dense", "recompute", model={**RL["model"], "fresh": FRESH}))
 
 

