@@ -1,7 +1,8 @@
-"""The Python API: what the commands `sft`, `rl` and `eval` do, called from a script or a notebook.
+"""The Python API: do what the commands `sft`, `rl` and `eval` do, from a script or a notebook.
 
-Each function takes a configuration as a path, a mapping or a `RunConfig`, and further settings by keyword:
-`burnish.sft("sft.yaml", steps=10, optim={"lr": 1e-5})`. Under torchrun every process calls it alike.
+Each function takes a configuration as a path, a mapping or a `RunConfig`, and further settings by
+keyword: `burnish.sft("sft.yaml", steps=10, optim={"lr": 1e-5})`. Under torchrun every process calls
+it alike.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Result:
 
     @property
     def model(self) -> Path | None:
-        """The newest committed model, a directory that transformers loads; None where all steps lie on a mirror."""
+        """The newest committed model, a directory that transformers loads; None if only a mirror
+        has steps.
+        """
         step = newest(RunDirectory(self.directory).checkpoints)
         return None if step is None else Path(step.path) / "model"
 
@@ -59,24 +62,25 @@ class Result:
 def load_config(config: Config, **settings: Any) -> RunConfig:
     """Return the whole configuration, with `settings` in place of its own.
 
-    Raises `UsageError` for settings that do not exist or do not fit, `MissingError` for a file that is not there.
+    Raises `UsageError` for settings that do not exist or do not fit, `MissingError` for a missing
+    file.
     """
     return load_settings(config, settings)
 
 
 def sft(config: Config, **settings: Any) -> Result:
-    """Fine-tune on examples. A run that was interrupted goes on from its newest checkpoint."""
+    """Fine-tune on examples. An interrupted run goes on from its newest checkpoint."""
     loaded = load_settings(config, settings)
     run_command("sft", loaded)
     return Result(loaded.directory)
 
 
 def rl(config: Config, reward: Rewards = None, **settings: Any) -> Result:
-    """Learn from a reward. A run that was interrupted goes on from its newest checkpoint.
+    """Learn from a reward. An interrupted run goes on from its newest checkpoint.
 
-    `reward` is a Python function, or several, in place of `reward.functions`; a mapping sets the section `reward`.
-    Functions are called in processes of their own, which import the script that defines them: a script has to
-    call `rl` below `if __name__ == "__main__":`.
+    `reward` is a Python function, or several, in place of `reward.functions`; a mapping sets the
+    section `reward`. Functions are called in processes of their own, which import the script that
+    defines them: a script has to call `rl` below `if __name__ == "__main__":`.
     """
     loaded = load_settings(config, _with_reward(settings, reward))
     run_command("rl", loaded)
@@ -86,7 +90,7 @@ def rl(config: Config, reward: Rewards = None, **settings: Any) -> Result:
 def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[str, float]:
     """Measure a model on held-out data and return the numbers by name.
 
-    `config` may also be the directory of a run, whose newest model is measured. `reward` is as in `rl`.
+    `config` may be a run's directory, whose newest model is measured. `reward` is as in `rl`.
     """
     run = Path(config) if isinstance(config, str | os.PathLike) and Path(config).is_dir() else None
     given = config if run is None else recorded_config(run)
@@ -96,7 +100,7 @@ def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[st
 def run_command(
     command: Command, config: RunConfig, run_dir: Path | None = None
 ) -> dict[str, float]:
-    """Refuse what cannot run, then run it; return what an evaluation measured.
+    """Refuse what cannot run, then run it; return an evaluation's numbers.
 
     An evaluation of `run_dir` measures that run's newest model.
     """
@@ -149,7 +153,9 @@ def _with_reward(settings: Mapping[str, Any], reward: Rewards) -> Mapping[str, A
 
 
 def _name_of(function: Reward) -> str:
-    """Return the name by which another process finds the function: `file.py:function` or `module:function`."""
+    """Return the name that another process finds the function by: `file.py:function` or
+    `module:function`.
+    """
     module: str | None = function.__module__
     name = getattr(function, "__qualname__", "")
     if module == "__main__":
@@ -166,7 +172,7 @@ def _name_of(function: Reward) -> str:
 
 
 def _refuse_inside_a_worker() -> None:
-    """A process that imports a script for its reward function must not train."""
+    """Refuse to train in a process that imports a script for its reward function."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name == "burnish.rewards.worker":
         raise UsageError(

@@ -1,7 +1,9 @@
-"""The table of model families, and the shape of a model as its config.json gives it, without torch or transformers.
+"""The table of model families, and a model's shape from its config.json, without torch or
+transformers.
 
-This is the only place that names model types of transformers. Other code asks for a capability (`has_router`, `norm_offset`). A type
-that is not in the table can be trained if transformers describes it well enough; the planner and the Megatron engine refuse it.
+Only this module names model types of transformers. Other code asks for a capability (`has_router`,
+`norm_offset`). A type outside the table can be trained if transformers describes it well enough;
+the planner and the Megatron engine refuse it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from burnish.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a model type differs from Llama where config.json does not say so."""
+    """How a model type differs from Llama where config.json does not say."""
 
     tested: bool = True
     """Tests hold its log-probs and gradients equal to plain transformers."""
@@ -116,19 +118,19 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(model_type: str) -> Family:
-    """Return what is known of a model type; for a type that is not in the table, an untested Llama."""
+    """Return a model type's family; outside the table, an untested Llama."""
     return FAMILIES.get(model_type, Family(tested=False))
 
 
 def names_of(capability: str) -> str:
-    """Return the tested model types that have a capability (a field or property of `Family`), for a message."""
+    """Return the tested model types that have a capability (a field or property of `Family`)."""
     return ", ".join(
         name for name, each in FAMILIES.items() if each.tested and getattr(each, capability)
     )
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of the language model; in a composite config.json they are under `text_config`."""
+    """Return the language model's fields; a composite config.json has them under `text_config`."""
     return dict(config) | dict(config.get("text_config") or {})
 
 
@@ -166,7 +168,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model of any type. A size that the configuration does not give is 0."""
+    """The sizes of a model of any type. A size that the configuration lacks is 0."""
 
     family: Family
     tied: bool
@@ -235,14 +237,16 @@ SIZE_FIELDS = (
 
 @dataclass(frozen=True)
 class ModelShape(ModelSizes):
-    """The sizes and all parameters of a causal language model of a family in the table."""
+    """The sizes and parameters of a causal language model of a family in the table."""
 
     layers: tuple[LayerShape, ...]
     """From first to last."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read the content of a config.json. Raises `UsageError` for an unknown family and for missing or wrong fields."""
+        """Read a config.json's content. Raises `UsageError` for an unknown family or missing or
+        wrong fields.
+        """
         fields = text_config(config)
         kind = str(fields.get("model_type"))
         family = family_of(kind)
@@ -266,7 +270,7 @@ class ModelShape(ModelSizes):
 
     @property
     def routers(self) -> tuple[int, int, int]:
-        """Routers of the model, experts that each has, and experts that it sends a token to; zeros for a dense model."""
+        """Routers of the model, experts of each, and experts per token; zeros for a dense model."""
         found = [(each.experts, each.experts_per_token) for each in self.layers if each.experts]
         return (len(found), *found[0]) if found else (0, 0, 0)
 
@@ -279,7 +283,7 @@ class ModelShape(ModelSizes):
 
 
 def layers_with_experts(fields: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of the layers that have experts; in some families the others are dense."""
+    """Return the numbers of the layers that have experts; in some families others are dense."""
     dense = fields.get("mlp_only_layers") or ()
     every = fields.get("decoder_sparse_step") or 1
     layers = range(_size(fields, "num_hidden_layers"))
@@ -312,7 +316,7 @@ def window_of(family: Family, fields: Mapping[str, Any], index: int) -> int | No
 
 
 def _positive(fields: Mapping[str, Any], *names: str) -> int:
-    """Return a whole number above 0 that has to be there, under one of its names."""
+    """Return a required whole number above 0, under one of its names."""
     for name in names:
         if isinstance(value := fields.get(name), int) and value > 0:
             return value
@@ -325,7 +329,9 @@ def _positive(fields: Mapping[str, Any], *names: str) -> int:
 
 
 def _size(fields: Mapping[str, Any], *names: str) -> int:
-    """Return the first of these fields that is a number above 0, of a list the greatest common divisor; 0 if there is none."""
+    """Return the first number above 0 of these fields, of a list its greatest common divisor; else
+    0.
+    """
     for name in names:
         value = fields.get(name)
         values = value if isinstance(value, list | tuple) else [value]

@@ -1,4 +1,4 @@
-"""Find functions and classes that a setting names: `file.py:name`, `module:name`, or a built-in by its own name."""
+"""Find functions and classes that a setting names: `file.py:name`, `module:name`, or a built-in."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _NONE: Registry = MappingProxyType({})
 def load_function(name: str, setting: str, builtins: Registry = _NONE) -> Callable[..., Any]:
     """Import the function or class that `setting` names.
 
-    Raises `UsageError` with the nearest name if the module, the file or the function does not exist,
-    cannot be imported or cannot be called.
+    Raises `UsageError` with the nearest name if the module, the file or the function does not
+    exist, cannot be imported or cannot be called.
     """
     target = builtins.get(name, name)
     if not isinstance(target, str):
@@ -51,7 +51,9 @@ def load_function(name: str, setting: str, builtins: Registry = _NONE) -> Callab
 
 
 def fingerprint(name: str, setting: str, builtins: Registry = _NONE) -> str:
-    """Return a digest of the file that `name` leads to; the name itself for a built-in or a compiled module."""
+    """Return a digest of the file that `name` leads to; the name itself for a built-in or a
+    compiled module.
+    """
     file = None if name in builtins else _source(name, setting)
     return name if file is None else xxhash.xxh3_128_hexdigest(file.read_bytes())
 
@@ -141,6 +143,6 @@ def _broken(name: str, setting: str, error: Exception) -> UsageError:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str | None:
-    """Return a question with the known name that is nearest to `name`, for an error; None if none is near."""
+    """Return a question with the known name nearest to `name`, or None if none is near."""
     close = difflib.get_close_matches(name, sorted(known), n=1)
     return f"did you mean {close[0]!r}?" if close else None

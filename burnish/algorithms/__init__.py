@@ -1,7 +1,8 @@
-"""The formulas of post-training: advantages, losses, KL, aggregation, schedules. Pure functions.
+"""The formulas of post-training as pure functions: advantages, losses, KL, aggregation, schedules.
 
-`ADVANTAGES` and `POLICY_LOSSES` are the built-ins of `algorithm.advantage` and `algorithm.policy_loss`. A user's function is
-named there as `file.py:function` or `module:function`, and loaded and called as these are.
+`ADVANTAGES` and `POLICY_LOSSES` are the built-ins of `algorithm.advantage` and
+`algorithm.policy_loss`. A user's function, named `file.py:function` or `module:function`, is loaded
+and called alike.
 """
 
 from typing import get_args

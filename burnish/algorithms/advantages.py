@@ -1,10 +1,11 @@
-"""From rewards to advantages: how much better each rollout did than expected.
+"""Turn rewards into advantages: how much better each rollout did than expected.
 
-An advantage function takes the `ScoredRollouts` of a step and returns one number per rollout, or one array per rollout with a
-number per token. It runs on the host in fp64 over all rollouts of a step. `gae` needs a critic's values instead.
+An advantage function takes the `ScoredRollouts` of a step. It returns one number per rollout, or
+per rollout one array with a number per token. It runs on the host in fp64 over all rollouts of a
+step. `gae` needs a critic's values instead.
 
-Notation: r_i is the reward of rollout i, KL penalties subtracted. mean and std are over the rollouts of one prompt unless said
-otherwise. std has Bessel's correction, as in TRL and verl.
+Notation: r_i is the reward of rollout i, KL penalties subtracted. mean and std are over the
+rollouts of one prompt unless said otherwise. std has Bessel's correction, as in TRL and verl.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredRollouts:
-    """The rollouts of a step as an advantage function gets them: N rollouts, arrays on the host."""
+    """The rollouts of a step, as an advantage function gets them: N rollouts, host arrays."""
 
     rewards: Array
     """[N] fp64. KL penalties and the penalty for length are subtracted."""
@@ -87,7 +88,8 @@ Advantage = Callable[[ScoredRollouts], "npt.ArrayLike | Sequence[npt.ArrayLike]"
 def load_advantage(name: str) -> Advantage:
     """Return the function that `algorithm.advantage` names.
 
-    A function of the user's is called once on made-up rollouts. Raises `UsageError` if it does not exist or fails there.
+    Calls a user's function once on made-up rollouts. Raises `UsageError` if it does not exist or
+    fails there.
     """
     function = load_function(name, "algorithm.advantage", ADVANTAGES)
     if name not in ADVANTAGES:
@@ -113,9 +115,10 @@ def load_advantage(name: str) -> Advantage:
 
 
 def advantages(function: Advantage, scored: ScoredRollouts) -> list[Floats]:
-    """Return the advantage of every completion token: per rollout one fp32 array of the completion's length.
+    """Return the advantage of every completion token: per rollout one fp32 array of the
+    completion's length.
 
-    Raises `BurnishError` if the function returns other shapes, or numbers that are not finite.
+    Raises `BurnishError` if the function returns other shapes or non-finite numbers.
     """
     lengths = scored.lengths
     if not len(lengths):
@@ -191,9 +194,11 @@ def gpg(scored: ScoredRollouts) -> Array:
 
 
 def pass_at_k(scored: ScoredRollouts) -> Array:
-    """A_i = r_i - second largest reward for the best of a group, 0 for all others (arXiv 2503.19595, section 3).
+    """A_i = r_i - second largest reward for the best of a group, 0 for all others (arXiv
+    2503.19595, section 3).
 
-    The sum over a group estimates the gradient of the best of n. Among equals the first counts as the best, with A = 0.
+    The group's sum estimates the gradient of the best of n. Of equals the first is the best, with A
+    = 0.
     """
 
     def best_alone(group: Array) -> Array:
@@ -297,15 +302,17 @@ def gae(
     gamma: float,
     lam: float,
 ) -> Estimates:
-    """Return generalized advantage estimates (arXiv 1506.02438, equations 11, 12 and 16) over the tokens of each completion.
+    """Return generalized advantage estimates (arXiv 1506.02438, equations 11, 12 and 16) over the
+    tokens of each completion.
 
         δ_t = r_t + γ V(s_{t+1}) - V(s_t)
         Â_t = Σ_{l ≥ 0} (γλ)^l δ_{t+l},    R_t = Â_t + V(s_t)
 
-    `values[i][t]` is V(s_t), of the state in which token t was chosen; V is 0 behind the last token, also where a completion was
-    cut at its limit. The reward `rewards[i]` comes with the last token. Each token pays its entry of `token_penalties` (KL in the
-    reward, coefficient included). Advantages are then whitened over all tokens of the step. Raises `BurnishError` for a reward
-    that is not finite.
+    `values[i][t]` is V(s_t), of the state in which token t was chosen; V is 0 behind the last
+    token, also of a truncated completion. The reward `rewards[i]` comes with the last token. Each
+    token pays its entry of `token_penalties` (KL in the reward, coefficient included). Advantages
+    are then whitened over all tokens of the step. Raises `BurnishError` for a reward that is not
+    finite.
     """
     scores = np.asarray(rewards, dtype=np.float64)
     exact = [np.asarray(each, dtype=np.float64) for each in values]
@@ -329,9 +336,11 @@ def gae(
 
 
 def value_stats(values: Sequence[Floats], returns: Sequence[Floats]) -> Stats:
-    """Return `values/mean`, `returns/mean` and `explained_var` over all completion tokens of the step.
+    """Return `values/mean`, `returns/mean` and `explained_var` over all completion tokens of the
+    step.
 
-    `explained_var` is 1 - Var(R - V) / Var(R): 1 is perfect, 0 no better than a constant, NaN where all returns are equal.
+    `explained_var` is 1 - Var(R - V) / Var(R): 1 is perfect, 0 no better than a constant, NaN for
+    equal returns.
     """
     v, r = (np.concatenate([np.zeros(0), *each]) for each in (values, returns))
     if not len(v):

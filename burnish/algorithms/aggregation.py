@@ -1,8 +1,8 @@
-"""Add losses of tokens up to one number.
+"""Add token losses up to one number.
 
-Every way is a weighted sum over tokens with coefficients that are known before the loss. So the policy term, the KL term and the
-entropy bonus share one vector of coefficients. Counts are those of the *global* batch, so the sum over micro-batches and ranks
-does not depend on how the batch was cut.
+Every way is a weighted sum with coefficients known before the loss, which the policy term, the KL
+term and the entropy bonus share. Counts are those of the *global* batch, so the sum over
+micro-batches and ranks does not depend on the cut.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ class Aggregation:
     """The same count over the global batch."""
 
     def __call__(self, token_losses: Tensor) -> Tensor:
-        """Return this micro-batch's part of the loss, a scalar. Values of masked tokens, NaN included, have no effect."""
+        """Return this micro-batch's part of the loss, a scalar. Masked values, NaN included, have
+        no effect.
+        """
         trained = self.coefficients != 0
         return (torch.where(trained, token_losses, 0.0) * self.coefficients).sum()
 
     def mean_of(self, part: Tensor) -> Mean:
-        """Return such a part as a mean whose value over the global batch is the whole loss."""
+        """Return a part as a mean whose value over the global batch is the whole loss."""
         return Mean(part.detach() * self.global_units, self.local_units)
 
 

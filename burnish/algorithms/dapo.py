@@ -13,7 +13,7 @@ from burnish.config.schema import DynamicSamplingConfig, OverlongConfig
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which of the groups collected so far in a step to train on."""
+    """Which of a step's groups so far to train on."""
 
     keep: tuple[int, ...]
     """Indices of the groups to train on, in the order they came. Empty when no group has variance."""
@@ -31,10 +31,11 @@ def select_groups(
 ) -> Selection:
     """Choose the groups to keep, and whether to generate more.
 
-    `groups` has the rewards of every group of the step so far, `wanted` is the number of prompts of a step, and `refills` counts
-    the rounds of further generation. Without dynamic sampling the first `wanted` groups are kept. With it, the first `wanted`
-    that have variance are. If there are fewer and rounds are left, the missing number of prompts is asked for; else the step
-    runs with the groups that it has, which can be none.
+    `groups` has the rewards of every group of the step so far, `wanted` is the number of prompts of
+    a step, and `refills` counts the rounds of further generation. Without dynamic sampling, keep
+    the first `wanted` groups; with it, the first `wanted` that have variance. If there are fewer
+    and rounds are left, ask for the missing number of prompts; else run the step with the groups
+    there are, perhaps none.
     """
     if not config.enabled:
         return Selection(tuple(range(len(groups)))[:wanted], 0)
@@ -44,10 +45,11 @@ def select_groups(
 
 
 def overlong_penalty(length: int, max_response_length: int, config: OverlongConfig) -> float:
-    """Return DAPO's soft overlong punishment of a completion of `length` tokens, to be *added* to its reward (equation 13).
+    """Return DAPO's soft overlong punishment of a completion of `length` tokens, to be *added* to
+    its reward (equation 13).
 
-    With L = `max_response_length` and B = `config.buffer`, it is 0 up to L - B, then ((L - B) - length) / B, and -1 beyond L,
-    times `config.penalty`. Without a buffer it is 0.
+    With L = `max_response_length` and B = `config.buffer`, it is 0 up to L - B, then ((L - B) -
+    length) / B, and -1 beyond L, times `config.penalty`. Without a buffer it is 0.
     """
     if config.buffer == 0:
         return 0.0

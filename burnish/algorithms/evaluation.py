@@ -10,10 +10,11 @@ from burnish.tracking.stats import Mean, Stats
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Estimate without bias, from n samples, the chance that one of k is correct (arXiv 2107.03374, equation 1).
+    """Estimate without bias, from n samples, the chance that one of k is correct (arXiv 2107.03374,
+    equation 1).
 
-    1 - C(n - correct, k) / C(n, k), exact for integers of any size. Raises `ValueError` unless
-    0 <= correct <= n and 1 <= k <= n.
+    1 - C(n - correct, k) / C(n, k), exact for any size. Raises `ValueError` unless 0 <= correct <=
+    n and 1 <= k <= n.
     """
     if not (0 <= correct <= n and 1 <= k <= n):
         raise ValueError(f"pass@k needs 0 <= correct <= n and 1 <= k <= n: {n=}, {correct=}, {k=}")
@@ -21,10 +22,11 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def majority_score(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
-    """Return the score of the answer given most often (self-consistency, arXiv 2203.11171); 0 without any answer.
+    """Return the score of the commonest answer (self-consistency, arXiv 2203.11171); 0 without any
+    answer.
 
-    None among the `answers` is no vote. An answer's score is the mean score of the completions that gave it. Tied answers give
-    the mean of their scores.
+    None is no vote. An answer's score is the mean over its completions. Tied answers give the mean
+    of their scores.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -43,8 +45,9 @@ def evaluation_stats(
 ) -> Stats:
     """Return `val/mean@n`, `val/pass@n` and `val/maj@n`, means over prompts that merge over ranks.
 
-    `scores[p][s]` and `answers[p][s]` belong to sample s of prompt p. A sample is correct if its score is at least `solved`. With
-    n = 1 all three are equal, and only `val/mean@1` is given. Raises `ValueError` for prompts with different numbers of samples.
+    `scores[p][s]` and `answers[p][s]` belong to sample s of prompt p. A score of at least `solved`
+    is correct. With n = 1 all three are equal, so only `val/mean@1` is given. Raises `ValueError`
+    for prompts with different numbers of samples.
     """
     sizes = {len(group) for group in scores}
     if not sizes:

@@ -24,7 +24,9 @@ from burnish.records import Floats
 
 
 def kl_loss(estimator: KLEstimator, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Return each token's divergence as a loss term, [T] fp32, with the gradient described above; 0 where `mask` is False."""
+    """Return each token's divergence as a loss term, [T] fp32, with the gradient above; 0 where
+    `mask` is False.
+    """
     difference = torch.where(mask, logprobs.float() - ref_logprobs.float(), 0.0)
     value = _estimate(estimator, difference)
     if estimator != "k1":
@@ -36,9 +38,9 @@ def kl_loss(estimator: KLEstimator, logprobs: Tensor, ref_logprobs: Tensor, mask
 def kl_penalty(
     estimator: KLEstimator, coef: float, logprobs: Floats, ref_logprobs: Floats
 ) -> Floats:
-    """Return what KL in the reward subtracts from each token's reward: `coef` times the estimate, [T] fp32.
+    """Return the KL that each token's reward loses: `coef` times the estimate, [T] fp32.
 
-    `logprobs` [T] are those of the policy that the update is measured against.
+    `logprobs` [T] are those of the policy before the update.
     """
     difference = torch.from_numpy(logprobs).float() - torch.from_numpy(ref_logprobs).float()
     penalty: Floats = (coef * _estimate(estimator, difference)).numpy()
@@ -46,9 +48,11 @@ def kl_penalty(
 
 
 def adapted(coef: float, kl: float, rollouts: int, config: KLConfig) -> float:
-    """Return the coefficient after a step of `rollouts` rollouts with mean `kl` per token (arXiv 1909.08593, section 2.2).
+    """Return the coefficient after a step of `rollouts` rollouts with mean `kl` per token (arXiv
+    1909.08593, section 2.2).
 
-    β ← β (1 + clip(kl / `target` - 1, -0.2, 0.2) · rollouts / `horizon`); β itself without a target.
+    β ← β (1 + clip(kl / `target` - 1, -0.2, 0.2) · rollouts / `horizon`); β itself without a
+    target.
     """
     if config.target is None:
         return coef

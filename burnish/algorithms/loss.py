@@ -1,7 +1,8 @@
 """The loss functions that trainers hand to an engine.
 
-Each is pure. It sees one micro-batch, returns its part of the step's loss and statistics that add up over micro-batches and
-ranks, and never waits for the device. The trainer adds a prefix to the statistics' names (`actor/`, `critic/`, `train/`).
+Each is pure, sees one micro-batch, and never waits for the device. It returns its part of the
+step's loss, and statistics that add up over micro-batches and ranks. The trainer prefixes the
+statistics' names (`actor/`, `critic/`, `train/`).
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ Loss = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]
 
 
 def sft_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
-    """Return the negative log-likelihood, -Σ_t m_t log π(y_t) / (loss tokens of the global batch), and `tokens`, their number."""
+    """Return -Σ_t m_t log π(y_t) / (loss tokens of the global batch), and `tokens`, their number."""
     mean = aggregation("token_mean", micro, 1)
     loss = mean(-outputs.logprobs.float())
     return loss, Stats({"tokens": Sum(mean.local_units)})
 
 
 def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
-    """Return the loss of `config`: the surrogate, plus `kl.coef` · KL where it belongs in the loss, minus `entropy_coef` · H.
+    """Return the loss of `config`: the surrogate, plus `kl.coef` · KL where it belongs in the loss,
+    minus `entropy_coef` · H.
 
-    All three are aggregated alike. The entropy bonus needs `TokenOutputs.entropy` with a gradient. Statistics, each a mean:
+    All three are aggregated alike. The entropy bonus needs `TokenOutputs.entropy` with a gradient.
+    Statistics, each a mean:
 
     - `pg_loss`, `kl_loss`: the terms as they enter the loss
     - `entropy`: nats per token
@@ -41,8 +44,9 @@ def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
     - `pg_clipfrac`, `pg_clipfrac_lower`: share of tokens held by the clip range, by the dual clip
     - `mismatch_...`: of the generator (`burnish.algorithms.mismatch`), where its log-probs are there
 
-    The correction of the generator's mismatch multiplies the policy loss of each token, and no other term. The loss raises
-    `BurnishError` for a micro-batch without advantages, or without reference or sampled log-probs where it needs them.
+    The mismatch correction multiplies each token's policy loss, and no other term. The loss raises
+    `BurnishError` for a micro-batch that lacks advantages, or needed reference or sampled
+    log-probs.
     """
     kl_in_loss = config.kl.coef > 0 and config.kl.place == "loss"
     surrogate = load_policy_loss(config)
@@ -97,14 +101,15 @@ def _statistics(tokens: TokenLosses, outputs: TokenOutputs, micro: MicroBatch) -
 
 
 def value_loss_fn(kind: AggregationKind, clip: float | None, max_response_length: int) -> Loss:
-    """Return PPO's value loss, clipped as in OpenAI's baselines (ppo2; arXiv 2005.12729, section 3).
+    """Return PPO's value loss, clipped as in OpenAI's baselines (ppo2; arXiv 2005.12729, section
+    3).
 
         ℓ_t = ½ max( (V_t - R_t)²,  (clip(V_t, V_old,t - `clip`, V_old,t + `clip`) - R_t)² )
 
-    Without `clip` it is ½ (V_t - R_t)². It is aggregated like the policy's loss. Statistics, each a mean that merges:
-    `vf_loss`, the loss; `vf_clipfrac`, the share of tokens that the clip holds back.
+    Without `clip` it is ½ (V_t - R_t)². It is aggregated like the policy's loss. Statistics, each a
+    mean that merges: `vf_loss`, the loss; `vf_clipfrac`, the share of clipped tokens.
 
-    The loss raises `BurnishError` for a micro-batch without returns, or without old values where it clips.
+    The loss raises `BurnishError` for a micro-batch without returns, or without old values to clip.
     """
 
     def value_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:

@@ -1,13 +1,14 @@
-"""Measure and correct the mismatch between the policy that drew a step's tokens and the one that is trained.
+"""Measure and correct the mismatch between the policy that drew a step's tokens and the trained
+one.
 
-Generator and engine hold the same weights but use other kernels and often another precision. Only the generator truncates
-(top-k, top-p, min-p). So tokens come from a policy μ that is not quite π_old (Yao et al. 2025, "Your Efficient RL Framework
-Secretly Brings You Off-Policy RL Training").
+Generator and engine hold the same weights but use other kernels and often another precision. Only
+the generator truncates (top-k, top-p, min-p). So tokens come from a policy μ that is not quite
+π_old (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
 
-π_old(y) is the engine's, at the sampling temperature, before any update of the step. μ(y) is `MicroBatch.sampled_logprobs`, of
-the distribution that the token was drawn from, after temperature and truncation. Importance sampling needs that one:
-E_μ[π_old/μ · f] is the mean of f under π_old, over the tokens that μ can draw. With truncation the weights are around the kept
-share of the distribution instead of around 1.
+π_old(y) is the engine's, at the sampling temperature, before any update of the step. μ(y) is
+`MicroBatch.sampled_logprobs`, after temperature and truncation. Importance sampling needs that one:
+E_μ[π_old/μ · f] is the mean of f under π_old, over the tokens that μ can draw. With truncation the
+weights lie around the kept share of the distribution, not around 1.
 """
 
 from __future__ import annotations

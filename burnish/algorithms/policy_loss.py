@@ -1,11 +1,13 @@
-"""Policy losses: what policy gradient methods minimise for each token.
+"""Policy losses: the terms that policy gradient methods minimise for each token.
 
-A policy loss takes the log-probs [T] of the trained policy π, the micro-batch and `algorithm`'s settings, and returns
-`TokenLosses`, or just the losses [T]. `MicroBatch.old_logprobs` are those of π_old. None means that the update is exactly
-on-policy: π_old is π without gradient. Log-ratios are fp32 and 0 at masked tokens, so nothing there reaches loss or gradient.
-`burnish.algorithms.aggregation` adds the tokens up.
+A policy loss takes the log-probs [T] of the trained policy π, the micro-batch and `algorithm`'s
+settings. It returns `TokenLosses`, or just the losses [T], which `burnish.algorithms.aggregation`
+adds up. `MicroBatch.old_logprobs` are those of π_old. None means an exactly on-policy update: π_old
+is π without gradient. Log-ratios are fp32 and 0 at masked tokens, so nothing there reaches loss or
+gradient.
 
-Notation: r_t = π(y_t) / π_old(y_t), A_t the advantage, sg stops the gradient, σ is the logistic function.
+Notation: r_t = π(y_t) / π_old(y_t), A_t the advantage, sg stops the gradient, σ is the logistic
+function.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLosses:
-    """A policy loss of each token of a micro-batch. Masked tokens hold finite values without meaning."""
+    """A policy loss per token of a micro-batch. Values at masked tokens are finite and meaningless."""
 
     loss: Tensor
     """[T] fp32, to be minimised."""
@@ -48,7 +50,8 @@ PolicyLoss = Callable[[Tensor, MicroBatch, AlgorithmConfig], "TokenLosses | Tens
 def load_policy_loss(config: AlgorithmConfig) -> Callable[[Tensor, MicroBatch], TokenLosses]:
     """Return the loss that `algorithm.policy_loss` names.
 
-    A function of the user's is called once on a made-up micro-batch. Raises `UsageError` if it does not exist or fails there.
+    Calls a user's function once on a made-up micro-batch. Raises `UsageError` if it does not exist
+    or fails there.
     """
     name = config.policy_loss
     function: PolicyLoss = load_function(name, "algorithm.policy_loss", POLICY_LOSSES)
@@ -81,7 +84,7 @@ def load_policy_loss(config: AlgorithmConfig) -> Callable[[Tensor, MicroBatch], 
 
 
 def _try(token_losses: Callable[[Tensor, MicroBatch], TokenLosses]) -> None:
-    """Compute losses and gradients of two made-up sequences; raise `ValueError` if they are not finite."""
+    """Try two made-up sequences; raise `ValueError` if losses or gradients are not finite."""
     mask = torch.tensor([False, True, True, False, True])
     numbers = torch.linspace(-2.0, -0.5, 5)
     micro = MicroBatch(

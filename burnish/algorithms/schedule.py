@@ -1,6 +1,7 @@
-"""The learning rate as a pure function of the step, so there is no scheduler to save or restore.
+"""Compute the learning rate from the step alone: no scheduler to save or restore.
 
-It equals transformers' schedules of the same names, except that `min_lr_ratio` never lifts the start of the warm-up.
+Equals transformers' schedules of the same names, except that `min_lr_ratio` never lifts the start
+of the warm-up.
 """
 
 from __future__ import annotations

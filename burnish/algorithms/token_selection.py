@@ -1,7 +1,7 @@
-"""Which tokens of a mini-batch are treated apart: those of high covariance, or of high entropy.
+"""Select the tokens of a mini-batch to treat apart: those of high covariance or high entropy.
 
-All run on the host over the whole mini-batch, on log-probs and entropies from before its updates. So the choice does not
-depend on micro-batches or ranks.
+Runs on the host over the whole mini-batch, on log-probs and entropies from before its updates. So
+micro-batches and ranks do not change the choice.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ def _digest(tensors: Sequence[Described]) -> str:
 
 
 def gather_pieces(mine: PieceTable, layout: Layout) -> list[PieceTable]:
-    """Return every rank's table, by rank. Collective. Names travel only where ranks have different ones."""
+    """Return every rank's table, by rank. Collective. Sends names only where ranks have different
+    ones.
+    """
     digests = gather_objects(_digest(mine.tensors), layout)
     told = {digests[layout.rank]: mine.tensors}
     if len(set(digests)) > 1:
@@ -120,7 +122,7 @@ class TensorIndex:
     def add(self, tensors: Sequence[Described], where: str) -> tuple[Ints, Ints]:
         """Return the numbers of tensors and of their dtypes, new ones if needed.
 
-        Raises `IncompatibleError` for a shape that differs from the known one; `where` says whose it is.
+        Raises `IncompatibleError` for a shape other than the known one; `where` says whose it is.
         """
         numbers, kinds = [], []
         for name, shape, dtype in tensors:

@@ -1,7 +1,4 @@
-"""Plan who sends which box to whom: arithmetic over all ranks' pieces.
-
-One plan serves publishing, saving, loading and resharding.
-"""
+"""Plan who sends which box to whom, for publishing, saving, loading and resharding."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moves(Columns):
-    """The moves of a plan as a table, with the fields of `Move` by row."""
+    """Hold a plan's moves as a table, with the fields of `Move` by row."""
 
     tensors: TensorIndex
     """What the numbers of tensors and dtypes mean."""
@@ -72,7 +69,7 @@ class Moves(Columns):
         return self.boxes.elements * self.tensors.itemsizes()[self.dtype]
 
     def digest(self) -> str:
-        """Return a digest that is the same on all ranks that planned the same."""
+        """Return a digest that ranks with the same plan share."""
         names = repr((self.tensors.names, self.tensors.dtypes))
         return xxhash.xxh3_128((names + Columns.digest(self)).encode()).hexdigest()
 
@@ -80,9 +77,9 @@ class Moves(Columns):
 def plan(have: Sequence[PieceTable], want: Sequence[PieceTable]) -> Moves:
     """Cover every wanted element once, from one holder; `have` and `want` are tables by rank.
 
-    If the wanting rank holds the element, it comes from there; else its holders take turns. Moves are in
-    the order of the wanted pieces. Raises `MissingError` naming tensor and box where nobody holds it, and
-    `IncompatibleError` where two pieces disagree on a tensor's shape.
+    A rank that holds a wanted element reads its own; else the holders take turns. Moves are in the
+    order of the wanted pieces. Raises `MissingError` naming tensor and box where nobody holds it,
+    and `IncompatibleError` where two pieces disagree on a tensor's shape.
     """
     tensors = TensorIndex()
     held, wanted = tensors.merge(have, want)
@@ -91,7 +88,7 @@ def plan(have: Sequence[PieceTable], want: Sequence[PieceTable]) -> Moves:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cover:
-    """Wanted pieces, cut into parts that each lie in one cell. All holders of a cell hold the whole cell."""
+    """Wanted pieces, cut into parts that each lie in one cell. A cell's holders hold all of it."""
 
     tensors: TensorIndex
     """What the numbers of tensors and dtypes mean."""
@@ -110,7 +107,9 @@ class Cover:
 
     @classmethod
     def of(cls, held: Pieces, wanted: Pieces, tensors: TensorIndex) -> Cover:
-        """Find the holders of all wanted elements. Raises `MissingError` naming tensor and box if there is none."""
+        """Find the holders of all wanted elements. Raises `MissingError`, naming tensor and box,
+        without one.
+        """
         cells, holders, cell_held = _cells(held, tensors)
         want, cell, boxes = cells.meeting(wanted.boxes)
         covered = np.bincount(want, boxes.elements, minlength=len(wanted)).astype(np.int64)
@@ -122,7 +121,7 @@ class Cover:
         return cls(tensors, wanted, want, cell, boxes, holders, cell_held)
 
     def holders(self) -> tuple[Ints, Ints]:
-        """Return every pair of part and holder: the part, and the row of `held`."""
+        """Return every pair of part and holder, a row of `held`."""
         first, count = self._of_cell()
         return np.repeat(np.arange(len(self.cell)), count), ranges(first, count)
 
@@ -197,7 +196,7 @@ def _untangled(held: Pieces, tangled: Ints, tensors: TensorIndex) -> Pieces:
 
 
 def _split(parts: list[tuple[Box, list[int]]], box: Box, row: int) -> list[tuple[Box, list[int]]]:
-    """Add a box to parts and their holders, cutting the parts that it overlaps."""
+    """Add a box to parts and their holders; cut the parts that it overlaps."""
     found: list[tuple[Box, list[int]]] = []
     left = [box]
     for part, holders in parts:
@@ -212,7 +211,6 @@ def _split(parts: list[tuple[Box, list[int]]], box: Box, row: int) -> list[tuple
 
 
 def _nobody_has(wanted: BoxTable, row: int, found: BoxTable, tensors: TensorIndex) -> MissingError:
-    """Return the error for a wanted box of which only these parts exist."""
     tensor = int(wanted.tensor[row])
     name, shape = tensors.names[tensor], tensors.shapes[tensor]
     want = wanted.box(row, len(shape))

@@ -40,8 +40,8 @@ def schedule(
 ) -> list[Group]:
     """Return the moves of `rank` in each of `groups`, which run one after the other.
 
-    `group` gives each move's group. In a round no rank sends or receives more than `wave_bytes`; large
-    moves are cut. Raises `ValueError` below 64 bytes.
+    `group` gives each move's group. Per round a rank sends and receives at most `wave_bytes` each;
+    large moves are cut. Raises `ValueError` below 64 bytes.
     """
     if wave_bytes < _LONGEST_PARTS * ALIGN:
         raise ValueError(f"a wave of {wave_bytes} bytes holds no four parts of {ALIGN} bytes")
@@ -124,7 +124,6 @@ class _Room:
 
 
 def _running(keys: Ints, values: Ints) -> Ints:
-    """Return running sums per key."""
     order = np.argsort(keys, kind="stable")
     total = np.cumsum(values[order])
     first = np.searchsorted(keys[order], keys[order])
@@ -134,7 +133,7 @@ def _running(keys: Ints, values: Ints) -> Ints:
 
 
 def _cut(moves: Moves, group: Ints, wave_bytes: int) -> tuple[Moves, Ints]:
-    """Cut moves into parts of at most a quarter of a wave; return them with their groups."""
+    """Cut moves into parts of at most a quarter of a wave; return parts and groups."""
     largest = wave_bytes // (_LONGEST_PARTS * ALIGN) * ALIGN
     origin = np.arange(len(moves))
     while (big := moves.bytes > largest).any():

@@ -1,4 +1,4 @@
-"""Many boxes at once, as numpy arrays: a plan among a thousand ranks has millions of boxes."""
+"""Hold many boxes as numpy arrays: a plan among a thousand ranks has millions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """A table: the arrays of a subclass, and the tables among its fields, have one entry per row."""
+    """A table: the subclass's arrays, and the tables among its fields, have one entry per row."""
 
     def take(self, rows: NDArray[np.generic] | slice) -> Self:
         """Return some of the rows, by index or mask."""
@@ -110,8 +110,8 @@ def intersections(a: BoxTable, b: BoxTable) -> tuple[Ints, Ints, BoxTable]:
 class BoxIndex:
     """Look boxes up by overlap.
 
-    Each tensor is indexed along the dim in which its boxes have the most different offsets. For anything
-    cut like a grid, a look-up takes time in proportion to what it finds.
+    Indexes each tensor along the dim in which its boxes have the most different offsets. For boxes
+    cut like a grid, a look-up takes time in proportion to its results.
     """
 
     def __init__(self, boxes: BoxTable) -> None:
@@ -134,7 +134,6 @@ class BoxIndex:
         return theirs[meet], mine[meet], BoxTable(a.tensor[meet], starts[meet], sizes[meet])
 
     def _near(self, others: BoxTable) -> tuple[Ints, Ints]:
-        """Return pairs of one tensor that overlap along its indexed dim."""
         begin, end = self._spans(others)
         places = others.tensor * self._scale
         last_place = self._scale - 1  # nothing here reaches further
@@ -154,7 +153,7 @@ class BoxIndex:
 
 
 def _busiest_dims(boxes: BoxTable) -> Ints:
-    """Return, per tensor, the dim in which its boxes have the most different offsets."""
+    """Return each tensor's dim in which its boxes have the most different offsets."""
     tensors = int(boxes.tensor.max(initial=-1)) + 1
     most, dims = np.zeros(tensors, np.int64), np.zeros(tensors, np.int64)
     for dim in range(boxes.dims):
@@ -180,8 +179,8 @@ def ranges(starts: Ints, counts: Ints) -> Ints:
 def flat_ranges(shapes: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, Ints]:
     """Turn flat ranges into boxes: the row of the range, offsets, sizes, in no particular order.
 
-    `shapes` is `[rows, dims]`, padded with 1. Every box is one contiguous run; a range has at most 2 per
-    dim.
+    `shapes` is `[rows, dims]`, padded with 1. Every box is one contiguous run; a range has at most
+    2 per dim.
     """
     rows = np.flatnonzero(starts < stops)
     starts, stops = starts[rows], stops[rows]
@@ -210,7 +209,7 @@ def flat_ranges(shapes: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, In
 def _full_boxes(
     shapes: Ints, rows: Ints, prefix: Ints, dim: int, first: Ints, last: Ints
 ) -> tuple[Ints, Ints, Ints]:
-    """Return boxes at one index in each dim before `dim`, `first` to `last` in it, all of the dims after it."""
+    """Return boxes at one index in dims before `dim`, `first` to `last` in it, whole in later dims."""
     offsets = prefix.copy()
     offsets[:, dim] = first
     sizes = np.ones_like(offsets)

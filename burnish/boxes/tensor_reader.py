@@ -1,9 +1,9 @@
-"""The one reader of tensors: what safetensors files hold, and `read(key, box, into)` for any part of it.
+"""Read tensors: the contents of safetensors files, and any part by `read(key, box, into)`.
 
-Loading a model directory, resuming, export, comparison, import and verification sit on it. A subclass
-says where bytes come from: `DirectoryReader` reads the files of a Hugging Face directory as they are,
-`burnish.checkpoint.load.StepReader` checks every block of a step against its hash. Safe to use from
-several threads.
+Loading a model directory, resuming, export, comparison, import and verification use it. A subclass
+says where bytes come from. `DirectoryReader` reads a Hugging Face directory as it is;
+`burnish.checkpoint.load.StepReader` checks every block of a step against its hash. Threads may
+share a reader.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ Put = Callable[[Tensor, Tensor], object]
 
 
 def dtype_name(dtype: torch.dtype, tensor: str) -> str:
-    """Return the format's name of a dtype. Raises `IncompatibleError` naming the tensor where it has none."""
+    """Return the format's name of a dtype. Raises `IncompatibleError` naming the tensor without
+    one.
+    """
     if dtype not in _NAMES:
         raise IncompatibleError(
             f"tensor {tensor} has a dtype that safetensors files cannot hold",
@@ -89,9 +91,11 @@ class Location:
 
 
 def locate(directory: PurePath, headers: Iterable[tuple[str, str, Header]]) -> dict[str, Location]:
-    """Return the tensors of files, given as (prefix of keys, name, header), by key, in the order of their bytes.
+    """Return the tensors of files, given as (prefix of keys, name, header), by key, in the order of
+    their bytes.
 
-    Raises `CorruptError` where a tensor is there twice, `IncompatibleError` for a dtype that torch has not.
+    Raises `CorruptError` for a tensor that is there twice, `IncompatibleError` for a dtype that
+    torch lacks.
     """
     found: dict[str, Location] = {}
     for prefix, file, header in headers:
@@ -115,7 +119,7 @@ def locate(directory: PurePath, headers: Iterable[tuple[str, str, Header]]) -> d
 
 
 class TensorReader(Closing, ABC):
-    """Tensors by key, any part of which can be read into any memory. A context manager.
+    """Read any part of tensors by key into any memory. A context manager.
 
     Holds a buffer of 1 MiB for each thread that reads.
     """
@@ -138,15 +142,17 @@ class TensorReader(Closing, ABC):
     def read(self, key: str, box: Box, into: Tensor) -> None:
         """Write a box of a tensor into memory of the box's shape, converting to its dtype.
 
-        The memory may have any strides and be on any device. Raises `CorruptError` for a file that is
-        not what it was.
+        The memory may have any strides and be on any device. Raises `CorruptError` for a file that
+        has changed.
         """
         self.fill([(key, Tensor.copy_)], box, into)
 
     def read_range(
         self, key: str, start: int, stop: int, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return the elements from `start` to `stop` in C order, one-dimensional, in the tensor's own dtype or another."""
+        """Return elements `start` to `stop` in C order, one-dimensional, in `dtype` or the tensor's
+        own.
+        """
         info = self.tensors[key]
         result = torch.empty(stop - start, dtype=dtype or info.dtype)
         for box in flat_range(info.shape, start, stop):
@@ -170,7 +176,7 @@ class TensorReader(Closing, ABC):
                 self._read_in_chunks(sources, shape, part, there)
 
     def _read_directly(self, key: str, box: Box, into: Tensor) -> bool:
-        """Read where the elements are wanted as the file has them; False where they are not."""
+        """Read straight into `into` where it has the file's layout; return whether it has."""
         at = self.locations[key]
         start, stop = _span(at.entry.shape, box)
         is_alike = into.device.type == "cpu" and into.dtype == at.dtype and into.is_contiguous()
@@ -219,11 +225,11 @@ class TensorReader(Closing, ABC):
 
 
 class DirectoryReader(TensorReader):
-    """The weights of a Hugging Face directory, by name behind `prefix`; checks headers and nothing else.
+    """Read the weights of a Hugging Face directory, by name behind `prefix`; check headers only.
 
-    Follows links, because Hugging Face's cache is made of them. Raises `MissingError` for a directory
-    without safetensors or that lacks one of its files, `CorruptError` for a file that is not what it
-    says, `IncompatibleError` for an unknown dtype.
+    Follows links, because Hugging Face's cache is made of them. Raises `MissingError` without
+    safetensors or one of its files, `CorruptError` for a broken file, `IncompatibleError` for an
+    unknown dtype.
     """
 
     def __init__(self, directory: Path, prefix: str = "") -> None:
@@ -248,7 +254,7 @@ class DirectoryReader(TensorReader):
 
 
 class OpenFiles(Closing):
-    """Files by name, each opened once, when it is first asked for."""
+    """Open files by name, each once, on first use."""
 
     def __init__(self, opens: Callable[[str], ReadableFile]) -> None:
         self._opens = opens
@@ -286,13 +292,12 @@ def _described(locations: Mapping[str, Location]) -> dict[str, TensorInfo]:
 
 
 def chunks(elements: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of at most `size` that make up so many elements."""
+    """Yield ranges of at most `size` that together cover `elements`."""
     for start in range(0, elements, size):
         yield start, min(start + size, elements)
 
 
 def _flat(shape: tuple[int, ...], index: tuple[int, ...]) -> int:
-    """The place of an element in C order."""
     place = 0
     for extent, at in zip(shape, index, strict=True):
         place = place * extent + at
@@ -300,7 +305,7 @@ def _flat(shape: tuple[int, ...], index: tuple[int, ...]) -> int:
 
 
 def _span(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
-    """The places in C order of a box's first element and one past its last."""
+    """Return the flat positions of a box's first element and one past its last."""
     if not box.elements:
         return 0, 0
     last = tuple(o + s - 1 for o, s in zip(box.offsets, box.sizes, strict=True))
@@ -308,7 +313,7 @@ def _span(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
 
 
 def _dense_boxes(shape: tuple[int, ...], box: Box, apart: int) -> Iterator[Box]:
-    """Split a box into ones with less than `apart` elements between any two that follow each other in C order."""
+    """Split a box until neighbours in C order are less than `apart` elements apart."""
     if not box.elements:
         return
     cut, stride, extent = -1, 1, 1  # dims up to `cut` are walked over; `extent` spans those behind

@@ -24,8 +24,8 @@ from burnish.distributed.layout import Layout
 class Exchange:
     """Run one round: pack what this rank sends, all-to-all, unpack what it receives.
 
-    The buffer lives on `device`, which the process group must reach, and is kept between rounds. On the
-    host it comes from `arena` if given.
+    The buffer lives on `device`, which the process group must reach, and stays between rounds. Host
+    buffers come from `arena` if given.
     """
 
     def __init__(self, layout: Layout, device: torch.device, arena: Arena | None = None) -> None:
@@ -43,8 +43,8 @@ class Exchange:
     ) -> None:
         """Run this rank's moves of one round. Collective.
 
-        `read` writes the elements of a move that this rank sends into memory of the move's dtype. `write`
-        receives those of a move to this rank, valid until it returns.
+        `read` writes the elements of an outgoing move into memory of the move's dtype. `write`
+        receives those of an incoming move, valid until it returns.
         """
         rank, world = self._layout.rank, self._layout.world
         going = sorted((m for m in wave if m.source == rank), key=lambda m: m.target)
@@ -84,7 +84,7 @@ def _aligned(size: int) -> int:
 
 
 class Transfer:
-    """A redistribution of shards, planned once for two layouts and run any number of times.
+    """Redistribute shards between two layouts, planned once, run any number of times.
 
     Making one is collective. It keeps no tensors.
     """
@@ -112,8 +112,8 @@ class Transfer:
     def run(self, have: Iterable[Shard], want: Iterable[Shard]) -> None:
         """Write every wanted shard's tensor, converting to its dtype. Collective.
 
-        The shards must be those of the plan, in the same order; `ValueError` otherwise. Buffers take at most
-        two waves and are freed.
+        Raises `ValueError` unless the shards are those of the plan, in its order. Buffers take at
+        most two waves and are freed.
         """
         have, want = list(have), list(want)
         if [Piece.of(s) for s in have] != self._have or [Piece.of(s) for s in want] != self._want:
@@ -141,7 +141,7 @@ def accelerator_of(shards: Iterable[Shard]) -> torch.device | None:
 def meeting_place(
     devices: Sequence[torch.device | None], mine: torch.device | None
 ) -> torch.device:
-    """Choose where an `Exchange` has its buffers, from every rank's `accelerator_of` its shards."""
+    """Choose the device of an `Exchange`'s buffers from every rank's `accelerator_of`."""
     if mine is not None:
         return mine
     kind = next((device.type for device in devices if device is not None), "cpu")

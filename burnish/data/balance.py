@@ -1,9 +1,9 @@
 """Assign sequences to ranks and micro-batches: fewest rounds first, then equal cost.
 
-Each micro-batch is a round of collectives, which takes as long as its costliest rank. This is multiway number partitioning
-under a limit of size: two quick methods each make a division, and exchanges between a costly bin and cheaper ones improve the
-better one. Differencing alone, as others use it, knows no limit and divides a long tail badly. All arithmetic is on integers,
-so every rank computes the same.
+Each micro-batch is a round of collectives, which takes as long as its costliest rank. This is
+multiway number partitioning under a limit of size. Two quick methods each divide the items;
+exchanges between a costly bin and cheaper ones improve the better division. Differencing alone
+knows no limit and divides a long tail badly. Integer arithmetic makes every rank compute the same.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def share_out(
 ) -> Shares:
     """Assign every sequence to a rank and a micro-batch.
 
-    `lengths` [N] are in tokens; no micro-batch exceeds `budget`. `costs` [N] are evened out. Sequences
-    with the same number in `groups` [N] stay in one micro-batch. Cheap rounds come first and last, so the
-    stages of a pipeline fill and empty quickly. A micro-batch is empty only if there are fewer groups
-    than micro-batches.
+    `lengths` [N] are in tokens; no micro-batch exceeds `budget`. `costs` [N] are evened out.
+    Sequences with the same number in `groups` [N] stay in one micro-batch. Cheap rounds come first
+    and last, so a pipeline fills and empties quickly. A micro-batch is empty only if there are
+    fewer groups than micro-batches.
 
-    Raises `UsageError` for a cost that is not a positive number, and for a sequence or group longer than
-    the budget.
+    Raises `UsageError` for a cost that is not positive, and for a sequence or group over the
+    budget.
     """
     group = np.arange(len(lengths))
     if groups is not None:
@@ -84,7 +84,7 @@ def share_out(
 
 
 def share_evenly(costs: Costs, ranks: int) -> list[list[int]]:
-    """Give each rank equally many things (or one more) of about equal total cost; indices ascending."""
+    """Give each rank equally many things (or one more) of about equal total cost. Indices ascend."""
     whole = _whole(costs)
     bins = divide(Items(whole, whole, int(whole.sum())), ranks, equal_counts=True)
     return [sorted(held) for held in bins or []]
@@ -152,7 +152,7 @@ def _spread(bins: Bins, items: Items, count: int) -> Bins:
 
 
 def _dealt(bins: Bins, items: Items, group: Integers, ranks: int) -> Shares:
-    """Group bins of similar cost into rounds; in each, the rank with least so far gets the costliest."""
+    """Group bins of similar cost into rounds; the rank with least so far gets a round's costliest."""
     loads = np.array([items.cost(held) for held in bins], dtype=np.int64)
     rounds = np.argsort(-loads, kind="stable").reshape(-1, ranks)
     totals = np.zeros(ranks, dtype=np.int64)
@@ -167,7 +167,6 @@ def _dealt(bins: Bins, items: Items, group: Integers, ranks: int) -> Shares:
 
 
 def _sequences(bins: Bins, group: Integers) -> list[Integers]:
-    """The sequences of the groups in each bin, ascending."""
     home = np.empty(int(group.max()) + 1, dtype=np.int64)
     for index, held in enumerate(bins):
         home[held] = index
@@ -176,7 +175,7 @@ def _sequences(bins: Bins, group: Integers) -> list[Integers]:
 
 
 class Items:
-    """Things to divide. Lists, because Python reads their elements quickly. Index -1 stands for no item."""
+    """Hold things to divide in lists, which Python reads quickly. Index -1 stands for no item."""
 
     def __init__(self, costs: Integers, sizes: Integers, limit: int) -> None:
         """`costs` [N], each at least 1, are evened out; the `sizes` [N] in one bin add up to `limit` at most."""
@@ -213,9 +212,10 @@ def divide(items: Items, count: int, *, equal_counts: bool = False) -> Bins | No
 
 
 def _by_falling_cost(items: Items, count: int) -> Bins | None:
-    """Give the costliest item to the idlest bin with room: longest processing time first (Graham 1969).
+    """Give the costliest item to the idlest bin with room: longest processing time first (Graham
+    1969).
 
-    Returns None if an item finds no room, or if the search takes long because all bins are full.
+    Returns None if an item finds no room, or if full bins make the search long.
     """
     bins: Bins = [[] for _ in range(count)]
     room = [items.limit] * count
@@ -238,7 +238,7 @@ def _by_falling_cost(items: Items, count: int) -> Bins | None:
 
 
 def _by_layers(items: Items, count: int) -> Bins:
-    """Do the same with equal counts: deal out `count` items at a time. Ignores the limit."""
+    """Deal out `count` items at a time, for equal counts. Ignores the limit."""
     bins: Bins = [[] for _ in range(count)]
     loads = [0] * count
     for start in range(0, len(items.falling), count):
@@ -251,10 +251,12 @@ def _by_layers(items: Items, count: int) -> Bins:
 
 
 def _by_differences(items: Items, count: int) -> Bins:
-    """Balanced differencing (Karmarkar & Karp 1982; Michiels, Korst & Aarts 2003 for more than two bins).
+    """Balanced differencing (Karmarkar & Karp 1982; Michiels, Korst & Aarts 2003 for more than two
+    bins).
 
-    Items enter in layers of `count`, so bins get equally many (or one more). The two divisions with the
-    largest differences are merged, heavy bins with light ones, until one is left. Ignores the limit.
+    Items enter in layers of `count`, so bins get equally many (or one more). Merge the two
+    divisions with the largest differences, heavy bins with light ones, until one is left. Ignores
+    the limit.
     """
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for start in range(0, max(1, len(items.falling)), count):
@@ -290,18 +292,16 @@ class _Division:
         self._enough = self._mean + self._mean // _CLOSE_ENOUGH
 
     def fits(self) -> bool:
-        """Whether all bins are within the limit."""
         return max(self._fills) <= self._items.limit
 
     def costliest(self) -> int:
-        """The cost of the costliest bin."""
         return self._ranking[-1][0]
 
     def level(self) -> None:
         """Improve the costliest bin repeatedly, a bounded number of times.
 
-        A bin that cannot be improved is passed over. With equal counts bins run at the same time, so that
-        ends the search.
+        Pass over a bin that cannot be improved. With equal counts bins run at the same time, so
+        stop there.
         """
         if self.costliest() <= self._enough:
             return
@@ -322,9 +322,10 @@ class _Division:
             held[:] = [item for _, item in entries[len(self._spare) :]]
 
     def _best(self, load: int, high: int) -> tuple[int, _Entry, _Entry] | None:
-        """Find the best exchange for bin `high`: the other bin's rank, the item to give, the item to take.
+        """Find the best exchange for bin `high`: the other bin's rank, the item to give, the item
+        to take.
 
-        The best exchange leaves the costlier of the two bins cheapest, but no cheaper than the mean.
+        The best leaves the costlier of the two bins cheapest, but no cheaper than the mean.
         """
         best, found, seen = load, None, 0
         sizes, held = self._items.sizes, self._held[high]

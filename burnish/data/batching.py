@@ -1,7 +1,7 @@
 """Pack examples into this rank's micro-batches.
 
-All ranks hold all examples and compute the same assignment; each makes tensors of its own share. A
-batch counts tokens and sequences globally, so a loss does not depend on how it was cut.
+All ranks hold all examples and compute the same assignment; each makes tensors of its own share.
+Token and sequence counts are global, so the cut does not change a loss.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ def make_batch(
     flops: ModelFlops,
     temperature: float = 1.0,
 ) -> Batch:
-    """Pack examples into micro-batches of at most `tokens_per_device` tokens; return this rank's share.
+    """Pack examples into micro-batches of at most `tokens_per_device` tokens; return this rank's
+    share.
 
-    Every rank gets the same number of micro-batches: as few as the budget allows, of about equal cost by
-    `flops`. Neighbours with the same prompt stay together if that leaves the ranks balanced, because an
-    engine may compute their prompt once. Missing examples are replaced by two tokens that are not trained
-    on. Tensors are on the CPU.
+    Every rank gets the same number of micro-batches: as few as the budget allows, of about equal
+    cost by `flops`. Neighbours with the same prompt stay together if the ranks stay balanced,
+    because an engine may compute their prompt once. Two untrained tokens replace a missing example.
+    Tensors are on the CPU.
 
-    Raises `UsageError` for no examples, for one longer than the budget, for arrays of other lengths than
+    Raises `UsageError` for no examples, for one over the budget, for arrays of other lengths than
     their tokens, and for advantages or log-probs on some examples only.
     """
     if not examples:
@@ -126,7 +127,7 @@ def _check_lengths(lengths: Integers, budget: int) -> None:
 
 
 def _present(examples: Sequence[Example], name: str) -> bool:
-    """Tell whether the examples have this array. All or none must have it."""
+    """Return whether all examples have this array. Raises if only some have it."""
     have = [getattr(example, name) is not None for example in examples]
     if any(have) and not all(have):
         raise UsageError(
@@ -150,7 +151,6 @@ def _check_aligned(examples: Sequence[Example], lengths: Integers, names: Sequen
 
 
 def _trained_tokens(examples: Sequence[Example], lengths: Integers) -> Integers:
-    """The number of trained tokens of each example, shape [N]."""
     masks = np.concatenate([example.loss_mask for example in examples])
     starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
     if masks[starts].any():
@@ -162,7 +162,6 @@ def _trained_tokens(examples: Sequence[Example], lengths: Integers) -> Integers:
 
 
 def _pack(packed: Sequence[Example], optional: Sequence[str]) -> dict[str, Any]:
-    """Lay examples end to end."""
     lengths = np.fromiter((len(e.token_ids) for e in packed), np.int64, len(packed))
     ends = np.cumsum(lengths)
     return {

@@ -1,10 +1,10 @@
 """Encode conversations and texts as token ids and loss masks.
 
-The chat template itself gives the mask of a conversation: by `{% generation %}` where it has it, else
-by prefix differencing, which renders the messages up to a turn and compares ids. The assistant's
-tokens are trained on, the end-of-turn token included; the first token of a sequence never is. Parts
-that a template drops from past turns (a thinking model's thoughts) are not trained on there. In the
-last turn, a template must write what it prompts with.
+The chat template gives a conversation's mask: by `{% generation %}` where it has it, else by prefix
+differencing, which renders the messages up to a turn and compares ids. The assistant's tokens are
+trained on, with the end-of-turn token; the first token of a sequence never is. Parts that a
+template drops from past turns (a thinking model's thoughts) are not trained on there. In the last
+turn, a template must write what it prompts with.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ChatEncoder:
         self._closes_itself = plain[-1:] != closed[-1:] == [self._eos]
 
     def ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        """Return token ids of each text. `special` adds the tokenizer's leading tokens, never trailing ones."""
+        """Tokenize each text. `special` adds the tokenizer's leading tokens, never trailing ones."""
         if not texts:
             return []
         lists: list[list[int]] = self._tokenizer(
@@ -97,14 +97,14 @@ class ChatEncoder:
         return [tokens[:-1] for tokens in lists] if special and self._closes_itself else lists
 
     def prompt(self, messages: list[Message], name: str, tools: Tools | None = None) -> str:
-        """Render a conversation up to the assistant's next turn. If it ends with the assistant, leave that turn open."""
+        """Render a conversation up to the assistant's next turn; leave a last assistant turn open."""
         if messages[-1].get("role") == "assistant":
             options = {"tokenize": False, "continue_final_message": True}
             return str(self._render(messages, name, tools, **options))
         return self._before(messages, name, tools)
 
     def answered(self, messages: list[Message], answer: str, name: str) -> str:
-        """Render a conversation with the assistant's answer, or with the rest of its open last turn."""
+        """Render a conversation with the assistant's answer, or the rest of its open last turn."""
         *before, last = messages
         if last.get("role") == "assistant":
             return self._whole(
@@ -113,10 +113,11 @@ class ChatEncoder:
         return self._whole([*messages, {"role": "assistant", "content": answer}], name, None)
 
     def texts(self, rows: Sequence[Text]) -> list[Encoded]:
-        """Encode prompt, text and an end of sequence. All but the prompt and the first token is trained on.
+        """Encode prompt, text and an end of sequence. Train on all but the prompt and the first
+        token.
 
-        The prompt keeps the ids it has alone, as a generator sees it: where the tokenizer would merge across
-        the boundary, the text is tokenized by itself.
+        The prompt keeps the ids it has alone, as a generator sees it. Where the tokenizer would
+        merge across the boundary, it tokenizes the text by itself.
         """
         heads = self.ids([row.prompt for row in rows], special=True)
         joined = self.ids([row.prompt + row.text for row in rows], special=True)
@@ -140,9 +141,9 @@ class ChatEncoder:
     def conversations(self, rows: Sequence[Conversation]) -> list[Encoded]:
         """Return ids and mask of each conversation.
 
-        Raises `UsageError` naming the row for messages that the template refuses. Without `{% generation %}`
-        it also raises for a template that rewrites the text before a turn when turns are added, except for
-        thoughts of past turns.
+        Raises `UsageError` naming the row for messages that the template refuses. Without `{%
+        generation %}`, also for a template that rewrites earlier text when turns are added,
+        thoughts of past turns aside.
         """
         encoded = self._by_marks(rows) if self._marked else self._by_prefixes(rows)
         for _, mask in encoded:
@@ -164,7 +165,6 @@ class ChatEncoder:
         return encoded
 
     def _by_prefixes(self, rows: Sequence[Conversation]) -> list[Encoded]:
-        """Masks from comparing each conversation with its own beginnings."""
         texts: list[str] = []
         for row in rows:
             texts.append(self._whole(row.messages, row.name, row.tools))
@@ -194,8 +194,8 @@ class ChatEncoder:
     ) -> int:
         """Find the first token of a turn; `before` is its prompt.
 
-        A thinking model's prompt may open thoughts that its template drops from past turns. Such a turn
-        begins with its content, if the text up to there agrees.
+        A prompt may open thoughts that the template drops from past turns. Such a turn begins with
+        its content, if the text up to there agrees.
         """
         if turn + 1 < len(row.messages) and not whole[0].startswith(before[0]):
             header = self._up_to_content(row, turn)
@@ -204,7 +204,7 @@ class ChatEncoder:
         return _boundary(before, whole, f"message {turn} of {row.name}")
 
     def _up_to_content(self, row: Conversation, turn: int) -> str:
-        """Render the text that is the same whatever the content of one message."""
+        """Render the text that does not depend on one message's content."""
         texts = []
         for content in _CONTENTS:
             messages = list(row.messages)
@@ -218,8 +218,8 @@ class ChatEncoder:
     ) -> int:
         """Find the end of the turn that begins at `start`, its end-of-turn token included.
 
-        If a template rewrites a turn once others follow (Qwen3 drops past thoughts), the first end-of-turn id
-        after the start closes it.
+        If a template rewrites a turn once others follow (Qwen3 drops past thoughts), the first
+        end-of-turn id after the start closes it.
         """
         stops = start + np.flatnonzero(np.isin(whole[1][start:], self._ends))
         if not whole[0].startswith(after[0]) and len(stops):
@@ -293,9 +293,9 @@ def _first_difference(one: str, other: str) -> int:
 
 
 def _boundary(prefix: tuple[str, list[int]], whole: tuple[str, TokenIds], where: str) -> int:
-    """Return the position in the whole's ids at which the prefix ends.
+    """Return the index in `whole` at which the prefix ends.
 
-    A token that merges the prefix's end with what follows belongs to what follows.
+    A token that merges the prefix's end with more text lies behind the boundary.
     """
     shared = shared_beginning(prefix[1], whole[1])
     if shared == len(prefix[1]) or whole[0].startswith(prefix[0]):

@@ -1,4 +1,4 @@
-"""Find the columns that a row is read from, and check what they hold.
+"""Find the columns that a row is read from, and check their values.
 
 Names alone decide which columns are read. Imports neither `datasets` nor torch.
 """
@@ -50,10 +50,10 @@ class ExampleFormat:
 
 
 def example_format(data: DataConfig, rows: Rows) -> ExampleFormat:
-    """Choose how examples are read: by the columns that settings name, else by the usual names.
+    """Choose how to read examples: by the columns that settings name, else by the usual names.
 
-    A named column is never replaced by another. If settings name several kinds, the first that is there counts. Raises
-    `MissingError` for missing columns.
+    Never replaces a named column by another. If settings name several kinds, the first one present
+    counts. Raises `MissingError` for missing columns.
     """
     prompt = data.prompt_column or _first(PROMPT_COLUMNS, rows) or PROMPT_COLUMNS[0]
     pair = ExampleFormat(
@@ -79,7 +79,7 @@ def example_format(data: DataConfig, rows: Rows) -> ExampleFormat:
 
 
 def prompt_column(data: DataConfig, rows: Rows) -> str:
-    """Choose the column of prompts for RL: the one that a setting names, else the first usual one.
+    """Return the prompt column for RL: the one that a setting names, else the first usual one.
 
     Raises `MissingError` if there is none.
     """
@@ -98,7 +98,7 @@ def holds_chats(data: DataConfig, column: str) -> bool:
 
 
 def answer_column(data: DataConfig, rows: Rows) -> str | None:
-    """Choose the column of the ground truth as `prompt_column` does; return None if there is none."""
+    """Return the ground truth column, chosen as in `prompt_column`, or None."""
     if data.answer_column is None:
         return _first(ANSWER_COLUMNS, rows)
     if not rows.has(data.answer_column):
@@ -111,7 +111,7 @@ def _first(names: tuple[str, ...], rows: Rows) -> str | None:
 
 
 def value_at(row: Row, name: str) -> Any:
-    """Return the row's value in a column, dots going into nested ones; None where it has none."""
+    """Return the row's value in a column, or None. Dots go into nested columns."""
     if name in row:
         return row[name]
     value: Any = row
@@ -123,7 +123,7 @@ def value_at(row: Row, name: str) -> Any:
 def messages_of(value: Any, name: str) -> list[Message]:
     """Check chat messages, and remove the nulls that Arrow adds to make rows alike.
 
-    Raises `UsageError` naming the row for anything but a list of messages with `role` and `content`.
+    Raises `UsageError` naming the row unless it is a list of messages with `role` and `content`.
     """
     if not isinstance(value, list) or not value:
         raise _not_messages(name, f"{type(value).__name__} {str(value)[:60]!r}")
@@ -131,7 +131,7 @@ def messages_of(value: Any, name: str) -> list[Message]:
 
 
 def tools_of(row: Row, name: str) -> Tools | None:
-    """Read a row's tools: a list of JSON schemas, or that list as JSON text. None where it has none.
+    """Read a row's tools: a list of JSON schemas, or that list as JSON text; None without.
 
     Raises `UsageError` naming the row for anything else.
     """
@@ -186,7 +186,7 @@ def _not_messages(name: str, have: str) -> UsageError:
 
 
 def text_of(value: Any, column: str, name: str) -> str:
-    """Return a column's value if it is a string; otherwise raise `UsageError` naming row and column."""
+    """Return a string column's value. Raises `UsageError`, naming row and column, for another type."""
     if isinstance(value, str):
         return value
     raise UsageError(

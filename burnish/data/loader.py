@@ -1,7 +1,4 @@
-"""Choose the next samples, from a seed and one global cursor.
-
-Every rank computes the same indices, so the number of ranks does not matter.
-"""
+"""Choose the next samples from a seed and one global cursor, alike on any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +17,17 @@ Indices = npt.NDArray[np.int64]
 def order(seed: int, epoch: int, size: int) -> Indices:
     """Return the order of an epoch: a uniform permutation of 0 ... size - 1, shape [size].
 
-    It sorts raw 64-bit draws of Philox4x64 (Salmon et al., SC 2011). NumPy promises that raw draws never
-    change, and does not promise it for `permutation`.
+    Sorts raw 64-bit draws of Philox4x64 (Salmon et al., SC 2011). NumPy promises that raw draws
+    never change; it does not for `permutation`.
     """
     draws = np.random.Philox(key=derive_seed(seed, "shuffle", epoch)).random_raw(size)
     return np.argsort(draws, kind="stable").astype(np.int64, copy=False)
 
 
 class Loader:
-    """Indices into a data set, epoch after epoch.
+    """Yield indices into a data set, epoch after epoch.
 
-    `cursor` counts the samples taken since the run began, over all epochs and ranks. It is the only state.
+    `cursor` counts samples since the run began, over all epochs and ranks. It is the only state.
     """
 
     def __init__(
@@ -49,7 +46,7 @@ class Loader:
         self._epoch: tuple[int, Indices] | None = None  # the order last asked for
 
     def takes(self, count: int, epochs: int) -> int:
-        """Return how many calls of `take(count)` make up `epochs` epochs from the beginning."""
+        """Return how many calls of `take(count)` make up the first `epochs` epochs."""
         if self._by_epoch:
             return epochs * math.ceil(self.size / count)
         return math.ceil(epochs * self.size / count)

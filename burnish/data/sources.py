@@ -1,9 +1,9 @@
 """Read rows from local JSON Lines and Parquet files with `datasets`, as memory-mapped Arrow tables.
 
-The Arrow files lie in the cache of `datasets` (`HF_HOME`, `HF_DATASETS_CACHE`). The processes of a
-machine share one copy, and a second run starts at once. Nothing is asked of a hub. `datasets`
-changes some columns of JSON files: text that looks like a date becomes a date, and "007" becomes 7
-where other rows hold numbers. Such columns are read again, kept as JSON texts, and parsed per row.
+The Arrow files lie in the cache of `datasets` (`HF_HOME`, `HF_DATASETS_CACHE`); processes and runs
+share them. Nothing is asked of a hub. `datasets` changes some columns of JSON files: text that
+looks like a date becomes a date, and "007" becomes 7 where other rows hold numbers. Such columns
+are read again as JSON texts, and parsed per row.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Rows:
         return list(self.table.column_names)
 
     def has(self, name: str) -> bool:
-        """Tell whether there is a column, dots going into nested ones by the schema or the first row."""
+        """Return whether there is a column; dots go into nested ones by the schema or the first
+        row.
+        """
         if name in self.columns:
             return True
         head, _, rest = name.partition(".")
@@ -92,7 +94,7 @@ class Rows:
         return f"row {index} (counted from 0) of {_listed(self.files)}"
 
     def missing(self, names: Sequence[str], setting: str) -> MissingError:
-        """Return the error for rows without a column of any of these names; `setting` names it."""
+        """Return the error for rows without any of these columns, which `setting` may name."""
         near = [found for name in names for found in get_close_matches(name, self.columns, n=1)]
         return MissingError(
             f"no column {' or '.join(map(repr, names))} in {_listed(self.files)}",
@@ -107,11 +109,12 @@ class Rows:
 def load_rows(paths: Sequence[str], setting: str = "data.train") -> Rows:
     """Read files, directories and glob patterns in the given order, each sorted by name.
 
-    A directory stands for the .jsonl, .json and .parquet files directly in it. All files must have
-    the same columns. `setting` names the configuration key in messages.
+    A directory stands for its direct .jsonl, .json and .parquet files. All files must have the same
+    columns. `setting` names the configuration key in messages.
 
-    Raises `MissingError` for a path that matches nothing, `UsageError` for data without rows, for
-    mixed or unknown kinds of file, and for a broken JSON line, named by file and line number.
+    Raises `MissingError` for a path that matches nothing. Raises `UsageError` for data without
+    rows, for mixed or unknown kinds of file, and for a broken JSON line, named by file and line
+    number.
     """
     files = [file for path in paths for file in _matches(path, setting)]
     if not files:
@@ -243,7 +246,6 @@ def _empty(names: Sequence[str], setting: str) -> UsageError:
 
 
 def _explained(error: Exception, kind: str, files: Sequence[Path], setting: str) -> UsageError:
-    """Restate the reader's error with the file and, for JSON, the line."""
     if "corresponds to no data" in str(error):
         return _empty([str(file) for file in files], setting)
     if kind == "json":
@@ -261,7 +263,6 @@ def _explained(error: Exception, kind: str, files: Sequence[Path], setting: str)
 
 
 def _broken_line(file: Path) -> UsageError | None:
-    """Return the error for the first line that is not a JSON object."""
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             try:
@@ -296,7 +297,7 @@ def _is_changed(feature: Any) -> bool:
 
 
 def _with_json_texts(table: Any, files: Sequence[Path], columns: Sequence[str]) -> Any:
-    """Replace columns of a `datasets.Dataset` by the JSON text of each value in the files."""
+    """Replace columns of a `datasets.Dataset` by each value's JSON text in the files."""
     texts: dict[str, list[str]] = {name: [] for name in columns}
     for file in files:
         for row in _json_rows(file):
@@ -311,7 +312,7 @@ def _with_json_texts(table: Any, files: Sequence[Path], columns: Sequence[str]) 
 
 
 def _json_rows(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of JSON Lines, or of a file that is one list of rows."""
+    """Yield rows of JSON Lines, or of a file that is one list of rows."""
     with file.open("rb") as stream:
         beginning = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
         if beginning.startswith(b"["):
@@ -324,7 +325,7 @@ def _json_rows(file: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _row_of(line: bytes, file: Path, number: int) -> dict[str, Any]:
-    """Parse line `number` of a file. Raises `UsageError`, naming both, unless it is a JSON object."""
+    """Parse a line. Raises `UsageError`, naming file and line, unless it is a JSON object."""
     try:
         value = json.loads(line.decode("utf-8-sig"))
         if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Make data sets of prompts (RL, evaluation) and of examples (SFT) from a table of rows.
 
-All rows are tokenized once, to learn their lengths and to find bad rows before expensive work. Only
-the lengths are kept; an item is tokenized again when asked for.
+All rows are tokenized once, to learn their lengths and find bad rows before expensive work. Only
+the lengths are kept; items are tokenized again on demand.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SYSTEM_ROLES = ("system", "developer")
 
 
 class _Items(Sequence[Item], ABC, Generic[Item]):
-    """Rows that are made into items when asked for."""
+    """Make rows into items on demand."""
 
     lengths: npt.NDArray[np.int64]
     """Tokens of each item, shape [len(self)]."""
@@ -61,7 +61,7 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
 
     @abstractmethod
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
-        """Return each row's length in tokens (0: nothing to train on), and bytes that identify its content."""
+        """Return each row's length in tokens (0: nothing to train on) and bytes that identify it."""
 
     @abstractmethod
     def _make(self, index: int) -> Item:
@@ -131,7 +131,6 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
             )
 
     def _tools(self, row: Row, name: str) -> Tools | None:
-        """Return a row's tools, if the chat template reads tools."""
         return tools_of(row, name) if self._encoder.reads_tools else None
 
     def _notice_tools(self) -> None:
@@ -178,13 +177,14 @@ class PromptDataset(_Items[Prompt]):
     """Prompts for RL and evaluation: a `Sequence[Prompt]`.
 
     Settings under `data` name the columns; else the usual names of verl, TRL and GSM8K are tried
-    (`burnish.data.columns`). Messages go through the chat template, with the row's `tools`; a whole chat
-    loses its last assistant turn. `data.string_prompts` says whether a plain string is used as it stands
-    or becomes a user's message.
+    (`burnish.data.columns`). Messages go through the chat template, with the row's `tools`; a whole
+    chat loses its last assistant turn. `data.string_prompts` keeps a plain string as it is or makes
+    it a user's message.
 
-    A prompt longer than `data.max_prompt_length`, or than the least of `limits` (setting to tokens), is
-    dropped and counted in `dropped_overlong`, or raises `UsageError`, as `data.overlong` says. Raises
-    `MissingError` for a missing column, and `UsageError` for a row that is not a prompt.
+    `data.overlong` says whether a prompt over `data.max_prompt_length`, or over the least of
+    `limits` (setting to tokens), is dropped and counted in `dropped_overlong`, or raises
+    `UsageError`. Raises `MissingError` for a missing column, and `UsageError` for a row that is not
+    a prompt.
     """
 
     def __init__(
@@ -266,13 +266,13 @@ class PromptDataset(_Items[Prompt]):
 class ExampleDataset(_Items[Example]):
     """Examples for supervised fine-tuning: a `Sequence[Example]`.
 
-    A row is a chat, whose assistant turns are all trained on; a prompt and completion, each text or
-    messages, whose completion is trained on; or plain text, all of which is trained on. Two strings are
-    joined as they stand. A string beside messages becomes a message. Text and string completions end
-    with the end-of-sequence token.
+    A row is a chat, trained on all assistant turns; a prompt and completion, each text or messages,
+    trained on the completion; or plain text, trained on whole. Two strings are joined unchanged. A
+    string beside messages becomes a message. Text and string completions end with the
+    end-of-sequence token.
 
-    An example over `max_length` tokens is dropped and counted in `dropped_overlong`, or raises
-    `UsageError`, as `data.overlong` says. One without trained tokens is dropped and counted in
+    `data.overlong` says whether an example over `max_length` tokens is dropped and counted in
+    `dropped_overlong`, or raises `UsageError`. One without trained tokens is dropped and counted in
     `dropped_untrained`. Raises `MissingError` for missing columns.
     """
 
@@ -338,5 +338,4 @@ class ExampleDataset(_Items[Example]):
 
 
 def _as_messages(value: Any, role: str) -> Any:
-    """A string as the only message of a conversation."""
     return [{"role": role, "content": value}] if isinstance(value, str) else value

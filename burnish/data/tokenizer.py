@@ -1,6 +1,6 @@
-"""Load tokenizers, and repair a missing pad token or an end of sequence that chat turns never use.
+"""Load tokenizers; repair a missing pad token, or an end of sequence that chat turns never use.
 
-An example of the second is Gemma's `<eos>` beside `<end_of_turn>`. Each repair is logged.
+Gemma's `<eos>` beside `<end_of_turn>` is such an end. Each repair is logged.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a directory and repair its pad and end-of-sequence tokens.
 
-    `chat_template_file` is a Jinja file that replaces the chat template. The end of sequence becomes the
-    token that the template ends turns with, unless the template itself writes `eos_token`. A missing pad
-    token becomes the end of sequence, or the unknown token.
+    The Jinja file `chat_template_file` replaces the chat template. The token with which the
+    template ends turns becomes the end of sequence, unless the template itself writes `eos_token`.
+    A missing pad token becomes the end of sequence, or the unknown token.
 
-    Raises `MissingError` for a missing directory or template. Raises `UsageError` for a template that
-    cannot be rendered, for code that needs `trust_remote_code`, and for a tokenizer without any of these
+    Raises `MissingError` for a missing directory or template. Raises `UsageError` for a template
+    that cannot be rendered, for code that needs `trust_remote_code`, and without any of these
     tokens.
     """
     tokenizer = _from_directory(path, trust_remote_code)
@@ -45,8 +45,8 @@ def load_tokenizer(
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[int, ...]:
     """Return all ids that end a completion, ascending.
 
-    They come from the tokenizer, its chat template, and `eos_token_id` of each of `configs` (a model's
-    config or generation config, or None).
+    They come from the tokenizer, its chat template, and `eos_token_id` of each of `configs` (a
+    model's config or generation config, or None).
     """
     found = {tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
     for config in configs:

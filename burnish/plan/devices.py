@@ -1,4 +1,4 @@
-"""Describe the devices that a plan is for: how many, how large, how fast."""
+"""Describe the devices of a plan: number, memory, speed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def parse_devices(
 ) -> Devices:
     """Read `64xH100-80G` or `2xCPU-24G`. The other arguments override memory and speed.
 
-    Raises `UsageError` for another form, and for an unknown device without memory and speed.
+    Raises `UsageError` for another form, or an unknown device without memory and speed.
     """
     match = _SPEC.fullmatch(text.strip())
     if match is None or int(match[1]) < 1:
@@ -130,7 +130,7 @@ def _plain(name: str) -> str:
 
 
 def _nvidia() -> tuple[str, float] | None:
-    """Return name and bytes of the first visible NVIDIA device; None if there is none."""
+    """Return the first visible NVIDIA device's name and bytes, or None."""
     command = shutil.which("nvidia-smi")
     if command is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return None
@@ -144,7 +144,7 @@ def _nvidia() -> tuple[str, float] | None:
 
 
 def _host_memory() -> float:
-    """Return the machine's bytes of memory, or the limit of this process's control group."""
+    """Return the machine's bytes of memory, or its control group's limit."""
     total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else "max"

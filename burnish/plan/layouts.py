@@ -1,4 +1,4 @@
-"""Find the layouts of a run that fit on some devices, the quickest first, and say why others do not."""
+"""Find the layouts of a run that fit on some devices, quickest first, and why others do not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _DEGREES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to run, and what it needs. A process has one device."""
+    """One way to run and its needs. A process has one device."""
 
     engine: EngineConfig
     phases: dict[str, Parts]
@@ -113,8 +113,8 @@ class Planner:
     ) -> None:
         """Take the shapes of the policy and of `reward.models`.
 
-        Raises `UsageError` for a model that the engine does not compute, and `IncompatibleError` for
-        an adapter of layers that the model lacks.
+        Raises `UsageError` for a model that the engine does not compute, and `IncompatibleError`
+        for an adapter of layers that the model lacks.
         """
         if config.engine.kind == "megatron" and not shape.family.has_llama_layers:
             raise UsageError(
@@ -132,7 +132,7 @@ class Planner:
         self._clock = Clock(self.model, self.work, devices, self._judges)
 
     def as_configured(self) -> tuple[Plan | None, BurnishError | None]:
-        """Return the plan of the settings as they are, and why they cannot run or do not fit."""
+        """Return the plan of the present settings, and why they cannot run or do not fit."""
         config, engine = self._config, self._config.engine
         try:
             check_layout(config, self._command, self._devices.count)
@@ -161,7 +161,7 @@ class Planner:
         )
 
     def all_plans(self) -> list[Plan]:
-        """Return a plan for every layout and checkpointing: those that fit first, then by time and need."""
+        """Return a plan per layout and checkpointing: those that fit first, then by time and need."""
         engine = self._config.engine
         limited = engine.kind == "torch" and (engine.activation_offload or engine.compile)
         kinds = [kind for kind in _CHECKPOINTING if kind != "selective" or not limited]
@@ -172,7 +172,7 @@ class Planner:
         )
 
     def _require_divisible(self) -> None:
-        """Raise `UsageError` if the settings as they are cannot divide a model."""
+        """Raise `UsageError` if the present settings cannot divide a model."""
         engine, shape = self._config.engine, self.model.shape
         if engine.kind == "torch" and engine.tensor_parallel > 1 and not shape.family.cuts_heads:
             raise UsageError(
@@ -186,7 +186,9 @@ class Planner:
             require_divisible(judge.shape, _without_experts(engine))
 
     def _divides(self, engine: EngineConfig) -> bool:
-        """Say whether settings can divide every model, and a micro-batch holds the longest sequence."""
+        """Return whether settings can divide every model and a micro-batch holds the longest
+        sequence.
+        """
         config, shapes = self._config, [judge.shape for judge in self._judges]
         known = all(shape.family.cuts_heads for shape in (self.model.shape, *shapes))
         if engine.kind == "torch" and engine.tensor_parallel > 1 and not known:
@@ -239,7 +241,6 @@ class Planner:
                         yield found
 
     def _plans(self, engine: EngineConfig, kinds: Sequence[str]) -> Iterator[Plan]:
-        """Yield a plan for each kind of checkpointing."""
         config = self._config.model_copy(update={"engine": engine})
         devices = self._devices
         stages = needs_of(self.model, config, self.work, devices, self._judges)
@@ -269,12 +270,12 @@ def why_not(plans: Sequence[Plan]) -> list[str]:
 
 
 def gigabytes(size: float) -> str:
-    """Return bytes in GB, with three digits or all before the point."""
+    """Format bytes as GB, with three digits or all before the point."""
     return f"{size / 1e9:.3g}" if size < 999.5e9 else f"{size / 1e9:,.0f}"
 
 
 def _without_experts(engine: EngineConfig) -> EngineConfig:
-    """Return the settings for a model beside the policy, whose experts need not be divided."""
+    """Return settings for a model beside the policy, whose experts need not be divided."""
     return engine.model_copy(update={"expert_parallel": 1, "expert_tensor_parallel": None})
 
 

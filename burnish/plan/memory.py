@@ -1,9 +1,9 @@
-"""Bytes that one process needs in each phase of a step, in closed form.
+"""Compute the bytes that one process needs in each phase of a step, in closed form.
 
-A phase needs as much as its fullest moment, and a moment is a sum of named parts. The formulas follow
+A phase needs as much as its fullest moment; a moment is a sum of named parts. The formulas follow
 both engines, the generator and the checkpoints; `bench.planning` compares them with measured runs.
-Between processes on CPUs, parts that leave the device stay in the same memory, as part `host`. Left
-out: interpreter, libraries, drivers, and tokens that fall on experts unevenly.
+On CPUs, parts that leave the device stay in memory, as part `host`. Left out: interpreter,
+libraries, drivers, and uneven loads of experts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Needs:
         judges: Sequence[PlannedModel] = (),
         stage: int = 0,
     ) -> None:
-        """Take the trained model, those of `reward.models`, and the number of the pipeline stage."""
+        """Take the trained model, those of `reward.models`, and the pipeline stage's number."""
         self._model, self._config, self._work, self._devices = model, config, work, devices
         engine = self._engine = config.engine
         self._tensor, self._shards = engine.tensor_parallel, shards_of(engine, devices.count)
@@ -84,7 +84,7 @@ class Needs:
         return type(self)(model, self._config, alone, self._devices, stage=self._stage)
 
     def phases(self, checkpointing: str) -> dict[str, Parts]:
-        """Return the parts of the fullest moment of each phase, in the order of a step."""
+        """Return the parts of each phase's fullest moment, in the order of a step."""
         update = self._resting | max(self._updates(checkpointing), key=total_of)
         found = self._before | {"update": update} | self._after
         if self._cpu and (away := total_of(self._away(checkpointing))):
@@ -114,7 +114,6 @@ class Needs:
 
     @cached_property
     def _frozen(self) -> float:
-        """The whole model."""
         root = held(self._model.root, self._shards, self._tensor)
         return root + self._sum(self._held(self._model.layers))
 
@@ -127,18 +126,15 @@ class Needs:
 
     @cached_property
     def _stepped(self) -> float:
-        """What the optimizer of this process steps."""
         return self._trained
 
     @cached_property
     def _matrices(self) -> float:
-        """The matrices of the layers in `_trained`."""
         return self._sum(self._held(self._model.trained, matrices=True))
 
     def _held(
         self, weights: Mapping[LayerShape, Sequence[Weight]], *, matrices: bool = False
     ) -> dict[LayerShape, int]:
-        """Elements by kind of layer."""
         return {
             kind: held((w for w in each if w.columns > matrices), self._shards, self._tensor)
             for kind, each in weights.items()
@@ -160,7 +156,6 @@ class Needs:
 
     @cached_property
     def _root(self) -> float:
-        """Elements outside the layers, gathered."""
         return held(self._model.root, self._shards, self._tensor) * self._shards
 
     # What is there between phases, in bytes.
@@ -174,7 +169,7 @@ class Needs:
 
     @cached_property
     def _slots(self) -> float:
-        """The optimizer's state. Muon keeps one number of a matrix, AdamW two."""
+        """The optimizer's state: Muon keeps one number of a matrix, AdamW two."""
         width = _BF16 if self._config.optim.moments == "bf16" else FP32
         single = self._matrices if self._config.optim.kind == "muon" else 0.0
         return 2 * width * self._stepped - FP32 * single
@@ -233,7 +228,7 @@ class Needs:
     # What is on the host.
 
     def _away(self, checkpointing: str) -> Parts:
-        """Optimizer state, and activations or parked weights, which take turns in one arena."""
+        """Optimizer state, and activations or parked weights, which share one arena in turn."""
         engines = [self, self._critic] if self._critic else [self]
         offloaded = sum(each._slots for each in engines) if self._engine.optimizer_offload else 0.0
         in_turn: Parts = {}
@@ -264,7 +259,6 @@ class Needs:
     # Phases before and after the update.
 
     def _rollouts(self) -> Iterator[Parts]:
-        """Generating, then each reward model."""
         model, work = self._model, self._work
         mine = -(-work.sequences // self._world)
         slots = min(work.slots, mine)
@@ -328,14 +322,12 @@ class Needs:
 
     @cached_property
     def _tokens_of(self) -> dict[LayerShape, TokenBytes]:
-        """Bytes of a token by kind of layer."""
         return {
             kind: token_bytes(self._model, kind, self._engine, self._width, cpu=self._cpu)
             for kind in self._counts
         }
 
     def _kept(self, checkpointing: str) -> dict[LayerShape, float]:
-        """Bytes of a micro-batch that each kind of layer keeps."""
         found = self._tokens_of.items()
         return {kind: self._tokens * getattr(each, checkpointing) for kind, each in found}
 
@@ -346,14 +338,14 @@ class Needs:
 
     @property
     def _coming(self) -> float:
-        """Elements of gathered parameters while more come. gloo holds what it receives twice."""
+        """Elements of gathered parameters while more come; gloo holds received ones twice."""
         layer = max(self._layers.values())
         copies = 1 + self._cpu
         return self._root + max(self._root + copies * layer, self._running + (copies - 1) * layer)
 
     @cached_property
     def _logits(self) -> tuple[float, float]:
-        """Bytes of a chunk of logits, forward and backward (`burnish.models.logprobs`)."""
+        """Bytes of a chunk of logits, both passes (`burnish.models.logprobs`)."""
         shape, engine = self._model.shape, self._engine
         words, rows = (
             self._model.outputs / engine.tensor_parallel,
@@ -378,7 +370,6 @@ class Needs:
         return self._width * words * self._model.shape.hidden * (self._model.lora is None)
 
     def _updates(self, checkpointing: str) -> Iterator[Parts]:
-        """Moments of the policy's update, then of the critic's."""
         yield from self._update(checkpointing)
         if self._critic:
             left = self._width * self._root if self._work.scorings else 0.0
@@ -386,7 +377,6 @@ class Needs:
                 yield parts | {"gathered": parts["gathered"] + left}
 
     def _update(self, checkpointing: str) -> Iterator[Parts]:
-        """Moments of the update that can be the fullest."""
         kept, shards, root = self._kept(checkpointing), self._shards, self._root
         offloads, trained = self._engine.activation_offload, self._held(self._model.trained)
         reduces = self._engine.reduce_each_microbatch or shards == 1
@@ -423,7 +413,7 @@ class Needs:
         yield self._moment(0, gradients=gradients) | self._stepping
 
     def _reducing(self, layers: float, others: float, largest: float) -> Iterator[Parts]:
-        """The end of the backward pass, when FSDP2 reduces fp32 copies of the last gradients."""
+        """The end of the backward pass, when FSDP2 reduces the last gradients in fp32."""
         shards, root = self._shards, 0.0 if self._model.lora else self._root
         # A process alone divides into a third copy.
         copies = 3.0 if shards == 1 else 1 + self._cpu + 1 / shards
@@ -436,7 +426,7 @@ class Needs:
 
     @cached_property
     def _stepping(self) -> Parts:
-        """What the optimizer's step needs beside weights, gradients and its resting state."""
+        """The optimizer step's needs beside weights, gradients and its lasting state."""
         optim, parts = self._config.optim, Parts()
         is_muon = optim.kind == "muon"
         slots = 2 * FP32 * (self._stepped - (self._matrices if is_muon else 0))
@@ -459,7 +449,7 @@ class Needs:
     def _moment(
         self, gathered: float, gradients: float, activations: float = 0.0, logits: float = 0.0
     ) -> Parts:
-        """Name the parts of a moment: `gathered` counts elements, the others bytes."""
+        """Name a moment's parts: `gathered` counts elements, the others bytes."""
         return {
             "gathered": float(self._width * gathered),
             "gradients": float(gradients),
@@ -471,8 +461,8 @@ class Needs:
 class MegatronNeeds(Needs):
     """Bytes of one process of a pipeline stage of the Megatron engine.
 
-    Gradients add up in an fp32 buffer that is always there. Data-parallel processes divide the fp32
-    weights and moments. The first stage has most micro-batches in flight, the last has the logits.
+    A lasting fp32 buffer collects gradients. Data-parallel processes divide the fp32 weights and
+    moments. The first stage has most micro-batches in flight, the last has the logits.
     """
 
     @cached_property
@@ -496,14 +486,12 @@ class MegatronNeeds(Needs):
         return self._stage == self._engine.pipeline_parallel - 1
 
     def _elements(self, weight: Weight) -> float:
-        """Elements of a weight on this process."""
         if weight.experts:
             return weight.elements / self._engine.expert_sharing
         return weight.held(1, self._tensor)
 
     @cached_property
     def _experts_and_others(self) -> tuple[float, float]:
-        """Elements of this process: of experts, and of all other weights."""
         every = [(w, n) for kind, n in self._counts.items() for w in self._model.layers[kind]] + [
             (w, 1) for w in self._outside
         ]
@@ -512,7 +500,6 @@ class MegatronNeeds(Needs):
 
     @property
     def _outside(self) -> Iterator[Weight]:
-        """Weights of the stage outside the layers."""
         table, norm, *head = self._model.root
         if self._stage == 0:
             yield table
@@ -591,7 +578,7 @@ class MegatronNeeds(Needs):
         yield self._at(0.0, 0.0) | self._stepping
 
     def _waiting(self, kept: Mapping[LayerShape, float]) -> float:
-        """Bytes of all micro-batches in flight when the first backward pass begins (1F1B)."""
+        """Bytes of all micro-batches in flight at the first backward pass (1F1B)."""
         stages, virtual = self._engine.pipeline_parallel, self._engine.virtual_stages
         begun = stages - self._stage
         if virtual > 1:  # chunks take turns of as many micro-batches as there are stages
@@ -604,7 +591,7 @@ class MegatronNeeds(Needs):
         return total
 
     def _at(self, activations: float, gradients: float, logits: float = 0.0) -> Parts:
-        """Name the parts of a moment; `gradients` are not in the buffer yet."""
+        """Name a moment's parts; `gradients` are not in the buffer yet."""
         return {
             "gradients": self._state["gradients"] + gradients,
             "gathered": self._gathered,
@@ -613,7 +600,7 @@ class MegatronNeeds(Needs):
         }
 
     def _made_at_once(self, weight: Weight) -> float:
-        """Elements of a gradient before it is added to the buffer; a CPU has one expert's."""
+        """Elements of a gradient on its way to the buffer; a CPU has one expert's."""
         single = (
             self._engine.expert_parallel / weight.experts if self._cpu and weight.experts else 1
         )
@@ -655,7 +642,7 @@ def needs_of(
 
 
 def phases_of(stages: Sequence[Needs], checkpointing: str) -> dict[str, Parts]:
-    """Return the parts of each phase on the stage that needs most in it."""
+    """Return each phase's parts on the stage that needs most in it."""
     found = [stage.phases(checkpointing) for stage in stages]
     return {phase: max((each[phase] for each in found), key=total_of) for phase in found[0]}
 

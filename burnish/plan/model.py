@@ -1,6 +1,6 @@
 """Count a model: elements of its parameters on a rank, and bytes of a token in its layers.
 
-`token_bytes` is the planner's table of activations. It follows the layers of both engines
+`token_bytes` is the planner's table of activations. It follows both engines' layers
 (`burnish.models.kernels`, transformers, Megatron-Core) operation by operation, in closed form.
 """
 
@@ -30,7 +30,7 @@ def product_bytes(engine: EngineConfig) -> int:
 
 
 def shards_of(engine: EngineConfig, processes: int) -> int:
-    """Return the processes that divide one copy by FSDP, or Megatron's data-parallel processes."""
+    """Return how many processes divide one copy by FSDP, or Megatron's data-parallel processes."""
     return processes // (engine.replicas * engine.tensor_parallel * engine.pipeline_parallel)
 
 
@@ -62,11 +62,11 @@ class Weight:
         return self.experts > 0 or self.linear in ("gate_proj", "up_proj", "down_proj")
 
     def held(self, shards: int, tensor: int) -> int:
-        """Return elements on the rank that holds most, with rows cut as torch.chunk cuts them."""
+        """Return elements on the fullest rank, with rows cut as torch.chunk cuts them."""
         return -(-self.rows // shards) * self.columns // (tensor if self.shared else 1)
 
     def factors(self, rank: int) -> tuple[Weight, Weight]:
-        """Return A and B of a LoRA of this rank. Tensor parallelism divides the one that meets the cut."""
+        """Return a LoRA's A and B of this rank. Tensor parallelism divides the one at the cut."""
         inner, by_columns = rank * (self.experts or 1), self.linear.endswith(_CUT_BY_COLUMNS)
         rows = self.elements // ((self.experts or 1) * self.width)
         a = Weight(inner, self.width, self.linear, self.shared and by_columns)
@@ -80,7 +80,7 @@ def held(weights: Iterable[Weight], shards: int, tensor: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class PlannedModel:
-    """A causal language model, or one that scores values in place of words."""
+    """A causal language model, or one that scores values instead."""
 
     shape: ModelShape
     """Sizes and parameters, from its config.json."""
@@ -96,7 +96,7 @@ class PlannedModel:
 
     @cached_property
     def trained(self) -> dict[LayerShape, tuple[Weight, ...]]:
-        """The trained parameters of each kind of layer: its own, or those of its adapter."""
+        """The trained parameters of each kind of layer, or of its adapter."""
         if self.lora is None:
             return self.layers
         return {kind: tuple(self._factors(weights)) for kind, weights in self.layers.items()}
@@ -113,7 +113,7 @@ class PlannedModel:
         return linear in self.lora.targets if self.lora.targets else not are_parameters(linear)
 
     def trains(self, linear: str) -> bool:
-        """Say whether a linear layer of this name gets gradients, its own or its adapter's."""
+        """Return whether a linear layer of this name, or its adapter, gets gradients."""
         return self.lora is None or self.adapts(linear)
 
     @cached_property
@@ -160,7 +160,7 @@ class PlannedModel:
 
     @property
     def published_adapter(self) -> int:
-        """Elements of the adapter that generators hold beside the model; 0 if it is merged."""
+        """Elements of the adapter that generators hold unmerged; else 0."""
         return self.adapter if self.lora is not None and self.lora.publish == "adapter" else 0
 
     @cached_property
@@ -199,7 +199,7 @@ def _active(layer: LayerShape, weights: Iterable[Weight]) -> int:
 
 
 class TokenBytes(NamedTuple):
-    """Bytes of a token in one layer on one rank. The first three fields are kinds of checkpointing."""
+    """Bytes of a token in one layer and rank. The first three fields are kinds of checkpointing."""
 
     none: float
     """Kept for the backward pass."""
@@ -218,7 +218,7 @@ class TokenBytes(NamedTuple):
 def token_bytes(
     model: PlannedModel, layer: LayerShape, engine: EngineConfig, width: int, *, cpu: bool
 ) -> TokenBytes:
-    """Return the bytes of a token in a layer whose matrix products take numbers of `width` bytes."""
+    """Return a token's bytes in a layer whose matrix products take numbers of `width` bytes."""
     part = _hidden(model, engine, width)
     make = _of_megatron if engine.kind == "megatron" else _of_torch
     attention, mlp = make(model, layer, engine, width, cpu)
@@ -246,7 +246,7 @@ class _Block(NamedTuple):
 
 
 def _hidden(model: PlannedModel, engine: EngineConfig, width: int) -> float:
-    """The hidden state between blocks, where tensor ranks may divide the tokens."""
+    """The hidden state between blocks, where tensor ranks may divide tokens."""
     divided = engine.kind == "torch" or engine.megatron_sequence_parallel
     return model.shape.hidden * width / (engine.tensor_parallel if divided else 1)
 
@@ -261,7 +261,6 @@ def _heads(layer: LayerShape, engine: EngineConfig, width: int) -> tuple[float, 
 def _of_torch(
     model: PlannedModel, layer: LayerShape, engine: EngineConfig, width: int, cpu: bool
 ) -> tuple[_Block, _Block]:
-    """Attention and MLP of the torch engine."""
     family, trains, exact = model.shape.family, model.trains, FP32 / width
     tensor, part = engine.tensor_parallel, _hidden(model, engine, width)
     whole = part * tensor
@@ -332,7 +331,7 @@ def _of_torch(
 def _of_megatron(
     model: PlannedModel, layer: LayerShape, engine: EngineConfig, width: int, cpu: bool
 ) -> tuple[_Block, _Block]:
-    """Attention and MLP of the Megatron engine, with tokens spread evenly over experts."""
+    """Attention and MLP of the Megatron engine, with tokens even over experts."""
     exact, tensor = FP32 / width, engine.tensor_parallel
     part = _hidden(model, engine, width)
     query, key = _heads(layer, engine, width)

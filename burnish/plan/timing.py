@@ -1,7 +1,7 @@
-"""Estimate how long a step takes: work divided by speed, under assumptions that `burnish plan` prints.
+"""Estimate a step's time: work divided by speed, under assumptions that `burnish plan` prints.
 
-The estimate ranks layouts and tells minutes from hours. An update takes as long as its arithmetic or
-its communication, whichever is longer. A critic counts as the policy's model.
+It ranks layouts and tells minutes from hours. An update takes as long as its arithmetic or its
+communication, whichever is longer. A critic counts as the policy's model.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Clock:
         return found
 
     def _passes(self, engine: EngineConfig, *, critic: bool = False) -> float:
-        """Cost of learning, in forward passes: the gradients, layers run again, experts counted."""
+        """Cost of learning, in forward passes: gradients, layers run again, experts counted."""
         learning = 3.0
         if self.model.adapter and not critic:
             every = Passed.all_of([self.work.length])
@@ -167,11 +167,11 @@ class Clock:
         )
 
     def _counts(self, engine: EngineConfig, critic: bool) -> int:
-        """Forward passes that count the tokens of experts, for the load-balancing loss."""
+        """Forward passes that count experts' tokens, for the load-balancing loss."""
         return int(engine.router_aux_loss > 0 and (critic or not self.work.is_replayed))
 
     def _mine(self, engine: EngineConfig) -> float:
-        """Sequences of a device, as a share of those that several devices work on together."""
+        """A device's sequences, as a share of those that several devices work on together."""
         return -(-self.work.sequences // (self.devices.count // engine.sharing)) / engine.sharing
 
     def _generated(self) -> float:
@@ -216,7 +216,7 @@ class Clock:
         return max(arithmetic, moved) + self._exchanged(engine, 3 + again)
 
     def _by_megatron(self, engine: EngineConfig, microbatches: int, critic: bool) -> float:
-        """Seconds of an epoch: weights move once a step, and stages wait for each other at its ends."""
+        """Seconds of an epoch: weights move once a step; stages wait for each other at its ends."""
         passes, stages = self._passes(engine, critic=critic), engine.pipeline_parallel
         idle = (stages - 1) / (engine.virtual_stages * microbatches)
         arithmetic = passes * self._mine(engine) * self._sequence / self._speed * (1 + idle)
@@ -252,7 +252,7 @@ class Clock:
         return self.work.tokens / ranks * product_bytes(engine)
 
     def _rollout(self, engine: EngineConfig) -> float:
-        """Seconds to read the prompts, then for a pass over weights and cache per token."""
+        """Seconds to read the prompts, then per token to pass over weights and cache."""
         work, model, flops = self.work, self.model, self.model.flops.per_token
         mine = -(-work.sequences // self.devices.count)
         slots = min(work.slots, mine)
@@ -264,6 +264,6 @@ class Clock:
         return token * work.trained * -(-mine // slots) + reading
 
     def _travel(self, size: float, ranks: int) -> float:
-        """Seconds until each of so many ranks has all bytes of which every one has a part."""
+        """Seconds until all of `ranks` have all bytes, of which each has a part."""
         link = self.devices.link if ranks <= PER_MACHINE else min(self.devices.link, NETWORK)
         return size * (ranks - 1) / ranks / (link * _LINKS)

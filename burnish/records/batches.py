@@ -1,7 +1,7 @@
-"""Packed micro-batches, and what an engine returns for them.
+"""Packed micro-batches, and an engine's outputs for them.
 
-A `Batch` knows its global number of loss tokens and sequences, so losses are sums divided once and do
-not depend on how the batch was cut.
+A `Batch` knows its global number of loss tokens and sequences. Losses are sums divided once, so
+they do not depend on the cut.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MicroBatch:
     """Divides the logits before log-probs are taken: the policy that sampled at this temperature is the one trained."""
 
     def given(self, name: str) -> Tensor:
-        """Return a field that a loss needs. Raises `BurnishError` where the batch was made without it."""
+        """Return a field that a loss needs. Raises `BurnishError` if it is None."""
         tensor: Tensor | None = getattr(self, name)
         if tensor is None:
             raise BurnishError(
@@ -78,10 +78,10 @@ def _nothing() -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenOutputs:
-    """Per-token outputs of a model, aligned to tokens.
+    """Per-token outputs of a model.
 
-    Entry t of a sequence concerns the prediction of token t; the first entry is 0. A language model fills
-    the first two fields, a value head `values`. Other fields are empty, [0].
+    Entry t of a sequence concerns the prediction of token t; the first entry is 0. A language model
+    fills the first two fields, a value head `values`. Other fields are empty, [0].
     """
 
     logprobs: Tensor = field(default_factory=_nothing)
@@ -128,7 +128,7 @@ class Batch:
 
     @property
     def is_filler(self) -> list[bool]:
-        """For each micro-batch, whether it is filler, which adds nothing to the step."""
+        """Return, per micro-batch, whether it is filler, which adds nothing to the step."""
         return [numbers == (-1,) for numbers in self.examples]
 
     def by_example(self, arrays: Sequence[Floats]) -> dict[int, Floats]:
@@ -150,7 +150,7 @@ class Batch:
         return self._with("ref_logprobs", outputs)
 
     def with_experts(self, outputs: Sequence[TokenOutputs]) -> Batch:
-        """Add the experts that `Engine.forward` of this batch recorded, for later forward passes."""
+        """Add the experts that `Engine.forward` recorded for this batch, for later forward passes."""
         pairs = zip(self.microbatches, outputs, strict=True)
         return self._of(replace(micro, experts=output.experts) for micro, output in pairs)
 

@@ -1,4 +1,4 @@
-"""Prompts, completions, rollouts and examples: what flows through a step before it is packed.
+"""Prompts, completions, rollouts and examples: the data of a step before packing.
 
 SFT and RL meet in `Example`. Token arrays are 1-D numpy arrays on the host.
 """

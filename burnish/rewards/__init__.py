@@ -1,1 +1,1 @@
-"""Reward functions with TRL's or verl's signature, and the pool that calls them."""
+"""Call reward functions with TRL's or verl's signature in a pool."""

@@ -20,7 +20,7 @@ _MARK = "####"
 
 
 def exact_match(solution_str: str, ground_truth: Any, *, ignore_case: bool = False) -> float:
-    """Return 1 if the completion is the ground truth, or one of a list, white space at the ends aside.
+    """Return 1 if the completion, stripped, is the ground truth or one of its list.
 
     Raises `ValueError` without a ground truth.
     """
@@ -34,9 +34,10 @@ def exact_match(solution_str: str, ground_truth: Any, *, ignore_case: bool = Fal
 def numeric(solution_str: str, ground_truth: Any, *, tolerance: float = 0.0) -> float:
     r"""Return 1 if the completion's last number is the ground truth's, at most `tolerance` apart.
 
-    The number is looked for in the last `\boxed{...}`, else behind the last `####`, else in the whole text, and is the last one there:
-    signed, with thousands' commas, a decimal point, an exponent, or as a fraction `3/4` or `\frac{3}{4}`. The ground truth is a
-    number or a text read the same way. Compared exactly, not as floats. Raises `ValueError` for a ground truth without a number.
+    Takes the last number in the last `\boxed{...}`, else behind the last `####`, else in the whole
+    text: signed, with thousands' commas, a decimal point, an exponent, or as a fraction `3/4` or
+    `\frac{3}{4}`. The ground truth is a number or a text read the same way. Compares exactly, not
+    as floats. Raises `ValueError` for a ground truth without a number.
     """
     wanted = last_number(_final_part(str(_known(ground_truth)))[0])
     if wanted is None:
@@ -46,16 +47,19 @@ def numeric(solution_str: str, ground_truth: Any, *, tolerance: float = 0.0) -> 
 
 
 def regex(solution_str: str, *, pattern: str, full: bool = True) -> float:
-    """Return 1 if `pattern` matches the whole completion, or with `full` False any part. Flags go inside: `(?s)`."""
+    """Return 1 if `pattern` matches the whole completion, or with `full` False any part. Flags:
+    `(?s)`.
+    """
     match = re.fullmatch if full else re.search
     return float(match(pattern, solution_str) is not None)
 
 
 def math_verify(solution_str: str, ground_truth: Any) -> float:
-    """Return 1 if the completion's final expression equals the ground truth, as math-verify sees it (the extra `math`).
+    """Return 1 if math-verify (the extra `math`) finds the completion's final expression equal to
+    the ground truth.
 
-    Both are LaTeX or plain notation. An expression that math-verify cannot read within 5 seconds is wrong. Raises `ValueError` for an
-    unreadable ground truth.
+    Both are LaTeX or plain notation. An expression that takes over 5 seconds to read is wrong.
+    Raises `ValueError` for an unreadable ground truth.
     """
     from math_verify import parse, verify
 
@@ -71,10 +75,11 @@ def last_number(text: str) -> Fraction | None:
 
 
 def extract_answer(completion: str) -> str | None:
-    r"""Return a completion's answer for a majority vote: equal texts are equal answers; None for no answer.
+    r"""Return a completion's answer for a majority vote: equal texts are equal answers; None is no
+    answer.
 
-    It is the content of the last `\boxed{...}`, or what follows the last `####`, else the last number, else the text. Numbers are
-    normalized: 4, 4.0 and 8/2 are one answer.
+    It is the content of the last `\boxed{...}`, else the text behind the last `####`, else the last
+    number, else the text. Numbers are normalized: 4, 4.0 and 8/2 are one answer.
     """
     part, marked = _final_part(completion)
     plain = _plain(part).lstrip(" $").rstrip(" $%.")
@@ -85,13 +90,13 @@ def extract_answer(completion: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Write minus signs, thousands' separators and fractions of LaTeX as in plain text."""
+    """Write LaTeX's minus signs, thousands' separators and fractions as in plain text."""
     plain = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace(r"\,", "")
     return _FRACTION.sub(r"\1/\2", plain)
 
 
 def _values(numbers: Sequence[str]) -> Iterator[Fraction]:
-    """Yield their values, the last first, without those that are too long or divide by 0."""
+    """Yield the values, last first, without those that are too long or divide by 0."""
     for found in reversed(numbers):
         top, _, bottom = found.replace(",", "").partition("/")
         if len(found) <= _LONGEST_NUMBER and (not bottom or Fraction(bottom) != 0):
@@ -99,7 +104,7 @@ def _values(numbers: Sequence[str]) -> Iterator[Fraction]:
 
 
 def _final_part(text: str) -> tuple[str, bool]:
-    """Return the marked part of a text and True, or the whole text and False."""
+    """Return a text's marked part and True, or the whole text and False."""
     boxed = _last_boxed(text)
     if boxed is not None:
         return boxed, True

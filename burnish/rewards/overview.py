@@ -1,4 +1,4 @@
-"""Statistics of a step's rollouts, and warnings of reward functions that fail."""
+"""Compute statistics of a step's rollouts; warn of failing reward functions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = logging.getLogger("burnish")
 
 
 class Complaints:
-    """Warns once of each kind of failure of reward functions.
+    """Warn once of each kind of failure of reward functions.
 
-    Functions that fail for every rollout, round after round, end the run.
+    End the run if functions fail for every rollout, round after round.
     """
 
     def __init__(self, most_rounds: int) -> None:
@@ -57,8 +57,8 @@ class Complaints:
 def rollout_stats(rollouts: Sequence[Rollout]) -> Stats:
     """Return statistics of scored rollouts, which merge over ranks if no group is cut.
 
-    In training they are of all that a step generated, with groups that dynamic sampling left out. A group is the rollouts of one prompt
-    with different sample indices.
+    In training they cover all that a step generated, also groups that dynamic sampling left out. A
+    group is the rollouts of one prompt with different sample indices.
 
     - `reward/mean`; `reward/parts/NAME`, the mean of each function's own value, and of each further number as NAME/ITS_NAME
     - `reward/std`: mean over groups of the (population) standard deviation within the group

@@ -1,8 +1,9 @@
-"""The reward of rollouts: call every configured function, weight and add the values.
+"""Score rollouts: call every configured function, weight and add the values.
 
-An error in a function is recorded for its rollout and does not end the run. Functions that may hang run in worker processes. A worker
-that misses a deadline is killed with all it started, and replaced. Workers are plain interpreters that stay: `multiprocessing` would
-import the main script and torch again, or fork a process with a GPU and threads.
+An error in a function is recorded for its rollout and does not end the run. Functions that may hang
+run in worker processes. A worker that misses a deadline is killed with all it started, and
+replaced. Workers are plain, lasting interpreters: `multiprocessing` would import the main script
+and torch again, or fork a process with a GPU and threads.
 """
 
 from __future__ import annotations
@@ -57,10 +58,12 @@ class Call:
 
 
 class RewardPool:
-    """Scores rollouts with the functions of a configuration. A context manager; `close` ends its processes."""
+    """Score rollouts with configured functions. A context manager; `close` ends its processes."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Load every function. Raises `UsageError` for one that cannot be used, before anything is generated."""
+        """Load every function. Raises `UsageError` for an unusable one, before anything is
+        generated.
+        """
         if not config.given:
             raise UsageError(
                 "No reward function is configured.",
@@ -80,7 +83,7 @@ class RewardPool:
             ]
 
     def check_columns(self, columns: Collection[str], setting: str) -> None:
-        """Raise `MissingError` if `columns` lack one that a function requires; `setting` names the data."""
+        """Raise `MissingError` if `columns` lack a required one; `setting` names the data."""
         for each, signature in zip(self._config.functions, self._signatures, strict=True):
             for column in sorted(signature.columns - set(columns)):
                 raise MissingError(
@@ -93,8 +96,9 @@ class RewardPool:
     def score(self, rollouts: Sequence[Rollout], check: Check = lambda: None) -> list[Rollout]:
         """Return the rollouts, in order, with `reward`, `reward_parts` and `reward_error`.
 
-        A failure counts as `on_error`. A TRL function's None takes no part in the reward; None from all is a failure. Further numbers of a
-        verl function are parts named FUNCTION/NAME, shown and not added.
+        A failure counts as `on_error`. A TRL function's None takes no part in the reward; None from
+        all is a failure. Further numbers of a verl function are parts named FUNCTION/NAME, shown
+        but not added.
         """
         calls = self._calls(rollouts)
         away = [each for each in calls if self._local(each.function) is None]
@@ -114,7 +118,9 @@ class RewardPool:
         return LOCAL.get(self._config.functions[function].function)
 
     def _calls(self, rollouts: Sequence[Rollout]) -> list[Call]:
-        """Return every call: about one rollout, or for a TRL function about all or as many as configured."""
+        """Return every call, each about one rollout; a TRL function's about all or as many as
+        configured.
+        """
         calls = []
         for index, signature in enumerate(self._signatures):
             config = self._config.functions[index]
@@ -159,7 +165,7 @@ class Workers:
     """Up to `reward.workers` processes that each know all functions."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Start one worker and wait until it has loaded the functions. Raises `UsageError` for one that cannot be loaded."""
+        """Start one worker and wait until it has loaded the functions, or raise its `UsageError`."""
         self._config = config
         self._all: list[_Worker] = []
         self._idle = [self._started()]
@@ -168,10 +174,12 @@ class Workers:
     def run(self, calls: Sequence[Call], check: Check) -> list[list[Answer]]:
         """Return the answers to the calls, in their order. One thread waits for each worker.
 
-        A call that misses its deadline, or whose worker dies, is answered with an error. A function that misses it `BORNE_TIMEOUTS` times
-        more than there are workers, in a row, is not called again, so it costs at most `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds.
-        One worker makes an async function's calls, `concurrency` at one time. A call that blocks the event loop is killed with those
-        beside it, and another worker makes the rest. An exception of `check` kills all workers and is raised here.
+        A call that misses its deadline, or whose worker dies, is answered with an error. A function
+        is not called again after `BORNE_TIMEOUTS` more missed deadlines than there are workers, in
+        a row. So it costs at most `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds. One worker
+        makes an async function's calls, `concurrency` at one time. A call that blocks the event
+        loop is killed with those beside it, and another worker makes the rest. An exception of
+        `check` kills all workers and is raised here.
         """
         todo = _Todo(calls, self.signatures, self._config)
         count = min(self._config.workers, len(todo.waiting))
@@ -218,7 +226,7 @@ class Workers:
         self._all.remove(worker)
 
     def _serve(self, todo: _Todo) -> None:
-        """Make calls in one worker, or in the next if it had to be killed, until none waits."""
+        """Make calls in one worker, or the next if it was killed, until none waits."""
         worker: _Worker | None = None
         with suppress(IndexError):
             worker = self._idle.pop()
@@ -231,7 +239,7 @@ class Workers:
             self._idle.append(worker)
 
     def _make(self, worker: _Worker, bundle: list[int], todo: _Todo) -> bool:
-        """Make calls of one function and return whether the worker can go on."""
+        """Make calls of one function; return whether the worker can go on."""
         function = todo.calls[bundle[0]].function
         at_once, patience = 1, self._config.timeout_seconds
         if self.signatures[function].is_async:
@@ -257,7 +265,7 @@ class Workers:
 
 
 class _Todo:
-    """Calls on their way to answers. They are named by their indices in `calls`."""
+    """Calls and their answers, named by their indices in `calls`."""
 
     def __init__(
         self, calls: Sequence[Call], signatures: Sequence[Signature], config: RewardConfig
@@ -285,7 +293,6 @@ class _Todo:
         """Bundles that a worker gets together: the calls of an async function, or one of another."""
 
     def take(self) -> list[int] | None:
-        """Return the next bundle; None if none waits."""
         with self._lock:
             while self.waiting:
                 bundle = self.waiting.popleft()
@@ -295,19 +302,18 @@ class _Todo:
         return None
 
     def answer(self, number: int, answers: list[Answer]) -> None:
-        """Note the answers to a call, whose function therefore does not hang."""
+        """Note the answers to a call, whose function thus does not hang."""
         self.answers[number] = answers
         del self._timeouts[self.calls[number].function]
 
     def fail(self, numbers: Sequence[int], error: str) -> None:
-        """Answer calls with an error."""
         for number in numbers:
             count = self.calls[number].count
             text = error if count == 1 else f"{error} for {count} completions"
             self.answers[number] = [Answer(None, text)] * count
 
     def late(self, numbers: Sequence[int]) -> None:
-        """Fail calls of one function that missed their deadlines. It is given up after too many in a row."""
+        """Fail a function's calls that missed their deadlines; give it up after too many in a row."""
         self.fail(numbers, self._late)
         function = self.calls[numbers[0]].function
         with self._lock:
@@ -337,7 +343,6 @@ class _Worker:
             )
 
     def load(self) -> None:
-        """Wait until it has loaded the functions."""
         named = [(each.function, each.kwargs) for each in self._config.functions]
         settings = (named, self._config.concurrency, self._config.timeout_seconds)
         try:
@@ -358,7 +363,11 @@ class _Worker:
         self.signatures = message
 
     def receive(self, patience: float) -> Any:
-        """Return the next message. Raises `TimeoutError` after `patience` seconds, and `EOFError` or `OSError` if it has died."""
+        """Return the next message.
+
+        Raises `TimeoutError` after `patience` seconds, and `EOFError` or `OSError` if the worker
+        has died.
+        """
         deadline = time.monotonic() + patience
         while not self.connection.poll(min(patience, _CHECK_SECONDS)):
             patience = deadline - time.monotonic()
@@ -370,7 +379,7 @@ class _Worker:
         return self.connection.recv()
 
     def end(self, patience: float) -> int:
-        """Return its exit status, once it has ended by itself within `patience` seconds or been killed."""
+        """Wait `patience` seconds for an exit, else kill; return the exit status."""
         try:
             return self._process.wait(patience)
         except subprocess.TimeoutExpired:

@@ -1,11 +1,13 @@
-"""The signatures of reward functions: how a function is called, with which arguments, and how its result is read.
+"""Read reward functions' signatures: how to call them, with which arguments, and how to read
+results.
 
-Two signatures are told apart by their parameters' names:
+Parameter names tell two signatures apart:
 
 - TRL's: `(prompts, completions, completion_ids, **columns) -> list[float | None]`, all rollouts in one call
 - verl's: `(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}`, one at a time
 
-A function gets the ones that it names, by keyword, and all of them with `**kwargs`. Sync or async.
+A function, sync or async, gets the arguments that it names, by keyword, and all of them with
+`**kwargs`.
 """
 
 from __future__ import annotations
@@ -133,9 +135,9 @@ def _check_builtin(name: str, kwargs: Mapping[str, Any]) -> None:
 def arguments(
     signature: Signature, kwargs: Mapping[str, Any], rollouts: Sequence[Rollout]
 ) -> dict[str, Any]:
-    """Return the keyword arguments of one call about `rollouts` (one of them for a verl function).
+    """Return the keyword arguments of one call about `rollouts` (one for a verl function).
 
-    Only those that the function takes; the configuration's `kwargs` win over others.
+    Passes only those that the function takes; the configuration's `kwargs` override others.
     """
     known = _trl(rollouts) if signature.style == "trl" else _verl(*rollouts)
     known |= kwargs
@@ -146,8 +148,8 @@ def arguments(
 def _trl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Return lists with one entry per rollout: prompts, completions and every column of the data.
 
-    If the prompt was messages, prompt and completion are lists of messages, else texts. A missing column is None. As in TRL, columns
-    named prompt or completion are left out.
+    If the prompt was messages, prompt and completion are lists of messages, else texts. A missing
+    column is None. As in TRL, columns named prompt or completion are left out.
     """
     names = {name for rollout in rollouts for name in rollout.prompt.columns}
     columns: dict[str, Any] = {
@@ -167,7 +169,7 @@ def _trl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def _verl(rollout: Rollout) -> dict[str, Any]:
-    """`extra_info` is the column of that name, and where the data has none, all columns."""
+    """Pass `extra_info` from the column of that name, or all columns without it."""
     columns = rollout.prompt.columns
     return {
         "data_source": rollout.prompt.source,
@@ -186,8 +188,9 @@ def call(
 ) -> list[Answer]:
     """Call `function` for `count` rollouts and return `count` answers.
 
-    An exception, or a result of the wrong type or length, is the error of every answer; NaN and infinities of theirs
-    alone. An awaitable result runs to its end in `runner`, one event loop for all calls.
+    An exception, or a result of wrong type or length, is the error of every answer; NaN and
+    infinities of theirs alone. `runner`, one event loop for all calls, completes an awaitable
+    result.
     """
     try:
         result = function(**arguments)
@@ -203,7 +206,9 @@ def call(
 async def call_async(
     function: Callable[..., Awaitable[Any]], style: Style, arguments: Mapping[str, Any], count: int
 ) -> list[Answer]:
-    """Do the same for an `async def` function, beside others in one event loop. Cancelling itself counts as failing."""
+    """Do the same for an `async def` function in a shared event loop. Cancelling itself counts as
+    failing.
+    """
     try:
         return _answers(await function(**arguments), style, count)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - as above
@@ -215,9 +220,10 @@ async def _finish(result: Awaitable[Any]) -> Any:
 
 
 def _answers(result: Any, style: Style, count: int) -> list[Answer]:
-    """TRL: one number or None for each rollout, in a list, array or tensor. verl: a number, or a mapping with "score".
+    """Read TRL's number or None per rollout (list, array, tensor), or verl's number or mapping with
+    "score".
 
-    Other finite numbers and booleans in the mapping come along; everything else is left out.
+    Keeps the mapping's other finite numbers and booleans, and nothing else.
     """
     if style == "verl" and isinstance(result, Mapping):
         if "score" not in result:

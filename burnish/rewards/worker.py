@@ -1,8 +1,9 @@
 """The process that runs the user's reward functions: `python -m burnish.rewards.worker FD PARENT`.
 
-It imports the functions' modules and nothing heavy, reports their signatures over the inherited connection FD, and makes calls
-until the connection closes. It gets calls in bundles: those of an async function together, others alone. It cancels late async calls.
-For any other late call the parent kills this process.
+It imports the functions' modules and nothing heavy, reports their signatures over the inherited
+connection FD, and makes calls until the connection closes. It gets the calls of an async function
+in bundles, others alone. It cancels late async calls. For any other late call the parent kills this
+process.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ Asked = tuple[int, Mapping[str, Any], int]
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serve calls that come over the connection `descriptor` until it closes or the process `parent` is gone.
+    """Serve calls over the connection `descriptor` until it closes or the process `parent` is gone.
 
-    It answers a call with its number and a list of answers, or None for an async call that missed its deadline.
+    Answers a call with its number and a list of answers, or None for an async call that missed its
+    deadline.
     """
     # A program that a reward function starts must not hold the connection open.
     os.set_inheritable(descriptor, False)
@@ -66,7 +68,7 @@ async def _concurrently(
     timeout: float,
     connection: Connection[Any, Any],
 ) -> None:
-    """Make calls in their order; a late one gives its place to the next, even if it resists cancelling."""
+    """Make calls in order; a late one yields to the next, even if it resists cancelling."""
 
     async def answer(number: int, arguments: Mapping[str, Any], count: int) -> None:
         async with places:
@@ -79,7 +81,7 @@ async def _concurrently(
 
 
 def _exit_without(parent: int) -> None:
-    """End this process when its parent has died, also in the middle of a call."""
+    """End this process when its parent dies, even in the middle of a call."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

@@ -1,1 +1,1 @@
-"""Where the numbers of a run go: metrics and sinks, progress, timing, the run directory, the report."""
+"""Record a run's numbers: metrics and sinks, progress, timing, the run directory, the report."""

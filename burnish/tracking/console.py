@@ -1,6 +1,7 @@
-"""One line per step on the terminal or in a log file.
+"""Print one line per step on the terminal or in a log file.
 
-Short names, at most `width` columns; the least watched numbers go first. `metrics.jsonl` has everything.
+Names are short and lines at most `width` columns; the least watched numbers go first.
+`metrics.jsonl` has everything.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def duration(seconds: float) -> str:
 
 
 class ConsoleTracker:
-    """Prints a line per step, in colour on a terminal.
+    """Print a line per step, in colour on a terminal.
 
     `total_steps` adds `step/total` and the time left. `stream` is standard output by default.
     """

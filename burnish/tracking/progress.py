@@ -1,7 +1,7 @@
-"""Progress bars for the phases of a run: setup, rollout, update.
+"""Show progress of a run's phases: setup, rollout, update.
 
-On a terminal, bars that vanish when their phase ends. Elsewhere a plain line, only for a long phase, so that a hang shows where.
-`advance` draws, at most ten times a second; there is no thread.
+On a terminal, bars vanish when their phase ends. Elsewhere a long phase prints a plain line, so
+that a hang shows where. `advance` draws, at most ten times a second; there is no thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LINE_SECONDS = 30.0
 
 
 class Bar:
-    """One phase under way. Every `seconds`, `show` gets how much of it is done and for how long it runs."""
+    """One phase under way. `show` gets its count and its age, every `seconds`."""
 
     def __init__(
         self, show: Callable[[float, float], None], seconds: float, clock: Callable[[], float]
@@ -39,7 +39,9 @@ class Bar:
 
 
 class Progress:
-    """Shows phases on `stream` (default: standard error) if `enabled`, which only the main rank's is. Phases may nest."""
+    """Show phases on `stream` (default: standard error) if `enabled`: on the main rank. Phases may
+    nest.
+    """
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str, total: float | None = None) -> Iterator[Bar]:
-        """Show `name` with a bar up to `total` (unknown: None) while the block runs.
+        """Show `name` with a bar up to `total` (None: unknown) while the block runs.
 
         Call `bar.advance(k)` from the block's thread only.
         """

@@ -1,7 +1,7 @@
-"""`report.html`: a whole run on one page that needs only a browser.
+"""Write `report.html`: a whole run on one page that needs only a browser.
 
-It is made from the run's directory alone, at any time, without torch. A script in the page draws the charts from JSON; the page
-fetches nothing.
+It needs only the run's directory, at any time, without torch. A script in the page draws the charts
+from JSON; the page fetches nothing.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _ABSENT: Row = {
 def write_report(run_dir: Path, state: State = "unknown") -> Path:
     """Write `report.html` for a run's directory, atomically, and return its path.
 
-    Missing files are left out. Raises `CorruptError` for a broken file.
+    Leaves out missing files. Raises `CorruptError` for a broken file.
     """
     run = RunDirectory(run_dir)
     series = _series(read_metrics(run.metrics))
@@ -122,7 +122,7 @@ def _template() -> Any:
 
 
 def _parsed(config_text: str) -> dict[str, Any]:
-    """Return the configuration as a mapping; empty if it is not YAML, since the page shows its text anyway."""
+    """Return the configuration, or nothing if it is not YAML: the page shows its text anyway."""
     try:
         config = yaml.safe_load(config_text)
     except yaml.YAMLError:
@@ -131,7 +131,7 @@ def _parsed(config_text: str) -> dict[str, Any]:
 
 
 def _series(rows: Iterable[dict[str, float]]) -> Series:
-    """Return the points of every metric; for a step that occurs twice, the last values count."""
+    """Return every metric's points; for a step that occurs twice, the last values count."""
     by_step: dict[float, dict[str, float]] = {}
     for row in rows:
         by_step.setdefault(row["step"], {}).update(row)
@@ -150,7 +150,7 @@ def _validation_rank(name: str) -> tuple[int, int, str]:
 
 
 def _charts(series: Series, validation: list[str]) -> tuple[list[Chart], list[Chart], list[Chart]]:
-    """Return the charts of learning, of speed, and of all metrics that belong to neither."""
+    """Return charts of learning, of speed, and of the metrics in neither."""
     groups = _validation_groups(series, validation)
     reward, *rest = _LEARNING
     seconds = {name: points for name, points in series.items() if name.startswith("timing_s/")}
@@ -164,7 +164,7 @@ def _charts(series: Series, validation: list[str]) -> tuple[list[Chart], list[Ch
 
 
 def _validation_groups(series: Series, names: list[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return validation metrics that share a chart: fractions together, a loss or any other alone."""
+    """Return validation metrics that share a chart: fractions together, any other alone."""
     fractions = [
         name
         for name in names
@@ -179,7 +179,7 @@ def _validation_groups(series: Series, names: list[str]) -> list[tuple[str, tupl
 
 
 def _drawn(series: Series, specs: Iterable[tuple[str, tuple[str, ...]]]) -> list[Chart]:
-    """Return a chart for each title and its metrics; none without a finite value."""
+    """Return a chart per title and its metrics, if they have a finite value."""
     charts = []
     for title, names in specs:
         there = [n for n in names if any(math.isfinite(v) for _, v in series.get(n, ()))]
@@ -193,7 +193,7 @@ def _drawn(series: Series, specs: Iterable[tuple[str, tuple[str, ...]]]) -> list
 
 
 def _line(label: str, points: Points) -> dict[str, Any]:
-    """Return a line thinned out to `MAX_POINTS`, and its averages if it is long and not calm."""
+    """Return a line thinned to `MAX_POINTS`, with averages if it is long and noisy."""
     steps, values = np.array(points, dtype=np.float64).T
     kept = thinned(values, MAX_POINTS)
     finite = values[np.isfinite(values)]
@@ -210,7 +210,7 @@ def _line(label: str, points: Points) -> dict[str, Any]:
 
 
 def _timing_chart(seconds: Series) -> list[Chart]:
-    """Return a stacked chart of a step's outermost spans and of the time that no span covered."""
+    """Return a stacked chart of a step's outermost spans and the time outside them."""
     spans = {n.removeprefix("timing_s/"): dict(p) for n, p in seconds.items() if n.count("/") == 1}
     steps = spans.pop("step", {})
     if not steps:
@@ -264,7 +264,7 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def _tiles(series: Series, validation: list[str], total: Any) -> list[tuple[str, ...]]:
-    """Return the numbers at the top: label, value, value at the beginning, note."""
+    """Return the numbers at the top: label, value, first value, note."""
     tiles: list[tuple[str, ...]] = []
     for name in validation[:1]:
         points = series[name]
@@ -325,10 +325,12 @@ def short(value: float) -> str:
 
 
 def choose_examples(directory: Path, count: int = _EXAMPLES) -> dict[str, Any] | None:
-    """Return up to `count` rollouts of each kind from a directory of rollouts; None without rollouts.
+    """Return up to `count` rollouts of each kind from a directory of rollouts; None without
+    rollouts.
 
-    `best` and `worst` are of the newest `step`, one per prompt. `changed` has the prompts whose mean reward changed most between
-    their earliest and latest answers: an early and a late rollout, and both means. Raises `CorruptError` for a broken file.
+    `best` and `worst` are of the newest `step`, one per prompt. `changed` has the prompts whose
+    mean reward changed most between their earliest and latest answers: an early and a late rollout,
+    and both means. Raises `CorruptError` for a broken file.
     """
     groups: dict[int, dict[int, list[Row]]] = {}
     for path in _within_budget([path for _, path in rollout_files(directory)]):
@@ -379,7 +381,6 @@ def _typical(group: list[Row], mean: float) -> Row:
 
 
 def _order(row: Row) -> float:
-    """Rank NaN below everything."""
     return -math.inf if math.isnan(row["reward"]) else row["reward"]
 
 
@@ -397,7 +398,7 @@ def _row(written: Row) -> Row:
 
 
 def _shortened(text: str) -> str:
-    """Return the beginning and the end of a long text, and how much was left out."""
+    """Return a long text's beginning and end, and how much is left out."""
     if len(text) <= _TEXT_LIMIT:
         return text
     half = _TEXT_LIMIT // 2

@@ -1,6 +1,8 @@
-"""Files of rollouts: `step-XXXXXXXX.jsonl` with every prompt, completion and reward of a step, `validation-XXXXXXXX.jsonl` of a validation.
+"""Write rollouts to files: each prompt, completion and reward of `step-XXXXXXXX.jsonl`,
+`validation-XXXXXXXX.jsonl`.
 
-The same rollouts give the same bytes, in any order and on any rank. Left out: token ids and log-probs.
+The same rollouts give the same bytes, in any order and on any rank. Left out: token ids and
+log-probs.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _REQUIRED = {"step", "prompt_index", "prompt", "completion", "reward"}
 
 
 def rollouts_path(directory: Path, step: int, kind: Kind = "step") -> Path:
-    """Where a step's rollouts lie: `step-00000010.jsonl`, those of its validation in `validation-00000010.jsonl`."""
+    """Return the path of a step's rollouts (`step-00000010.jsonl`) or its validation's."""
     return directory / f"{kind}-{step:08d}.jsonl"
 
 
@@ -34,8 +36,8 @@ def write_rollouts(
 ) -> Path:
     """Write a step's rollouts atomically, one JSON object a line, by prompt index and sample.
 
-    `advantages` has the mean over tokens of each; None for the rollouts of a validation. Numbers that are not finite become
-    strings (see `burnish.tracking.trackers`).
+    `advantages` has each rollout's mean over tokens; None for a validation. Numbers that are not
+    finite become strings (see `burnish.tracking.trackers`).
     """
     known = [None] * len(rollouts) if advantages is None else advantages
     rows = [_row(step, *pair) for pair in zip(rollouts, known, strict=True)]
@@ -65,21 +67,21 @@ def _row(step: int, rollout: Rollout, advantage: float | None) -> dict[str, Any]
 
 
 def rollout_files(directory: Path, kind: Kind = "step") -> list[tuple[int, Path]]:
-    """The steps that have a file of this kind, ascending, with their paths. Empty without the directory."""
+    """Return steps and paths of this kind's files, ascending; empty without the directory."""
     paths = directory.glob(f"{kind}-*.jsonl")
     steps = ((path.stem.removeprefix(f"{kind}-"), path) for path in paths)
     return sorted((int(digits), path) for digits, path in steps if digits.isdecimal())
 
 
 def discard_rollouts_after(directory: Path, step: int) -> None:
-    """Remove the files of later steps: a run that resumes from `step` makes them again."""
+    """Remove later steps' files: a run that resumes from `step` makes them again."""
     for later, path in rollout_files(directory) + rollout_files(directory, "validation"):
         if later > step:
             path.unlink()
 
 
 def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of one file, as written. Raises `CorruptError` for a line that is not a rollout."""
+    """Return a file's rows. Raises `CorruptError` for a line that is not a rollout."""
     with path.open(encoding="utf-8", newline="\n") as file:
         for number, line in enumerate(file, start=1):
             try:

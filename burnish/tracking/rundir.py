@@ -1,4 +1,4 @@
-"""The directory of a run: the paths in it, and the machine and versions that it ran with.
+"""Locate a run's files, and describe its machine and versions.
 
 ```
 runs/NAME/
@@ -35,7 +35,7 @@ RUN, START, TRAINER = "run", "start", "trainer"
 
 
 class RunDirectory:
-    """The paths of one run under `root` (`runs/NAME`). Making this object touches no file."""
+    """The paths of one run under `root` (`runs/NAME`). Constructing it touches no file."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -54,7 +54,7 @@ class RunDirectory:
 
     @property
     def begun(self) -> bool:
-        """Whether a run has logged its first metrics. One that failed before has nothing to protect."""
+        """Whether a run has logged metrics. One that failed before has nothing to protect."""
         return self.metrics.exists()
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
@@ -79,8 +79,8 @@ class RunDirectory:
 def environment(device: str, world: int = 1) -> dict[str, Any]:
     """Return this process's surroundings for `environment.json`.
 
-    `device` is the device's name, `world` the number of processes. Versions are those installed, or None. No environment variable is
-    read: they may hold secrets.
+    `device` is the device's name, `world` the number of processes. Versions are those installed, or
+    None. Reads no environment variable, because they may hold secrets.
     """
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -104,7 +104,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """The commit of the working directory's repository, `-dirty` where files differ from it."""
+    """Return the working directory's commit, with `-dirty` where files differ."""
     command = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     try:
         done = subprocess.run(
@@ -126,7 +126,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def discard_leftovers(directory: Path) -> None:
-    """Remove what writers that were killed left half written in `directory`, which may be missing."""
+    """Remove half-written files of killed writers from `directory`, which may be missing."""
     if directory.is_dir():
         for path in directory.iterdir():
             if re.fullmatch(r"\..+\.[0-9a-f]{32}", path.name):

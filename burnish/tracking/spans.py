@@ -1,6 +1,6 @@
-"""Seconds and memory of each part of a step.
+"""Measure seconds and memory of each part of a step.
 
-Host seconds are counted: work queued on an accelerator counts where the host waits for it.
+Counts host seconds: work queued on an accelerator counts where the host waits for it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Spans:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Measure the block as `name`, inside the spans that are open, also if it raises."""
+        """Measure the block as `name` inside the open spans, even if it raises."""
         self._open.append(name)
         path = "/".join(self._open)
         outermost = path == name
@@ -61,11 +61,12 @@ class Spans:
             self.current = None
 
     def added(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return `values` with what was measured since the last call, and start again.
+        """Return `values` with the measurements since the last call, and start again.
 
-        Seconds are added to those of the same name: `timing_s/NAME` of every span that ended, and `timing_s/step` of all the
-        time. A span still open counts, whole, when it ends. Memory, in 10⁹ bytes: `perf/max_memory_gb/NAME` of each outermost
-        span, and `perf/max_memory_gb` since the beginning.
+        Seconds are added to those of the same name: `timing_s/NAME` of every ended span, and
+        `timing_s/step` of all the time. An open span counts, whole, when it ends. Memory, in 10⁹
+        bytes: `perf/max_memory_gb/NAME` of each outermost span, and `perf/max_memory_gb` since the
+        beginning.
         """
         now = self._clock()
         self._note_peak()

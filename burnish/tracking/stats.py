@@ -1,7 +1,8 @@
-"""Numbers that merge correctly over ranks and micro-batches.
+"""Merge numbers correctly over ranks and micro-batches.
 
-A mean is kept as (total, count), so a step's mean is over all its tokens or sequences for any cut. Values may be 0-d tensors until
-`Stats.values` asks for floats, so collecting never waits for the device.
+A mean is kept as (total, count), so a step's mean covers all its tokens or sequences for any cut.
+Values may be 0-d tensors until `Stats.values` asks for floats, so collecting never waits for the
+device.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Stats(dict[str, Metric]):
         return merged
 
     def prefixed(self, prefix: str) -> Stats:
-        """The same metrics under `prefix` + name, to say whose they are (`actor/`, `critic/`)."""
+        """Return the same metrics under `prefix` + name (`actor/`, `critic/`)."""
         return Stats({prefix + name: metric for name, metric in self.items()})
 
     def values_by_name(self) -> dict[str, float]:

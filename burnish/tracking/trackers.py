@@ -1,8 +1,9 @@
-"""Trackers take the numbers of each step, and `Observers` tell trackers, rollout files and the report what a run does.
+"""Record each step's numbers in trackers; `Observers` feed them, the rollout files and the report.
 
-`metrics.jsonl` is the record of a run: one JSON object a step. NaN and infinities are the strings "NaN", "Infinity" and
-"-Infinity", as in protobuf's JSON; `float()` reads them. 10,000 steps of 40 numbers are about 10 MB. Numbers are reduced over
-ranks before, and only the main rank has observers.
+`metrics.jsonl` is the record of a run: one JSON object a step. NaN and infinities are the strings
+"NaN", "Infinity" and "-Infinity", as in protobuf's JSON; `float()` reads them. 10,000 steps of 40
+numbers are about 10 MB. Numbers are reduced over ranks before, and only the main rank has
+observers.
 """
 
 from __future__ import annotations
@@ -28,19 +29,21 @@ class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take one step's numbers by name (`actor/pg_loss`), NaN and infinity included.
 
-        Called once per step, in ascending order, never after `close`. `values` is only read. What was taken must survive a kill right
-        after the call. Raises `OSError` if writing fails.
+        Called once per step, in ascending order, never after `close`. Only read `values`. Taken
+        numbers must survive a kill right after the call. Raises `OSError` if writing fails.
         """
 
     def sync(self) -> None:
-        """Make what was taken survive a power loss, if others depend on the record. Raises `OSError`."""
+        """Make taken numbers survive a power loss, if others depend on the record. Raises
+        `OSError`.
+        """
 
     def close(self) -> None:
-        """Write out what is held and free it. A second call does nothing."""
+        """Write out held numbers and free resources. A second call does nothing."""
 
 
 class Observers:
-    """Trackers, rollout files and the report of a run, imported as its settings ask for them."""
+    """A run's trackers, rollout files and report, imported as its settings ask for them."""
 
     def __init__(
         self,
@@ -51,9 +54,10 @@ class Observers:
         total_steps: int,
         is_logged: bool,
     ) -> None:
-        """Open them for a run that goes on after `step`, 0 at its beginning, and remove what belongs to later steps.
+        """Open them for a run that goes on after `step`, 0 at its beginning; remove later steps'
+        data.
 
-        `is_logged` says whether the line of `step` is written already.
+        `is_logged` says whether the line of `step` is already written.
         """
         self._directory, self._settings, self._total_steps = directory, settings, total_steps
         discard_leftovers(directory.root)
@@ -74,7 +78,10 @@ class Observers:
     def rollouts_scored(
         self, step: int, rollouts: Sequence[Any], advantages: Sequence[float] | None
     ) -> None:
-        """Write a step's rollouts if they are due, as those of the first and the last step are; without `advantages`, a validation's."""
+        """Write a step's rollouts if due, always for the first and last step.
+
+        Without `advantages`, they are a validation's.
+        """
         every = self._settings.rollouts_every
         if every and (advantages is None or step % every == 0 or step in (1, self._total_steps)):
             self._rollouts.write_rollouts(self._directory.rollouts, step, rollouts, advantages)
@@ -103,10 +110,10 @@ class Observers:
 
 
 class JsonlTracker:
-    """Appends to `path`, flushed after every step.
+    """Append to `path`, flushed after every step.
 
-    Resuming from step N first cuts later lines, and a half-written one, atomically; so an interrupted run's file becomes that of an
-    uninterrupted one. N = None begins an empty file.
+    Resuming from step N first cuts later lines, and a half-written one, atomically; so an
+    interrupted run's file becomes that of an uninterrupted one. N = None begins an empty file.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
@@ -132,9 +139,10 @@ class JsonlTracker:
 
 
 class TensorBoardTracker:
-    """Writes scalars to TensorBoard's event files under `directory`.
+    """Write scalars to TensorBoard's event files under `directory`.
 
-    Resuming from step N tells TensorBoard to forget later steps of earlier files; N = None forgets all.
+    Resuming from step N tells TensorBoard to forget later steps of earlier files; N = None forgets
+    all.
     """
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
@@ -184,9 +192,11 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the steps of a `metrics.jsonl`, each with `step`, in the file's order; [] without a file.
+    """Return the steps of a `metrics.jsonl`, each with `step`, in the file's order; [] without a
+    file.
 
-    A last line without its newline is still being written, and left out. Raises `CorruptError` for any other broken line.
+    Leaves out a last line without newline: it is still being written. Raises `CorruptError` for any
+    other broken line.
     """
     if not path.exists():
         return []
@@ -194,7 +204,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def logged_values(path: Path, step: int) -> dict[str, float]:
-    """Return the file's last line of a step, without `step`; empty without such a line."""
+    """Return the file's last line of a step, without `step`; empty if there is none."""
     rows = [row for row in read_metrics(path) if row["step"] == step]
     return {name: value for name, value in rows[-1].items() if name != "step"} if rows else {}
 
@@ -207,7 +217,9 @@ def _kept(path: Path, resume_step: int | None) -> bytes:
 
 
 def _rows(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Return whole lines and their objects. Raises `CorruptError` for a line that is not a step's metrics."""
+    """Return whole lines and their objects. Raises `CorruptError` for a line without a step's
+    metrics.
+    """
     rows = []
     for line in filter(bytes.strip, path.read_bytes().split(b"\n")[:-1]):
         try:

@@ -1,9 +1,9 @@
-"""One call of the built-in generator: schedule completions in slots until all have ended.
+"""Run one call of the built-in generator: schedule completions in slots until all have ended.
 
-Waiting completions enter free slots in order. Prompts are read ahead in packed chunks, each once. Running completions always
-fill the first n slots. On an accelerator tokens are copied to the host while the device computes the next step, so Python
-learns one step late that a completion has ended. Nothing depends on time: the same call gives the same schedule. Left out:
-evicting a completion for lack of memory.
+Waiting completions enter free slots in order. Prompts are read ahead in packed chunks, each once.
+Running completions fill the first n slots. On an accelerator tokens are copied to the host while
+the device computes the next step, so Python learns of an end one step late. Nothing depends on
+time: the same call gives the same schedule. Left out: evicting a completion for lack of memory.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Chunk:
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """A prompt, with its place in a chunk from its reading until its last completion starts."""
+    """A prompt and its place in a chunk, until its last completion starts."""
 
     request: Request
     chunk: _Chunk | None = None
@@ -75,8 +75,6 @@ class _Prompt:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A running completion."""
-
     prompt: _Prompt
     key: int
     tokens: list[int] = field(default_factory=list)
@@ -88,7 +86,6 @@ class _Sequence:
     """Why it has ended; None while it runs."""
 
     def finished(self, version: int) -> Completion:
-        """Return the completion's record."""
         return Completion(
             token_ids=np.array(self.tokens, dtype=np.int64),
             sampled_logprobs=np.array(self.sampled_logprobs, dtype=np.float32),
@@ -128,7 +125,7 @@ class Decoding:
         """Rows: latest token, its position, random key, number of tokens drawn. One column per slot."""
 
     def run(self, version: int, watch: Watch | None = None) -> list[list[Completion]]:
-        """Decode to the end and return each request's completions, marked with the weights' `version`."""
+        """Decode to the end; return each request's completions, marked with the weights' `version`."""
         reported = 0
         with sdpa_kernel(_KERNELS):
             while running := self._refill():
@@ -141,7 +138,7 @@ class Decoding:
         return [[sequence.finished(version) for sequence in group] for group in self._groups]
 
     def _refill(self) -> int:
-        """Fill free slots with waiting completions, close gaps, return the number of running ones."""
+        """Fill free slots with waiting completions and close gaps; return the number running."""
         while self._waiting and (free := [i for i, held in enumerate(self._slots) if _free(held)]):
             rows = free[: len(self._waiting)]
             self._start(rows, [self._waiting.popleft() for _ in rows])
@@ -183,20 +180,19 @@ class Decoding:
         self._forget(sequences)
 
     def _forget(self, started: Sequence[_Sequence]) -> None:
-        """Release the chunks of prompts whose completions have all started; they start in order."""
+        """Release chunks whose prompts' completions have all started; they start in order."""
         coming = self._waiting[0].prompt if self._waiting else None
         for sequence in started:
             if sequence.prompt is not coming:
                 sequence.prompt.chunk = None
 
     def _chunk_of(self, prompt: _Prompt) -> _Chunk:
-        """Return the prompt's chunk; read ahead up to it if needed."""
         while prompt.chunk is None:
             self._read_ahead()
         return prompt.chunk
 
     def _read_ahead(self) -> None:
-        """Read as many of the next prompts as fit into a chunk."""
+        """Read as many prompts as fit into a chunk."""
         prompts: list[_Prompt] = []
         room = _PREFILL_TOKENS
         while self._unread and (not prompts or len(self._unread[0].request.token_ids) <= room):
@@ -229,7 +225,7 @@ class Decoding:
             prompt.chunk, prompt.index = read, index
 
     def _step(self, running: int) -> None:
-        """Decode one token of each of the first `running` slots."""
+        """Decode one token in each of the first `running` slots."""
         sequences = [held for held in self._slots[:running] if held is not None]
         read = max(len(s.prompt.request.token_ids) + len(s.tokens) for s in sequences)
         span = read + self._behind
@@ -243,7 +239,6 @@ class Decoding:
         self._receive(sequences, drawn, routing.record() if routing else None)
 
     def _routing(self) -> Routing | None:
-        """Return a recorder of experts for one forward pass, if asked for."""
         return Routing() if self._sampling.experts else None
 
     def _draw(self, hidden: Tensor, keys: Tensor, counts: Tensor) -> Drawn:
@@ -274,7 +269,6 @@ class Decoding:
 
 
 def _free(slot: _Sequence | None) -> bool:
-    """Return whether the slot is empty or its completion has ended."""
     return slot is None or slot.reason is not None
 
 
@@ -293,7 +287,7 @@ class Readback:
     def __init__(
         self, sequences: Sequence[_Sequence], drawn: Drawn, experts: Tensor | None
     ) -> None:
-        """Start copying `drawn` for n sequences and `experts` [n, L, k] without waiting."""
+        """Start copying `drawn` for n sequences and `experts` [n, L, k]; do not wait."""
         self.sequences = tuple(sequences)
         device = drawn.tokens.device
         self._parts = [
@@ -306,7 +300,8 @@ class Readback:
             self._copied.record()
 
     def wait(self) -> tuple[list[int], list[float], list[float], Experts | None]:
-        """Return tokens, log-probs as drawn and under the model, and the experts of the tokens before them.
+        """Return tokens, log-probs as drawn and under the model, and the experts of the tokens
+        before.
 
         Raises `BurnishError` if a log-prob is not finite.
         """

@@ -1,8 +1,9 @@
-"""The model's forward pass for generation: token ids in, last hidden states out.
+"""Compute the model's forward pass for generation: token ids in, last hidden states out.
 
-`FusedForward` runs the Llama-shaped families with one product for queries, keys and values, and one for gate and up. Small
-batches spend their time between the products. Every other family runs through its own modules. An adapter is never merged
-into W: y = W x + b + s B A x. Left out: CUDA graphs, compilation, and fused experts.
+`FusedForward` runs the Llama-shaped families with one product for queries, keys and values, and one
+for gate and up: small batches spend their time between products. Other families run through their
+own modules. An adapter is never merged into W: y = W x + b + s B A x. Left out: CUDA graphs,
+compilation, and fused experts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from burnish.models.routing import Routers, Routing
 def forward_of(model: PreTrainedModel) -> FusedForward | ModuleForward:
     """Return the fastest forward that is right for this model.
 
-    Some weights become views of fused ones, so take shards of the model afterwards.
+    Some weights become views of fused ones, so take the model's shards afterwards.
     """
     return FusedForward(model) if _is_plain(model) else ModuleForward(model)
 
@@ -59,7 +60,9 @@ class ModuleForward:
         packing: Attends,
         routing: Routing | None = None,
     ) -> Tensor:
-        """Return hidden states [T, hidden] of `token_ids` [T] at `positions` [T]; `routing` records the experts."""
+        """Return hidden states [T, hidden] of `token_ids` [T] at `positions` [T]; `routing` takes
+        the experts.
+        """
         if routing is not None:
             self._routers.listen()
         hidden: Tensor = self._model(
@@ -144,7 +147,7 @@ class _Block:
         return output[0].flatten(1)
 
     def _rotated(self, heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate query and key heads in one step, normed where the model norms them."""
+        """Rotate query and key heads in one step, after the model's norms."""
         query, key = self._attention.q_norm, self._attention.k_norm
         if query is None or key is None:
             return rotate(heads, rotation)
@@ -155,10 +158,12 @@ class _Block:
 
 
 class FusedLinear:
-    """Several linear layers that read the same rows, computed as one product, with their adapters."""
+    """Compute linear layers that read the same rows, with their adapters, as one product."""
 
     def __init__(self, *layers: Any) -> None:
-        """Turn the layers' weights, biases and A into views of concatenated ones. Layers may be PEFT's."""
+        """Turn the weights, biases and A of the layers, perhaps PEFT's, into views of concatenated
+        ones.
+        """
         plain: list[nn.Linear] = [getattr(layer, "base_layer", layer) for layer in layers]
         bias = None if plain[0].bias is None else _concatenated(plain, "bias")
         self._linear = PackedLinear(_concatenated(plain, "weight"), bias)
@@ -173,7 +178,7 @@ class FusedLinear:
         ]
 
     def refresh(self) -> None:
-        """Re-read the layers' own weights; their adapters may change at any time."""
+        """Re-read the layers' own weights. Adapters may change without it."""
         self._linear.refresh()
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -187,7 +192,7 @@ class FusedLinear:
 
 
 def _concatenated(layers: Sequence[nn.Linear], name: str) -> Tensor:
-    """Return the layers' weights (or biases) as one, of which theirs become views."""
+    """Return the layers' weights (or biases) as one, and make theirs views of it."""
     tensors = [part.get_parameter(name).detach() for part in layers]
     whole = torch.cat(tensors)
     views = torch.split(whole, [len(tensor) for tensor in tensors])
@@ -197,16 +202,16 @@ def _concatenated(layers: Sequence[nn.Linear], name: str) -> Tensor:
 
 
 def _ranges(sizes: Sequence[int]) -> list[slice]:
-    """Return consecutive slices of these sizes."""
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 class PackedLinear:
-    """`x W.T + b` whose weight is kept in the order that the CPU's bf16 units read.
+    """Compute `x W.T + b` from a weight kept in the order that the CPU's bf16 units read.
 
-    Otherwise each product of a small batch takes twice as long. Results are the same to the last bit; the weight is in memory
-    twice. Accelerators and fp32 read the weight as it is. Call `refresh` when the weight has changed.
+    Otherwise each product of a small batch takes twice as long. Results are the same to the last
+    bit; the weight is in memory twice. Accelerators and fp32 read the weight as it is. Call
+    `refresh` after the weight changes.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -215,7 +220,7 @@ class PackedLinear:
         self._ordered: Tensor | None = None
 
     def refresh(self) -> None:
-        """Reorder the weight where the device has bf16 units that want it."""
+        """Reorder the weight if the device's bf16 units want it."""
         weight = self._weight
         is_bf16 = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
         if is_bf16 and has_bf16_products(weight.device):

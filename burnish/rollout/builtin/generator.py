@@ -1,8 +1,10 @@
-"""The built-in generator: sample from a copy of the model inside the training process, on any device.
+"""The built-in generator: sample from a copy of the model inside the training process, on any
+device.
 
-Every process holds the whole model in the compute dtype, filled from the engine's shards of any layout, and generates its own
-requests. With an adapter beside the weights, the model's own arrive once and later calls bring only A and B. The KV cache lives
-only during a call of `generate`. Left out: quantized weights, tensor parallelism.
+Every process holds the whole model in the compute dtype, filled from the engine's shards of any
+layout, and generates its own requests. With an unmerged adapter, the model's own weights arrive
+once and later calls bring only A and B. The KV cache lives only during a call of `generate`. Left
+out: quantized weights, tensor parallelism.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ from burnish.rollout.builtin.stopping import Decode, StopRule
 
 
 class BuiltinGenerator:
-    """A `Generator` that decodes at most `slots` completions at once.
+    """Decode at most `slots` completions at once; a `Generator`.
 
-    `eos_token_ids` end every completion. `decode` turns ids into text; stop strings need it.
+    `eos_token_ids` end every completion. Stop strings need `decode`, which turns ids into text.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class BuiltinGenerator:
     ) -> list[list[Completion]]:
         """See `Generator.generate`.
 
-        Raises `UsageError` before any work if no weights were loaded, a prompt is empty or leaves no room for `max_tokens`,
-        a value of `sampling` is out of range, or stop strings lack `decode`.
+        Raises `UsageError` before any work without loaded weights, for an empty prompt or one that
+        leaves no room for `max_tokens`, for a value of `sampling` out of range, and for stop
+        strings without `decode`.
         """
         if self._version is None:
             raise UsageError("the generator has no weights", do="call load_weights first")
@@ -94,7 +97,6 @@ class BuiltinGenerator:
 
 
 def _check_sampling(sampling: Sampling) -> None:
-    """Raise `UsageError` for a value out of range."""
     rules = {
         "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
         "temperature": (sampling.temperature >= 0, "0 or more"),
@@ -118,9 +120,10 @@ class InferenceModel:
         dtype: torch.dtype,
         lora: LoraConfig | None = None,
     ) -> None:
-        """Build the model; `lora` is an adapter beside the weights, None if there is none or it is merged.
+        """Build the model; `lora` is an unmerged adapter or None.
 
-        Raises `IncompatibleError` if Burnish cannot build the model, or if it lacks the layers of `lora`.
+        Raises `IncompatibleError` if Burnish cannot build the model, or if it lacks the layers of
+        `lora`.
         """
         limits = (getattr(hf_config, "max_position_embeddings", None), position_limit(hf_config))
         self.max_positions: int | None = min(filter(None, limits), default=None)

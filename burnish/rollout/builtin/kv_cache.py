@@ -1,13 +1,13 @@
 """The KV cache: keys and values of prompts and completions, one slot per running completion.
 
-`PromptCache` reads packed prompts and keeps their keys and values. Each decoding step then appends one token to every row.
-`SlotCache` copies the prompt into each row, which takes the fewest kernels. `SharedCache` stores each prompt once, for CPUs without
-matrix units:
+`PromptCache` reads packed prompts and keeps their keys and values. Each decoding step then appends
+one token to every row. `SlotCache` copies the prompt into each row, which takes the fewest kernels.
+`SharedCache` stores each prompt once, for CPUs without matrix units:
 
     softmax([Q Kp', Q Ko']) = [Wp, Wo],   output = Wp Vp + Wo Vo
 
-Kp and Vp are the prompt's, and all its completions read them in one product. Ko and Vo are the completion's own. Rows grow
-together. Left out: pages, and prefixes that prompts share.
+All completions of a prompt read its Kp and Vp in one product. Ko and Vo are a completion's own.
+Rows grow together. Left out: pages, and prefixes that prompts share.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _SPAN_GRAIN = 8
 
 
 class PromptCache:
-    """Keys and values of packed prompts, filled while the model reads them."""
+    """Keys and values of packed prompts, filled as the model reads them."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device, first: int = 0) -> None:
-        """Take the prompts' lengths, and the number of the first one among all prompts."""
+        """Take the prompts' lengths, and the first one's number among all prompts."""
         self.lengths = tuple(lengths)
         self.first = first
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -40,7 +40,7 @@ class PromptCache:
         self._layout = PackedLayout.of(lengths, device)
 
     def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
-        """Attend causally within each prompt and keep its keys and values; see `Attends.attend`."""
+        """Attend causally within each prompt; keep its keys and values. See `Attends.attend`."""
         if layer in self.layers:
             raise IncompatibleError(
                 "the model attends twice in one layer",
@@ -53,7 +53,9 @@ class PromptCache:
         return self._layout.attend(layer, parts, scaling, window)
 
     def rows(self, prompts: Sequence[int]) -> Tensor:
-        """Return the packed positions [n, longest] of these prompts; shorter ones repeat their last token."""
+        """Return the packed positions [n, longest] of prompts; shorter ones repeat their last
+        token.
+        """
         lengths = torch.tensor([self.lengths[prompt] for prompt in prompts])
         starts = torch.tensor([0, *self.lengths]).cumsum(0)[torch.tensor(prompts)]
         columns = torch.arange(int(lengths.max()))
@@ -61,15 +63,17 @@ class PromptCache:
 
 
 class _Store:
-    """Keys and values of some rows in every layer, each `[rows, kv_heads, capacity, head_dim]`."""
+    """Keys and values of rows, per layer `[rows, kv_heads, capacity, head_dim]`."""
 
     def __init__(self, longest: int, dtype: torch.dtype | None = None) -> None:
-        """Take the most tokens of a row, and the dtype where it is not the model's."""
+        """Take the most tokens of a row, and a dtype other than the model's."""
         self._longest, self._dtype = longest, dtype
         self.layers: dict[int, list[Tensor]] = {}
 
     def reserve(self, prompts: PromptCache | None, rows: int, length: int) -> None:
-        """Make room for `rows` rows of `length` tokens, in layers as `prompts` has them; grow ahead."""
+        """Make room for `rows` rows of `length` tokens, in layers like those of `prompts`; grow
+        ahead.
+        """
         for layer, parts in prompts.layers.items() if prompts else ():
             if layer not in self.layers:
                 self.layers[layer] = [
@@ -96,7 +100,7 @@ class _Store:
                 mine[:, :, : source.shape[1]].index_copy_(0, rows, read)
 
     def append(self, layer: int, rows: Tensor, positions: Tensor, *latest: Tensor) -> None:
-        """Write keys and values [1, kv_heads, n, head_dim] of one token for each of n rows."""
+        """Write keys and values [1, kv_heads, n, head_dim] of one token to each of n rows."""
         for mine, each in zip(self.layers[layer], latest, strict=True):
             mine[rows, :, positions] = each[0].transpose(0, 1).to(mine.dtype)
 
@@ -171,10 +175,11 @@ class DecodeStep:
 def _attend_one(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float
 ) -> Tensor:
-    """Attend with one token per row: [n, heads, head_dim] to [n, kv_heads, heads per key head, head_dim].
+    """Attend with one token per row: [n, heads, head_dim] to [n, kv_heads, heads per key head,
+    head_dim].
 
-    CPUs are fastest with one query per head. Other devices' kernels with a bias need as many key heads as query heads,
-    so the heads that share keys become the queries of one call.
+    CPUs are fastest with one query per head. Other devices' kernels with a bias need as many key
+    heads as query heads, so heads that share keys become the queries of one call.
     """
     grouped = query.view(len(query), keys.shape[1], -1, query.shape[-1])
     if query.device.type != "cpu":
@@ -186,7 +191,7 @@ def _attend_one(
 
 
 class SharedCache:
-    """Completions in slots that refer to one stored copy of their prompt; products and memory are fp32."""
+    """Slots whose completions share one stored copy of their prompt; products and memory are fp32."""
 
     def __init__(self, slots: int, prompt: int, completion: int) -> None:
         """Allocate nothing yet; see `SlotCache`."""
@@ -238,7 +243,7 @@ class SharedCache:
         return SharedStep(self._prompts, self._own, self._groups, lengths, own, own_span)
 
     def _grouped(self, running: int) -> _Groups:
-        """Close the gaps between stored prompts, and group the first rows by prompt."""
+        """Close gaps between stored prompts, and group the first rows by prompt."""
         self._prompt_of[running:] = [None] * (len(self._prompt_of) - running)
         live = set(self._prompt_of[:running])
         late = [p for p in range(len(live), len(self._stored)) if self._stored[p] in live]
@@ -258,7 +263,7 @@ class SharedCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Groups:
-    """Running completions grouped by prompt: P prompts with at most m completions each."""
+    """Running completions grouped by prompt: P prompts, at most m completions each."""
 
     running: int
     """Number of completions."""
@@ -305,7 +310,10 @@ class SharedStep:
         positions: Tensor,
         span: int,
     ) -> None:
-        """Take the `lengths` [n] of the rows' prompts, and the `positions` [n] of their latest tokens after the prompt, below `span`."""
+        """Take `lengths` [n] of the rows' prompts, and `positions` [n] of their latest tokens.
+
+        Positions count from the end of the prompt and are below `span`.
+        """
         self._prompts, self._own, self._groups = prompts, own, groups
         self._lengths, self._positions = lengths, positions
         self._rows = torch.arange(len(positions))
@@ -313,7 +321,7 @@ class SharedStep:
         self._biases: dict[int | None, Tensor] = {}
 
     def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
-        """Append token i to row i and attend to its prompt and that row; see `Attends.attend`."""
+        """Append token i to row i; attend to its prompt and that row. See `Attends.attend`."""
         (query, key, value), groups = parts, self._groups
         self._own.append(layer, self._rows, self._positions, key, value)
         shared = [
@@ -337,7 +345,7 @@ class SharedStep:
         return output.view(1, groups.running, -1, query.shape[-1]).to(query.dtype)
 
     def _bias(self, window: int | None) -> Tensor:
-        """Return the mask [n, 1, 1, longest + span], fp32: 0 for visible columns of the prompt and the row, -inf for others."""
+        """Return the mask [n, 1, 1, longest + span], fp32: 0 for visible columns, else -inf."""
         if window not in self._biases:
             longest, now = self._groups.longest, (self._lengths + self._positions)[:, None]
             prompt, own = torch.arange(longest), torch.arange(self._span)

@@ -1,7 +1,7 @@
-"""When a completion ends: at a token id, a stop string, or its length.
+"""End a completion: at a token id, a stop string, or its length.
 
-The token that completes a stop string is kept: training sees whole tokens. The string is looked for in the decoded tail, and
-only if the latest token can complete it, so most tokens cost one dictionary look-up.
+The token that completes a stop string is kept: training sees whole tokens. The decoded tail is
+searched only if the latest token can complete a string, so most tokens cost one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StopRule:
         self._strings = _StopStrings(sampling.stop_strings, decode) if decode else None
 
     def ended(self, tokens: Sequence[int]) -> StopReason | None:
-        """Return why `tokens` ends with its last token, or None if it goes on. Call it after each token."""
+        """Return why the last of `tokens` ends them, or None. Call it after each token."""
         if tokens[-1] in self._ids:
             return "stop"
         if self._strings is not None and self._strings.completed_by_last(tokens):
@@ -49,8 +49,6 @@ class StopRule:
 
 
 class _StopStrings:
-    """Finds stop strings completed by the latest token."""
-
     def __init__(self, strings: Sequence[str], decode: Decode) -> None:
         self._strings = tuple(strings)
         self._decode = decode
@@ -67,7 +65,8 @@ class _StopStrings:
     def _may_complete(self, token: int) -> bool:
         """Return whether the token can end with the last character of a stop string.
 
-        True for tokens that are no text by themselves, and for strings that end with a space: tokenizers drop leading spaces.
+        True for tokens that are no text by themselves, and for strings that end with a space,
+        because tokenizers drop leading spaces.
         """
         known = self._candidates.get(token)
         if known is None:
